@@ -1,0 +1,58 @@
+# Each target makes what it needs from nothing; stamps in $(VENV) make the second call instant.
+# A deeper environment holds the shallower one: core < test < dev.
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints.txt
+ARGS        ?=
+BIN         := $(VENV)/bin
+INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types notebooks setup clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
+
+demo: $(VENV)/.core  ## watch the embedded model turn noise into an answer
+	@$(BIN)/mercury demo $(ARGS)
+
+test: $(VENV)/.test  ## run the tests; ARGS="-k sample --jaxtyping" goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## formatting and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev  ## the type checker
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
+	@set -- colab/*.ipynb; \
+	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
+	MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+
+setup: $(VENV)/.core  ## only make the environment
+
+clean:  ## remove environments, caches and built files; runs/ stays
+	rm -rf $(VENV) .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mercury_jax needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax into $(VENV)"
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax[test] into $(VENV)"
+	@$(INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax with every extra into $(VENV)"
+	@$(INSTALL) -e '.[serve,hub,plot,test,dev]'
+	@touch $@ $(VENV)/.test $(VENV)/.core
