@@ -1,0 +1,65 @@
+"""mercury_jax: diffusion language models in JAX. Train them, load them, sample from them.
+
+import mercury_jax as mj
+
+lm = mj.load()
+print(mj.sample(lm, "def fibonacci(n):", max_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mercury_jax.api import load, train
+    from mercury_jax.config import ModelConfig, NoiseConfig, Plan
+    from mercury_jax.decode import rules, shape, stop
+    from mercury_jax.decode.infill import Hole, infill
+    from mercury_jax.decode.parts import Sampler, rule, settle, shaper
+    from mercury_jax.decode.sample import Output, sample
+    from mercury_jax.decode.score import Score, logits, score
+    from mercury_jax.decode.stream import stream
+    from mercury_jax.tokenizer import Tokenizer
+    from mercury_jax.train.recipe import TrainConfig
+    from mercury_jax.types import LM
+
+# Loaded at first use: importing the package stays quick, and sampling never loads the trainer.
+_PUBLIC = {
+    "api": ("load", "train"),
+    "config": ("ModelConfig", "NoiseConfig", "Plan"),
+    "decode": ("rules", "shape", "stop"),
+    "decode.infill": ("Hole", "infill"),
+    "decode.parts": ("Sampler", "rule", "settle", "shaper"),
+    "decode.sample": ("Output", "sample"),
+    "decode.score": ("Score", "logits", "score"),
+    "decode.stream": ("stream",),
+    "tokenizer": ("Tokenizer",),
+    "train.recipe": ("TrainConfig",),
+    "types": ("LM",),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = [
+    "LM", "Hole", "ModelConfig", "NoiseConfig", "Output", "Plan", "Sampler", "Score", "Tokenizer", "TrainConfig",
+    "infill", "load", "logits", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream",
+    "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mercury_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
+    home = importlib.import_module(f"mercury_jax.{_HOME[name]}")
+    if name in ("rules", "shape", "stop"):
+        value = importlib.import_module(f"mercury_jax.decode.{name}")
+    else:
+        value = getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

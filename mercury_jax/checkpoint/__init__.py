@@ -1,0 +1,36 @@
+"""Checkpoints of a run (`Saver`, `restore`) and plain folders for inference (`export`, `load_exported`).
+
+Both carry their configuration and a manifest of SHA-256 sums that is verified before anything is
+read; damage is refused as `CheckpointError`, by the file's name.
+"""
+
+from mercury_jax.checkpoint.export import Exported, export, load_exported
+from mercury_jax.checkpoint.manifest import CheckpointError, verify
+from mercury_jax.checkpoint.saver import (
+    Restored,
+    SaveFailed,
+    Saver,
+    clean,
+    inspect,
+    latest,
+    path_of,
+    restore,
+    steps,
+)
+
+__all__ = [
+    "CheckpointError",
+    "Exported",
+    "Restored",
+    "SaveFailed",
+    "Saver",
+    "clean",
+    "export",
+    "inspect",
+    "latest",
+    "load_exported",
+    "path_of",
+    "restore",
+    "steps",
+    "verify",
+]

@@ -1,0 +1,156 @@
+"""Noise: schedules alpha(t) and the corruption processes that use them.
+
+Time t runs from 0 (text) to 1 (noise). A schedule gives the probability alpha(t) that a token
+is still itself; alpha(0) = 1 and alpha(1) = 0. Each is written once: derivatives come from
+`jax.jvp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import NoiseConfig, refuse
+from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.types import Key
+
+Schedule = Callable[[Array], Array]
+
+
+def linear() -> Schedule:
+    """alpha(t) = 1 - t (MDLM, LLaDA)."""
+    return lambda t: 1.0 - t
+
+
+def cosine() -> Schedule:
+    """alpha(t) = 1 - cos(pi/2 (1 - t)) (MD4, arXiv 2406.04329, table 4)."""
+    return lambda t: 1.0 - jnp.cos(0.5 * math.pi * (1.0 - t))
+
+
+def polynomial(power: float = 2.0) -> Schedule:
+    """alpha(t) = 1 - t**power (MD4, table 4)."""
+    if not power > 0:
+        raise refuse("power", power, "more than 0")
+    return lambda t: 1.0 - t**power
+
+
+def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
+    """(alpha(t), alpha'(t)) from one forward-mode pass."""
+    return jax.jvp(alpha, (t,), (jnp.ones_like(t),))
+
+
+class Corruption(NamedTuple):
+    """A forward process: a token survives with alpha(t), else it is redrawn from the prior.
+
+    prior(key, t) draws one noise token for each element of t (GIDD's prior depends on time).
+    forbidden: ids that the denoiser never emits. mask: the absorbing id, or None.
+    """
+
+    alpha: Schedule
+    prior: Callable[[Key, Array], Array]
+    forbidden: tuple[int, ...]
+    mask: int | None
+
+
+class Noised(NamedTuple):
+    xt: Int[Array, "*s"]
+    changed: Bool[Array, "*s"]  # redrawn from the prior, even where the draw equals the token
+
+
+def absorbing(mask: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
+    """Noise is one mask id (D3PM absorbing, MD4, MDLM)."""
+    prior = lambda key, t: jnp.full(jnp.shape(t), mask, jnp.int32)  # noqa: E731
+    return Corruption(alpha or linear(), prior, tuple({mask, *forbidden}), mask)
+
+
+def uniform(vocab: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
+    """Noise is a uniform draw from the ids that may be emitted (UDLM, DUO, DiffusionGemma)."""
+    return Corruption(alpha or linear(), _uniform_ids(vocab, forbidden), tuple(forbidden), None)
+
+
+def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...] = ()) -> Corruption:
+    """Mask and uniform noise mixed (GIDD, arXiv 2503.04482, section 3.2, with gamma = 1).
+
+    q_t = [(1 - t) x + t m + c_t u] / (1 + c_t), c_t = B sqrt(t (1 - t)), and B such that the
+    uniform part has probability `share` at t = 1/2.
+    """
+    if not 0 <= share < 1:
+        raise refuse("share", share, "0 <= share < 1")
+    scale = 2.0 * share / (1.0 - share)
+    # sqrt has no derivative at the ends; the floor keeps alpha' finite there.
+    level = lambda t: scale * jnp.sqrt(jnp.maximum(t * (1.0 - t), 1e-12))  # noqa: E731
+    draw = _uniform_ids(vocab, (mask, *forbidden))
+
+    def prior(key: Key, t: Array) -> Array:
+        pick, fill = jax.random.split(key)
+        c = level(t)
+        is_uniform = jax.random.uniform(pick, jnp.shape(t)) * (t + c) < c
+        return jnp.where(is_uniform & (t < 1.0), draw(fill, t), mask)
+
+    alpha = lambda t: (1.0 - t) / (1.0 + level(t))  # noqa: E731
+    return Corruption(alpha, prior, tuple({mask, *forbidden}), mask)
+
+
+def _uniform_ids(vocab: int, forbidden: tuple[int, ...]) -> Callable[[Key, Array], Array]:
+    allowed = jnp.asarray([i for i in range(vocab) if i not in set(forbidden)], jnp.int32)
+    if allowed.size == 0:
+        raise refuse("forbidden", forbidden, "at least one id of the vocabulary must remain")
+    return lambda key, t: allowed[jax.random.randint(key, jnp.shape(t), 0, allowed.size)]
+
+
+def corrupt(
+    key: Key,
+    corruption: Corruption,
+    x0: Int[Array, "*s"],
+    t: Float[Array, "*s"],
+    editable: Bool[Array, "*s"],
+) -> Noised:
+    """Draw x_t from q(x_t | x_0) where editable; every other token stays as it is.
+
+    t has x0's shape: each position may have a time of its own.
+    """
+    survive, fill = jax.random.split(key)
+    # u < alpha survives: at t = 0 (alpha = 1) always, at t = 1 (alpha = 0) never.
+    changed = editable & (jax.random.uniform(survive, x0.shape) >= corruption.alpha(t))
+    return Noised(jnp.where(changed, corruption.prior(fill, t), x0), changed)
+
+
+def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:  # noqa: F821
+    """Low-discrepancy times in [least, 1]: t_i = frac(u + i * golden ratio), one u for all.
+
+    Every t_i alone is uniform, and any run of consecutive ones is spread evenly, however many of
+    them a batch uses (MD4's u + i/n, without n).
+    """
+    golden = 0.6180339887498949
+    # Reduced in float64 by numpy: i * golden loses its fraction in float32 for large i.
+    steps = jnp.asarray((np.arange(count) * golden) % 1.0, jnp.float32)
+    t = (jax.random.uniform(key) + steps) % 1.0
+    return least + (1.0 - least) * t
+
+
+SCHEDULES = {"linear": linear, "cosine": cosine}
+
+
+def schedule(config: NoiseConfig) -> Schedule:
+    """The schedule that a config names."""
+    return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
+
+
+def build(config: NoiseConfig, vocab: int, mask: int, forbidden: tuple[int, ...] = ()) -> Corruption:
+    """The corruption that a config names; `forbidden` are special ids that are never emitted."""
+    if config.kind == "absorbing":
+        return absorbing(mask, schedule(config), forbidden)
+    if config.kind == "uniform":
+        return uniform(vocab, schedule(config), (mask, *forbidden))
+    return hybrid(vocab, mask, config.uniform, forbidden)
+
+
+def specials(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that no answer of ours holds: the mask and the padding."""
+    return (tokenizer.mask, tokenizer.pad)

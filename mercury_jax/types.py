@@ -1,0 +1,157 @@
+"""The records that the parts exchange, one each, and the legend of their shapes.
+
+Shape legend, used in every signature of the package:
+
+    B  rows of a batch       T  positions of one forward pass     S  slots of a KV cache
+    L  positions of a canvas V  vocabulary                        R  key ranges a query may see (2)
+    H  query heads           G  key/value heads                   K  width of one head
+    D  model width           F  feed-forward width                N  layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+if TYPE_CHECKING:
+    from mercury_jax.config import ModelConfig
+    from mercury_jax.noise import Corruption
+    from mercury_jax.tokenizer import Tokenizer
+
+Tokens = Int[Array, "*shape"]
+Key = PRNGKeyArray
+Params = Any  # a plain nested dict of arrays
+Cache = Any  # a pytree whose every leaf has the batch axis first
+Carry = Any  # what one pass hands to the next (self-conditioning), or ()
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which to normalise, exponentiate and sum: fp32, or fp64 where the input has it."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class Batch(NamedTuple):
+    """Packed training rows, already laid out for the model's attention pattern (`Model.layout`).
+
+    A document stands in a row as its clean tokens (encoded, never noised) followed by its
+    canvases (noised). `ranges` says which slots of the same row each position may look at.
+    """
+
+    tokens: Int[Array, "B T"]  # clean ids everywhere; `corrupt` noises the editable ones
+    positions: Int[Array, "B T"]  # absolute position in the document, for RoPE
+    ranges: Int[Array, "B T R 2"]  # key ranges [start, end) inside the row; empty where padding
+    editable: Bool[Array, "B T"]  # may be noised, and is scored
+    canvas: Int[Array, "B T"]  # index of the canvas within the row, -1 outside of canvases
+
+
+class Laid(NamedTuple):
+    """One document laid out for a pattern (numpy); packed rows are concatenations of these."""
+
+    tokens: Any  # int32 [T]
+    positions: Any  # int32 [T]
+    ranges: Any  # int32 [T, 2, 2], relative to the document's first slot
+    editable: Any  # bool [T]
+    canvas: Any  # int32 [T], -1 outside of canvases
+
+
+class Loss(NamedTuple):
+    """What an objective returns: the batch's loss is `sum(per_example) / sum(weight)`.
+
+    Sums instead of means, so that gradient accumulation and data parallelism change nothing.
+    """
+
+    per_example: Float[Array, "B"]  # noqa: F821  nats, summed over the row's scored tokens
+    weight: Float[Array, "B"]  # noqa: F821  how many tokens (or canvases) the sum stands for
+    metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
+
+
+class Reading(NamedTuple):
+    """What one pass over the vocabulary tells of each position of one row's canvas."""
+
+    argmax: Int[Array, "L"]  # noqa: F821
+    sample: Int[Array, "L"]  # noqa: F821  a draw at the sampler's temperature
+    p_argmax: Float[Array, "L"]  # noqa: F821
+    p_sample: Float[Array, "L"]  # noqa: F821
+    p_canvas: Float[Array, "L"]  # noqa: F821  probability of the token that stands there now
+    entropy: Float[Array, "L"]  # noqa: F821  nats
+    margin: Float[Array, "L"]  # noqa: F821  p(first) - p(second)
+    p_ids: Float[Array, "L I"]  # probabilities of the watched ids (end of text)
+
+
+class View(NamedTuple):
+    """What a decoding rule may look at: one row, no batch axis."""
+
+    canvas: Int[Array, "L"]  # noqa: F821
+    reading: Reading
+    logits: Float[Array, "L V"]  # shaped; unused, it costs nothing
+    editable: Bool[Array, "L"]  # noqa: F821  in the active block and not given by the user
+    masked: Bool[Array, "L"]  # noqa: F821  editable and still the mask id (absorbing, hybrid)
+    n: Int[Array, ""]  # used positions of the canvas
+    room: Int[Array, ""]  # positions by which the canvas may still grow
+    noise: Int[Array, "L"]  # noqa: F821  fresh tokens from the prior at time s
+    t: Float[Array, ""]  # the time of this canvas, 1 = noise
+    s: Float[Array, ""]  # the time after this step, s < t
+    keep_t: Float[Array, ""]  # alpha(t)
+    keep_s: Float[Array, ""]  # alpha(s)
+    step: Int[Array, ""]  # steps taken on this block
+    steps: Int[Array, ""]  # steps that the block may take
+
+
+class Proposal(NamedTuple):
+    """What a rule returns: the next state of the chain, and what we would emit now."""
+
+    canvas: Int[Array, "L"]  # noqa: F821
+    answer: Int[Array, "L"]  # noqa: F821
+    n: Int[Array, ""]
+    source: Int[Array, "L"]  # noqa: F821  old index of each position, -1 = new
+
+
+class Model(NamedTuple):
+    """A denoiser as a record of pure functions; `decode` and `train` know no more of it.
+
+    init(key) -> params
+    apply(params, tokens[B,T], positions[B,T], ranges[B,T,R,2], carry) -> hidden
+        one pass without a cache: training, scoring.
+    forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry) -> (hidden, cache)
+        tokens stand at absolute positions start..start+n; keys past `end` are hidden. Rows that
+        encode use the family's causal pattern, rows that denoise see all of [0, end).
+    head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque.
+    condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
+    empty_cache(batch, slots) -> cache
+    encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.
+    layout(ids, prompt, fill) -> Laid, a document as training sees it.
+    shardings: path rules, see `mercury_jax.sharding`.
+    """
+
+    config: ModelConfig
+    init: Callable[[Key], Params]
+    apply: Callable[..., Array]
+    forward: Callable[..., tuple[Array, Cache]]
+    head: Callable[[Params, Array], Array]
+    condition: Callable[[Params, Array], Carry]
+    empty_cache: Callable[[int, int], Cache]
+    encodable: Callable[[Array], Array]
+    layout: Callable[..., Laid]
+    shardings: tuple[tuple[str, tuple[str | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class LM:
+    """A model one can talk to: functions, parameters, tokenizer and the noise it was trained with."""
+
+    model: Model
+    params: Params = field(repr=False)
+    tokenizer: Tokenizer
+    corruption: Corruption
+    name: str = "unnamed"
+    card: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def parameters(self) -> int:
+        """Number of scalars in the parameters."""
+        return sum(x.size for x in jax.tree.leaves(self.params))

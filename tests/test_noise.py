@@ -1,0 +1,105 @@
+"""Laws of noise: the ends of every schedule, its derivative, and what corruption may touch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax import noise
+from mercury_jax.config import NoiseConfig
+
+SCHEDULES = [noise.linear(), noise.cosine(), noise.polynomial(2.0), noise.polynomial(0.5)]
+VOCAB, MASK = 12, 11
+PROCESSES = {
+    "absorbing": noise.absorbing(MASK),
+    "uniform": noise.uniform(VOCAB, forbidden=(0, MASK)),
+    "hybrid": noise.hybrid(VOCAB, MASK, 0.3, forbidden=(0,)),
+}
+
+
+@pytest.mark.parametrize("alpha", [*SCHEDULES, PROCESSES["hybrid"].alpha])
+def test_schedules_fall_from_one_to_zero(alpha):
+    t = jnp.linspace(0.0, 1.0, 101)
+    a = np.asarray(alpha(t))
+    assert a[0] == pytest.approx(1.0, abs=1e-5) and a[-1] == pytest.approx(0.0, abs=1e-6)
+    assert (np.diff(a) < 0).all()
+
+
+@pytest.mark.parametrize("alpha", SCHEDULES)
+def test_the_derivative_is_that_of_finite_differences(alpha):
+    t = jnp.linspace(0.1, 0.9, 9)
+    value, slope = noise.rate(alpha, t)
+    np.testing.assert_allclose(value, alpha(t))
+    np.testing.assert_allclose(slope, (alpha(t + 1e-2) - alpha(t - 1e-2)) / 2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_what_is_not_editable_is_never_noised(kind):
+    x0 = jax.random.randint(jax.random.key(0), (64, 64), 1, MASK)
+    editable = jax.random.bernoulli(jax.random.key(1), 0.5, x0.shape)
+    out = noise.corrupt(jax.random.key(2), PROCESSES[kind], x0, jnp.ones(x0.shape), editable)
+    np.testing.assert_array_equal(out.xt[~editable], x0[~editable])
+    assert bool(out.changed[editable].all()) and not bool(out.changed[~editable].any())
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_at_time_zero_nothing_and_at_time_t_its_share_is_changed(kind):
+    c = PROCESSES[kind]
+    x0 = jnp.ones((200, 200), jnp.int32)
+    everywhere = jnp.ones(x0.shape, bool)
+    assert not noise.corrupt(jax.random.key(0), c, x0, jnp.zeros(x0.shape), everywhere).changed.any()
+    t = jnp.full(x0.shape, 0.3)
+    share = float(noise.corrupt(jax.random.key(0), c, x0, t, everywhere).changed.mean())
+    want = 1.0 - float(c.alpha(jnp.asarray(0.3)))
+    assert abs(share - want) < 4 * np.sqrt(want * (1 - want) / x0.size)
+
+
+def test_priors_at_time_one():
+    ones = jnp.ones((20_000,))
+    assert (PROCESSES["absorbing"].prior(jax.random.key(0), ones) == MASK).all()
+    assert (PROCESSES["hybrid"].prior(jax.random.key(0), ones) == MASK).all()
+    drawn = np.asarray(PROCESSES["uniform"].prior(jax.random.key(0), ones))
+    counts = np.bincount(drawn, minlength=VOCAB)
+    assert counts[0] == counts[MASK] == 0
+    expected = len(drawn) / 10
+    assert ((counts[1:MASK] - expected) ** 2 / expected).sum() < 27.9  # chi-square, 9 degrees, p = 0.001
+
+
+def test_hybrid_noise_has_its_uniform_share_at_one_half():
+    x0 = jnp.full((300, 300), 5)
+    out = noise.corrupt(
+        jax.random.key(0), PROCESSES["hybrid"], x0, jnp.full(x0.shape, 0.5), jnp.ones(x0.shape, bool)
+    )
+    uniform = float((out.changed & (out.xt != MASK)).mean())
+    assert abs(uniform - 0.3) < 0.01  # of all tokens: GIDD's p_u
+    assert abs(float((out.xt == MASK).mean()) - 0.35) < 0.01
+
+
+def test_times_are_uniform_and_every_run_of_them_is_spread_evenly():
+    t = np.stack([noise.times(jax.random.key(i), 64) for i in range(200)])
+    assert abs(t.mean() - 0.5) < 0.01 and t.min() >= 1e-4 and t.max() <= 1.0
+    for start, count in ((0, 8), (13, 16), (30, 34)):
+        gaps = np.diff(np.sort(t[0, start : start + count]))
+        assert gaps.max() < 2.7 / count  # iid times would leave gaps of about ln(n) / n and more
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: NoiseConfig(kind="gaussian"), "kind"),
+        (lambda: NoiseConfig(schedule="sine"), "schedule"),
+        (lambda: noise.polynomial(0.0), "power"),
+        (lambda: noise.hybrid(VOCAB, MASK, 1.0), "share"),
+        (lambda: noise.uniform(3, forbidden=(0, 1, 2)), "forbidden"),
+    ],
+)
+def test_bad_noise_is_refused_by_name(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
+
+
+def test_configs_build_what_they_name():
+    for kind in ("absorbing", "uniform", "hybrid"):
+        for schedule in ("linear", "cosine", "polynomial"):
+            c = noise.build(NoiseConfig(kind=kind, schedule=schedule), VOCAB, MASK, (0,))
+            assert set(c.forbidden) == {0, MASK} and (c.mask == MASK) == (kind != "uniform")
