@@ -1,0 +1,109 @@
+"""Who sees whom: each attention pattern as key ranges, for a pass over a cache and for training.
+
+A mask is never stored. Every query row sees at most two ranges of keys [start, end): in training,
+the clean tokens before its canvas and the canvas itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from mercury_jax.config import ModelConfig
+from mercury_jax.types import Laid
+
+
+def encodable(config: ModelConfig, known: Int[Array, "B"]) -> Int[Array, "B"]:  # noqa: F821
+    """How many of `known` settled tokens can be encoded for good: none, whole blocks, or all."""
+    if config.pattern == "bidirectional":
+        return jnp.zeros_like(known)
+    if config.pattern == "block_causal":
+        return known // config.block * config.block
+    return known
+
+
+def pass_ranges(
+    config: ModelConfig,
+    positions: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    end: Int[Array, "B"],  # noqa: F821
+    encoding: Bool[Array, "B"],  # noqa: F821
+) -> Int[Array, "B T R 2"]:
+    """Key ranges of one pass over a cache: rows that encode are causal, rows that denoise see all."""
+    stop = jnp.broadcast_to(end[:, None], positions.shape)
+    if config.pattern == "causal_encoder":
+        causal = positions + 1
+    elif config.pattern == "block_causal":
+        causal = jnp.minimum((positions // config.block + 1) * config.block, stop)
+    else:
+        causal = stop
+    stop = jnp.where(live, jnp.where(encoding[:, None], causal, stop), 0)
+    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)
+    return jnp.stack([first, jnp.zeros_like(first)], axis=2)
+
+
+def layout(config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None = None) -> Laid:
+    """One document as training and scoring see it: clean tokens, then its canvases, in one row.
+
+    ids [n]; the first `prompt` of them are never noised. `fill` completes the last canvas with
+    that id (end of text), editable like the rest; None leaves it short.
+    The clean part ends where the last canvas starts: nobody looks at what would follow.
+    """
+    ids = np.asarray(ids, np.int32)
+    if not 0 <= prompt < len(ids):
+        raise ValueError(
+            f"prompt is {prompt}; allowed: 0..{len(ids) - 1}, so that a token is left to denoise"
+        )
+    first = _first_canvas(config, prompt)
+    if fill is not None:
+        short = -(len(ids) - first) % config.block
+        ids = np.concatenate([ids, np.full(short, fill, np.int32)])
+    if config.pattern == "bidirectional":
+        return _one_canvas(ids, prompt)
+    starts = np.arange(first, len(ids), config.block)
+    return _clean_and_canvases(config, ids, prompt, starts)
+
+
+def _first_canvas(config: ModelConfig, prompt: int) -> int:
+    if config.pattern == "block_causal":
+        return prompt // config.block * config.block
+    return prompt if config.pattern == "causal_encoder" else 0
+
+
+def _one_canvas(ids: np.ndarray, prompt: int) -> Laid:
+    n = len(ids)
+    ranges = np.zeros((n, 2, 2), np.int32)
+    ranges[:, 0, 1] = n
+    positions = np.arange(n, dtype=np.int32)
+    return Laid(ids, positions, ranges, positions >= prompt, np.zeros(n, np.int32))
+
+
+def _clean_and_canvases(config: ModelConfig, ids: np.ndarray, prompt: int, starts: np.ndarray) -> Laid:
+    clean, n = int(starts[-1]), len(ids)
+    noisy = np.arange(starts[0], n)
+    positions = np.concatenate([np.arange(clean), noisy]).astype(np.int32)
+    canvas = (noisy - starts[0]) // config.block
+    ranges = np.zeros((len(positions), 2, 2), np.int32)
+    ranges[:clean, 0, 1] = _clean_ends(config, clean)
+    ranges[clean:, 0, 1] = starts[canvas]
+    # A canvas token at absolute position p stands in slot clean + (p - starts[0]).
+    ranges[clean:, 1, 0] = clean + canvas * config.block
+    ranges[clean:, 1, 1] = np.minimum(clean + (canvas + 1) * config.block, len(positions))
+    editable = np.concatenate([np.zeros(clean, bool), noisy >= prompt])
+    ids_of_canvas = np.concatenate([np.full(clean, -1), canvas]).astype(np.int32)
+    return Laid(ids[positions], positions, ranges, editable, ids_of_canvas)
+
+
+def _clean_ends(config: ModelConfig, clean: int) -> np.ndarray:
+    p = np.arange(clean)
+    if config.pattern == "causal_encoder":
+        return p + 1
+    return np.minimum((p // config.block + 1) * config.block, clean)
+
+
+def layout_of(config: ModelConfig) -> Callable[..., Laid]:
+    """`layout` with the config closed over, as `Model.layout`."""
+    return lambda ids, prompt, fill=None: layout(config, ids, prompt, fill)

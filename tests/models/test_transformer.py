@@ -1,0 +1,124 @@
+"""Laws of the model: who sees whom, and that the cache changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax import models
+from mercury_jax.config import ModelConfig
+from tests.tiny import PATTERNS, tiny
+
+BLOCK = 8
+
+
+def apply(lm, laid, tokens=None):
+    row = lambda x: jnp.asarray(x)[None]  # noqa: E731
+    ids = laid.tokens if tokens is None else tokens
+    return np.asarray(lm.model.apply(lm.params, row(ids), row(laid.positions), row(laid.ranges), ()))[0]
+
+
+def influence(lm, laid):
+    """[T, T] bool: whether changing the token in slot j changes the hidden state in slot i."""
+    base = apply(lm, laid)
+    rows = []
+    for j in range(len(laid.tokens)):
+        changed = laid.tokens.copy()
+        changed[j] = (changed[j] + 1) % lm.model.config.vocab
+        rows.append(np.abs(apply(lm, laid, changed) - base).max(-1) > 0)
+    return np.stack(rows, axis=1)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_information_flows_as_the_pattern_says_and_no_other_way(pattern):
+    lm = tiny(pattern)
+    ids, prompt = np.arange(30, 51), 5
+    laid = lm.model.layout(ids, prompt)
+    flows = influence(lm, laid)
+    clean, position, canvas = laid.canvas < 0, laid.positions, laid.canvas
+    q, k = np.meshgrid(np.arange(len(ids_ := laid.tokens)), np.arange(len(ids_)), indexing="ij")
+    if pattern == "bidirectional":
+        want = np.ones_like(flows)
+    else:
+        first = position[canvas >= 0].min()
+        begins = first + canvas * BLOCK
+        same = (canvas[q] == canvas[k]) & ~clean[q] & ~clean[k]
+        before = ~clean[q] & clean[k] & (position[k] < begins[q])
+        causal = (
+            position[k] <= position[q]
+            if pattern == "causal_encoder"
+            else position[k] // BLOCK <= position[q] // BLOCK
+        )
+        want = same | before | (clean[q] & clean[k] & causal)
+    np.testing.assert_array_equal(flows, want)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("n,prompt", [(21, 5), (16, 8), (9, 0), (30, 13)])
+def test_a_layout_scores_every_token_after_the_prompt_once(pattern, n, prompt):
+    laid = tiny(pattern).model.layout(np.arange(100, 100 + n), prompt, None)
+    scored = laid.positions[laid.editable]
+    assert sorted(scored) == list(range(prompt, n))
+    np.testing.assert_array_equal(laid.tokens, 100 + laid.positions)
+    assert (laid.ranges[..., 1] >= laid.ranges[..., 0]).all() and laid.ranges.max() <= len(laid.tokens)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_fill_completes_the_last_canvas(pattern):
+    laid = tiny(pattern).model.layout(np.arange(100, 120), 5, 3)
+    start = {"causal_encoder": 5, "block_causal": 0, "bidirectional": 0}[pattern]
+    end = laid.positions.max() + 1
+    assert (end - start) % BLOCK == 0 and end - 20 < BLOCK
+    assert (laid.tokens[laid.positions >= 20] == 3).all() and laid.editable[laid.positions >= 20].all()
+
+
+@pytest.mark.parametrize("pattern", ["causal_encoder", "block_causal"])
+def test_rows_that_encode_and_rows_that_denoise_share_a_pass(pattern):
+    lm = tiny(pattern)
+    f, params = lm.model.forward, lm.params
+    tokens = jnp.asarray(np.random.default_rng(0).integers(30, 300, (2, BLOCK)))
+    full = lambda *x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    flags = lambda *x: jnp.asarray(x, bool)  # noqa: E731
+    empty = lambda n: lm.model.empty_cache(n, 32)  # noqa: E731
+    # Row 0 has 8 encoded tokens and denoises its next block; row 1 encodes its first.
+    _, warm = f(params, tokens, empty(2), full(0, 0), full(8, 0), full(8, 0), flags(True, True), ())
+    mixed, cache = f(params, tokens, warm, full(8, 0), full(8, 8), full(16, 8), flags(False, True), ())
+    one = lambda x, i: jax.tree.map(lambda y: y[i : i + 1], x)  # noqa: E731
+    denoised, _ = f(params, tokens[:1], one(warm, 0), full(8), full(8), full(16), flags(False), ())
+    encoded, alone = f(params, tokens[1:], empty(1), full(0), full(8), full(8), flags(True), ())
+    np.testing.assert_allclose(mixed[:1], denoised, atol=1e-5)
+    np.testing.assert_allclose(mixed[1:], encoded, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one(cache, 1), alone)
+
+
+def test_dead_positions_write_nothing():
+    lm = tiny()
+    cache = lm.model.empty_cache(1, 16)
+    at = jnp.asarray([4])
+    _, cache = lm.model.forward(
+        lm.params, jnp.full((1, 8), 50), cache, at, jnp.asarray([3]), at + 3, jnp.asarray([True]), ()
+    )
+    written = np.abs(np.asarray(cache[0].k)).sum((0, 2, 3)) > 0
+    assert np.flatnonzero(written).tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("tied,norm", [(True, True), (False, False)])
+def test_heads_and_norms_are_as_configured(tied, norm):
+    config = ModelConfig(
+        vocab=40, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=16, tied=tied, qk_norm=norm
+    )
+    params = models.build(config).init(jax.random.key(0))
+    assert ("head" in params) == (not tied)
+    assert ("q_norm" in params["block_0"]["attention"]) == norm
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(kv_heads=3), "kv_heads"), (dict(head_dim=7), "head_dim"), (dict(mask=99), "mask"),
+        (dict(pattern="diagonal"), "pattern"), (dict(layers=0), "layers"), (dict(dtype="int8"), "dtype"),
+    ],
+)  # fmt: skip
+def test_bad_configs_are_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        ModelConfig(**({"vocab": 40} | change))

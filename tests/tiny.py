@@ -1,0 +1,58 @@
+"""Small models with random weights, and a small tokenizer: what the laws of decoding are tested on."""
+
+import functools
+
+import jax
+
+from mercury_jax import models, noise
+from mercury_jax.config import ModelConfig
+from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.types import LM
+
+VOCAB = 320
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    words = [
+        "def",
+        "return",
+        "if",
+        "else",
+        "for",
+        "in",
+        "range",
+        "print",
+        "value",
+        "total",
+        "count",
+        "x",
+        "y",
+        "z",
+    ]
+    texts = [f"{a} {b}({c}):\n    return {c}" for a in words for b in words for c in words[-3:]]
+    return Tokenizer.train(texts, VOCAB)
+
+
+@functools.cache
+def tiny(
+    pattern: str = "causal_encoder", block: int = 8, kind: str = "absorbing", dtype: str = "float32"
+) -> LM:
+    """Cached, so that tests share compiled programs."""
+    config = ModelConfig(
+        vocab=VOCAB, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=32,
+        pattern=pattern, block=block, dtype=dtype, context=256,
+    )  # fmt: skip
+    model = models.build(config)
+    # Larger weights than at init: a model whose tokens depend on each other.
+    params = jax.tree.map(lambda x: 2.0 * x, model.init(jax.random.key(1)))
+    forbidden = noise.specials(tokenizer())
+    corruption = {
+        "absorbing": lambda: noise.absorbing(config.mask, forbidden=forbidden),
+        "uniform": lambda: noise.uniform(VOCAB, forbidden=forbidden),
+        "hybrid": lambda: noise.hybrid(VOCAB, config.mask, forbidden=forbidden),
+    }[kind]()
+    return LM(model, params, tokenizer(), corruption, f"tiny {pattern}")
+
+
+PATTERNS = ("causal_encoder", "block_causal", "bidirectional")
