@@ -1,0 +1,1 @@
+"""Decoding: one state machine under sample(), stream(), infill() and score()."""

@@ -1,0 +1,56 @@
+"""Reading: everything that rules ask of the logits, in one pass over the vocabulary."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.types import Reading
+
+NEVER = -1e30  # a logit that no softmax revives, and that stays finite
+
+
+def forbid(logits: Float[Array, "L V"], ids: tuple[int, ...]) -> Float[Array, "L V"]:
+    """Make `ids` impossible."""
+    return logits.at[:, jnp.asarray(ids, jnp.int32)].set(NEVER) if ids else logits
+
+
+def draw(
+    logits: Float[Array, "*s V"],
+    uniforms: Float[Array, "*s"],
+    temperature: Float[Array, ""],
+) -> Int[Array, "*s"]:
+    """Inverse-CDF sampling from softmax(logits / temperature); argmax where the temperature is 0.
+
+    One uniform a position instead of Gumbel noise a token: five times cheaper on a CPU, and a test
+    can inject a reference's noise.
+    """
+    greedy = logits.argmax(-1)
+    scaled = logits / jnp.maximum(temperature, 1e-6)[..., None]
+    cdf = jnp.cumsum(jax.nn.softmax(scaled, axis=-1), axis=-1)
+    aim = jnp.minimum(uniforms, 1.0 - 1e-6)[..., None] * cdf[..., -1:]
+    return jnp.where(temperature > 0, jnp.sum(cdf <= aim, axis=-1), greedy).astype(jnp.int32)
+
+
+def read(
+    logits: Float[Array, "L V"],
+    canvas: Int[Array, "L"],  # noqa: F821
+    sample: Int[Array, "L"],  # noqa: F821
+    watch: tuple[int, ...] = (),
+) -> Reading:
+    """The reading of one row; `watch` are ids whose probability is always wanted."""
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    p = jnp.exp(log_p)
+    top, order = jax.lax.top_k(log_p, 2)
+    pick = lambda ids: jnp.take_along_axis(p, ids[:, None], axis=-1)[:, 0]  # noqa: E731
+    return Reading(
+        argmax=order[:, 0].astype(jnp.int32),
+        sample=sample,
+        p_argmax=jnp.exp(top[:, 0]),
+        p_sample=pick(sample),
+        p_canvas=pick(canvas),
+        entropy=-jnp.sum(p * log_p, axis=-1),
+        margin=jnp.exp(top[:, 0]) - jnp.exp(top[:, 1]),
+        p_ids=p[:, jnp.asarray(watch, jnp.int32)],
+    )

@@ -1,0 +1,56 @@
+"""Shapers: what is done to the logits of a row before a rule reads them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mercury_jax.decode.parts import shaper
+from mercury_jax.decode.read import NEVER
+from mercury_jax.types import View
+
+Logits = Float[Array, "L V"]
+
+
+@shaper
+def temperature(logits: Logits, view: View, *, t: float = 1.0) -> Logits:
+    """Divide by `t` for everything that is read (confidence, entropy); drawing has its own knob."""
+    del view
+    return logits / jnp.maximum(t, 1e-6)
+
+
+@shaper
+def cooling(logits: Logits, view: View, *, last: float = 0.4, first: float = 0.8) -> Logits:
+    """Temperature from `first` at noise to `last` at text, linear in time (DiffusionGemma)."""
+    return logits / jnp.maximum(last + (first - last) * view.t, 1e-6)
+
+
+@shaper
+def top_k(logits: Logits, view: View, *, k: int = 50) -> Logits:
+    """Keep the `k` most probable ids of each position (ties with the k-th stay)."""
+    del view
+    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+    at = jnp.clip(k, 1, logits.shape[-1]) - 1
+    return jnp.where(logits >= jax.lax.dynamic_slice_in_dim(ordered, at, 1, axis=1), logits, NEVER)
+
+
+@shaper
+def top_p(logits: Logits, view: View, *, p: float = 0.95) -> Logits:
+    """Keep the smallest set of ids whose probability reaches `p` (arXiv 1904.09751)."""
+    del view
+    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+    mass = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    # The least logit among those still needed; the first one always is.
+    needed = (before < p).at[:, 0].set(True)
+    least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, NEVER)
+
+
+@shaper
+def min_p(logits: Logits, view: View, *, p: float = 0.05) -> Logits:
+    """Keep ids at least `p` times as probable as the best one (arXiv 2407.01082)."""
+    del view
+    least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.maximum(p, 1e-30))
+    return jnp.where(logits >= least, logits, NEVER)

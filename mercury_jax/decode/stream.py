@@ -1,0 +1,123 @@
+"""stream(): the answer after every few denoising passes, while the loop stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import launch, rules
+from mercury_jax.decode.machine import Frame
+from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
+from mercury_jax.decode.sample import decoded, request
+from mercury_jax.types import LM
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The answer as it stands after a pass. Arrays have one entry a token of the answer so far."""
+
+    text: str  # settled and tentative tokens, up to an end of text
+    tokens: np.ndarray
+    settled: np.ndarray  # bool: the chain holds this token; the others may still change
+    confidence: np.ndarray  # probability of the model's best token; 1 in finished blocks
+    start: int  # first token of the active block
+    step: int  # passes so far
+    forwards: int  # the same: denoiser passes of this row
+    done: bool
+    thinking: str | None = None  # of a conversation
+
+
+def stream(
+    lm: LM,
+    prompt: Any,
+    *,
+    max_tokens: int = 64,
+    seed: int = 0,
+    sampler: Any = None,
+    plan: Plan | None = None,
+    temperature: float | None = None,
+    every: int = 1,
+) -> Iterator[Moment]:
+    """Yield a Moment after every `every` denoising passes; the last one has `done` set.
+
+    Takes one prompt (a text, a conversation, or ids); the other arguments are those of `sample`,
+    and the last Moment's text is what `sample` returns. Bad arguments raise at the call.
+    """
+    prompts, single = normalise(lm, prompt)
+    if not single:
+        raise refuse("prompt", f"{len(prompts)} prompts", "one prompt; sample() takes several")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise refuse("every", every, "1 or more passes")
+    most = check_room(lm, prompts, max_tokens)
+    job = launch.prepare(
+        lm, request(prompts, most, check_seed(seed)), sampler if sampler is not None else rules.threshold(),
+        plan or Plan(), temperature=temperature,
+    )  # fmt: skip
+    return _moments(lm, job, prompts[0], most, every)
+
+
+def _moments(lm: LM, job: launch.Job, prompt: Prompt, most: int, every: int) -> Iterator[Moment]:
+    board = _Board(len(prompt.ids), most)
+    job, frames, used = launch.advance(lm, job, every)
+    while True:
+        # The next passes are under way before these are read, so the device does not wait for us.
+        job, ahead, used_ahead = launch.advance(lm, job, every)
+        seen = board.look(jax.device_get(frames), int(jax.device_get(used)))
+        if seen:
+            yield _moment(lm, board, prompt)
+        if board.done:
+            return
+        frames, used = ahead, used_ahead
+
+
+class _Board:
+    """The answer's tokens by position, put together from frames."""
+
+    def __init__(self, prompt: int, most: int):
+        self.prompt, self.step, self.start, self.end, self.done = prompt, 0, 0, 0, False
+        self.tokens = np.zeros(most, np.int32)
+        self.settled = np.zeros(most, bool)
+        self.confidence = np.zeros(most, np.float32)
+
+    def look(self, frames: Frame, used: int) -> bool:
+        """Take in `used` frames of row 0; whether any of them was a denoising pass."""
+        passes = [i for i in range(used) if frames.n[i, 0] > 0]
+        for i in passes:
+            self._pass(jax.tree.map(lambda x, i=i: x[i, 0], frames))
+        self.done = self.done or (used > 0 and bool(frames.done[used - 1, 0]))
+        return bool(passes)
+
+    def _pass(self, frame: Frame) -> None:
+        at = int(frame.start) - self.prompt + np.arange(int(frame.n))
+        inside = (at >= 0) & (at < len(self.tokens))
+        at, here = at[inside], np.flatnonzero(inside)
+        self.start = int(at[0]) if len(at) else self.start
+        self.settled[: self.start], self.confidence[: self.start] = True, 1.0
+        self.tokens[at] = frame.answer[here]
+        self.settled[at], self.confidence[at] = frame.settled[here], frame.confidence[here]
+        self.end = max(self.end, int(at[-1]) + 1) if len(at) else self.end
+        self.step += 1
+
+
+def _moment(lm: LM, board: _Board, prompt: Prompt) -> Moment:
+    tokens = board.tokens[: board.end]
+    ends = np.flatnonzero((tokens == lm.model.config.eos) & (board.settled[: board.end] | board.done))
+    length = int(ends[0]) if len(ends) else len(tokens)
+    shown = [int(t) for t in tokens[:length]]
+    thinking, text = decoded(lm, np.asarray(shown, np.int32), prompt.chat)
+    return Moment(
+        text=text,
+        tokens=tokens[:length].copy(),
+        settled=board.settled[:length].copy(),
+        confidence=board.confidence[:length].copy(),
+        start=min(board.start, length),
+        step=board.step,
+        forwards=board.step,
+        done=board.done,
+        thinking=thinking,
+    )

@@ -1,0 +1,156 @@
+"""Laws of the state machine: prompts stay, finished rows stand still, rows do not see each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.decode import launch, machine
+from mercury_jax.decode.parts import rule, settle
+from mercury_jax.decode.prompts import Prompt
+from mercury_jax.decode.sample import request
+from tests.tiny import PATTERNS, tiny
+
+PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_prompts_are_unchanged_and_answers_complete(pattern):
+    lm = tiny(pattern)
+    ids = [lm.tokenizer.encode(p) for p in PROMPTS]
+    job = launch.prepare(lm, request([Prompt(i, False) for i in ids], 12, 0), mj.rules.ancestral(), mj.Plan())
+    job, _, _ = launch.advance(lm, job, None)
+    text, total = np.asarray(job.state.text), np.asarray(job.state.total)
+    for row, prompt, end in zip(text, ids, total, strict=False):
+        assert row[: len(prompt)].tolist() == prompt
+        assert len(prompt) <= end <= len(prompt) + 12
+        assert not np.isin(
+            row[len(prompt) : end], [lm.tokenizer.mask, lm.tokenizer.pad, lm.tokenizer.eos]
+        ).any()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_finished_rows_stand_still_bit_for_bit(pattern):
+    lm = tiny(pattern)
+    prompts = [Prompt(lm.tokenizer.encode(p), False) for p in PROMPTS[:2]]
+    asked = request(prompts, 12, 0)
+    asked = asked._replace(total=np.array([len(prompts[0].ids) + 2, asked.total[1]]))
+    job = launch.prepare(lm, asked, mj.rules.confidence(), mj.Plan())
+    job, _, _ = launch.advance(lm, job, 4)
+    done = np.asarray(job.state.done)
+    assert done.tolist() == [True, False]
+    # Typed keys are not numbers: compare their bits.
+    bare = lambda s: jax.device_get(s._replace(key=jax.random.key_data(s.key)))  # noqa: E731
+    before = jax.tree.map(np.copy, bare(job.state))
+    job, _, _ = launch.advance(lm, job, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), before, bare(job.state))
+    assert not np.array_equal(before.text[1], job.state.text[1])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_other_neighbours_same_text(pattern):
+    lm = tiny(pattern)
+    first = mj.sample(lm, PROMPTS[:2], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+    other = mj.sample(lm, [PROMPTS[0], PROMPTS[2]], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+    np.testing.assert_array_equal(first.tokens[0], other.tokens[0])
+    assert first.forwards[0] == other.forwards[0]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_batch_size_and_devices_change_nothing_in_x64(pattern):
+    with jax.enable_x64(True):
+        lm = tiny(pattern, dtype="float64")
+        lm = mj.LM(
+            lm.model, jax.tree.map(lambda x: x.astype(jnp.float64), lm.params), lm.tokenizer, lm.corruption
+        )
+        several = mj.sample(lm, PROMPTS + PROMPTS[:1], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        alone = mj.sample(lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        np.testing.assert_array_equal(several.tokens[0], alone.tokens[0])
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spread = mj.sample(
+            lm, PROMPTS + PROMPTS[:1], max_tokens=12, sampler=mj.rules.ancestral(), seed=5, mesh=mesh
+        )
+        for a, b in zip(several.tokens, spread.tokens, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_how_a_prompt_is_chunked_changes_nothing_in_x64(monkeypatch):
+    long = " ".join(PROMPTS * 2)
+    with jax.enable_x64(True):
+        lm = tiny("causal_encoder", dtype="float64")
+        lm = mj.LM(
+            lm.model, jax.tree.map(lambda x: x.astype(jnp.float64), lm.params), lm.tokenizer, lm.corruption
+        )
+        wide = mj.sample(lm, long, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        monkeypatch.setattr(launch, "_prefill", lambda program, params, state, width: state)
+        narrow = mj.sample(lm, long, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+    np.testing.assert_array_equal(wide.tokens[0], narrow.tokens[0])
+
+
+def test_a_seed_repeats_and_another_differs():
+    lm = tiny()
+    run = lambda seed: mj.sample(lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.ancestral(), seed=seed)  # noqa: E731
+    np.testing.assert_array_equal(run(1).tokens[0], run(1).tokens[0])
+    assert run(1).texts != run(2).texts
+
+
+def test_one_program_serves_a_bucket_of_shapes_and_every_number():
+    lm = tiny()
+    mj.sample(lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.threshold(0.9))
+    before = launch._run._cache_size()
+    for prompt, most, p in ((PROMPTS[1], 9, 0.5), (PROMPTS[2], 20, 0.99), ("x", 1, 0.0)):
+        mj.sample(
+            lm, prompt, max_tokens=most, sampler=mj.rules.threshold(p), seed=most, plan=mj.Plan(steps=most)
+        )
+    assert launch._run._cache_size() == before
+
+
+def test_rows_take_their_own_knobs():
+    lm = tiny()
+    out = mj.sample(lm, PROMPTS[:2], max_tokens=16, sampler=mj.rules.threshold(np.array([-1.0, 2.0])))
+    # Row 0 accepts everything at once, two blocks; row 1 only the best token of each pass.
+    assert out.forwards.tolist()[0] == 2 and out.forwards[1] > 2
+
+
+@rule
+def ending_third(key, view, memory):
+    """Everything at once, with an end of text at the third editable position."""
+    third = view.editable & (jnp.cumsum(view.editable) == 3)
+    drawn = jnp.where(third, 3, jnp.where(view.editable, 319, view.canvas))
+    return settle(view, view.masked)._replace(canvas=drawn, answer=drawn), memory
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_an_end_of_text_ends_the_answer(pattern):
+    lm = tiny(pattern)
+    out = mj.sample(lm, PROMPTS[0], max_tokens=20, sampler=ending_third())
+    assert out.finish == ["stop"] and out.tokens[0].tolist() == [319, 319] and out.forwards.tolist() == [1]
+
+
+def test_admit_replaces_one_row_and_leaves_its_neighbours():
+    lm = tiny()
+    prompts = [Prompt(lm.tokenizer.encode(p), False) for p in PROMPTS[:2]]
+    job = launch.prepare(lm, request(prompts, 12, 5), mj.rules.ancestral(), mj.Plan())
+    job, _, _ = launch.advance(lm, job, 5)
+    one = launch.prepare(
+        lm, request([Prompt(lm.tokenizer.encode("x y z"), False)], 12, 9), mj.rules.ancestral(), mj.Plan()
+    )
+    assert one.state.text.shape[1] == job.state.text.shape[1]
+    job = job._replace(state=machine.admit(job.state, 1, one.state))
+    job, _, _ = launch.advance(lm, job, None)
+    alone = mj.sample(lm, [PROMPTS[0], "x y z"], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+    start = len(prompts[0].ids)
+    text = np.asarray(job.state.text)
+    np.testing.assert_array_equal(text[0, start : start + len(alone.tokens[0])], alone.tokens[0])
+    assert text[1, :5].tolist() == lm.tokenizer.encode("x y z")[:5] and bool(job.state.done.all())
+
+
+def test_hybrid_and_uniform_noise_decode_to_tokens_that_may_be_emitted():
+    for kind in ("hybrid", "uniform"):
+        lm = tiny(kind=kind)
+        out = mj.sample(
+            lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.entropy_bound(0.5), plan=mj.Plan(steps=4)
+        )
+        assert not np.isin(out.tokens[0], [lm.tokenizer.mask, lm.tokenizer.pad]).any()
+        assert out.forwards[0] <= 8
