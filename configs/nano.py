@@ -1,0 +1,44 @@
+"""The embedded default: 1.8M parameters that write Python, solve small puzzles and add up.
+
+    mercury train configs/nano.py                       # two CPU cores: about two hours
+    mercury train configs/nano.py --resume --steps 9000 # go on for longer
+    mercury train configs/nano.py --init mercury_jax/assets/nano --out runs/more   # go on from the embedded one
+
+A causal encoder with a canvas of 32 tokens, masked diffusion. What it reaches, with sample counts
+and intervals, is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
+`configs/nano_gpu.py` is the same recipe, larger, for one GPU.
+"""
+
+from mercury_jax.config import ModelConfig
+from mercury_jax.train import data
+from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.recipe import TrainConfig
+
+
+def config() -> TrainConfig:
+    return TrainConfig(
+        name="nano",
+        model=ModelConfig(
+            vocab=1024, width=160, layers=6, heads=4, kv_heads=2, head_dim=32, ffn=432,
+            pattern="causal_encoder", block=32, context=512,
+        ),
+        # The bound weighs a canvas at t by 1/t; beyond 4 that is mostly variance.
+        objective=masked_elbo(clip=4.0),
+        data=data.mixture(
+            (data.generated("sudoku4"), 0.25),
+            (data.generated("add3", thinking=True), 0.40),
+            (data.generated("countdown3", thinking=True), 0.20),
+            (data.stdlib(), 0.15),
+        ),
+        optim=OptimConfig(optimizer="muon", lr=3e-3, warmup=100, decay="wsd", final=0.02, tail=0.25),
+        steps=6000,
+        batch=16,
+        row=192,
+        ema=0.995,
+        eval_every=500,
+        eval_batches=8,
+        sample_every=0,
+        save_every=250,
+        log_every=20,
+    )  # fmt: skip

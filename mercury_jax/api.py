@@ -1,0 +1,97 @@
+"""Where the parts meet: load() and train(), which need models, data and decoding at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+from mercury_jax import hub, models, noise, sharding
+from mercury_jax.config import refuse, to_dict
+from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.train import data as pipelines, launch, loop
+from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.train.step import evaluator
+from mercury_jax.types import LM, Params
+
+NANO = Path(__file__).parent / "assets" / "nano"
+TOKENIZER = "tokenizer.model"
+TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
+
+
+def train(config: TrainConfig) -> loop.Result:
+    """Train as the recipe says, and leave a model that `load()` reads in `<out>/model`.
+
+    The same function that `mercury train` calls. ValueError, before any compute, for data that
+    cannot be read, a tokenizer that does not fit, or a folder that holds another run.
+    """
+    if config.distributed:
+        launch.distributed()
+    loop.ready(config)
+    first = hub.load(config.init) if config.init else None
+    if first is not None:
+        _check_init(config, first)
+    tokenizer = first.tokenizer if first is not None else _tokenizer(config)
+    pipelines.check_fit(tokenizer, config.model)
+    model = models.build(config.model)
+    corruption = noise.build(config.noise, config.model.vocab, config.model.mask, noise.specials(tokenizer))
+    index, count = sharding.share(loop.mesh_of(config))
+    batches = pipelines.build(
+        config.data, tokenizer, model.layout,
+        rows=loop.local_rows(config), row=config.row, seed=config.seed, index=index, count=count,
+    )  # fmt: skip
+    result = loop.run(
+        config, model, corruption, batches,
+        evaluate=_evaluator(config, model, corruption, tokenizer),
+        params=None if first is None else first.params,
+    )  # fmt: skip
+    if jax.process_index() == 0:
+        hub.save(
+            config.folder / "model", LM(model, result.ema, tokenizer, corruption, config.name), config.noise
+        )
+    return result
+
+
+def _check_init(config: TrainConfig, first: LM) -> None:
+    """Whether the parameters of `init` fit the recipe's model; the context alone may differ."""
+    have, want = to_dict(first.model.config), to_dict(config.model)
+    for name, value in want.items():
+        if name not in ("context", "dtype") and have[name] != value:
+            raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
+
+
+def _tokenizer(config: TrainConfig) -> Tokenizer:
+    """The recipe's tokenizer, the run's own from before, or a new one trained on the data."""
+    if config.tokenizer:
+        return Tokenizer.load(config.tokenizer)
+    kept = config.folder / TOKENIZER
+    if not kept.exists() and jax.process_index() == 0:
+        texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        Tokenizer.train(texts, config.model.vocab).save(kept)
+    if jax.process_count() > 1:
+        jax.experimental.multihost_utils.sync_global_devices("tokenizer")
+    return Tokenizer.load(kept)
+
+
+def _evaluator(
+    config: TrainConfig, model: Any, corruption: Any, tokenizer: Any
+) -> Callable[[Params], Mapping[str, float]] | None:
+    if not config.eval_every or not config.eval_batches:
+        return None
+    batches = pipelines.held_out(
+        config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
+        batches=config.eval_batches,
+    )  # fmt: skip
+    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
+    return lambda params: run(params, batches)
+
+
+def load(source: str | Path | None = None, *, dtype: str | None = None) -> LM:
+    """A model to talk to: the embedded default, or a folder that `train` or `hub.save` wrote.
+
+    dtype: of the arithmetic (float32, bfloat16, float64 under x64; None: the model's own).
+    Raises CheckpointError naming the file that is missing, truncated or changed.
+    """
+    return hub.load(NANO if source is None else source, dtype=dtype)

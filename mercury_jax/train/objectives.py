@@ -1,0 +1,127 @@
+"""Objectives: (key, model, params, batch, corruption) -> Loss, in nats.
+
+Every objective noises a laid-out batch, makes one pass, and weighs the cross-entropy of the
+positions that were noised. The batch's loss is sum(per_example) / sum(weight), so with the default
+normalisation it is a bound in nats per token; divide by ln 2 and the bytes per token for bits
+per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mercury_jax import noise
+from mercury_jax.config import one_of, refuse
+from mercury_jax.types import Batch, Key, Loss, Model, Params
+
+Objective = Callable[[Key, Model, Params, Batch, noise.Corruption], Loss]
+Normalise = Literal["token", "canvas"]
+
+
+def masked_elbo(
+    *, normalise: Normalise = "token", clip: float | None = None, least: float = 1e-4
+) -> Objective:
+    """The absorbing continuous-time NELBO (MD4 eq. 5, arXiv 2406.04329; MDLM, arXiv 2406.07524).
+
+    E_t sum_i [x_t^i = mask] * (-alpha'(t) / (1 - alpha(t))) * CE_i, one t per canvas, t spread by
+    low discrepancy in [least, 1]. normalise: "token" divides by the editable tokens of the batch;
+    "canvas" divides each canvas by its own tokens first (LLaDA's normalisation, arXiv 2502.09992,
+    algorithm 2). clip bounds the weight: less variance, and no longer a bound on the likelihood.
+    """
+    one_of(Normalise, normalise=normalise)
+    if clip is not None and not clip > 0:
+        raise refuse("clip", clip, "more than 0, or None")
+
+    def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
+        if corruption.mask is None:
+            raise refuse("noise.kind", "uniform", "absorbing, for masked_elbo")
+        draw, spoil = jax.random.split(key)
+        t = canvas_times(draw, batch, least)
+        noised = noise.corrupt(spoil, corruption, batch.tokens, t, batch.editable)
+        alpha, slope = noise.rate(corruption.alpha, t)
+        weight = -slope / (1.0 - alpha)
+        weight = weight if clip is None else jnp.minimum(weight, clip)
+        ce, right = cross_entropy(model, params, batch, noised.xt)
+        scored = jnp.where(noised.changed, weight * ce, 0.0)
+        return _loss(scored, batch, normalise, ce, right, noised.changed)
+
+    return objective
+
+
+def llada(*, clip: float | None = None, least: float = 1e-3) -> Objective:
+    """The same bound with LLaDA's normalisation: each answer by its own length, then the mean."""
+    return masked_elbo(normalise="canvas", clip=clip, least=least)
+
+
+def autoregressive() -> Objective:
+    """The plain autoregressive loss: every canvas fully noised, every editable token scored.
+
+    With the block-causal pattern at block 1 that is -sum log p(x_i | x_<i), exactly: each mask
+    sees the clean tokens before it. With longer blocks it scores one-step parallel prediction.
+    """
+
+    def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
+        del key
+        if corruption.mask is None:
+            raise refuse("noise.kind", "uniform", "absorbing, for autoregressive")
+        xt = jnp.where(batch.editable, corruption.mask, batch.tokens)
+        ce, right = cross_entropy(model, params, batch, xt)
+        scored = jnp.where(batch.editable, ce, 0.0)
+        return _loss(scored, batch, "token", ce, right, batch.editable)
+
+    return objective
+
+
+def canvas_times(key: Key, batch: Batch, least: float) -> Float[Array, "B T"]:
+    """One time per canvas, the same at each of its positions; other positions get 1.
+
+    Canvases are numbered through the whole batch, so that their times are spread evenly however
+    many of them a row holds.
+    """
+    per_row = batch.canvas.max(axis=1) + 1
+    index = batch.canvas + (jnp.cumsum(per_row) - per_row)[:, None]
+    t = noise.times(key, batch.canvas.size, least)
+    return jnp.where(batch.canvas >= 0, t[jnp.maximum(index, 0)], 1.0)
+
+
+def cross_entropy(
+    model: Model, params: Params, batch: Batch, xt: Array
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(-log p(x0 | xt) in nats, whether x0 is the most probable id) at every position."""
+    hidden = model.apply(params, xt, batch.positions, batch.ranges, ())
+    logits = model.head(params, hidden)
+    # The mask is never data: without it the model is the SUBS parameterisation of MDLM.
+    ids = jnp.arange(logits.shape[-1])
+    logits = jnp.where(ids == model.config.mask, -1e30, logits)
+    # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
+    chosen = jnp.sum(jnp.where(ids == batch.tokens[..., None], logits, 0.0), axis=-1)
+    ce = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return ce, (chosen >= logits.max(axis=-1)).astype(jnp.float32)
+
+
+def _loss(scored: Array, batch: Batch, normalise: str, ce: Array, right: Array, noised: Array) -> Loss:
+    editable = batch.editable.astype(jnp.float32)
+    if normalise == "canvas":
+        share = _share_of_canvas(batch)
+        per_example, weight = (scored * share).sum(1), (editable * share).sum(1)
+    else:
+        per_example, weight = scored.sum(1), editable.sum(1)
+    hit = noised.astype(jnp.float32)
+    metrics = {
+        "nats_per_token": (scored.sum(), editable.sum()),
+        "masked_ce": ((ce * hit).sum(), hit.sum()),
+        "masked_accuracy": ((right * hit).sum(), hit.sum()),
+    }
+    return Loss(per_example, weight, metrics)
+
+
+def _share_of_canvas(batch: Batch) -> Float[Array, "B T"]:
+    """1 / (editable tokens of the canvas that a position belongs to); 0 outside of canvases."""
+    same = (batch.canvas[:, :, None] == batch.canvas[:, None, :]) & (batch.canvas >= 0)[:, :, None]
+    count = (same & batch.editable[:, None, :]).sum(-1)
+    return jnp.where(count > 0, 1.0 / jnp.maximum(count, 1), 0.0)

@@ -1,0 +1,118 @@
+"""Learning-rate schedules, the optimizer, and the moving average of the parameters."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.sharding import name_of
+
+Decay = Literal["cosine", "linear", "constant", "wsd"]
+Kind = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW or Muon, with warm-up, decay and clipping."""
+
+    optimizer: Kind = "adamw"
+    lr: float = 1e-3  # the peak, after warm-up
+    warmup: int = 100  # steps from 0 to the peak
+    decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
+    final: float = 0.1  # the last learning rate as a share of the peak
+    tail: float = 0.2  # of wsd
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only, never on norms
+    clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
+
+    def __post_init__(self) -> None:
+        one_of(Kind, optimizer=self.optimizer)
+        one_of(Decay, decay=self.decay)
+        at_least(0, lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip)
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise refuse(name, getattr(self, name), "0 <= value < 1")
+        for name in ("final", "tail"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise refuse(name, getattr(self, name), "0 <= value <= 1")
+        if not self.eps > 0:
+            raise refuse("eps", self.eps, "more than 0")
+
+
+def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """step -> learning rate: a linear warm-up from 0, then the decay up to `steps`."""
+    c, rest = config, max(1, steps - config.warmup)
+    low = c.lr * c.final
+    if c.decay == "cosine":
+        after = optax.cosine_decay_schedule(c.lr, rest, alpha=c.final)
+    elif c.decay == "linear":
+        after = optax.linear_schedule(c.lr, low, rest)
+    elif c.decay == "wsd":
+        tail = max(1, round(steps * c.tail))
+        after = optax.linear_schedule(c.lr, low, tail, transition_begin=max(0, rest - tail))
+    else:
+        after = optax.constant_schedule(c.lr)
+    return optax.join_schedules([optax.linear_schedule(0.0, c.lr, max(1, c.warmup)), after], [c.warmup])
+
+
+def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW or Muon under the schedule."""
+    c, lr = config, schedule(config, steps)
+    if c.optimizer == "muon":
+        rule = _muon(c, lr)
+    else:
+        rule = optax.adamw(lr, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(c.clip), rule) if c.clip else rule
+
+
+def decayed(params: Any) -> Any:
+    """True where weight decay applies: matrices, not norms, biases or other vectors."""
+    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", name_of(path))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(plain, params)
+
+
+def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
+    """Muon (Jordan 2024) on hidden matrices, AdamW on embeddings, the head and vectors.
+
+    consistent_rms 0.2 scales its updates to AdamW's size, so that one lr suits both (arXiv 2502.16982).
+    """
+    try:
+        from optax.contrib import MuonDimensionNumbers, muon
+    except ImportError:
+        raise refuse("optimizer", "muon", f"{get_args(Kind)[0]}: this optax has no muon") from None
+
+    def dims(path: Any, x: Any) -> Any:
+        name = name_of(path)
+        if x.ndim < 2 or not re.search(r"(^|/)w$", name):
+            return None
+        if x.ndim == 3 and re.search(r"(^|/)o/w$", name):  # [H, K, D]: contracts heads and their width
+            return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
+        return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
+
+    # Its own weight decay spares nothing of what AdamW updates, so decay and rate are applied here.
+    rule = muon(
+        1.0,
+        adam_b1=c.b1,
+        adam_b2=c.b2,
+        eps=c.eps,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(dims, params),
+    )
+    return optax.chain(rule, optax.add_decayed_weights(-c.weight_decay, decayed), optax.scale_by_schedule(lr))
+
+
+def average(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
+    """ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)).
+
+    The bound lets the average follow the first steps, when it would otherwise be the initial noise.
+    """
+    d = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda e, p: d * e + (1.0 - d) * p.astype(e.dtype), ema, params)

@@ -1,0 +1,184 @@
+"""A recipe: everything that a training run depends on, as one frozen value.
+
+A recipe file is Python: `def config() -> TrainConfig`. Functions are values in it, and the command
+line overrides every plain field: `mercury train configs/x.py --optim.lr 3e-4`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mercury_jax.config import ModelConfig, NoiseConfig, at_least, refuse
+from mercury_jax.train.optim import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the device mesh; -1 is what the other axes leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size != -1 and size < 1:
+                raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`."""
+
+    name: str
+    model: ModelConfig
+    objective: Callable[..., Any]
+    data: Any
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    steps: int = 1000
+    batch: int = 16  # rows of an update, over all devices and microbatches
+    row: int = 256  # positions of a row
+    accumulate: int = 1  # microbatches of an update
+    ema: float = 0.999  # decay of the parameters' moving average; 0: none
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 200  # steps; 0: never
+    eval_batches: int = 8
+    sample_every: int = 200  # steps; 0: never
+    sample_prompts: tuple[str, ...] = ()
+    save_every: int = 200  # steps; the last one is always saved
+    keep: int = 2  # newest checkpoints that stay
+    tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
+    init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
+    out: str = ""  # folder of the run; "": runs/<name>
+    resume: bool = False  # go on from the newest checkpoint in `out`, or begin where there is none
+    distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise refuse("name", self.name, "letters, digits, and . _ -")
+        if not callable(self.objective):
+            raise refuse("objective", self.objective, "a function, as train.objectives makes them")
+        at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
+        at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
+        at_least(
+            0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
+        )
+        if self.batch % self.accumulate:
+            raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
+        if not 0 <= self.ema < 1:
+            raise refuse("ema", self.ema, "0 <= ema < 1")
+        if not 0 <= self.seed < 2**32:
+            raise refuse("seed", self.seed, "0 .. 2**32 - 1")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lives."""
+        return Path(self.out or f"runs/{self.name}")
+
+
+def load_recipe(path: str | Path) -> TrainConfig:
+    """Run a recipe file, the user's own code, and return what its `config()` returns."""
+    path = Path(path)
+    if not path.is_file():
+        raise refuse("recipe", str(path), "a Python file that defines config() -> TrainConfig")
+    make = runpy.run_path(str(path)).get("config")
+    if not callable(make):
+        raise refuse(
+            "recipe", str(path), "a Python file that defines config() -> TrainConfig; this one has no config"
+        )
+    try:
+        config = make()
+    except TypeError as error:
+        raise _unknown_argument(error) from error
+    if not isinstance(config, TrainConfig):
+        raise refuse(
+            "recipe", str(path), f"a config() that returns a TrainConfig, not {type(config).__name__}"
+        )
+    return config
+
+
+def _unknown_argument(error: TypeError) -> Exception:
+    """A misspelt field of a config, in our words; any other TypeError as it was."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kinds = {k.__name__: k for k in (TrainConfig, ModelConfig, NoiseConfig, OptimConfig, MeshConfig)}
+    if not found or found[1] not in kinds:
+        return error
+    names = [f.name for f in dataclasses.fields(kinds[found[1]])]
+    return refuse(f"{found[1]} key", found[2], _nearest(found[2], names))
+
+
+def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """`config` with the fields that command-line arguments like `--optim.lr 3e-4` name.
+
+    A key that no config has is refused with the nearest one named. Values are typed and checked by
+    tyro, which prints what is wrong and exits with code 2. `objective` and `data` are the recipe's.
+    """
+    import tyro  # it is for the command line only
+
+    known = list(keys(config))
+    for word in argv:
+        name = word.split("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
+            raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
+    # tyro makes options of dataclasses and leaves what it does not know as it is.
+    plain = dataclasses.replace(config, data=object())
+    fixed = (tyro.conf.SuppressFixed,)
+    new = tyro.cli(type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed)
+    return dataclasses.replace(new, data=config.data)
+
+
+def keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all plain fields: `steps`, `optim.lr`, `model.width`; not of the data."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value) and f.name != "data":
+            yield from keys(value, f"{prefix}{f.name}.")
+        elif f.name not in ("data", "objective"):
+            yield prefix + f.name
+
+
+def _negated(key: str) -> str:
+    head, _, last = key.rpartition(".")
+    return f"{head}.no_{last}" if head else f"no_{last}"
+
+
+def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # `--lr` means `--optim.lr`: compare the last part too.
+    close = close or [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    every = ", ".join(prefix + n for n in names)
+    return f"{prefix}{close[0]} is the nearest; all: {every}" if close else every
+
+
+def resolved(config: Any) -> Any:
+    """A config as JSON-ready data; a function becomes its name and the plain values it closed over."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {f.name: resolved(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {"function": type(config).__qualname__, **fields} if callable(config) else fields
+    if isinstance(config, dict):
+        return {str(k): resolved(v) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [resolved(v) for v in config]
+    if config is None or isinstance(config, (bool, int, float, str)):
+        return config
+    if callable(config):
+        return _function(config)
+    return str(config)
+
+
+def _function(function: Callable[..., Any]) -> dict[str, Any]:
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return {"function": name.replace(".<locals>", ""), **{k: resolved(v) for k, v in sorted(closed.items())}}

@@ -1,0 +1,52 @@
+"""What resuming needs besides the state: may this run go on here, and where was its data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mercury_jax import checkpoint
+from mercury_jax.config import refuse
+from mercury_jax.train.recipe import TrainConfig, resolved
+
+CHECKPOINTS = "checkpoints"
+
+
+def ready(config: TrainConfig) -> int | None:
+    """The step that `resume` goes on from, or None; refuses a folder with another run's checkpoints."""
+    folder = config.folder / CHECKPOINTS
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        return None
+    if not config.resume:
+        allowed = f"a folder without checkpoints; {folder} holds step {newest}: resume it (--resume) or choose another"
+        raise refuse("out", str(config.folder), allowed)
+    saved, now = checkpoint.inspect(folder)[1]["config"], resolved(config)
+    for part in ("model", "noise"):
+        for name, value in now[part].items():
+            if saved[part].get(name) != value:
+                raise refuse(
+                    f"{part}.{name}", value, f"{saved[part].get(name)!r}, as in the checkpoint to resume"
+                )
+    return newest
+
+
+def gather(state: Any) -> list[Any]:
+    """The data state of every process, by index."""
+    if jax.process_count() == 1:
+        return [state]
+    mine = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(mine)))
+    padded = np.pad(mine, (0, int(lengths.max()) - len(mine)))
+    every = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[:length])) for row, length in zip(every, lengths)]
+
+
+def hand_back(data: Any, states: list[Any]) -> None:
+    if len(states) != jax.process_count():
+        raise refuse("processes", jax.process_count(), f"{len(states)}, as many as the data was split over")
+    data.set_state(states[jax.process_index()])

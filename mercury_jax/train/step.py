@@ -1,0 +1,188 @@
+"""One update: gradients of an objective over microbatches, the optimizer, the average.
+
+`TrainState` is all that changes during training; it is donated to every update and saved whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from mercury_jax import sharding
+from mercury_jax.noise import Corruption
+from mercury_jax.train import optim
+from mercury_jax.types import Batch, Key, Loss, Model, Params
+
+Objective = Callable[[Key, Model, Params, Batch, Corruption], Loss]
+Sums = tuple[Array, Array, Mapping[str, tuple[Array, Array]]]  # of a loss: numerator, weight, metrics
+
+
+class TrainState(NamedTuple):
+    """What an update changes. `ema` is () without an average."""
+
+    params: Params
+    ema: Params
+    opt: optax.OptState
+    key: Key  # never changes: each step folds its number in
+    step: Int[Array, ""]  # updates taken
+
+
+class Report(NamedTuple):
+    """What an update says about itself; all scalars."""
+
+    finite: Array  # loss and gradient norm are finite; if not, the state stayed as it was
+    values: Mapping[str, Array]  # loss, grad_norm, lr, tokens, and the objective's own
+
+
+def shapes(model: Model, tx: optax.GradientTransformation, ema: bool, on: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state, nothing allocated: the target to restore into."""
+    key = jax.eval_shape(jax.random.key, 0)
+    plain = jax.eval_shape(lambda key: _fresh(key, model, tx, ema, None), key)
+    lies = sharding.shardings(plain, model.shardings, on)
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), plain, lies)
+
+
+def init(
+    key: Key,
+    model: Model,
+    tx: optax.GradientTransformation,
+    ema: bool,
+    on: Mesh,
+    params: Params | None = None,
+) -> TrainState:
+    """A fresh state, made where it lies: no device ever holds all of a sharded model.
+
+    params: start from these instead of the model's init.
+    """
+    lies = jax.tree.map(lambda x: x.sharding, shapes(model, tx, ema, on))
+    with jax.set_mesh(on):
+        build = jax.jit(lambda key, params: _fresh(key, model, tx, ema, params), out_shardings=lies)
+        return build(key, params)
+
+
+def _fresh(
+    key: Key, model: Model, tx: optax.GradientTransformation, ema: bool, params: Params | None
+) -> TrainState:
+    begin, noise = jax.random.split(key)
+    start: Any = model.init(begin) if params is None else params
+    average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if ema else ()
+    return TrainState(start, average, tx.init(start), noise, jnp.zeros((), jnp.int32))
+
+
+def updater(
+    model: Model,
+    objective: Objective,
+    corruption: Corruption,
+    tx: optax.GradientTransformation,
+    lr: optax.Schedule,
+    *,
+    accumulate: int = 1,
+    ema: float = 0.0,
+    on: Mesh,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
+    """The jitted (state, batch) -> (state, report); the state is donated.
+
+    accumulate: microbatches of a batch. Numerators and weights are summed and divided once, so the
+    gradient is that of the whole batch, however the scored tokens are spread.
+    """
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        key = jax.random.fold_in(state.key, state.step)
+        sums, grads = gradients(key, model, objective, state.params, batch, corruption, accumulate)
+        number = {"loss": _share(sums[0], sums[1]), "grad_norm": optax.tree.norm(grads), "lr": lr(state.step)}
+        finite = jnp.isfinite(number["loss"]) & jnp.isfinite(number["grad_norm"])
+        delta, opt = tx.update(grads, state.opt, state.params)
+        params = optax.apply_updates(state.params, delta)
+        average = optim.average(state.ema, params, state.step, ema) if ema else ()
+        new = TrainState(params, average, opt, state.key, state.step + 1)
+        own = {name: _share(*pair) for name, pair in sums[2].items()}
+        report = Report(finite, number | own | {"tokens": batch.editable.sum()})
+        return _choose(finite, new, state), report
+
+    compiled: dict[str, Any] = {}
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        if "update" not in compiled:
+            # The new state lies exactly where the old one did, so that resuming compiles the same program.
+            where = (jax.tree.map(lambda x: x.sharding, state), None)
+            compiled["update"] = jax.jit(update, donate_argnums=0, out_shardings=where)
+        with jax.set_mesh(on):
+            return compiled["update"](state, batch)
+
+    return run
+
+
+def gradients(
+    key: Key,
+    model: Model,
+    objective: Objective,
+    params: Params,
+    batch: Batch,
+    corruption: Corruption,
+    accumulate: int,
+) -> tuple[Sums, Params]:
+    """(sums of the batch's loss, gradient of numerator / weight), over `accumulate` microbatches.
+
+    Microbatch i takes the rows i, i + A, i + 2A, ...: on a mesh every device keeps its own rows.
+    """
+
+    def total(params: Params, key: Key, batch: Batch) -> tuple[Array, Sums]:
+        loss = objective(key, model, params, batch, corruption)
+        sums = (loss.per_example.sum(), loss.weight.sum(), dict(loss.metrics))
+        return sums[0], sums
+
+    slope = jax.grad(total, has_aux=True)
+    if accumulate == 1:
+        grads, sums = slope(params, key, batch)
+    else:
+        micro = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
+        keys = jax.random.split(key, accumulate)
+
+        def add(carry: tuple[Params, Sums], now: tuple[Key, Batch]) -> tuple[tuple[Params, Sums], None]:
+            return jax.tree.map(jnp.add, carry, slope(params, *now)), None
+
+        first = jax.tree.map(lambda x: x[0], (keys, micro))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope, params, *first))
+        (grads, sums), _ = jax.lax.scan(add, zeros, (keys, micro))
+    return sums, jax.tree.map(lambda g: _share(g, sums[1]), grads)
+
+
+def evaluator(
+    model: Model, objective: Objective, corruption: Corruption, key: Key, on: Mesh
+) -> Callable[[Params, list[Batch]], dict[str, float]]:
+    """(params, batches) -> the objective's loss and metrics over all of them.
+
+    The noise of batch i is always the same, so that two evaluations differ by the parameters alone.
+    """
+
+    @jax.jit
+    def sums(params: Params, batch: Batch, index: Array) -> dict[str, tuple[Array, Array]]:
+        loss = objective(jax.random.fold_in(key, index), model, params, batch, corruption)
+        return {"loss": (loss.per_example.sum(), loss.weight.sum()), **loss.metrics}
+
+    def evaluate(params: Params, batches: list[Batch]) -> dict[str, float]:
+        total: dict[str, tuple[float, float]] = {}
+        for index, batch in enumerate(batches):
+            with jax.set_mesh(on):
+                found = jax.device_get(sums(params, sharding.place(batch, on), index))
+            for name, (a, b) in found.items():
+                x, y = total.get(name, (0.0, 0.0))
+                total[name] = (x + float(a), y + float(b))
+        return {name: a / b if b else 0.0 for name, (a, b) in total.items()}
+
+    return evaluate
+
+
+def _share(a: Array, b: Array) -> Array:
+    """a / b, and a where there is nothing to divide by: a batch without a scored token has no gradient."""
+    return a / jnp.where(b == 0, 1, b)
+
+
+def _choose(finite: Array, new: TrainState, old: TrainState) -> TrainState:
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)

@@ -1,0 +1,228 @@
+"""Laws of the loop: a run that stops goes on bit for bit, and whatever stops it, what was saved stands."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_training as tiny
+
+from mercury_jax import checkpoint
+from mercury_jax.checkpoint import manifest
+from mercury_jax.config import NoiseConfig
+from mercury_jax.train import loop
+from mercury_jax.train.optim import OptimConfig
+
+
+def run(out, data=None, *, model=None, evaluate=None, preview=None, **fields):
+    return loop.run(
+        tiny.config(out, **fields), model or tiny.model(), tiny.CORRUPTION, data or tiny.Data(),
+        evaluate=evaluate, preview=preview,
+    )  # fmt: skip
+
+
+def rows(out, kind="train"):
+    """The rows of metrics.jsonl that do not depend on the clock."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [
+        {k: v for k, v in row.items() if k != "tokens_per_second"} for row in lines if row["kind"] == kind
+    ]
+
+
+def saved(out):
+    return checkpoint.steps(out / "checkpoints")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Every run here compiles the same two programs; a cache on disk makes that some seconds in all."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0.1)):
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run without an interruption."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return run(out)
+
+
+class Killed(Exception):
+    pass
+
+
+def at(number, do):
+    """A hook of the data that acts before batch `number`."""
+    return lambda n: do() if n == number else None
+
+
+def fail():
+    raise Killed
+
+
+def test_a_run_learns_and_leaves_its_papers(whole):
+    losses = [row["loss"] for row in rows(whole.out)]
+    assert whole.step == 30 and whole.stopped is None and losses == sorted(losses, reverse=True)
+    assert saved(whole.out) == [20, 30]
+    assert [row["step"] for row in rows(whole.out)] == [10, 20, 30]
+    assert rows(whole.out)[-1]["tokens"] == sum(int(tiny.batch(i).editable.sum()) for i in range(1, 31))
+    written = json.loads((whole.out / "config.json").read_text())
+    assert written["optim"]["lr"] == 1e-2 and written["objective"]["function"].endswith("objective")
+    assert checkpoint.inspect(whole.out / "checkpoints")[1]["config"] == written
+
+
+def test_the_noise_and_the_start_follow_the_seed(whole, tmp_path):
+    again = run(tmp_path / "a")
+    other = run(tmp_path / "b", seed=1, steps=10)
+    assert tiny.same((again.params, again.ema), (whole.params, whole.ema))
+    assert rows(tmp_path / "b")[0]["loss"] != rows(whole.out)[0]["loss"] and other.step == 10
+
+
+@pytest.mark.parametrize("number", [13, 20])
+def test_a_resumed_run_ends_equal_bit_for_bit(whole, tmp_path, number):
+    with pytest.raises(Killed):
+        run(tmp_path, tiny.Data(at(number, fail)))
+    found = run(tmp_path, resume=True)
+    assert tiny.same((found.params, found.ema), (whole.params, whole.ema))
+    assert rows(tmp_path) == rows(whole.out)
+
+
+def test_resuming_a_finished_run_changes_nothing(whole):
+    found = run(whole.out, resume=True)
+    assert found.step == 30 and tiny.same(found.params, whole.params) and saved(whole.out) == [20, 30]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_later(whole, tmp_path, sign, capsys):
+    stopped = run(tmp_path, tiny.Data(at(14, lambda: os.kill(os.getpid(), sign))))
+    assert (stopped.step, stopped.stopped) == (15, sign.name) and saved(tmp_path) == [10, 15]
+    assert f"{sign.name}: saved step 15" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert tiny.same(run(tmp_path, resume=True).params, whole.params)
+
+
+def test_nan_stops_names_the_batch_and_leaves_the_last_good_checkpoint(tmp_path, whole):
+    def poisoned(key, model, params, batch, corruption):
+        loss = tiny.objective(key, model, params, batch, corruption)
+        return loss._replace(per_example=loss.per_example / (batch.positions[0, 0] != 99))
+
+    class Ill(tiny.Data):
+        def __next__(self):
+            batch = super().__next__()
+            return batch._replace(positions=batch.positions + 99 * (self.number == 20))
+
+    with pytest.raises(loop.Diverged, match=r"step 20: .*number 20 of the data.*step 10 stands") as error:
+        run(tmp_path, Ill(), objective=poisoned)
+    assert error.value.exit_code == 3 and saved(tmp_path) == [10]
+
+
+def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stands(tmp_path, monkeypatch):
+    write = manifest.write
+
+    def full(folder):
+        if folder.name.startswith("00000020"):
+            raise OSError(28, "No space left on device")
+        write(folder)
+
+    monkeypatch.setattr(manifest, "write", full)
+    slowly = lambda number: time.sleep(0.3 if number > 20 else 0)
+    data = tiny.Data(slowly)
+    with pytest.raises(checkpoint.SaveFailed, match=r"step 20 .*disk is full.*steps \[10\] stand"):
+        run(tmp_path, data, steps=10**6)
+    assert data.number < 30 and saved(tmp_path) == [10]  # it did not wait for the next save to find out
+
+
+def test_what_an_interrupted_save_left_is_removed(tmp_path, capsys):
+    (tmp_path / "checkpoints" / "00000010.tmp").mkdir(parents=True)
+    run(tmp_path, steps=2)
+    assert os.listdir(tmp_path / "checkpoints") == ["00000002"]
+    assert "removed what an interrupted save left: 00000010.tmp" in capsys.readouterr().err
+
+
+def refused(match, out, **fields):
+    """The run is refused with these words before a batch is asked for."""
+    untouched = tiny.Data(lambda number: pytest.fail("a batch was asked for"))
+    with pytest.raises(ValueError, match=match):
+        run(out, untouched, **fields)
+
+
+def test_a_folder_with_checkpoints_is_refused_unless_resumed(whole):
+    before = sorted(whole.out.rglob("*"))
+    refused(r"out is .*holds step 30: resume it", whole.out)
+    assert sorted(whole.out.rglob("*")) == before
+
+
+def test_another_model_or_noise_cannot_resume(whole):
+    wide = dataclasses.replace(tiny.model().config, width=16)
+    with pytest.raises(ValueError, match="model.width is 16; allowed: 8, as in the checkpoint"):
+        loop.ready(tiny.config(whole.out, resume=True, model=wide))
+    refused(
+        "noise.kind is 'uniform'; allowed: 'absorbing'",
+        whole.out,
+        resume=True,
+        noise=NoiseConfig(kind="uniform"),
+    )
+
+
+def test_another_optimizer_cannot_resume(whole):
+    refused("has no array 'opt", whole.out, resume=True, optim=OptimConfig(optimizer="muon"))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    run(tmp_path, steps=2)
+    victim = max((tmp_path / "checkpoints").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    data = bytearray(victim.read_bytes())
+    data[50] ^= 1
+    victim.write_bytes(data)
+    refused(f"{victim.name} is damaged", tmp_path, resume=True)
+
+
+def test_rows_must_fit_the_mesh(tmp_path):
+    refused("batch / accumulate is 2; allowed: a multiple of 4", tmp_path, accumulate=4)
+
+
+def test_data_that_ends_is_refused_in_words(tmp_path):
+    def end():
+        raise StopIteration
+
+    with pytest.raises(ValueError, match="data is '5 batches'"):
+        run(tmp_path, tiny.Data(at(5, end)))
+
+
+def test_evaluation_and_samples_see_the_average(tmp_path):
+    seen = []
+    evaluate = lambda params: seen.append(jax.tree.map(np.asarray, params)) or {"bits": jnp.float32(2.0)}
+    found = run(tmp_path, evaluate=evaluate, preview=lambda params: "once upon", steps=25, sample_every=20)
+    assert len(seen) == 3 and tiny.same(seen[-1], found.ema) and not tiny.same(found.ema, found.params)
+    assert [(row["step"], row["bits"]) for row in rows(tmp_path, "eval")] == [(10, 2.0), (20, 2.0), (25, 2.0)]
+    assert (tmp_path / "samples.txt").read_text().count("once upon") == 2
+    assert found.metrics["eval/bits"] == 2.0
+
+
+def test_the_next_update_is_dispatched_before_the_last_one_is_read(tmp_path, monkeypatch):
+    order = []
+    look = loop._Loop._look
+    monkeypatch.setattr(
+        loop._Loop, "_look", lambda self, p: (order.append(("read", p and p[0])), look(self, p))
+    )
+    run(tmp_path, tiny.Data(lambda number: order.append(("feed", number + 1))), steps=4, save_every=100)
+    assert order[:6] == [("feed", 1), ("read", None), ("feed", 2), ("read", 1), ("feed", 3), ("read", 2)]
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run(tmp_path, steps=2).step))
+    thread.start()
+    thread.join()
+    assert found == [2]

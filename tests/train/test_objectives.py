@@ -1,0 +1,168 @@
+"""The NELBO against a source of known entropy, and objectives against each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mercury_jax import models, noise
+from mercury_jax.config import ModelConfig
+from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
+from mercury_jax.types import Batch
+
+STATES, LENGTH, FIRST, MASK = 5, 8, 4, 3
+CHAIN = np.full((STATES, STATES), 0.05) + 0.75 * np.roll(np.eye(STATES), 1, axis=1)
+
+
+def entropy() -> float:
+    """Nats per token of a sequence of LENGTH tokens: the chain is doubly stochastic, so starts uniform."""
+    step = -(CHAIN[0] * np.log(CHAIN[0])).sum()
+    return (np.log(STATES) + (LENGTH - 1) * step) / LENGTH
+
+
+def sequences(seed: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = np.zeros((count, LENGTH), np.int32)
+    x[:, 0] = rng.integers(STATES, size=count)
+    edges = CHAIN.cumsum(1)
+    for i in range(1, LENGTH):
+        x[:, i] = np.minimum((rng.random((count, 1)) > edges[x[:, i - 1]]).sum(1), STATES - 1)
+    return x + FIRST
+
+
+def batch(model, seed: int, count: int) -> Batch:
+    laid = model.layout(np.zeros(LENGTH, np.int32) + FIRST, 0)
+    wide = lambda x: jnp.asarray(np.broadcast_to(x, (count, *x.shape)))  # noqa: E731
+    tokens = jnp.asarray(sequences(seed, count)[:, laid.positions])
+    return Batch(tokens, *(wide(x) for x in laid[1:]))
+
+
+def config(pattern: str, block: int) -> ModelConfig:
+    return ModelConfig(
+        vocab=FIRST + STATES, width=32, layers=2, heads=2, kv_heads=2, head_dim=16, ffn=64,
+        pattern=pattern, block=block, mask=MASK,
+    )  # fmt: skip
+
+
+@functools.cache
+def trained(pattern: str, block: int, steps: int = 500):
+    model = models.build(config(pattern, block))
+    corruption = noise.absorbing(MASK, forbidden=(0, 1, 2))
+    objective = masked_elbo(clip=4.0) if block > 1 else autoregressive()
+    tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
+
+    def loss(params, key, data):
+        found = objective(key, model, params, data, corruption)
+        return found.per_example.sum() / found.weight.sum()
+
+    @jax.jit
+    def update(params, state, key, data):
+        grads = jax.grad(loss)(params, key, data)
+        moves, state = tx.update(grads, state)
+        return optax.apply_updates(params, moves), state
+
+    params = model.init(jax.random.key(0))
+    state = tx.init(params)
+    for i in range(steps):
+        params, state = update(params, state, jax.random.key(i), batch(model, i, 64))
+    return model, params
+
+
+def estimate(model, params, corruption, objective, count=4096) -> tuple[float, float]:
+    """(mean nats per token, its standard error) over fresh sequences."""
+    found = objective(jax.random.key(10**6), model, params, batch(model, 10**6, count), corruption)
+    each = np.asarray(found.per_example / found.weight)
+    return float(each.mean()), float(each.std(ddof=1) / np.sqrt(count))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "block"), [("bidirectional", 4), ("causal_encoder", 4), ("block_causal", 1)]
+)
+def test_the_nelbo_is_never_under_the_entropy_and_a_trained_model_is_near_it(pattern, block):
+    model, params = trained(pattern, block)
+    mean, se = estimate(model, params, noise.absorbing(MASK), masked_elbo())
+    assert mean > entropy() - se
+    assert mean < 1.05 * entropy()
+    untrained, error = estimate(model, model.init(jax.random.key(0)), noise.absorbing(MASK), masked_elbo())
+    assert untrained > 1.2 * entropy() - error
+
+
+def test_the_bound_is_the_same_under_every_schedule():
+    model, params = trained("bidirectional", 4)
+    found = [
+        estimate(model, params, noise.absorbing(MASK, alpha), masked_elbo())
+        for alpha in (noise.linear(), noise.cosine(), noise.polynomial(2.0))
+    ]
+    for mean, se in found[1:]:
+        assert abs(mean - found[0][0]) < 4 * np.hypot(se, found[0][1])
+
+
+def test_lladas_normalisation_is_the_bound_itself_where_answers_are_equally_long():
+    model, params = trained("bidirectional", 4)
+    corruption, data = noise.absorbing(MASK), batch(model, 5, 256)
+    key = jax.random.key(3)
+    token, answer = (o(key, model, params, data, corruption) for o in (masked_elbo(least=1e-3), llada()))
+    a, b = (float(x.per_example.sum() / x.weight.sum()) for x in (token, answer))
+    assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_lladas_normalisation_weighs_answers_not_tokens():
+    model = models.build(config("causal_encoder", 8))
+    long, short = model.layout(np.full(12, FIRST), 4), model.layout(np.full(6, FIRST), 4)
+    more = len(long.tokens) - len(short.tokens)
+    rows = []
+    for a, b, fill in zip(long, short, (0, 0, 0, False, -1), strict=True):
+        b = np.pad(b, [(0, more)] + [(0, 0)] * (b.ndim - 1), constant_values=fill)
+        rows.append(jnp.stack([jnp.asarray(a), jnp.asarray(b)]))
+    both, params = Batch(*rows), model.init(jax.random.key(0))
+    found = llada()(jax.random.key(0), model, params, both, noise.absorbing(MASK))
+    np.testing.assert_allclose(found.weight, [1.0, 1.0], rtol=1e-6)
+
+
+def test_at_block_one_the_nelbo_is_the_autoregressive_loss():
+    model, params = trained("block_causal", 1)
+    data, corruption = batch(model, 7, 2048), noise.absorbing(MASK)
+    exact = autoregressive()(jax.random.key(0), model, params, data, corruption)
+    exact = float(exact.per_example.sum() / exact.weight.sum())
+    mean, se = estimate(model, params, corruption, masked_elbo())
+    assert abs(mean - exact) < 4 * se + 0.01
+    # Conditioned on nothing but the past, the model knows the transition matrix.
+    assert exact < 1.02 * entropy()
+
+
+def test_times_are_one_a_canvas_and_spread_over_the_batch():
+    model = models.build(config("causal_encoder", 4))
+    data = batch(model, 0, 32)
+    t = np.asarray(canvas_times(jax.random.key(0), data, 1e-4))
+    canvas = np.asarray(data.canvas)
+    assert (t[canvas < 0] == 1.0).all()
+    each = np.array([np.unique(t[b][canvas[b] == c]) for b in range(32) for c in range(2)])
+    assert each.shape == (64, 1)
+    assert np.diff(np.sort(each[:, 0])).max() < 2.7 / 64
+
+
+def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
+    model = models.build(config("causal_encoder", 4))
+    laid = model.layout(np.arange(FIRST, FIRST + 5), 2)
+    data = Batch(*(jnp.asarray(x)[None] for x in laid))
+    params = model.init(jax.random.key(0))
+    found = autoregressive()(jax.random.key(0), model, params, data, noise.absorbing(MASK))
+    assert float(found.weight.sum()) == 3.0
+    data_other = data._replace(tokens=data.tokens.at[0, 0].set(FIRST + 4))
+    other = autoregressive()(jax.random.key(0), model, params, data_other, noise.absorbing(MASK))
+    assert float(found.per_example[0]) != float(other.per_example[0])
+
+
+def test_objectives_refuse_what_they_cannot_bound():
+    model = models.build(config("causal_encoder", 4))
+    params, data = model.init(jax.random.key(0)), batch(model, 0, 2)
+    for objective in (masked_elbo(), autoregressive()):
+        with pytest.raises(ValueError, match="absorbing"):
+            objective(jax.random.key(0), model, params, data, noise.uniform(9))
+    with pytest.raises(ValueError, match="clip"):
+        masked_elbo(clip=0.0)
+    with pytest.raises(ValueError, match="normalise"):
+        masked_elbo(normalise="row")  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Laws of recipes: they check themselves, the command line overrides them by type, JSON tells all."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny_training as tiny
+
+from mercury_jax.train import objectives, recipe
+
+RECIPE = """
+from mercury_jax.config import ModelConfig
+from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.recipe import TrainConfig
+
+def config():
+    return TrainConfig(
+        name="mine", model=ModelConfig(vocab=32), objective=masked_elbo(clip=5.0), data=("anything", 1.0),
+        optim=OptimConfig({optim}), steps=7,
+    )
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text):
+        (tmp_path / "mine.py").write_text(text)
+        return tmp_path / "mine.py"
+
+    return make
+
+
+def test_a_recipe_file_gives_its_config(write):
+    found = recipe.load_recipe(write(RECIPE.format(optim="lr=0.5")))
+    assert (found.name, found.steps, found.optim.lr, str(found.folder)) == ("mine", 7, 0.5, "runs/mine")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            RECIPE.format(optim="warmpu=3"),
+            "OptimConfig key is 'warmpu'; allowed: warmup is the nearest; all: ",
+        ),
+        (RECIPE.format(optim="lr=-1.0"), "lr is -1.0; allowed: 0 or more"),
+        ("x = 1", "this one has no config"),
+        ("def config(): return 3", "returns a TrainConfig, not int"),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_refused_in_words(write, text, words):
+    with pytest.raises(ValueError, match=words):
+        recipe.load_recipe(write(text))
+
+
+def test_errors_of_the_users_own_code_pass_unchanged(write):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        recipe.load_recipe(write("def config(): return 1 + 'a'"))
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="recipe is .*none.py"):
+        recipe.load_recipe(tmp_path / "none.py")
+
+
+def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
+    base = tiny.config("x", data={"any": "value"}, objective=objectives.masked_elbo())
+    argv = "--optim.lr 3e-4 --model.qk-norm False --resume --sample_prompts a b --mesh.fsdp=2 --save-every 5"
+    argv = argv.replace("--model.qk-norm False", "--model.no-qk-norm").split()
+    found = recipe.override(base, argv)
+    assert (found.optim.lr, found.model.qk_norm, found.resume, found.save_every) == (3e-4, False, True, 5)
+    assert found.sample_prompts == ("a", "b") and found.mesh.fsdp == 2
+    assert found.objective is base.objective and found.data is base.data
+    assert recipe.override(base, []) == base
+
+
+@pytest.mark.parametrize(
+    "option, nearest",
+    [
+        ("--optim.lrr", "--optim.lr"),
+        ("--lr", "--optim.lr"),
+        ("--step", "--steps"),
+        ("--widht=3", "--model.width"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(option, nearest):
+    with pytest.raises(
+        ValueError, match=f"option is '{option.split('=')[0]}'; allowed: {nearest} is the nearest"
+    ):
+        recipe.override(tiny.config("x"), [option, "3"])
+
+
+@pytest.mark.parametrize("argv", [["--steps", "many"], ["--steps", "0"], ["--optim.decay", "exp"]])
+def test_a_value_that_is_wrong_exits_with_2_and_words(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        recipe.override(tiny.config("x"), argv)
+    assert error.value.code == 2 and argv[0].strip("-") in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("steps", 0),
+        ("accumulate", 3),
+        ("ema", 1.0),
+        ("name", "a/b"),
+        ("seed", -1),
+        ("keep", 0),
+        ("objective", "elbo"),
+    ],
+)
+def test_fields_that_make_no_sense_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; allowed"):
+        tiny.config("x", **{field: value})
+
+
+def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
+    config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0), data=("text", 1.0))
+    told = json.loads(json.dumps(recipe.resolved(config)))
+    assert told["objective"]["function"] == "mercury_jax.train.objectives.masked_elbo.objective"
+    assert told["objective"]["clip"] == 5.0 and told["data"] == ["text", 1.0]
+    assert set(told) == {f.name for f in dataclasses.fields(config)}

@@ -1,0 +1,173 @@
+"""Laws of one update: however the batch is cut and laid, it is the same update; NaN changes nothing."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_training as tiny
+
+from mercury_jax import sharding
+from mercury_jax.train import optim, step
+from mercury_jax.train.optim import OptimConfig
+
+MODEL = tiny.model()
+
+
+@functools.cache
+def machine(objective, accumulate, rate, sizes):
+    """(mesh, function that gives a fresh state, update), made once for all tests that ask for the same."""
+    on = sharding.mesh(**dict(sizes)) if sizes else sharding.mesh(devices=jax.devices()[:1])
+    tx = optax.sgd(rate)
+    state = step.init(jax.random.key(0), MODEL, tx, True, on)
+    fresh = lambda: jax.tree.map(jnp.copy, state)  # updates donate it
+    lr = lambda number: jnp.float32(rate)
+    return on, fresh, step.updater(
+        MODEL, objective, tiny.CORRUPTION, tx, lr, accumulate=accumulate, ema=0.9, on=on
+    )  # fmt: skip
+
+
+def trained(*batches, objective=tiny.objective, accumulate=1, rate=0.1, **sizes):
+    """The state after these batches (or three of data), and the last report."""
+    on, fresh, update = machine(objective, accumulate, rate, tuple(sizes.items()))
+    state, report = fresh(), step.Report(jnp.array(True), {})
+    for batch in batches or map(tiny.batch, range(3)):
+        state, report = update(state, sharding.place(batch, on))
+    return state, report
+
+
+def test_accumulated_gradients_are_those_of_one_big_batch():
+    whole, a = trained(objective=tiny.quiet)
+    parts, b = trained(objective=tiny.quiet, accumulate=4)
+    assert tiny.near((whole.params, a.values), (parts.params, b.values))
+
+
+def test_the_mean_is_over_the_batch_not_over_its_parts():
+    # Rows score different numbers of tokens; a mean of means would weigh them wrongly.
+    rows = tiny.batch(0)
+    editable = np.zeros_like(rows.editable)
+    editable[0], editable[1, :1] = True, True
+    lopsided = rows._replace(editable=editable)
+    run = lambda n: trained(lopsided, objective=tiny.quiet, accumulate=n)[0].params
+    assert tiny.near(run(1), run(4))
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}])
+def test_four_devices_train_as_one(sizes):
+    one = trained(accumulate=2)[0]
+    four = trained(accumulate=2, **sizes)[0]
+    assert tiny.near((one.params, one.ema), (four.params, four.ema), 1e-5)
+    where = four.params["hidden"]["w"].sharding.spec
+    assert where == sharding.spec("hidden/w", (8, 8), MODEL.shardings, sharding.mesh(**sizes))
+
+
+def test_noise_depends_on_the_step_alone():
+    assert tiny.same(trained()[0].params, trained()[0].params)
+    # The same rows see other noise at the next step.
+    losses = [trained(*[tiny.batch(0)] * n, rate=0.0)[1].values["loss"] for n in (1, 2)]
+    assert losses[0] != losses[1]
+
+
+def poisoned(where):
+    """The tiny objective, spoilt for batches that start at position 99."""
+
+    def objective(key, model, params, batch, corruption):
+        loss = tiny.objective(key, model, params, batch, corruption)
+        ill = (batch.positions[0, 0] == 99).astype(jnp.float32)
+        # x / 0 is infinite; sqrt(0) is finite and its derivative is not.
+        ill_loss = ill / 0.0 if where == "loss" else jnp.sqrt(ill * jnp.sum(params["embed"] * 0) + 1 - ill)
+        extra = jnp.where(ill > 0, ill_loss, 0.0) if where == "loss" else ill_loss - (1 - ill)
+        return loss._replace(per_example=loss.per_example + extra)
+
+    return objective
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_batch_that_is_not_finite_changes_nothing(where):
+    ill = tiny.batch(5)
+    ill = ill._replace(positions=np.full_like(ill.tokens, 99))
+    spoilt = poisoned(where)
+    before, fine = trained(tiny.batch(0), objective=spoilt)
+    after, report = trained(tiny.batch(0), ill, objective=spoilt)
+    assert bool(fine.finite) and not bool(report.finite)
+    assert bool(jnp.isfinite(report.values["loss"])) == (where == "gradient")
+    assert int(after.step) == 1 and tiny.same((before.params, before.ema), (after.params, after.ema))
+
+
+def test_a_batch_without_scored_tokens_has_no_gradient():
+    empty = tiny.batch(0)._replace(editable=np.zeros((tiny.ROWS, tiny.ROW), bool))
+    state, report = trained(empty)
+    fresh = machine(tiny.objective, 1, 0.1, ())[1]()
+    assert bool(report.finite) and float(report.values["grad_norm"]) == 0
+    assert tiny.same(state.params, fresh.params)
+
+
+def test_the_average_follows_early_and_is_slow_late():
+    params, ema = {"w": jnp.ones(1)}, {"w": jnp.zeros(1)}
+    early = optim.average(ema, params, jnp.int32(0), 0.999)
+    late = optim.average(ema, params, jnp.int32(10**6), 0.999)
+    assert np.isclose(early["w"][0], 0.9) and np.isclose(late["w"][0], 0.001)
+
+
+def test_an_evaluation_repeats_and_weighs_tokens():
+    on = sharding.mesh(devices=jax.devices()[:1])
+    evaluate = step.evaluator(MODEL, tiny.quiet, tiny.CORRUPTION, jax.random.key(1), on)
+    params = MODEL.init(jax.random.key(0))
+    parts = evaluate(params, [tiny.batch(1), tiny.batch(2)])
+    whole = evaluate(params, [jax.tree.map(lambda *x: np.concatenate(x), tiny.batch(1), tiny.batch(2))])
+    assert parts == evaluate(params, [tiny.batch(1), tiny.batch(2)])
+    assert np.isclose(parts["loss"], whole["loss"]) and np.isclose(parts["ce"], whole["ce"])
+
+
+@pytest.mark.parametrize(
+    "decay, half, last", [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1, 1), ("wsd", 1, 0.1)]
+)
+def test_schedules_warm_up_and_end_where_they_should(decay, half, last):
+    at: Any = optim.schedule(OptimConfig(lr=2.0, warmup=10, decay=decay, final=0.1, tail=0.2), 110)
+    assert [float(at(i)) for i in (0, 5, 10)] == pytest.approx([0, 1, 2])
+    assert float(at(60)) == pytest.approx(2 * half) and float(at(110)) == pytest.approx(2 * last)
+
+
+def first_move(params, grads, **fields) -> Any:
+    """What the optimizer adds to the parameters at its first step, at learning rate 1, without clipping."""
+    config = OptimConfig(lr=1.0, warmup=0, decay="constant", clip=0, **fields)
+    tx = optim.optimizer(config, 10)
+    return tx.update(grads, tx.init(params), params)[0]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weight_decay_spares_norms(kind):
+    params = MODEL.init(jax.random.key(0))
+    moved = first_move(params, jax.tree.map(jnp.zeros_like, params), optimizer=kind, weight_decay=0.5)
+    assert not moved["norm"]["scale"].any()
+    assert all(bool(jnp.allclose(moved[n], -0.5 * params[n])) for n in ("embed", "head"))
+    assert bool(jnp.allclose(moved["hidden"]["w"], -0.5 * params["hidden"]["w"]))
+
+
+def test_weight_decay_is_for_matrices():
+    layers = {"scale": jnp.ones((3, 4)), "w": jnp.ones((3, 4)), "tau": jnp.ones(4), "bias": jnp.ones((3, 4))}
+    assert optim.decayed({"layers": layers})["layers"] == {
+        "scale": False,
+        "w": True,
+        "tau": False,
+        "bias": False,
+    }
+
+
+def test_muon_turns_hidden_matrices_only():
+    params = MODEL.init(jax.random.key(0))
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), params)
+    moved = first_move(params, grads, optimizer="muon", weight_decay=0)
+    spread = lambda m: (lambda s: float(s[0] / s[-1]))(jnp.linalg.svd(m, compute_uv=False))
+    assert spread(moved["hidden"]["w"]) < 2 < spread(moved["head"])
+
+
+@pytest.mark.parametrize(
+    "field, value", [("lr", -1.0), ("b1", 1.0), ("decay", "exp"), ("final", 2.0), ("clip", -1)]
+)
+def test_settings_that_make_no_sense_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is .*allowed"):
+        OptimConfig(**{field: value})
