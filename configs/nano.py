@@ -38,7 +38,9 @@ def config() -> TrainConfig:
         ema=0.995,
         eval_every=500,
         eval_batches=8,
-        sample_every=0,
+        sample_every=500,
+        sample_prompts=("347+585=", "0200\n4302\n3401\n0004", "15,44,79,50"),
+        sample_chat=True,
         save_every=250,
         log_every=20,
     )  # fmt: skip

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
+from jax.experimental import multihost_utils
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
+from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import evaluator
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, Model, Params
 
 NANO = Path(__file__).parent / "assets" / "nano"
 TOKENIZER = "tokenizer.model"
@@ -44,6 +46,7 @@ def train(config: TrainConfig) -> loop.Result:
     result = loop.run(
         config, model, corruption, batches,
         evaluate=_evaluator(config, model, corruption, tokenizer),
+        preview=_preview(config, model, corruption, tokenizer),
         params=None if first is None else first.params,
     )  # fmt: skip
     if jax.process_index() == 0:
@@ -71,12 +74,12 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
         config.folder.mkdir(parents=True, exist_ok=True)
         Tokenizer.train(texts, config.model.vocab).save(kept)
     if jax.process_count() > 1:
-        jax.experimental.multihost_utils.sync_global_devices("tokenizer")
+        multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(kept)
 
 
 def _evaluator(
-    config: TrainConfig, model: Any, corruption: Any, tokenizer: Any
+    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: Tokenizer
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
@@ -86,6 +89,27 @@ def _evaluator(
     )  # fmt: skip
     run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
     return lambda params: run(params, batches)
+
+
+def _preview(
+    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: Tokenizer
+) -> Callable[[Params], str] | None:
+    """Answers to the recipe's prompts, as text for the log."""
+    if not config.sample_every or not config.sample_prompts:
+        return None
+    asked = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
+
+    def preview(params: Params) -> str:
+        out = sample(
+            LM(model, params, tokenizer, corruption, config.name), asked, max_tokens=64, seed=config.seed
+        )
+        shown = []
+        for prompt, thought, text in zip(config.sample_prompts, out.thinking, out.texts, strict=True):
+            thinking = f" [{thought!r}]" if thought else ""
+            shown.append(f"{prompt!r} ->{thinking} {text!r}")
+        return "\n".join(shown)
+
+    return preview
 
 
 def load(source: str | Path | None = None, *, dtype: str | None = None) -> LM:

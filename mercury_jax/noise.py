@@ -65,7 +65,7 @@ class Noised(NamedTuple):
 
 def absorbing(mask: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
     """Noise is one mask id (D3PM absorbing, MD4, MDLM)."""
-    prior = lambda key, t: jnp.full(jnp.shape(t), mask, jnp.int32)  # noqa: E731
+    prior = lambda key, t: jnp.full(jnp.shape(t), mask, jnp.int32)
     return Corruption(alpha or linear(), prior, tuple({mask, *forbidden}), mask)
 
 
@@ -84,7 +84,7 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
         raise refuse("share", share, "0 <= share < 1")
     scale = 2.0 * share / (1.0 - share)
     # sqrt has no derivative at the ends; the floor keeps alpha' finite there.
-    level = lambda t: scale * jnp.sqrt(jnp.maximum(t * (1.0 - t), 1e-12))  # noqa: E731
+    level = lambda t: scale * jnp.sqrt(jnp.maximum(t * (1.0 - t), 1e-12))
     draw = _uniform_ids(vocab, (mask, *forbidden))
 
     def prior(key: Key, t: Array) -> Array:
@@ -93,7 +93,7 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
         is_uniform = jax.random.uniform(pick, jnp.shape(t)) * (t + c) < c
         return jnp.where(is_uniform & (t < 1.0), draw(fill, t), mask)
 
-    alpha = lambda t: (1.0 - t) / (1.0 + level(t))  # noqa: E731
+    alpha = lambda t: (1.0 - t) / (1.0 + level(t))
     return Corruption(alpha, prior, tuple({mask, *forbidden}), mask)
 
 
@@ -121,7 +121,7 @@ def corrupt(
     return Noised(jnp.where(changed, corruption.prior(fill, t), x0), changed)
 
 
-def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:  # noqa: F821
+def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:
     """Low-discrepancy times in [least, 1]: t_i = frac(u + i * golden ratio), one u for all.
 
     Every t_i alone is uniform, and any run of consecutive ones is spread evenly, however many of

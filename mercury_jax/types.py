@@ -65,35 +65,35 @@ class Loss(NamedTuple):
     Sums instead of means, so that gradient accumulation and data parallelism change nothing.
     """
 
-    per_example: Float[Array, "B"]  # noqa: F821  nats, summed over the row's scored tokens
-    weight: Float[Array, "B"]  # noqa: F821  how many tokens (or canvases) the sum stands for
+    per_example: Float[Array, "B"]  # nats, summed over the row's scored tokens
+    weight: Float[Array, "B"]  # how many tokens (or canvases) the sum stands for
     metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
 
 
 class Reading(NamedTuple):
     """What one pass over the vocabulary tells of each position of one row's canvas."""
 
-    argmax: Int[Array, "L"]  # noqa: F821
-    sample: Int[Array, "L"]  # noqa: F821  a draw at the sampler's temperature
-    p_argmax: Float[Array, "L"]  # noqa: F821
-    p_sample: Float[Array, "L"]  # noqa: F821
-    p_canvas: Float[Array, "L"]  # noqa: F821  probability of the token that stands there now
-    entropy: Float[Array, "L"]  # noqa: F821  nats
-    margin: Float[Array, "L"]  # noqa: F821  p(first) - p(second)
+    argmax: Int[Array, "L"]
+    sample: Int[Array, "L"]  # a draw at the sampler's temperature
+    p_argmax: Float[Array, "L"]
+    p_sample: Float[Array, "L"]
+    p_canvas: Float[Array, "L"]  # probability of the token that stands there now
+    entropy: Float[Array, "L"]  # nats
+    margin: Float[Array, "L"]  # p(first) - p(second)
     p_ids: Float[Array, "L I"]  # probabilities of the watched ids (end of text)
 
 
 class View(NamedTuple):
     """What a decoding rule may look at: one row, no batch axis."""
 
-    canvas: Int[Array, "L"]  # noqa: F821
+    canvas: Int[Array, "L"]
     reading: Reading
     logits: Float[Array, "L V"]  # shaped; unused, it costs nothing
-    editable: Bool[Array, "L"]  # noqa: F821  in the active block and not given by the user
-    masked: Bool[Array, "L"]  # noqa: F821  editable and still the mask id (absorbing, hybrid)
+    editable: Bool[Array, "L"]  # in the active block and not given by the user
+    masked: Bool[Array, "L"]  # editable and still the mask id (absorbing, hybrid)
     n: Int[Array, ""]  # used positions of the canvas
     room: Int[Array, ""]  # positions by which the canvas may still grow
-    noise: Int[Array, "L"]  # noqa: F821  fresh tokens from the prior at time s
+    noise: Int[Array, "L"]  # fresh tokens from the prior at time s
     t: Float[Array, ""]  # the time of this canvas, 1 = noise
     s: Float[Array, ""]  # the time after this step, s < t
     keep_t: Float[Array, ""]  # alpha(t)
@@ -105,10 +105,10 @@ class View(NamedTuple):
 class Proposal(NamedTuple):
     """What a rule returns: the next state of the chain, and what we would emit now."""
 
-    canvas: Int[Array, "L"]  # noqa: F821
-    answer: Int[Array, "L"]  # noqa: F821
+    canvas: Int[Array, "L"]
+    answer: Int[Array, "L"]
     n: Int[Array, ""]
-    source: Int[Array, "L"]  # noqa: F821  old index of each position, -1 = new
+    source: Int[Array, "L"]  # old index of each position, -1 = new
 
 
 class Model(NamedTuple):

@@ -103,6 +103,8 @@ def test_every_damaged_file_is_refused_by_name_before_orbax_opens_any(saved, har
             checkpoint.restore(saved, tree())
         if path.name != "manifest.json":  # a flip there may accuse the file that it describes
             assert str(path) in str(error.value)
+        if path.name not in ("manifest.json", "checkpoint.json"):
+            assert "To go on from step 2 instead, move" in str(error.value)
         path.write_bytes(whole)
 
 

@@ -228,7 +228,9 @@ def _verify_once(path: Path) -> None:
         if int(bad) and error is None:
             error = CheckpointError(f"{path} is damaged; process 0 says how")
     if error is not None:
-        raise error
+        others = [step for step in steps(path.parent) if path_of(path.parent, step) != path]
+        hint = f". To go on from step {others[-1]} instead, move {path} away" if others else ""
+        raise CheckpointError(f"{error}{hint}")
 
 
 def _read(state: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:

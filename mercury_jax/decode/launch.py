@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import machine
-from mercury_jax.decode.machine import Frame, Knobs, Program, State
 from mercury_jax.decode.parts import complete, spread
+from mercury_jax.decode.state import Frame, Knobs, Program, State, begin
 from mercury_jax.types import LM
 
 PREFILL = 256  # tokens of a wide encode pass
@@ -82,7 +82,9 @@ def prepare(
     state = _begin(program, knobs, *padded)
     longest_known = int(request.known.max())
     if not full and longest_known > 2 * width:
-        state = _prefill(program, lm.params, state, min(PREFILL, bucket(longest_known)))
+        # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
+        wide = -(-min(PREFILL, bucket(longest_known)) // width) * width
+        state = _prefill(program, lm.params, state, wide)
     return Job(program, knobs, state, rows, mesh)
 
 
@@ -122,8 +124,8 @@ def _row_bucket(rows: int, mesh: Mesh | None) -> int:
 def _padded(request: Request, rows: int, capacity: int) -> Request:
     """Rows up to the bucket; those added want nothing, so they are done from the start."""
     more = rows - len(request.known)
-    wide = lambda x: np.pad(x, [(0, more), (0, capacity - x.shape[1])])  # noqa: E731
-    long = lambda x: np.pad(x, (0, more)).astype(np.int32)  # noqa: E731
+    wide = lambda x: np.pad(x, [(0, more), (0, capacity - x.shape[1])])
+    long = lambda x: np.pad(x, (0, more)).astype(np.int32)
     return Request(
         wide(request.text), wide(request.given), long(request.known), long(request.total), long(request.seeds)
     )
@@ -134,7 +136,7 @@ def _spread(sampler: Any, rows: int, total: int) -> Any:
     return jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], total - rows, axis=0)]), wide)
 
 
-_begin = jax.jit(machine.begin, static_argnums=0)
+_begin = jax.jit(begin, static_argnums=0)
 _prefill = jax.jit(machine.prefill, static_argnums=(0, 3), donate_argnums=2)
 _run = jax.jit(machine.run, static_argnums=(0, 4), donate_argnums=2)
 

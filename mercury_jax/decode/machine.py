@@ -8,108 +8,15 @@ A row's phase is derived from its numbers, never stored: done; else *encode* whi
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.read import draw, forbid, read
-from mercury_jax.noise import Corruption
-from mercury_jax.types import Cache, Carry, Key, Model, Params, Proposal, View
-
-
-class Program(NamedTuple):
-    """What a compiled step closes over. Hashable: equal programs share one compilation."""
-
-    model: Model
-    corruption: Corruption
-    width: int  # L, positions of a canvas
-    block: int  # positions of the active block, at most L
-    eos: int | None  # ends an answer; None while infilling
-    forbidden: tuple[int, ...] = ()  # ids never emitted, beside the corruption's
-
-
-class Knobs(NamedTuple):
-    """What varies by row: the sampler's numbers and the step budget (0: as many as tokens)."""
-
-    sampler: Sampler
-    steps: Int[Array, "B"]  # noqa: F821
-
-
-class State(NamedTuple):
-    """Everything that decoding changes; the batch axis comes first in every leaf."""
-
-    text: Int[Array, "B S"]  # the sequence by absolute position
-    given: Bool[Array, "B S"]  # tokens that the user gave
-    length: Int[Array, "B"]  # noqa: F821  slots with valid keys and values
-    known: Int[Array, "B"]  # noqa: F821  settled prefix
-    total: Int[Array, "B"]  # noqa: F821  where the row ends
-    cache: Cache
-    canvas: Int[Array, "B L"]  # the chain; stands at length..length + L
-    answer: Int[Array, "B L"]  # what would be emitted now
-    held: Bool[Array, "B L"]  # canvas positions that are known or given
-    n: Int[Array, "B"]  # noqa: F821  used positions of the canvas
-    step: Int[Array, "B"]  # noqa: F821  steps taken on this block; -1: no canvas is open
-    carry: Carry
-    memory: Any  # of the rule and of the stop
-    key: Any  # [B] typed keys, one a row, from its seed
-    done: Bool[Array, "B"]  # noqa: F821
-    tentative: Bool[Array, "B"]  # noqa: F821  drafted, waiting for a causal check
-    forwards: Int[Array, "B"]  # noqa: F821  denoiser passes
-
-
-class Frame(NamedTuple):
-    """What one pass shows of each row; cheap enough to keep for every pass."""
-
-    start: Int[Array, "B"]  # noqa: F821  absolute position of the canvas
-    n: Int[Array, "B"]  # noqa: F821  used positions; 0 where the row did not denoise
-    answer: Int[Array, "B L"]
-    settled: Bool[Array, "B L"]  # the chain already holds the answer there
-    confidence: Float[Array, "B L"]  # probability of the argmax
-    done: Bool[Array, "B"]  # noqa: F821
-
-
-def begin(
-    program: Program,
-    knobs: Knobs,
-    text: Int[Array, "B S"],
-    given: Bool[Array, "B S"],
-    known: Int[Array, "B"],  # noqa: F821
-    total: Int[Array, "B"],  # noqa: F821
-    seeds: Int[Array, "B"],  # noqa: F821
-) -> State:
-    """A state whose rows hold `known` settled tokens and want `total`; rows with none left are done."""
-    rows, width = text.shape[0], program.width
-    zeros = jnp.zeros((rows,), jnp.int32)
-    blank = jnp.zeros((rows, width), jnp.int32)
-    memory = jax.vmap(functools.partial(_memory, knobs.sampler))(blank)
-    carry = jax.eval_shape(lambda: program.model.condition(None, jnp.zeros((rows, width, 1))))
-    return State(
-        text=text.astype(jnp.int32),
-        given=given,
-        length=zeros,
-        known=known.astype(jnp.int32),
-        total=total.astype(jnp.int32),
-        cache=program.model.empty_cache(rows, text.shape[1]),
-        canvas=blank,
-        answer=blank,
-        held=jnp.zeros((rows, width), bool),
-        n=zeros,
-        step=zeros - 1,
-        carry=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry),
-        memory=memory,
-        key=jax.vmap(jax.random.key)(seeds),
-        done=known >= total,
-        tentative=jnp.zeros((rows,), bool),
-        forwards=zeros,
-    )
-
-
-def admit(state: State, slot: int | Array, row: State) -> State:
-    """Put a state of one row (from `begin`) into a slot; its neighbours are untouched."""
-    return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
+from mercury_jax.decode.row import advance
+from mercury_jax.decode.state import Frame, Knobs, Program, State, memory, row_key
+from mercury_jax.types import Key, Params
 
 
 def step(program: Program, params: Params, state: State, knobs: Knobs) -> tuple[State, Frame]:
@@ -158,7 +65,7 @@ def run(
     many of them were used.
     """
     if passes is None:
-        loop = lambda s: step(program, params, s, knobs)[0]  # noqa: E731
+        loop = lambda s: step(program, params, s, knobs)[0]
         return jax.lax.while_loop(lambda s: ~jnp.all(s.done), loop, state), None, jnp.asarray(0)
     like = jax.eval_shape(lambda s: step(program, params, s, knobs)[1], state)
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
@@ -168,7 +75,7 @@ def run(
         state, frame = step(program, params, state, knobs)
         return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
 
-    going = lambda loop: (loop[0] < passes) & ~jnp.all(loop[1].done)  # noqa: E731
+    going = lambda loop: (loop[0] < passes) & ~jnp.all(loop[1].done)
     used, state, frames = jax.lax.while_loop(going, body, (jnp.asarray(0), state, empty))
     return state, frames, used
 
@@ -178,19 +85,9 @@ def _phases(program: Program, state: State) -> tuple[Array, Array]:
     return (state.length < ready) & ~state.done, ready
 
 
-def _memory(sampler: Sampler, canvas: Array) -> tuple[Any, Any]:
-    assert sampler.stop is not None
-    return sampler.rule.init(canvas), sampler.stop.init(canvas)
-
-
-def _choose(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:  # noqa: F821
+def _choose(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
     """Take `new` where a row is chosen. Only for small leaves: never over a cache."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
-
-
-def _row_key(key: Key, known: Array, step: Array) -> Key:
-    """Depends on the block's start and the step only, not on how the prompt was chunked."""
-    return jax.random.fold_in(jax.random.fold_in(key, known), step)
 
 
 def _open(program: Program, state: State, knobs: Knobs) -> State:
@@ -200,10 +97,10 @@ def _open(program: Program, state: State, knobs: Knobs) -> State:
 
     def lay(text: Array, given: Array, length: Array, known: Array, key: Key) -> tuple[Array, Array]:
         at = length + jnp.arange(program.width)
-        cut = lambda x: jax.lax.dynamic_slice(x, (length,), (program.width,))  # noqa: E731
+        cut = lambda x: jax.lax.dynamic_slice(x, (length,), (program.width,))
         held = (at < known) | cut(given)
         ones = jnp.ones((program.width,), jnp.float32)
-        noise = program.corruption.prior(_row_key(key, known, jnp.asarray(-1)), ones)
+        noise = program.corruption.prior(row_key(key, known, jnp.asarray(-1)), ones)
         return jnp.where(held, cut(text), noise).astype(jnp.int32), held
 
     canvas, held = jax.vmap(lay)(state.text, state.given, state.length, state.known, state.key)
@@ -214,7 +111,7 @@ def _open(program: Program, state: State, knobs: Knobs) -> State:
         n=jnp.minimum(program.width, state.total - state.length),
         step=jnp.zeros_like(state.step),
         carry=jax.tree.map(jnp.zeros_like, state.carry),
-        memory=jax.vmap(functools.partial(_memory, knobs.sampler))(canvas),
+        memory=jax.vmap(functools.partial(memory, knobs.sampler))(canvas),
     )
     kept = ("cache", "key")
     chosen = {k: _choose(opening, v, getattr(state, k)) for k, v in fresh._asdict().items() if k not in kept}
@@ -225,7 +122,7 @@ def _denoise(
     program: Program, params: Params, state: State, knobs: Knobs, hidden: Array, rows: Array
 ) -> tuple[State, Frame]:
     logits = program.model.head(params, hidden)
-    row = functools.partial(_advance, program)
+    row = functools.partial(advance, program)
     seen = state._replace(cache=(), carry=())  # what a row's own step may look at
     fresh, settled, confidence, shaped = jax.vmap(row)(seen, logits, knobs.sampler, knobs.steps)
     carry = program.model.condition(params, shaped)
@@ -236,100 +133,3 @@ def _denoise(
     )
     frame = Frame(state.length, jnp.where(rows, state.n, 0), moved.answer, settled, confidence, moved.done)
     return moved, frame
-
-
-def _advance(
-    program: Program, row: State, logits: Float[Array, "L V"], sampler: Sampler, limit: Array
-) -> tuple[dict[str, Any], Array, Array, Array]:
-    """One row's step: shape, read, rule, stop; and, where the block is settled, its commit."""
-    at = row.length + jnp.arange(program.width)
-    window = jnp.minimum(jnp.minimum(row.total, row.length + program.width), row.known + program.block)
-    editable = ~row.held & (at >= row.known) & (at < window)
-    steps = jnp.where(limit > 0, limit, jnp.maximum(editable.sum(), 1))
-    key_draw, key_noise, key_rule = jax.random.split(_row_key(row.key, row.known, row.step), 3)
-    view = _view(program, row, logits, editable, steps, key_noise)
-    for part in sampler.shape:
-        view = view._replace(logits=part(view.logits, view))
-    uniforms = jax.random.uniform(key_draw, (program.width,))
-    sample = draw(view.logits, uniforms, jnp.asarray(sampler.temperature, jnp.float32))
-    watch = () if program.eos is None else (program.eos,)
-    view = view._replace(reading=read(view.logits, row.canvas, sample, watch))
-    return _commit(program, row, view, sampler, key_rule, window)
-
-
-def _view(program: Program, row: State, logits: Array, editable: Array, steps: Array, key: Key) -> View:
-    c = program.corruption
-    t = 1.0 - row.step / steps
-    s = jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
-    if c.mask is None:
-        masked, noise = editable, c.prior(key, jnp.broadcast_to(s, row.canvas.shape))
-    else:
-        # Also for hybrid noise: what is not yet settled waits as the mask.
-        masked, noise = editable & (row.canvas == c.mask), jnp.full_like(row.canvas, c.mask)
-    logits = forbid(logits, (*c.forbidden, *program.forbidden))
-    return View(
-        canvas=row.canvas,
-        reading=None,  # type: ignore[arg-type]  # shapers run before it exists
-        logits=logits,
-        editable=editable,
-        masked=masked,
-        n=row.n,
-        room=program.width - row.n,
-        noise=noise.astype(jnp.int32),
-        t=t,
-        s=s,
-        keep_t=c.alpha(t),
-        keep_s=c.alpha(s),
-        step=row.step,
-        steps=steps,
-    )
-
-
-def _commit(
-    program: Program, row: State, view: View, sampler: Sampler, key: Key, window: Array
-) -> tuple[dict[str, Any], Array, Array, Array]:
-    assert sampler.stop is not None
-    proposal, rule_memory = sampler.rule(key, view, row.memory[0])
-    keep = lambda new: jnp.where(view.editable, new, row.canvas).astype(jnp.int32)  # noqa: E731
-    proposal = proposal._replace(canvas=keep(proposal.canvas), answer=keep(proposal.answer))
-    stopped, stop_memory = sampler.stop(view, proposal, row.memory[1])
-    at = row.length + jnp.arange(program.width)
-    ended = _ended(program, proposal, view)
-    over = stopped | (view.step + 1 >= view.steps) | ended
-    answer, total = proposal.answer, row.total
-    if program.eos is not None:
-        hit = (answer == program.eos) & view.editable
-        end = jnp.min(jnp.where(hit, at, row.total))
-        total = jnp.where(over, jnp.minimum(total, end), total)
-        # A row that ended keeps its end-of-text token just behind its text.
-        answer = jnp.where(over & (at > end) & (at < window) & ~row.held, program.eos, answer)
-    text = jax.lax.dynamic_update_slice(row.text, _written(row, answer, window, at, program), (row.length,))
-    known = jnp.where(over, jnp.minimum(window, total), row.known)
-    known, total = known.astype(jnp.int32), total.astype(jnp.int32)  # under x64 an arange is int64
-    fresh = dict(
-        text=jnp.where(over, text, row.text),
-        known=known,
-        total=total,
-        canvas=proposal.canvas,
-        answer=answer,
-        step=jnp.where(over, -1, row.step + 1),
-        memory=(rule_memory, stop_memory),
-        done=row.done | (over & (known >= total)),
-    )
-    settled = (proposal.canvas == answer) | over
-    return fresh, settled, view.reading.p_argmax, view.logits
-
-
-def _ended(program: Program, proposal: Proposal, view: View) -> Array:
-    """Whether the chain holds an end of text with nothing open before it: the rest need not settle."""
-    if program.eos is None or program.corruption.mask is None:
-        return jnp.asarray(False)
-    far, at = program.width, jnp.arange(program.width)
-    first_open = jnp.min(jnp.where(view.masked & (proposal.canvas == view.noise), at, far))
-    return jnp.min(jnp.where((proposal.canvas == program.eos) & view.editable, at, far)) < first_open
-
-
-def _written(row: State, answer: Array, window: Array, at: Array, program: Program) -> Array:
-    """The canvas as it goes into the text: the active block's answer, the rest as it stood."""
-    old = jax.lax.dynamic_slice(row.text, (row.length,), (program.width,))
-    return jnp.where((at < window) & ~row.held, answer, old)

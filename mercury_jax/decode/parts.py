@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mercury_jax.config import refuse
 from mercury_jax.noise import Corruption
@@ -82,7 +83,7 @@ def _check_number(part: str, name: str, value: Any) -> None:
     if value is inspect.Parameter.empty or isinstance(value, str | bytes):
         shown = None if value is inspect.Parameter.empty else value
         raise refuse(f"{part}({name}=)", shown, "a number, or an array with one number a row")
-    if not isinstance(value, jax.core.Tracer) and bool(jnp.any(jnp.isnan(jnp.asarray(value)))):
+    if not isinstance(value, Tracer) and bool(jnp.any(jnp.isnan(jnp.asarray(value)))):
         raise refuse(f"{part}({name}=)", value, "a number")
 
 

@@ -35,15 +35,15 @@ def draw(
 
 def read(
     logits: Float[Array, "L V"],
-    canvas: Int[Array, "L"],  # noqa: F821
-    sample: Int[Array, "L"],  # noqa: F821
+    canvas: Int[Array, "L"],
+    sample: Int[Array, "L"],
     watch: tuple[int, ...] = (),
 ) -> Reading:
     """The reading of one row; `watch` are ids whose probability is always wanted."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     p = jnp.exp(log_p)
     top, order = jax.lax.top_k(log_p, 2)
-    pick = lambda ids: jnp.take_along_axis(p, ids[:, None], axis=-1)[:, 0]  # noqa: E731
+    pick = lambda ids: jnp.take_along_axis(p, ids[:, None], axis=-1)[:, 0]
     return Reading(
         argmax=order[:, 0].astype(jnp.int32),
         sample=sample,

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from mercury_jax.chat import split_answer
 from mercury_jax.config import Plan
 from mercury_jax.decode import launch, rules
-from mercury_jax.decode.machine import Frame
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
+from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
 HISTORY = 16  # passes of one dispatch while frames are kept

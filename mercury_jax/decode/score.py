@@ -86,7 +86,7 @@ def weighted_nats(lm: LM, laid: Laid, hidden: np.ndarray, weight: np.ndarray) ->
     samples, width = hidden.shape
     size, rows = bucket(width), min(ROWS, 1 << (samples - 1).bit_length())
     assert lm.corruption.mask is not None
-    pad = lambda x, n: np.pad(x, [(0, n - x.shape[0])] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+    pad = lambda x, n: np.pad(x, [(0, n - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     fixed = [jnp.asarray(pad(x, size)) for x in (laid.tokens, laid.positions, laid.ranges)]
     noised = np.where(hidden, lm.corruption.mask, laid.tokens)
     out = []
@@ -107,7 +107,7 @@ def _ce(
     positions: Int[Array, "T"],
     ranges: Int[Array, "T R 2"],
 ) -> Float[Array, "B T"]:
-    wide = lambda x: jnp.broadcast_to(x, (xt.shape[0], *x.shape))  # noqa: E731
+    wide = lambda x: jnp.broadcast_to(x, (xt.shape[0], *x.shape))
     hidden = model.apply(params, xt, wide(positions), wide(ranges), ())
     logits = jax.vmap(functools.partial(forbid, ids=forbidden))(model.head(params, hidden))
     chosen = jnp.take_along_axis(logits, wide(tokens)[..., None], axis=-1)[..., 0]
@@ -140,7 +140,7 @@ def logits(lm: LM, canvas: Any, prompt: Any = None) -> Float[Array, "B L V"]:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _pass(model: Model, known: int, params: Params, text: Int[Array, "B S"]) -> Float[Array, "B L V"]:
     rows, size = text.shape
-    full = lambda n: jnp.full((rows,), n, jnp.int32)  # noqa: E731
+    full = lambda n: jnp.full((rows,), n, jnp.int32)
     cache = model.empty_cache(rows, size)
     if known:
         everyone = jnp.ones((rows,), bool)

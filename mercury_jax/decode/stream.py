@@ -11,9 +11,9 @@ import numpy as np
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import launch, rules
-from mercury_jax.decode.machine import Frame
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
 from mercury_jax.decode.sample import decoded, request
+from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
 

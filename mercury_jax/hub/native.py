@@ -13,7 +13,7 @@ from mercury_jax import checkpoint, models, noise
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, Model, Params
 
 
 def save(
@@ -64,7 +64,7 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig, data: Mapping[st
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")
 
 
-def _fitted(model: models.Model, params: Params, folder: Path) -> Params:
+def _fitted(model: Model, params: Params, folder: Path) -> Params:
     """The parameters as fp32 on the device, or a refusal that names the first that does not fit."""
     width = jnp.float64 if model.config.dtype == "float64" else jnp.float32
     want = jax.eval_shape(model.init, jax.random.key(0))

@@ -16,7 +16,7 @@ from mercury_jax.config import ModelConfig
 from mercury_jax.types import Laid
 
 
-def encodable(config: ModelConfig, known: Int[Array, "B"]) -> Int[Array, "B"]:  # noqa: F821
+def encodable(config: ModelConfig, known: Int[Array, "B"]) -> Int[Array, "B"]:
     """How many of `known` settled tokens can be encoded for good: none, whole blocks, or all."""
     if config.pattern == "bidirectional":
         return jnp.zeros_like(known)
@@ -29,8 +29,8 @@ def pass_ranges(
     config: ModelConfig,
     positions: Int[Array, "B T"],
     live: Bool[Array, "B T"],
-    end: Int[Array, "B"],  # noqa: F821
-    encoding: Bool[Array, "B"],  # noqa: F821
+    end: Int[Array, "B"],
+    encoding: Bool[Array, "B"],
 ) -> Int[Array, "B T R 2"]:
     """Key ranges of one pass over a cache: rows that encode are causal, rows that denoise see all."""
     stop = jnp.broadcast_to(end[:, None], positions.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -98,7 +99,7 @@ def build(config: ModelConfig) -> Model:
         init=functools.partial(_init, net),
         apply=functools.partial(_apply, net),
         forward=functools.partial(_forward, net),
-        head=lambda params, hidden: net.apply({"params": params}, hidden, method="head"),
+        head=functools.partial(_head, net),
         condition=lambda params, logits: (),
         empty_cache=lambda batch, slots: kv_cache.empty(
             config.layers, batch, slots, config.kv_heads, config.head_dim, jnp.dtype(config.dtype)
@@ -121,15 +122,19 @@ def _apply(
     return net.apply({"params": params}, tokens, positions, ranges)[0]
 
 
+def _head(net: Transformer, params: Params, hidden: Array) -> Any:
+    return net.apply({"params": params}, hidden, method="head")
+
+
 def _forward(
     net: Transformer,
     params: Params,
     tokens: Int[Array, "B T"],
     cache: Cache,
-    start: Int[Array, "B"],  # noqa: F821
-    n: Int[Array, "B"],  # noqa: F821
-    end: Int[Array, "B"],  # noqa: F821
-    encoding: Bool[Array, "B"],  # noqa: F821
+    start: Int[Array, "B"],
+    n: Int[Array, "B"],
+    end: Int[Array, "B"],
+    encoding: Bool[Array, "B"],
     carry: Carry = (),
 ) -> tuple[Array, Cache]:
     offsets = jnp.arange(tokens.shape[1])[None]

@@ -76,7 +76,7 @@ def run(
     with _opened(config, model, corruption, data, params) as loop, launch.signals() as stop:
         while loop.step < config.steps and not stop.asked(loop.step):
             loop.advance()
-            due = lambda every, at=loop.step: every and (at % every == 0 or at == config.steps)  # noqa: E731
+            due = lambda every, at=loop.step: every and (at % every == 0 or at == config.steps)
             if evaluate and due(config.eval_every):
                 loop.evaluate(evaluate)
             if preview and due(config.sample_every):
@@ -159,6 +159,7 @@ class _Loop:
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
         self.report = Reporter(config.folder, config.name, config.steps, at, quiet=not first)
         self.metrics: dict[str, float] = {}
+        self._saved = at or -1  # a fresh state is not saved yet
         self._pending: tuple[int, steps.Report] | None = None
         self._window: list[dict[str, float]] = []
 
@@ -196,7 +197,10 @@ class _Loop:
         self.report.sample(self.step, text)
 
     def save(self) -> None:
+        if self._saved == self.step:
+            return
         self.settle()
+        self._saved = self.step
         extra = {"data": resume.gather(self.data.get_state()), "tokens": self.tokens}
         self.saver.save(self.step, self.state, self.resolved, extra)
 

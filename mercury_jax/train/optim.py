@@ -75,7 +75,7 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
 
 def decayed(params: Any) -> Any:
     """True where weight decay applies: matrices, not norms, biases or other vectors."""
-    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", name_of(path))  # noqa: E731
+    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", name_of(path))
     return jax.tree_util.tree_map_with_path(plain, params)
 
 

@@ -56,7 +56,8 @@ class TrainConfig:
     eval_every: int = 200  # steps; 0: never
     eval_batches: int = 8
     sample_every: int = 200  # steps; 0: never
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: tuple[str, ...] = ()  # what the model answers while it is trained
+    sample_chat: bool = False  # they are user turns; else raw text to go on from
     save_every: int = 200  # steps; the last one is always saved
     keep: int = 2  # newest checkpoints that stay
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder

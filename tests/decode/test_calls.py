@@ -107,7 +107,7 @@ def test_logits_are_the_same_with_a_cache_and_without(pattern):
     if pattern == "block_causal":
         prompt = prompt[:8]
     laid = lm.model.layout(np.asarray(prompt + canvas), len(prompt))
-    row = lambda x: jnp.asarray(x)[None]  # noqa: E731
+    row = lambda x: jnp.asarray(x)[None]
     hidden = lm.model.apply(lm.params, row(laid.tokens), row(laid.positions), row(laid.ranges), ())
     want = lm.model.head(lm.params, hidden)[0, laid.editable]
     got = mj.logits(lm, canvas, prompt)[0]

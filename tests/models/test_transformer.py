@@ -13,7 +13,7 @@ BLOCK = 8
 
 
 def apply(lm, laid, tokens=None):
-    row = lambda x: jnp.asarray(x)[None]  # noqa: E731
+    row = lambda x: jnp.asarray(x)[None]
     ids = laid.tokens if tokens is None else tokens
     return np.asarray(lm.model.apply(lm.params, row(ids), row(laid.positions), row(laid.ranges), ()))[0]
 
@@ -77,13 +77,13 @@ def test_rows_that_encode_and_rows_that_denoise_share_a_pass(pattern):
     lm = tiny(pattern)
     f, params = lm.model.forward, lm.params
     tokens = jnp.asarray(np.random.default_rng(0).integers(30, 300, (2, BLOCK)))
-    full = lambda *x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    flags = lambda *x: jnp.asarray(x, bool)  # noqa: E731
-    empty = lambda n: lm.model.empty_cache(n, 32)  # noqa: E731
+    full = lambda *x: jnp.asarray(x, jnp.int32)
+    flags = lambda *x: jnp.asarray(x, bool)
+    empty = lambda n: lm.model.empty_cache(n, 32)
     # Row 0 has 8 encoded tokens and denoises its next block; row 1 encodes its first.
     _, warm = f(params, tokens, empty(2), full(0, 0), full(8, 0), full(8, 0), flags(True, True), ())
     mixed, cache = f(params, tokens, warm, full(8, 0), full(8, 8), full(16, 8), flags(False, True), ())
-    one = lambda x, i: jax.tree.map(lambda y: y[i : i + 1], x)  # noqa: E731
+    one = lambda x, i: jax.tree.map(lambda y: y[i : i + 1], x)
     denoised, _ = f(params, tokens[:1], one(warm, 0), full(8), full(8), full(16), flags(False), ())
     encoded, alone = f(params, tokens[1:], empty(1), full(0), full(8), full(8), flags(True), ())
     np.testing.assert_allclose(mixed[:1], denoised, atol=1e-5)

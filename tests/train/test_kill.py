@@ -55,14 +55,19 @@ def train(tmp_path_factory):
             folder / "tokenizer.model",
             *options,
         ]
-        call = [sys.executable, "-c", "from mercury_jax.cli import main; main()", *map(str, words)]
+        call = [
+            sys.executable,
+            "-c",
+            "import sys; from mercury_jax.cli import main; sys.exit(main())",
+            *map(str, words),
+        ]
         return subprocess.Popen(call, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     return start
 
 
 def finish(run):
-    errors = run.communicate(timeout=120)[1]
+    errors = run.communicate(timeout=300)[1]
     assert run.returncode == 0, errors[-3000:]
 
 

@@ -47,7 +47,7 @@ def test_two_processes_train_as_one(tmp_path):
         )
         for i in range(2)
     ]  # fmt: skip
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], errors
 
     one = loop.run(tiny.config(tmp_path / "one", steps=6), tiny.model(), tiny.CORRUPTION, tiny.Data())

@@ -136,7 +136,7 @@ def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stands(tmp_path, mon
         write(folder)
 
     monkeypatch.setattr(manifest, "write", full)
-    slowly = lambda number: time.sleep(0.3 if number > 20 else 0)
+    slowly = lambda number: time.sleep(1.0 if number > 20 else 0)
     data = tiny.Data(slowly)
     with pytest.raises(checkpoint.SaveFailed, match=r"step 20 .*disk is full.*steps \[10\] stand"):
         run(tmp_path, data, steps=10**6)

@@ -57,7 +57,7 @@ def share(view: View) -> Int[Array, ""]:
     return -(-view.masked.sum() // left)
 
 
-def best(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""]) -> Bool[Array, "L"]:  # noqa: F821
+def best(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""]) -> Bool[Array, "L"]:
     """The `count` highest scores among the given positions; ties go to the left."""
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))

@@ -116,7 +116,7 @@ def _messages(place: Place, record: dict[str, Any]) -> Messages:
 
 def _hf(source: Text) -> Iterator[tuple[Place, str]]:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         call = f"hf({source.where!r})"
         raise refuse("source", call, "any, once the package `datasets` is installed") from None

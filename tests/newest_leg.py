@@ -1,0 +1,51 @@
+"""The second leg of CI: on the newest JAX, import, train ten steps, resume, and sample.
+
+Run as a script, without pytest, so that this leg needs the core dependencies only.
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import mercury_jax as mj
+from mercury_jax.train import data
+from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.optim import OptimConfig
+
+
+def recipe(out: str) -> mj.TrainConfig:
+    return mj.TrainConfig(
+        name="newest",
+        model=mj.ModelConfig(vocab=400, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64, block=16),
+        objective=masked_elbo(),
+        data=data.mixture((data.generated("sudoku4"), 0.5), (data.generated("add3", thinking=True), 0.5)),
+        optim=OptimConfig(lr=1e-2, warmup=2),
+        steps=10, batch=4, row=96, eval_every=10, eval_batches=1, save_every=5, out=out,
+    )  # fmt: skip
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        config = recipe(folder)
+        result = mj.train(config)
+        assert result.step == 10 and np.isfinite(result.metrics["loss"]), result
+        again = mj.train(dataclasses.replace(config, steps=12, resume=True))
+        assert again.step == 12, again
+        lm = mj.load(Path(folder) / "model")
+        out = mj.sample(
+            lm, [[{"role": "user", "content": "1+2="}], [{"role": "user", "content": "30+4="}]], max_tokens=20
+        )
+        assert len(out.texts) == 2 and (out.forwards > 0).all(), out
+    nano = mj.load()
+    out = mj.sample(nano, [{"role": "user", "content": "0200\n4302\n3401\n0004"}], max_tokens=32)
+    assert out.lengths[0] > 0, out
+    print(f"jax {jax.__version__} on Python {sys.version.split()[0]}: trained, resumed, sampled {out.text!r}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
