@@ -103,7 +103,10 @@ class View(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a rule returns: the next state of the chain, and what we would emit now."""
+    """What a rule returns: the next state of the chain, and what we would emit now.
+
+    Canvases have a fixed length so far: `n` stays the view's and `source` is 0..L-1 (`settle` does so).
+    """
 
     canvas: Int[Array, "L"]
     answer: Int[Array, "L"]

@@ -149,6 +149,8 @@ def complete(sampler: Sampler | Part | Callable[..., Any], corruption: Corruptio
         sampler = Sampler(sampler)
     if not isinstance(sampler, Sampler):
         raise refuse("sampler", sampler, "a rule such as rules.threshold(0.9), or a Sampler")
+    if sampler.verify is not None:
+        raise refuse("sampler.verify", sampler.verify, "None: drafts are not checked by a causal pass yet")
     ending = sampler.stop or (stops.filled() if corruption.mask is not None else stops.steady())
     warmth = sampler.rule.temperature if sampler.temperature is None else sampler.temperature
     return sampler._replace(stop=ending, temperature=warmth, shape=tuple(sampler.shape))

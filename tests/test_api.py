@@ -1,0 +1,91 @@
+"""The public face: every name is there, the embedded model works, and what does not fit is refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax import api, hub
+from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.config import NoiseConfig
+from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.train import generators
+from tests.tiny import tiny
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in mj.__all__:
+        assert getattr(mj, name) is not None
+    assert set(mj.__all__) <= set(dir(mj))
+    with pytest.raises(AttributeError, match="nosuch"):
+        mj.nosuch  # noqa: B018
+
+
+def test_the_embedded_model_solves_sudoku_it_has_not_seen():
+    lm, task = mj.load(), generators.ALL["sudoku4"]
+    rng = np.random.default_rng(3)
+    puzzles = [generators.draw(task, rng, "test").input for _ in range(32)]
+    out = mj.sample(lm, [[{"role": "user", "content": p}] for p in puzzles], max_tokens=32)
+    right = sum(task.check(p, text) for p, text in zip(puzzles, out.texts, strict=True))
+    assert right >= 26 and out.forwards.mean() < 16
+
+
+def test_the_embedded_model_is_small():
+    assert sum(f.stat().st_size for f in api.NANO.iterdir()) <= 16_000_000
+
+
+def test_a_saved_model_loads_as_it_was(tmp_path):
+    lm = tiny()
+    hub.save(tmp_path / "lm", lm, NoiseConfig())
+    again = mj.load(tmp_path / "lm")
+    jax.tree.map(np.testing.assert_array_equal, lm.params, again.params)
+    assert again.model.config == lm.model.config and again.tokenizer.fingerprint == lm.tokenizer.fingerprint
+    assert mj.sample(lm, "def x", max_tokens=9).text == mj.sample(again, "def x", max_tokens=9).text
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated", "flipped"])
+@pytest.mark.parametrize("name", ["params.npz", "config.json", "tokenizer.model", "manifest.json"])
+def test_a_damaged_folder_is_refused_by_the_name_of_the_file(tmp_path, harm, name):
+    hub.save(tmp_path / "lm", tiny(), NoiseConfig())
+    path = tmp_path / "lm" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data if harm == "flipped" else data[:-7])
+    with pytest.raises(CheckpointError, match=name.split(".")[0]):
+        mj.load(tmp_path / "lm")
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    lm = tiny()
+    other = Tokenizer.train([f"{i} apples and {i + 1} pears" for i in range(200)], 305)
+    hub.save(tmp_path / "a", mj.LM(lm.model, lm.params, other, lm.corruption), NoiseConfig())
+    with pytest.raises(ValueError, match="tokenizer"):
+        mj.load(tmp_path / "a")
+
+
+def test_a_config_with_an_unknown_or_missing_key_is_refused(tmp_path):
+    from mercury_jax.checkpoint import manifest
+
+    hub.save(tmp_path / "lm", tiny(), NoiseConfig())
+    path = tmp_path / "lm" / "config.json"
+    whole = json.loads(path.read_text())
+    for change, named in (({"colour": 3}, "colour"), ({"vocab": None}, "vocab")):
+        model = {k: v for k, v in (whole["config"]["model"] | change).items() if v is not None}
+        path.write_text(json.dumps(whole | {"config": whole["config"] | {"model": model}}))
+        manifest.write(tmp_path / "lm")
+        with pytest.raises(ValueError, match=named):
+            mj.load(tmp_path / "lm")
+
+
+def test_what_is_no_model_folder_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        mj.load(tmp_path / "nothing")
+    shutil.copy(__file__, tmp_path)
+    with pytest.raises(CheckpointError):
+        mj.load(tmp_path)
