@@ -17,7 +17,7 @@ demo: $(VENV)/.core  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
 test: $(VENV)/.test  ## run the tests; ARGS="-k sample --jaxtyping" goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 	$(BIN)/ruff format --check .

@@ -9,6 +9,8 @@ print(mj.sample(lm, "def fibonacci(n):", max_tokens=64).text)
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 # Loaded at first use: importing the package stays quick, and sampling never loads the trainer.
 _PUBLIC = {
-    "api": ("load", "train"),
+    "api": ("load",),
     "config": ("ModelConfig", "NoiseConfig", "Plan"),
     "decode": ("rules", "shape", "stop"),
     "decode.infill": ("Hole", "infill"),
@@ -59,6 +61,21 @@ def __getattr__(name: str) -> Any:
         value = getattr(home, name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """`mj.train` stays the function when the import system binds the submodule of the same name."""
+
+    @property
+    def train(self) -> Any:
+        return importlib.import_module("mercury_jax.api").train
+
+    @train.setter
+    def train(self, module: ModuleType) -> None:
+        del module  # `from mercury_jax.train import data` finds it in sys.modules
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -27,4 +27,6 @@ def pytest_configure(config):
     if config.getoption("--jaxtyping"):
         from jaxtyping import install_import_hook
 
-        install_import_hook("mercury_jax", "beartype.beartype")
+        import tests.shapes  # noqa: F401  the hook looks it up as an attribute of `tests`
+
+        install_import_hook("mercury_jax", "tests.shapes.check")

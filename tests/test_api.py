@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -22,6 +24,13 @@ def test_every_public_name_is_there_and_no_other():
     assert set(mj.__all__) <= set(dir(mj))
     with pytest.raises(AttributeError, match="nosuch"):
         mj.nosuch  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["", "from mercury_jax.train import data; ", "import mercury_jax.api; "])
+def test_train_is_the_function_whatever_was_imported_before(first):
+    code = first + "import mercury_jax as mj; from mercury_jax.train import loop; print(mj.train.__module__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "mercury_jax.api"
 
 
 def test_the_embedded_model_solves_sudoku_it_has_not_seen():

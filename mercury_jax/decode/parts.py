@@ -29,6 +29,7 @@ from mercury_jax.noise import Corruption
 from mercury_jax.types import Proposal, View
 
 Memory = Any
+Knob = float | jax.Array  # a number, traced by the machine
 
 
 @functools.partial(

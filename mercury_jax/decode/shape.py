@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.decode.parts import shaper
+from mercury_jax.decode.parts import Knob, shaper
 from mercury_jax.decode.read import NEVER
 from mercury_jax.types import View
 
@@ -14,20 +14,20 @@ Logits = Float[Array, "L V"]
 
 
 @shaper
-def temperature(logits: Logits, view: View, *, t: float = 1.0) -> Logits:
+def temperature(logits: Logits, view: View, *, t: Knob = 1.0) -> Logits:
     """Divide by `t` for everything that is read (confidence, entropy); drawing has its own knob."""
     del view
     return logits / jnp.maximum(t, 1e-6)
 
 
 @shaper
-def cooling(logits: Logits, view: View, *, last: float = 0.4, first: float = 0.8) -> Logits:
+def cooling(logits: Logits, view: View, *, last: Knob = 0.4, first: Knob = 0.8) -> Logits:
     """Temperature from `first` at noise to `last` at text, linear in time (DiffusionGemma)."""
     return logits / jnp.maximum(last + (first - last) * view.t, 1e-6)
 
 
 @shaper
-def top_k(logits: Logits, view: View, *, k: int = 50) -> Logits:
+def top_k(logits: Logits, view: View, *, k: Knob = 50) -> Logits:
     """Keep the `k` most probable ids of each position (ties with the k-th stay)."""
     del view
     ordered = jnp.sort(logits, axis=-1)[:, ::-1]
@@ -36,7 +36,7 @@ def top_k(logits: Logits, view: View, *, k: int = 50) -> Logits:
 
 
 @shaper
-def top_p(logits: Logits, view: View, *, p: float = 0.95) -> Logits:
+def top_p(logits: Logits, view: View, *, p: Knob = 0.95) -> Logits:
     """Keep the smallest set of ids whose probability reaches `p` (arXiv 1904.09751)."""
     del view
     ordered = jnp.sort(logits, axis=-1)[:, ::-1]
@@ -49,7 +49,7 @@ def top_p(logits: Logits, view: View, *, p: float = 0.95) -> Logits:
 
 
 @shaper
-def min_p(logits: Logits, view: View, *, p: float = 0.05) -> Logits:
+def min_p(logits: Logits, view: View, *, p: Knob = 0.05) -> Logits:
     """Keep ids at least `p` times as probable as the best one (arXiv 2407.01082)."""
     del view
     least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.maximum(p, 1e-30))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mercury_jax.decode.parts import Memory, stop
+from mercury_jax.decode.parts import Knob, Memory, stop
 from mercury_jax.types import Proposal, View
 
 
@@ -24,7 +24,7 @@ def never(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Me
 
 @stop(init=lambda canvas: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)))
 def steady(
-    view: View, proposal: Proposal, memory: Memory, *, entropy: float = 0.005, patience: int = 1
+    view: View, proposal: Proposal, memory: Memory, *, entropy: Knob = 0.005, patience: Knob = 1
 ) -> tuple[jax.Array, Memory]:
     """The answer stood still for `patience` steps and its mean entropy is under `entropy` nats.
 

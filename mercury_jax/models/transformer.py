@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         ranges: Int[Array, "B T R 2"],
         cache: tuple[kv_cache.KV, ...] | None = None,
         slots: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         c = self.config
         x = (self.embed[tokens] * c.width**0.5).astype(c.dtype)
         filled = []

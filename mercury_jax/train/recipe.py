@@ -180,6 +180,7 @@ def resolved(config: Any) -> Any:
 
 
 def _function(function: Callable[..., Any]) -> dict[str, Any]:
+    function = inspect.unwrap(function)  # decorators close over other things
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return {"function": name.replace(".<locals>", ""), **{k: resolved(v) for k, v in sorted(closed.items())}}

@@ -10,6 +10,7 @@ from mercury_jax.kernels import attend, backends
 
 def dense(q, k, v, see):
     """softmax over the seen keys, one query at a time."""
+    q, k, v = map(np.asarray, (q, k, v))
     out = np.zeros(q.shape)
     group = q.shape[2] // k.shape[2]
     for b, t, h in np.ndindex(*q.shape[:3]):
@@ -29,7 +30,7 @@ def case(seed=0, b=2, t=5, s=9, h=4, g=2, width=8):
     # Two ranges that do not overlap, often empty; the last row of each batch sees nothing at all.
     ranges = np.stack([np.stack([cut[..., 0] * 0, cut[..., 0]], -1), cut[..., 1:]], axis=2)
     ranges[:, -1] = 0
-    return q, k, v, ranges.astype(np.int32)
+    return jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(ranges, jnp.int32)
 
 
 def seen(ranges, s):
@@ -42,13 +43,13 @@ def seen(ranges, s):
 def test_each_backend_is_the_definition(backend, seed):
     q, k, v, ranges = case(seed)
     out = attend(q, k, v, ranges, backend=backend)
-    np.testing.assert_allclose(out, dense(q, k, v, seen(ranges, 9)), atol=2e-6)
+    np.testing.assert_allclose(out, dense(q, k, v, seen(np.asarray(ranges), 9)), atol=2e-6)
     assert not np.asarray(out)[:, -1].any()
 
 
 def test_gradients_are_finite_where_nothing_is_seen():
     q, k, v, ranges = case()
-    grads = jax.grad(lambda *x: attend(*x, ranges).sum(), argnums=(0, 1, 2))(*map(jnp.asarray, (q, k, v)))
+    grads = jax.grad(lambda *x: attend(*x, ranges).sum(), argnums=(0, 1, 2))(q, k, v)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from mercury_jax.decode.parts import Memory, rule, settle
+from mercury_jax.decode.parts import Knob, Memory, rule, settle
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(temperature=1.0)
-def entropy_bound(key: Key, view: View, memory: Memory, *, gamma: float = 0.1) -> tuple[Proposal, Memory]:
+def entropy_bound(key: Key, view: View, memory: Memory, *, gamma: Knob = 0.1) -> tuple[Proposal, Memory]:
     """The surest positions whose joint entropy beyond the last stays under `gamma` nats.
 
     EB-Sampler (arXiv 2505.24857) in DiffusionGemma's form: sort by entropy, accept i while
