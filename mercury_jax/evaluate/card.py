@@ -2,8 +2,8 @@
 
     python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out DIR/README.md
 
-Every task with questions is answered twice, one token a step and by `rules.threshold(0.9)`; the summaries
-go to `evaluation.json` beside the card.
+Every task with questions is answered one token a step and by `rules.threshold` at 0.9 and 0.99; the
+summaries go to `evaluation.json` beside the card.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def card(
         f"# {lm.name}",
         _model(lm),
         "## Training",
-        "\n".join(f"- {x}" for x in _training(recipe or {}, trained or {}, trained_on)),
+        "\n".join(f"- {x}" for x in _training(lm.card, recipe or {}, trained or {}, trained_on)),
         "## What it reaches",
         _reading(evaluated_on),
         table(summaries),
@@ -118,8 +118,12 @@ def _model(lm: LM) -> str:
     )
 
 
-def _training(recipe: Mapping[str, Any], trained: Mapping[str, Any], hardware: str) -> list[str]:
-    lines = [f"data: {_mixture(recipe['data'])}"] if "data" in recipe else []
+def _training(
+    about: Mapping[str, Any], recipe: Mapping[str, Any], trained: Mapping[str, Any], hardware: str
+) -> list[str]:
+    """Earlier stages stand in the model's own card (`stages`); the run's folder tells of the last one."""
+    lines = [f"before, stage {i}: {s}" for i, s in enumerate(about.get("stages", ()), 1)]
+    lines += [f"data: {_mixture(recipe['data'])}"] if "data" in recipe else []
     if "step" in trained:
         lines.append(
             f"steps: {trained['step']} of {recipe.get('batch')} rows of {recipe.get('row')} positions, "
@@ -174,6 +178,7 @@ def command(s: Mapping[str, Any]) -> str:
     words += [f"--file {s['data']}"] if s["data"].endswith(".jsonl") else []
     words += [f"--limit {s['limit']}"] if s.get("limit") else []
     words += ["--rule confidence"] if s.get("rule") == ONE_A_STEP else []
+    words += ["--p 0.99"] if s.get("rule") == "threshold(p=0.99)" else []
     return " ".join([*words, f"--seed {s['seed']}", "--json"])
 
 

@@ -66,7 +66,7 @@ def compare(
 ) -> list[Summary]:
     """The same questions by each (sampler, plan), named; summaries in that order.
 
-    None: one token a step against `rules.threshold(0.9)`. settings: as of `run`. From the second on a
+    None: one token a step against `rules.threshold` at 0.9 and 0.99. settings: as of `run`. From the second on a
     summary also has `forwards_share`, its forwards over the first's, and `points` with `points_low` and
     `points_high`: by how many points of accuracy it is better, with a paired 95% interval.
     """
@@ -80,8 +80,9 @@ def compare(
 
 
 def standard() -> dict[str, tuple[Any, Plan | None]]:
-    """The two rules of our cards; both draw the argmax."""
-    return {ONE_A_STEP: (rules.confidence(), None), "threshold(p=0.9)": (rules.threshold(0.9), None)}
+    """The rules of our cards, all drawing the argmax: the slow one, the usual threshold, a strict one."""
+    parallel = {f"threshold(p={p})": (rules.threshold(p), None) for p in (0.9, 0.99)}
+    return {ONE_A_STEP: (rules.confidence(), None), **parallel}
 
 
 def _against(first: Summary, before: Sequence[bool], summary: Summary, now: Sequence[bool]) -> Summary:
