@@ -22,7 +22,7 @@ def recipe(out: str) -> mj.TrainConfig:
         name="newest",
         model=mj.ModelConfig(vocab=400, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=64, block=16),
         objective=masked_elbo(),
-        data=data.mixture((data.generated("sudoku4"), 0.5), (data.generated("add3", thinking=True), 0.5)),
+        data=data.mixture((data.stdlib(), 0.8), (data.generated("sudoku4"), 0.1), (data.generated("add3"), 0.1)),
         optim=OptimConfig(lr=1e-2, warmup=2),
         steps=10, batch=4, row=96, eval_every=10, eval_batches=1, save_every=5, out=out,
     )  # fmt: skip

@@ -28,6 +28,7 @@ What to try next:
 
 
 SCENE, SLOWEST = 3.0, 0.5  # seconds that a scene should last, and that a frame may
+WATCHED = 10  # passes of a block in the live view
 
 
 class Shown(NamedTuple):
@@ -72,14 +73,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _compile(lm: LM, acts: Sequence[Scene], live: bool) -> float:
     """Every program that the demo needs, run once; the seconds it took."""
-    from mercury_jax.decode.stream import stream
-
     began = time.perf_counter()
     for scene in acts:
         _decode(lm, scene)
         _decode(lm, scene, slow=True)
         if live:
-            list(stream(lm, scene.prompt, max_tokens=scene.max_tokens))
+            list(_moments(lm, scene))
     return time.perf_counter() - began
 
 
@@ -115,27 +114,47 @@ def _act(lm: LM, tries: Any, live: bool, as_json: bool, say: Any) -> Shown:
 def _show(lm: LM, scene: Scene, live: bool, say: Any) -> Shown:
     out = _decode(lm, scene)
     slow = _decode(lm, scene, slow=True)
+    text, right = out.text, scene.check(out.text)
     if live:
-        _watch(lm, scene, int(out.forwards[0]))
+        text = _watch(lm, scene)
+        # What was watched and what was timed must both be right before we say so.
+        right = right and scene.check(text)
     else:
         say(_plain(scene, out))
     return Shown(
-        out.text, scene.check(out.text), out.lengths[0], int(out.forwards[0]), out.seconds,
+        text, right, out.lengths[0], int(out.forwards[0]), out.seconds,
         int(slow.forwards[0]), slow.seconds,
     )  # fmt: skip
 
 
-def _watch(lm: LM, scene: Scene, forwards: int) -> None:
-    """Live, and slow enough for the eye: this small model would be done in a blink."""
+def _moments(lm: LM, scene: Scene) -> Any:
+    """The surest tokens first, in WATCHED passes a block: the threshold would be done in one or two."""
+    from mercury_jax.config import Plan
+    from mercury_jax.decode import rules
+    from mercury_jax.decode.stream import stream
+
+    paced = Plan(steps=WATCHED)
+    return stream(lm, scene.prompt, max_tokens=scene.max_tokens, sampler=rules.confidence(), plan=paced)
+
+
+def _watch(lm: LM, scene: Scene) -> str:
+    """Live, and slow enough for the eye; returns the text that was seen."""
     from rich.console import Console
 
     from mercury_jax.cli import live
-    from mercury_jax.decode.stream import stream
 
-    pace = min(max(SCENE / max(forwards, 1), live.PACE), SLOWEST)
-    moments = stream(lm, scene.prompt, max_tokens=scene.max_tokens)
+    pace = min(max(SCENE / WATCHED, live.PACE), SLOWEST)
+    seen: list[str] = []
+
+    def noted() -> Any:
+        for moment in _moments(lm, scene):
+            seen.append(moment.text)
+            yield moment
+
+    moments = noted()
     room = min(scene.max_tokens, lm.model.config.block)
     live.follow(Console(highlight=False), lm.tokenizer, scene.before, room, moments, pace=pace, first="noise")
+    return seen[-1]
 
 
 def _plain(scene: Scene, out: Any) -> str:
