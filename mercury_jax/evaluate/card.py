@@ -148,7 +148,8 @@ def _reading(hardware: str) -> str:
     return (
         f"Measured on {hardware or 'hardware that was not recorded'}. Each question is asked once; an answer is right "
         "where the generator's own check accepts it. Held-out questions were drawn from the side of the "
-        "generator's split that training never sees. Intervals are Wilson's, 95%. Forwards and tokens are means "
+        "generator's split that training never sees; the problems of the planning files are all on that side (Sudokus "
+        "up to a renaming of their digits: a rotated one may have been trained on). Intervals are Wilson's, 95%. Forwards and tokens are means "
         "an answer: forwards are denoiser passes (encoding the prompt not counted), tokens what was said, thinking "
         f"included. `{ONE_A_STEP}` settles the surest token of the canvas in each pass, the end of the text behind "
         "an answer too, so it may need more passes than the answer has tokens."
