@@ -50,9 +50,9 @@ def _operand(digits: int, rng: np.random.Generator) -> int:
 def columns(a: int, op: str, b: int) -> str:
     """The columns of the written sum or difference, lowest digit first: `7+5=12,4+8+1=13,3+5+1=9`.
 
-    The third term is the carry, which the first column cannot have. In a difference the upper digit is written with the
-    ten that it borrows:
-    932-585 is `12-5=7,13-8-1=4,9-5-1=3`, so that no column falls below zero.
+    The third term is the carry, which the first column cannot have. In a difference the upper digit is
+    written with the ten that it borrows: 932-585 is `12-5=7,13-8-1=4,9-5-1=3`, so that no column falls
+    below zero.
     """
     steps: list[str] = []
     carry = 0
