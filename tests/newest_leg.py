@@ -25,6 +25,7 @@ def recipe(out: str) -> mj.TrainConfig:
         data=data.mixture((data.stdlib(), 0.8), (data.generated("sudoku4"), 0.1), (data.generated("add3"), 0.1)),
         optim=OptimConfig(lr=1e-2, warmup=2),
         steps=10, batch=4, row=96, eval_every=10, eval_batches=1, save_every=5, out=out,
+        sample_every=10, sample_prompts=("1+2=",), sample_chat=True,
     )  # fmt: skip
 
 
