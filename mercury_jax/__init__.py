@@ -17,11 +17,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mercury_jax.api import load, train
-    from mercury_jax.config import ModelConfig, NoiseConfig, Plan
+    from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import rules, shape, stop
+    from mercury_jax.decode.edit import EditOutput, edit
+    from mercury_jax.decode.effort import EFFORTS, Effort
     from mercury_jax.decode.infill import Hole, infill
-    from mercury_jax.decode.parts import Sampler, rule, settle, shaper
-    from mercury_jax.decode.sample import Output, sample
+    from mercury_jax.decode.output import LogProbs, Output, Session
+    from mercury_jax.decode.parts import Sampler, propose, rule, settle, shaper
+    from mercury_jax.decode.sample import sample
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import stream
     from mercury_jax.tokenizer import Tokenizer
@@ -31,11 +34,14 @@ if TYPE_CHECKING:
 # Loaded at first use: importing the package stays quick, and sampling never loads the trainer.
 _PUBLIC = {
     "api": ("load",),
-    "config": ("ModelConfig", "NoiseConfig", "Plan"),
+    "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
     "decode": ("rules", "shape", "stop"),
+    "decode.edit": ("EditOutput", "edit"),
+    "decode.effort": ("EFFORTS", "Effort"),
     "decode.infill": ("Hole", "infill"),
-    "decode.parts": ("Sampler", "rule", "settle", "shaper"),
-    "decode.sample": ("Output", "sample"),
+    "decode.output": ("LogProbs", "Output", "Session"),
+    "decode.parts": ("Sampler", "propose", "rule", "settle", "shaper"),
+    "decode.sample": ("sample",),
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("stream",),
     "tokenizer": ("Tokenizer",),
@@ -45,9 +51,9 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "LM", "Hole", "ModelConfig", "NoiseConfig", "Output", "Plan", "Sampler", "Score", "Tokenizer", "TrainConfig",
-    "infill", "load", "logits", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream",
-    "train",
+    "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output", "Plan",
+    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "infill", "load", "logits",
+    "propose", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream", "train",
 ]  # fmt: skip
 
 

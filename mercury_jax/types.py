@@ -80,32 +80,40 @@ class Reading(NamedTuple):
     p_canvas: Float[Array, "L"]  # probability of the token that stands there now
     entropy: Float[Array, "L"]  # nats
     margin: Float[Array, "L"]  # p(first) - p(second)
-    p_ids: Float[Array, "L I"]  # probabilities of the watched ids (end of text)
+    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where nothing ends the answer
 
 
 class View(NamedTuple):
-    """What a decoding rule may look at: one row, no batch axis."""
+    """What a decoding rule may look at: one row, no batch axis. L is the active window of the canvas."""
 
     canvas: Int[Array, "L"]
+    answer: Int[Array, "L"]  # what would have been emitted after the step before
     reading: Reading
+    blind: Reading  # the same, read by masks that cannot see the token they stand for; rules ask for it
     logits: Float[Array, "L V"]  # shaped; unused, it costs nothing
     editable: Bool[Array, "L"]  # in the active block and not given by the user
-    masked: Bool[Array, "L"]  # editable and still the mask id (absorbing, hybrid)
-    n: Int[Array, ""]  # used positions of the canvas
-    room: Int[Array, ""]  # positions by which the canvas may still grow
-    noise: Int[Array, "L"]  # fresh tokens from the prior at time s
+    masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all that is editable
+    n: Int[Array, ""]  # used positions of the window
+    room: Int[Array, ""]  # positions by which the window may still grow
+    noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id where there is one
     t: Float[Array, ""]  # the time of this canvas, 1 = noise
     s: Float[Array, ""]  # the time after this step, s < t
     keep_t: Float[Array, ""]  # alpha(t)
     keep_s: Float[Array, ""]  # alpha(s)
     step: Int[Array, ""]  # steps taken on this block
     steps: Int[Array, ""]  # steps that the block may take
+    eos: Int[Array, ""]  # the id that ends the answer, -1 for none
+    at: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
+    said: Int[Array, "V"]  # how often each id stands in the answer before the window
+    told: Int[Array, "V"]  # how often each id stands in the prompt
 
 
 class Proposal(NamedTuple):
     """What a rule returns: the next state of the chain, and what we would emit now.
 
-    Canvases have a fixed length so far: `n` stays the view's and `source` is 0..L-1 (`settle` does so).
+    A rule that inserts or deletes also says how many positions are used now, and for each position
+    which old one it continues (-1: it is new); the machine moves the given tokens and their flags
+    along. Other rules leave `n` as the view's and `source` as 0..L-1, as `settle` does.
     """
 
     canvas: Int[Array, "L"]
@@ -120,10 +128,14 @@ class Model(NamedTuple):
     init(key) -> params
     apply(params, tokens[B,T], positions[B,T], ranges[B,T,R,2], carry) -> hidden
         one pass without a cache: training, scoring.
-    forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry) -> (hidden, cache)
+    forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry, blind=None)
+            -> (hidden, cache)
         tokens stand at absolute positions start..start+n; keys past `end` are hidden. Rows that
-        encode use the family's causal pattern, rows that denoise see all of [0, end).
-    head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque.
+        encode use the family's causal pattern, rows that denoise see all of [0, end). With `blind`
+        (a mask id) T more hidden states follow, of masks that each see all but the token at their
+        position; their keys lie in the T slots behind `end`.
+    head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque, its
+        leaves are [B, T, ...].
     condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
     empty_cache(batch, slots) -> cache
     encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.

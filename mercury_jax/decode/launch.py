@@ -1,4 +1,4 @@
-"""From a request to a compiled run: shapes are bucketed here, so that few programs serve all calls."""
+"""Requests become programs: shapes bucketed, prompts encoded, rows spread over a mesh."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import machine
-from mercury_jax.decode.parts import complete, spread
+from mercury_jax.decode import guide, machine
+from mercury_jax.decode.parts import Sampler, spread
+from mercury_jax.decode.program import bucket, checked_temperature, plan_program
 from mercury_jax.decode.state import Frame, Knobs, Program, State, begin
 from mercury_jax.types import LM
 
 PREFILL = 256  # tokens of a wide encode pass
-QUANTUM = 64  # capacities are multiples of it, then of powers of two
 
 
 class Request(NamedTuple):
@@ -28,6 +28,23 @@ class Request(NamedTuple):
     known: np.ndarray  # [B]
     total: np.ndarray  # [B]
     seeds: np.ndarray  # [B]
+    reserve: np.ndarray | None = None  # [B] room for the answer, where `total` ends the thinking
+    prompt: np.ndarray | None = None  # [B] where the answer begins; None: at `known`
+    draft: np.ndarray | None = None  # bool [B, S] tokens of `text` that a canvas starts from
+    most: np.ndarray | None = None  # [B] how far a growing row may reach; None: to `total`
+
+    @property
+    def longest(self) -> np.ndarray:
+        """[B] where each row may end at the latest."""
+        ends = self.total if self.most is None else self.most
+        return ends if self.reserve is None else np.maximum(ends, self.total + 1 + self.reserve)
+
+
+class Guidance(NamedTuple):
+    """Classifier-free guidance of each row: its weight, and what stands in for the prompt."""
+
+    weights: np.ndarray  # [B]
+    negatives: list[list[int]]
 
 
 class Job(NamedTuple):
@@ -40,59 +57,57 @@ class Job(NamedTuple):
     mesh: Mesh | None
 
 
-def bucket(size: int, quantum: int = QUANTUM) -> int:
-    """The least capacity >= size among multiples of `quantum` with at most 25% waste."""
-    step = quantum
-    while step * 4 < size:
-        step *= 2
-    return -(-size // step) * step
-
-
 def prepare(
     lm: LM,
     request: Request,
     sampler: Any,
     plan: Plan,
     *,
-    temperature: float | None = None,
+    temperature: Any = None,
     block: int | None = None,
     infilling: bool = False,
+    close: int | None = None,
+    logprobs: int | None = None,
+    guidance: Guidance | None = None,
+    before: State | None = None,
     mesh: Mesh | None = None,
 ) -> Job:
     """Bucket the shapes, fill the sampler's defaults, encode long prompts; nothing is decoded yet.
 
-    block: width of the canvas where the request fixes it (infilling), instead of the plan's.
+    block: width of the canvas where the request fixes it (infilling), instead of the plan's. close: the
+    id that ends the thinking. before: a state whose rows these go on from; its keys are reused.
     """
-    config = lm.model.config
-    full = config.pattern == "bidirectional"
-    longest = int(request.total.max())
-    width = bucket(longest) if full else (block or _block(lm, plan))
-    active = min(block or plan.block or config.block, width)
-    capacity = width if full else bucket(longest + width)
-    sampler = complete(sampler, lm.corruption)
+    program, sampler = plan_program(lm, request, sampler, plan, block=block, infilling=infilling)
+    program = program._replace(logprobs=logprobs)
+    if guidance is not None:
+        if program.verify:
+            raise refuse("guidance", guidance.weights.tolist(), "None where drafts are verified")
+        program = program._replace(model=guide.guided(program.model))
     if temperature is not None:
-        sampler = sampler._replace(temperature=_temperature(temperature))
+        sampler = sampler._replace(temperature=checked_temperature(temperature))
     rows = len(request.known)
-    padded = _padded(request, _row_bucket(rows, mesh), capacity)
-    total = len(padded.known)
-    eos = None if infilling else config.eos
-    kept_out = (config.eos,) if infilling else ()
-    program = Program(lm.model, lm.corruption, width, active, eos, kept_out)
-    knobs = Knobs(_spread(sampler, rows, total), jnp.full((total,), plan.steps or 0, jnp.int32))
-    state = _begin(program, knobs, *padded)
-    longest_known = int(request.known.max())
-    if not full and longest_known > 2 * width:
-        # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
-        wide = -(-min(PREFILL, bucket(longest_known)) // width) * width
-        state = _prefill(program, lm.params, state, wide)
+    padded = _padded(request, sampler, program, _row_bucket(rows, mesh))
+    total = len(padded["known"])
+    steps = plan.steps or (1 if program.verify else 0)
+    ids = lambda x: jnp.full((total,), -1 if x is None else x, jnp.int32)
+    knobs = Knobs(
+        _spread(sampler, rows, total), jnp.full((total,), steps, jnp.int32),
+        ids(None if infilling else lm.model.config.eos), ids(close),
+    )  # fmt: skip
+    state = _begin(program, knobs, **padded)
+    if guidance is not None:
+        state = state._replace(cache=_guided_cache(lm, state, padded, guidance))
+    if before is not None:
+        state = _go_on(state, before)
+    state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
     return Job(program, knobs, state, rows, mesh)
 
 
 def advance(lm: LM, job: Job, passes: int | None) -> tuple[Job, Frame | None, jax.Array]:
     """Run up to `passes` passes (None: to the end), without waiting for the device.
 
-    Returns the job (its old state is used up), the frames [passes, B, ...], and how many of them
-    hold a pass: a number, or one for each shard.
+    Returns the job (its old state is used up), the frames [passes, B, ...], and how many passes were
+    made: a number, or one for each shard.
     """
     if job.mesh is None:
         state, frames, used = _run(job.program, lm.params, job.state, job.knobs, passes)
@@ -101,18 +116,48 @@ def advance(lm: LM, job: Job, passes: int | None) -> tuple[Job, Frame | None, ja
     return job._replace(state=state), frames, used
 
 
-def _block(lm: LM, plan: Plan) -> int:
-    """The plan's block, which may be no wider than what a block-causal model was built for."""
-    config = lm.model.config
-    if plan.block is not None and config.pattern == "block_causal" and plan.block != config.block:
-        raise refuse("plan.block", plan.block, f"{config.block}, the block of this model, or None")
-    return plan.block or config.block
+def refuse_broken(job: Job) -> None:
+    """ValueError that names row and pass where a model's logits were no numbers."""
+    bad = np.asarray(job.state.bad)[: job.rows]
+    for row in np.flatnonzero(bad >= 0):
+        raise ValueError(
+            f"logits of row {row} are NaN in denoising pass {bad[row]}; allowed: numbers. "
+            "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
+        )
 
 
-def _temperature(value: Any) -> Any:
-    if np.any(np.asarray(value) < 0) or not np.all(np.isfinite(np.asarray(value, float))):
-        raise refuse("temperature", value, "0 or more")
-    return value
+def copied(job: Job) -> Job:
+    """The job with a state of its own: running it leaves the original readable."""
+    return job._replace(state=jax.tree.map(jnp.copy, job.state))
+
+
+def _encode_long(lm: LM, program: Program, state: State, behind: int) -> State:
+    full = program.model.config.pattern == "bidirectional"
+    if full or behind <= 2 * program.width:
+        return state
+    # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
+    quantum = program.width if program.model.config.pattern == "block_causal" else 1
+    wide = -(-min(PREFILL, bucket(behind)) // quantum) * quantum
+    return _prefill(program, lm.params, state, wide)
+
+
+def _go_on(state: State, before: State) -> State:
+    """The state with the keys that are already there, in a cache of its own size."""
+
+    def fit(new: jax.Array, old: jax.Array) -> jax.Array:
+        return (
+            jnp.copy(old) if new.shape == old.shape else new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
+        )
+
+    return state._replace(cache=jax.tree.map(fit, state.cache, before.cache), length=jnp.copy(before.length))
+
+
+def _guided_cache(lm: LM, state: State, padded: dict[str, Any], guidance: Guidance) -> Any:
+    more = len(padded["known"]) - len(guidance.weights)
+    return guide.start(
+        lm.model, lm.params, len(padded["known"]), state.text.shape[1], padded["known"],
+        [*guidance.negatives, *[[]] * more], np.pad(np.asarray(guidance.weights, np.float32), (0, more)),
+    )  # fmt: skip
 
 
 def _row_bucket(rows: int, mesh: Mesh | None) -> int:
@@ -121,13 +166,29 @@ def _row_bucket(rows: int, mesh: Mesh | None) -> int:
     return -(-size // ways) * ways
 
 
-def _padded(request: Request, rows: int, capacity: int) -> Request:
-    """Rows up to the bucket; those added want nothing, so they are done from the start."""
+def _padded(request: Request, sampler: Sampler, program: Program, rows: int) -> dict[str, Any]:
+    """Arguments of `begin`, rows up to the bucket; those added want nothing, so they are done."""
     more = rows - len(request.known)
-    wide = lambda x: np.pad(x, [(0, more), (0, capacity - x.shape[1])])
-    long = lambda x: np.pad(x, (0, more)).astype(np.int32)
-    return Request(
-        wide(request.text), wide(request.given), long(request.known), long(request.total), long(request.seeds)
+    wide = lambda x: np.pad(x, [(0, more), (0, capacity_of(request, program) - x.shape[1])])
+    long = lambda x: np.pad(np.asarray(x), (0, more)).astype(np.int32)
+    draft = np.zeros_like(request.given) if request.draft is None else request.draft
+    start = sampler.rule.knobs.get("start") if program.grows else None
+    total = request.total if start is None else np.minimum(request.known + np.asarray(start), request.total)
+    none = np.zeros(len(request.known), np.int32)
+    prompt = request.known if request.prompt is None else request.prompt
+    return dict(
+        text=wide(request.text), given=wide(request.given), draft=wide(draft), known=long(request.known),
+        total=long(total), most=long(request.longest), prompt=long(prompt), seeds=long(request.seeds),
+        reserve=long(none if request.reserve is None else request.reserve),
+    )  # fmt: skip
+
+
+def capacity_of(request: Request, program: Program) -> int:
+    """Slots of text and cache: the longest row, one width behind it, one more for blind masks."""
+    if program.model.config.pattern == "bidirectional":
+        return program.width * (2 if program.blind else 1)
+    return bucket(
+        max(int(request.longest.max()), request.text.shape[1]) + program.width * (2 if program.blind else 1)
     )
 
 

@@ -1,8 +1,9 @@
 """The state machine of decoding: one State, one step, under every call and the server alike.
 
 A row's phase is derived from its numbers, never stored: done; else *encode* while
-`length < encodable(known)`; else *denoise*. Commit is encode: a settled block is written to `text`,
-`known` rises, and the row encodes in the next pass while its neighbours denoise.
+`length < ready`; else *check* where a draft waits for its causal check; else *denoise*. Commit is
+encode: a settled block is written to `text`, `known` rises, and the row encodes in the next pass
+while its neighbours denoise.
 """
 
 from __future__ import annotations
@@ -14,33 +15,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.row import advance
+from mercury_jax.decode import passes as forwards, row as rows_of, verify
+from mercury_jax.decode.read import draw
 from mercury_jax.decode.state import Frame, Knobs, Program, State, memory, row_key
+from mercury_jax.decode.window import cut, offset_of, window_of
 from mercury_jax.types import Key, Params
+
+_KEPT = ("cache", "key", "nats")  # never chosen row by row when a canvas is laid
 
 
 def step(program: Program, params: Params, state: State, knobs: Knobs) -> tuple[State, Frame]:
     """One forward: rows behind their text encode, rows with a canvas denoise, done rows stand still."""
     state = _open(program, state, knobs)
-    encoding, ready = _phases(program, state)
+    ready = encoded(program, state.known)
+    encoding = (state.length < ready) & ~state.done
+    checking = state.tentative & ~state.done
     n = jnp.where(encoding, jnp.minimum(program.width, ready - state.length), state.n)
     n = jnp.where(state.done, 0, n)
     behind = jax.vmap(lambda text, at: jax.lax.dynamic_slice(text, (at,), (program.width,)))
     tokens = jnp.where(encoding[:, None], behind(state.text, state.length), state.canvas)
-    hidden, cache = program.model.forward(
-        params, tokens, state.cache, state.length, n, state.length + n, encoding, state.carry
-    )
+    if program.verify:
+        tokens = jnp.where(checking[:, None], state.answer, tokens)
+    hidden, blind, cache = forwards.forward(program, params, state, tokens, n, encoding | checking)
     state = state._replace(cache=cache)
-    denoising = ~encoding & ~state.done
-    state, frame = _denoise(program, params, state, knobs, hidden, denoising)
-    return state._replace(length=state.length + jnp.where(encoding, n, 0)), frame
+    logits = program.model.head(params, hidden)
+    moved, frame = _denoise(program, params, state, knobs, logits, blind, ~encoding & ~checking & ~state.done)
+    if program.verify:
+        moved, frame = _check(program, state, knobs, logits, checking, moved, frame)
+    return moved._replace(length=moved.length + jnp.where(encoding, n, 0)), frame
+
+
+def encoded(program: Program, known: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many of the known tokens get keys for good; a check encodes the last one itself."""
+    ready = program.model.encodable(known)
+    return jnp.minimum(ready, known - 1) if program.verify else ready
 
 
 def prefill(program: Program, params: Params, state: State, width: int) -> State:
     """Encode what is known in passes of `width` tokens, for prompts much longer than a canvas."""
 
     def behind(state: State) -> Array:
-        return (program.model.encodable(state.known) - state.length) * ~state.done
+        return (encoded(program, state.known) - state.length) * ~state.done
 
     def body(state: State) -> State:
         n = jnp.minimum(behind(state), width)
@@ -48,9 +63,8 @@ def prefill(program: Program, params: Params, state: State, width: int) -> State
         tokens = jnp.take_along_axis(state.text, jnp.minimum(slots, state.text.shape[1] - 1), axis=1)
         everyone = jnp.ones_like(state.done)
         end = state.length + n
-        _, cache = program.model.forward(
-            params, tokens, state.cache, state.length, n, end, everyone, state.carry
-        )
+        nothing = jax.tree.map(lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype), state.carry)
+        _, cache = program.model.forward(params, tokens, state.cache, state.length, n, end, everyone, nothing)
         return state._replace(cache=cache, length=end)
 
     return jax.lax.while_loop(lambda s: jnp.any(behind(s) > 0), body, state)
@@ -62,11 +76,12 @@ def run(
     """Step on the device until every row is done, or `passes` passes were made.
 
     Frames [passes, B, ...] are returned only where `passes` is a number; the third result says how
-    many of them were used.
+    many passes were made.
     """
     if passes is None:
-        loop = lambda s: step(program, params, s, knobs)[0]
-        return jax.lax.while_loop(lambda s: ~jnp.all(s.done), loop, state), None, jnp.asarray(0)
+        loop = lambda s: (s[0] + 1, step(program, params, s[1], knobs)[0])
+        used, state = jax.lax.while_loop(lambda s: ~jnp.all(s[1].done), loop, (jnp.asarray(0), state))
+        return state, None, used
     like = jax.eval_shape(lambda s: step(program, params, s, knobs)[1], state)
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
 
@@ -80,11 +95,6 @@ def run(
     return state, frames, used
 
 
-def _phases(program: Program, state: State) -> tuple[Array, Array]:
-    ready = program.model.encodable(state.known)
-    return (state.length < ready) & ~state.done, ready
-
-
 def _choose(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
     """Take `new` where a row is chosen. Only for small leaves: never over a cache."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
@@ -92,44 +102,98 @@ def _choose(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
 
 def _open(program: Program, state: State, knobs: Knobs) -> State:
     """Lay a fresh canvas where a row has encoded all it can and has none open."""
-    encoding, _ = _phases(program, state)
-    opening = ~encoding & ~state.done & (state.step < 0)
+    opening = (state.length >= encoded(program, state.known)) & ~state.done & (state.step < 0)
 
-    def lay(text: Array, given: Array, length: Array, known: Array, key: Key) -> tuple[Array, Array]:
+    def lay(
+        text: Array, given: Array, draft: Array, length: Array, known: Array, key: Key
+    ) -> tuple[Array, Array, Array]:
         at = length + jnp.arange(program.width)
-        cut = lambda x: jax.lax.dynamic_slice(x, (length,), (program.width,))
-        held = (at < known) | cut(given)
+        slice_of = lambda x: jax.lax.dynamic_slice(x, (length,), (program.width,))
+        held = (at < known - program.back) | slice_of(given)
         ones = jnp.ones((program.width,), jnp.float32)
         noise = program.corruption.prior(row_key(key, known, jnp.asarray(-1)), ones)
-        return jnp.where(held, cut(text), noise).astype(jnp.int32), held
+        canvas = jnp.where(held | (at < known) | slice_of(draft), slice_of(text), noise).astype(jnp.int32)
+        return canvas, held, cut(canvas, offset_of(program, length, known), program.window)
 
-    canvas, held = jax.vmap(lay)(state.text, state.given, state.length, state.known, state.key)
+    canvas, held, window = jax.vmap(lay)(
+        state.text, state.given, state.draft, state.length, state.known, state.key
+    )
+    n = jnp.minimum(program.width, state.total - state.length)
     fresh = state._replace(
         canvas=canvas,
         answer=canvas,
         held=held,
-        n=jnp.minimum(program.width, state.total - state.length),
+        n=n,
         step=jnp.zeros_like(state.step),
         carry=jax.tree.map(jnp.zeros_like, state.carry),
-        memory=jax.vmap(functools.partial(memory, knobs.sampler))(canvas),
+        memory=jax.vmap(functools.partial(memory, program))(knobs.sampler, window),
+        tentative=(n <= 1) if program.verify else state.tentative,  # a lead alone is a draft of nothing
     )
-    kept = ("cache", "key")
-    chosen = {k: _choose(opening, v, getattr(state, k)) for k, v in fresh._asdict().items() if k not in kept}
+    chosen = {k: _choose(opening, v, getattr(state, k)) for k, v in fresh._asdict().items() if k not in _KEPT}
     return state._replace(**chosen)
 
 
 def _denoise(
-    program: Program, params: Params, state: State, knobs: Knobs, hidden: Array, rows: Array
+    program: Program, params: Params, state: State, knobs: Knobs, logits: Array, blind: Any, rows: Array
 ) -> tuple[State, Frame]:
-    logits = program.model.head(params, hidden)
-    row = functools.partial(advance, program)
     seen = state._replace(cache=(), carry=())  # what a row's own step may look at
-    fresh, settled, confidence, shaped = jax.vmap(row)(seen, logits, knobs.sampler, knobs.steps)
-    carry = program.model.condition(params, shaped)
+    sight = jax.vmap(functools.partial(rows_of.look, program))(seen, logits, knobs)
+    drawn = _draw(sight.view.logits, sight.uniforms, knobs.sampler.temperature)
+    shadow = None if blind is None else program.model.head(params, blind)
+    decide = functools.partial(rows_of.decide, program)
+    fresh, settled, confidence = jax.vmap(decide)(seen, sight, drawn, shadow, knobs)
+    carry = _conditioned(program, params, state, sight.view.logits)
     moved = state._replace(
         **{k: _choose(rows, v, getattr(state, k)) for k, v in fresh.items()},
         carry=_choose(rows, carry, state.carry),
         forwards=state.forwards + rows,
     )
-    frame = Frame(state.length, jnp.where(rows, state.n, 0), moved.answer, settled, confidence, moved.done)
-    return moved, frame
+    answer = cut_window(program, state, moved.answer)
+    used = jax.vmap(lambda row: window_of(program, row).n)(seen) if not program.grows else moved.n
+    start = state.length + offset_of(program, state.length, state.known)
+    return moved, Frame(start, jnp.where(rows, used, 0), answer, settled, confidence, moved.done)
+
+
+def _draw(logits: Array, uniforms: Array, temperature: Array) -> Int[Array, "B L"]:
+    """Tokens of every row; the cumulative sum is made only where some row draws at all."""
+    warm = lambda: jax.vmap(draw)(logits, uniforms, temperature.astype(jnp.float32))
+    cold = lambda: logits.argmax(-1).astype(jnp.int32)
+    return jax.lax.cond(jnp.any(temperature > 0), warm, cold)
+
+
+def cut_window(program: Program, state: State, x: Array) -> Array:
+    """Each row's window of an array over the canvas [B, W]."""
+    offset = offset_of(program, state.length, state.known)
+    return jax.vmap(lambda row, start: cut(row, start, program.window))(x, offset)
+
+
+def _conditioned(program: Program, params: Params, state: State, logits: Array) -> Any:
+    """The carry after this step: that of the window put into the canvas's."""
+    fresh = program.model.condition(params, logits)
+    if program.window == program.width:
+        return fresh
+    offset = offset_of(program, state.length, state.known)
+    put = jax.vmap(
+        lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 0)
+    )
+    return jax.tree.map(lambda old, new: put(old, new, offset), state.carry, fresh)
+
+
+def _check(
+    program: Program, state: State, knobs: Knobs, logits: Array, rows: Array, moved: State, frame: Frame
+) -> tuple[State, Frame]:
+    """Rows whose draft was checked: as far as it agreed it is text now, and one token more."""
+    seen = state._replace(cache=(), carry=())
+    fresh, count, drawn = jax.vmap(functools.partial(verify.check, program))(seen, logits, knobs)
+    moved = moved._replace(**{k: _choose(rows, v, getattr(moved, k)) for k, v in fresh.items()})
+    moved = moved._replace(forwards=moved.forwards + rows)
+    width = drawn.shape[1]
+    shown = Frame(
+        start=state.length + 1,
+        n=jnp.where(rows, jnp.minimum(count, moved.total - state.length - 1), 0),
+        answer=drawn,
+        settled=jnp.ones((drawn.shape[0], width), bool),
+        confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),
+        done=moved.done,
+    )
+    return moved, _choose(rows, shown, frame)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from mercury_jax.config import refuse
@@ -30,37 +31,50 @@ from mercury_jax.types import Proposal, View
 
 Memory = Any
 Knob = float | jax.Array  # a number, traced by the machine
+FITS = ("masked", "uniform")  # kinds of noise: with a mask id, or without one
+
+
+class Whole(NamedTuple):
+    """A knob that is one array for every row (a table of ids), where an array would be one number a row."""
+
+    value: jax.Array
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["knobs"],
-    meta_fields=["step", "init", "name", "temperature"],
+    meta_fields=["step", "init", "name", "temperature", "stop", "fits", "blind", "grows"],
 )
 @dataclass(frozen=True)
 class Part:
-    """A pure function, the start of its memory, and the numbers it runs with.
+    """A pure function, the start of its memory, the numbers it runs with, and what it needs.
 
-    temperature: for a rule, the temperature at which it wants its tokens drawn.
+    Of a rule: `temperature` at which it wants its tokens drawn; `stop`, a function that makes the
+    stop it wants; `fits`, the kinds of noise it is made for; `blind`: it looks at `View.blind`,
+    which costs a pass twice as wide; `grows`: it inserts or deletes.
     """
 
     step: Callable[..., Any]
-    init: Callable[[jax.Array], Memory]
+    init: Callable[[jax.Array, int], Memory]
     knobs: dict[str, Any]
     name: str
     temperature: float = 0.0
+    stop: Callable[[], Part] | None = None
+    fits: tuple[str, ...] = FITS
+    blind: bool = False
+    grows: bool = False
 
     def __call__(self, *args: Any) -> Any:
-        return self.step(*args, **self.knobs)
+        return self.step(*args, **{k: v.value if isinstance(v, Whole) else v for k, v in self.knobs.items()})
 
 
-def no_memory(canvas: jax.Array) -> Memory:
+def no_memory(canvas: jax.Array, vocab: int) -> Memory:
     """For parts that remember nothing."""
-    del canvas
+    del canvas, vocab
     return ()
 
 
-def _maker(fn: Callable[..., Any], init: Callable[..., Memory], temperature: float) -> Callable[..., Part]:
+def _maker(fn: Callable[..., Any], **kind: Any) -> Callable[..., Part]:
     names = [p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
     @functools.wraps(fn)
@@ -74,17 +88,19 @@ def _maker(fn: Callable[..., Any], init: Callable[..., Memory], temperature: flo
         values = {p.name: given.get(p.name, p.default) for p in names}
         for name, value in values.items():
             _check_number(fn.__name__, name, value)
-        return Part(fn, init, values, fn.__name__, temperature)
+        return Part(step=fn, knobs=values, name=fn.__name__, **kind)
 
     make.knobs = {p.name: p.default for p in names}  # type: ignore[attr-defined]
     return make
 
 
 def _check_number(part: str, name: str, value: Any) -> None:
-    if value is inspect.Parameter.empty or isinstance(value, str | bytes):
+    value = value.value if isinstance(value, Whole) else value
+    if value is inspect.Parameter.empty or value is None or isinstance(value, str | bytes):
         shown = None if value is inspect.Parameter.empty else value
         raise refuse(f"{part}({name}=)", shown, "a number, or an array with one number a row")
-    if not isinstance(value, Tracer) and bool(jnp.any(jnp.isnan(jnp.asarray(value)))):
+    # numpy: jnp would trace a constant inside of jit.
+    if not isinstance(value, Tracer) and bool(np.any(np.isnan(np.asarray(value, float)))):
         raise refuse(f"{part}({name}=)", value, "a number")
 
 
@@ -93,23 +109,32 @@ def rule(
     *,
     init: Callable[..., Memory] = no_memory,
     temperature: float = 0.0,
+    stop: Callable[[], Part] | None = None,
+    fits: tuple[str, ...] = FITS,
+    blind: bool = False,
+    grows: bool = False,
 ) -> Any:
-    """Make a decoding rule of `fn(key, view, memory, *, knobs) -> (Proposal, memory)`."""
+    """Make a decoding rule of `fn(key, view, memory, *, knobs) -> (Proposal, memory)`.
+
+    init(canvas [L], vocabulary size) -> the memory at the start of each block. The other arguments
+    are those of `Part`.
+    """
+    kind = dict(init=init, temperature=temperature, stop=stop, fits=fits, blind=blind, grows=grows)
     if fn is None:
-        return lambda f: _maker(f, init, temperature)
-    return _maker(fn, init, temperature)
+        return lambda f: _maker(f, **kind)
+    return _maker(fn, **kind)
 
 
 def shaper(fn: Callable[..., Any]) -> Callable[..., Part]:
-    """Make a shaper of `fn(logits[L, V], view, *, knobs) -> logits`; `view.reading` is None there."""
-    return _maker(fn, no_memory, 0.0)
+    """Make a shaper of `fn(logits[L, V], view, *, knobs) -> logits`; the view has no readings there."""
+    return _maker(fn, init=no_memory)
 
 
 def stop(fn: Callable[..., Any] | None = None, *, init: Callable[..., Memory] = no_memory) -> Any:
     """Make a stop of `fn(view, proposal, memory, *, knobs) -> (done, memory)`."""
     if fn is None:
-        return lambda f: _maker(f, init, 0.0)
-    return _maker(fn, init, 0.0)
+        return lambda f: _maker(f, init=init)
+    return _maker(fn, init=init)
 
 
 class Sampler(NamedTuple):
@@ -117,31 +142,43 @@ class Sampler(NamedTuple):
 
     temperature draws the tokens (0: argmax); what a rule reads as confidence is `shape`'s
     business: dividing by a temperature near 0 would make every entropy 0.
-    verify is the seam for checking a draft by a causal pass; None takes drafts as they are.
+    allow: shapers that run first and last, so that nothing revives what they forbid (`shape.allow`).
+    verify: draft up to so many tokens, then check them by the causal pass of the same weights, so that
+    the answer is the autoregressive one (0: no draft, plain autoregressive decoding); only for models
+    whose encoding pass was trained to predict the next token.
     """
 
     rule: Part
     shape: tuple[Part, ...] = ()
     stop: Part | None = None
     temperature: Any = None  # None: the rule's own
-    verify: Part | None = None
+    allow: tuple[Part, ...] = ()
+    verify: int | None = None
 
 
 def settle(view: View, accept: jax.Array, answer: jax.Array | None = None) -> Proposal:
     """Accept the drawn token where told; what else is still noise is refilled with noise.
 
-    Masked decoding refills with the mask (nothing changes), uniform diffusion with fresh tokens.
+    Masked decoding refills with the mask (nothing changes), uniform diffusion with fresh tokens. The
+    answer is the chain where it is settled and the argmax where it is not.
     """
     drawn = view.reading.sample
     rest = jnp.where(view.masked, view.noise, view.canvas)
     canvas = jnp.where(accept, drawn, rest)
     if answer is None:
         answer = jnp.where(accept, drawn, jnp.where(view.masked, view.reading.argmax, view.canvas))
-    return Proposal(canvas, answer, view.n, jnp.arange(canvas.shape[0]))
+    return propose(view, canvas, answer)
+
+
+def propose(view: View, canvas: jax.Array, answer: jax.Array | None = None) -> Proposal:
+    """A proposal that keeps every position where it is. answer: what would be emitted (None: the canvas)."""
+    return Proposal(
+        canvas, canvas if answer is None else answer, view.n, jnp.arange(canvas.shape[0], dtype=jnp.int32)
+    )
 
 
 def complete(sampler: Sampler | Part | Callable[..., Any], corruption: Corruption) -> Sampler:
-    """Fill a sampler's defaults: the stop follows the corruption, the temperature the rule."""
+    """Fill a sampler's defaults: the stop follows the rule or the corruption, the temperature the rule."""
     from mercury_jax.decode import stop as stops
 
     if callable(sampler) and not isinstance(sampler, Part | Sampler):
@@ -150,20 +187,30 @@ def complete(sampler: Sampler | Part | Callable[..., Any], corruption: Corruptio
         sampler = Sampler(sampler)
     if not isinstance(sampler, Sampler):
         raise refuse("sampler", sampler, "a rule such as rules.threshold(0.9), or a Sampler")
-    if sampler.verify is not None:
-        raise refuse("sampler.verify", sampler.verify, "None: drafts are not checked by a causal pass yet")
-    ending = sampler.stop or (stops.filled() if corruption.mask is not None else stops.steady())
+    kind = "uniform" if corruption.mask is None else "masked"
+    if kind not in sampler.rule.fits:
+        raise refuse(
+            "sampler.rule",
+            sampler.rule.name,
+            f"a rule for {kind} noise; this one is for {sampler.rule.fits[0]}",
+        )
+    ending = sampler.stop or (sampler.rule.stop or (stops.filled if kind == "masked" else stops.steady))()
     warmth = sampler.rule.temperature if sampler.temperature is None else sampler.temperature
-    return sampler._replace(stop=ending, temperature=warmth, shape=tuple(sampler.shape))
+    return sampler._replace(
+        stop=ending, temperature=warmth, shape=tuple(sampler.shape), allow=tuple(sampler.allow)
+    )
 
 
 def spread(tree: Any, rows: int) -> Any:
-    """Every knob as an array [rows]: numbers are repeated, arrays must have one entry a row."""
+    """Every knob as an array [rows, ...]: numbers are repeated, arrays must have one entry a row."""
 
-    def widen(x: Any) -> jax.Array:
+    def widen(x: Any) -> Any:
+        if isinstance(x, Whole):
+            value = jnp.asarray(x.value)
+            return Whole(jnp.broadcast_to(value, (rows, *value.shape)))
         x = jnp.asarray(x)
         if x.ndim and x.shape[0] != rows:
             raise refuse("knob", x.shape, f"a number, or an array whose first axis is the {rows} rows")
         return x if x.ndim else jnp.broadcast_to(x, (rows,))
 
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(widen, tree, is_leaf=lambda x: isinstance(x, Whole))

@@ -21,16 +21,17 @@ class Prompt(NamedTuple):
     chat: bool
 
 
-def normalise(lm: LM, prompt: Any) -> tuple[list[Prompt], bool]:
+def normalise(lm: LM, prompt: Any, thinking: bool = False) -> tuple[list[Prompt], bool]:
     """(prompts, whether one alone was given).
 
     Takes a text, a conversation (a list of {"role", "content"}), ids, or a list of any of these.
+    thinking: the answer to a conversation must begin with its thinking.
     """
     if _is_one(prompt):
-        return [_one(lm, prompt, "prompt")], True
+        return [_one(lm, prompt, "prompt", thinking)], True
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
         raise refuse("prompt", prompt, "a text, a list of messages, ids, or a non-empty list of these")
-    return [_one(lm, p, f"prompt[{i}]") for i, p in enumerate(prompt)], False
+    return [_one(lm, p, f"prompt[{i}]", thinking) for i, p in enumerate(prompt)], False
 
 
 def _is_one(prompt: Any) -> bool:
@@ -43,13 +44,13 @@ def _is_one(prompt: Any) -> bool:
     )
 
 
-def _one(lm: LM, prompt: Any, name: str) -> Prompt:
+def _one(lm: LM, prompt: Any, name: str, thinking: bool = False) -> Prompt:
     if isinstance(prompt, str):
         if not prompt:
             raise refuse(name, prompt, "a text of at least one character")
         return Prompt(lm.tokenizer.encode(prompt), False)
     if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        return Prompt(render(lm.tokenizer, prompt), True)
+        return Prompt(render(lm.tokenizer, prompt, thinking=thinking), True)
     return Prompt(_ids(lm, prompt, name), False)
 
 

@@ -37,9 +37,9 @@ def read(
     logits: Float[Array, "L V"],
     canvas: Int[Array, "L"],
     sample: Int[Array, "L"],
-    watch: tuple[int, ...] = (),
+    eos: Int[Array, ""],
 ) -> Reading:
-    """The reading of one row; `watch` are ids whose probability is always wanted."""
+    """The reading of one row; `eos` is the id that ends the answer, -1 for none."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     p = jnp.exp(log_p)
     top, order = jax.lax.top_k(log_p, 2)
@@ -52,5 +52,5 @@ def read(
         p_canvas=pick(canvas),
         entropy=-jnp.sum(p * log_p, axis=-1),
         margin=jnp.exp(top[:, 0]) - jnp.exp(top[:, 1]),
-        p_ids=p[:, jnp.asarray(watch, jnp.int32)],
+        p_eos=jnp.where(eos >= 0, p[:, jnp.maximum(eos, 0)], 0.0),
     )

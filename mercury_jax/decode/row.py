@@ -2,55 +2,95 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode import nats
 from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.read import draw, forbid, read
-from mercury_jax.decode.state import Program, State, row_key
+from mercury_jax.decode.read import NEVER, forbid, read
+from mercury_jax.decode.state import Knobs, Program, State, row_key, uniforms_at
+from mercury_jax.decode.window import Window, cut, paste, window_of
 from mercury_jax.types import Key, Proposal, View
 
 
-def advance(
-    program: Program, row: State, logits: Float[Array, "L V"], sampler: Sampler, limit: Array
-) -> tuple[dict[str, Any], Array, Array, Array]:
-    """One row's step: shape, read, rule, stop; and, where the block is settled, its commit."""
-    at = row.length + jnp.arange(program.width)
-    window = jnp.minimum(jnp.minimum(row.total, row.length + program.width), row.known + program.block)
-    editable = ~row.held & (at >= row.known) & (at < window)
-    steps = jnp.where(limit > 0, limit, jnp.maximum(editable.sum(), 1))
-    key_draw, key_noise, key_rule = jax.random.split(row_key(row.key, row.known, row.step), 3)
-    view = _view(program, row, logits, editable, steps, key_noise)
-    for part in sampler.shape:
-        view = view._replace(logits=part(view.logits, view))
-    uniforms = jax.random.uniform(key_draw, (program.width,))
-    sample = draw(view.logits, uniforms, jnp.asarray(sampler.temperature, jnp.float32))
-    watch = () if program.eos is None else (program.eos,)
-    view = view._replace(reading=read(view.logits, row.canvas, sample, watch))
-    return _commit(program, row, view, sampler, key_rule, window)
+class Sight(NamedTuple):
+    """What a row sees before its tokens are drawn."""
+
+    view: View  # no readings yet
+    window: Window
+    raw: Float[Array, "L V"]
+    uniforms: Float[Array, "L"]  # to draw with
+    key: Key  # for the rule
 
 
-def _view(program: Program, row: State, logits: Array, editable: Array, steps: Array, key: Key) -> View:
+class Settled(NamedTuple):
+    """What a rule's step comes to, before it goes into the text."""
+
+    proposal: Proposal
+    held: Bool[Array, "L"]
+    open: Bool[Array, "L"]  # still noise
+    total: Int[Array, ""]
+    end: Int[Array, ""]
+
+
+def look(program: Program, row: State, logits: Float[Array, "L V"], knobs: Knobs) -> Sight:
+    """Shape one row's logits."""
+    window = window_of(program, row)
+    steps = jnp.where(knobs.steps > 0, knobs.steps, jnp.maximum(window.editable.sum(), 1))
+    draw_key, noise_key, rule_key = jax.random.split(row_key(row.key, row.known, row.step), 3)
+    view = _view(program, row, window, logits, steps, knobs, noise_key)
+    view = view._replace(logits=shaped(program, knobs.sampler, view))
+    if program.verify:  # a draft is drawn with the uniforms of its check
+        uniforms = uniforms_at(row.key, window.at)
+    else:
+        uniforms = jax.random.uniform(draw_key, (program.window,))
+    return Sight(view, window, logits, uniforms, rule_key)
+
+
+def shaped(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]:
+    """The logits after every shaper; what may not be emitted stays impossible, and all stay finite."""
+    never = (*program.corruption.forbidden, *program.forbidden)
+    view = view._replace(logits=forbid(view.logits, never))
+    # Constraints first too: a truncation must choose among what is allowed.
+    for part in (*sampler.allow, *sampler.shape, *sampler.allow):
+        view = view._replace(logits=jnp.maximum(part(view.logits, view), NEVER))
+    return forbid(view.logits, never) if sampler.shape else view.logits
+
+
+def counts(row: State, vocab: int) -> tuple[Int[Array, "V"], Int[Array, "V"]]:
+    """(how often each id stands in the answer before the window, in the prompt)."""
+    at = jnp.arange(row.text.shape[0])
+    tally = lambda which: jnp.zeros((vocab,), jnp.int32).at[row.text].add(which.astype(jnp.int32))
+    return tally((at >= row.prompt) & (at < row.known)), tally(at < row.prompt)
+
+
+def _view(
+    program: Program, row: State, window: Window, logits: Array, steps: Array, knobs: Knobs, key: Key
+) -> View:
     c = program.corruption
     t = 1.0 - row.step / steps
     s = jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
+    canvas = cut(row.canvas, window.offset, program.window)
     if c.mask is None:
-        masked, noise = editable, c.prior(key, jnp.broadcast_to(s, row.canvas.shape))
+        masked, noise = window.editable, c.prior(key, jnp.broadcast_to(s, canvas.shape))
     else:
         # Also for hybrid noise: what is not yet settled waits as the mask.
-        masked, noise = editable & (row.canvas == c.mask), jnp.full_like(row.canvas, c.mask)
-    logits = forbid(logits, (*c.forbidden, *program.forbidden))
+        masked, noise = window.editable & (canvas == c.mask), jnp.full_like(canvas, c.mask)
+    said, told = counts(row, program.model.config.vocab)
+    most = jnp.minimum(row.most, row.length + program.width)
     return View(
-        canvas=row.canvas,
+        canvas=canvas,
+        answer=cut(row.answer, window.offset, program.window),
         reading=None,  # type: ignore[arg-type]  # shapers run before it exists
+        blind=None,  # type: ignore[arg-type]
         logits=logits,
-        editable=editable,
+        editable=window.editable,
         masked=masked,
-        n=row.n,
-        room=program.width - row.n,
+        n=window.n,
+        room=jnp.maximum(most - row.total, 0) if program.grows else jnp.zeros_like(window.n),
         noise=noise.astype(jnp.int32),
         t=t,
         s=s,
@@ -58,54 +98,159 @@ def _view(program: Program, row: State, logits: Array, editable: Array, steps: A
         keep_s=c.alpha(s),
         step=row.step,
         steps=steps,
+        eos=jnp.where(row.reserve > 0, knobs.close, knobs.eos),
+        at=window.at[0] - row.prompt,
+        said=said,
+        told=told,
     )
+
+
+def decide(
+    program: Program, row: State, sight: Sight, sample: Int[Array, "L"], blind: Any, knobs: Knobs
+) -> tuple[dict[str, Any], Array, Array]:
+    """Read, apply the rule and the stop, and commit where the block is settled.
+
+    Returns what changed of the row, which positions are settled, and the confidence of each.
+    """
+    view, sampler = sight.view, knobs.sampler
+    reading = read(view.logits, view.canvas, sample, view.eos)
+    view = view._replace(reading=reading, blind=reading)
+    if blind is not None:
+        never = (*program.corruption.forbidden, *program.forbidden)
+        logits = forbid(blind, never)
+        view = view._replace(blind=read(logits, view.canvas, logits.argmax(-1).astype(jnp.int32), view.eos))
+    proposal, rule_memory = sampler.rule(sight.key, view, row.memory[0])
+    settled = _place(program, row, view, sight.window, proposal)
+    assert sampler.stop is not None
+    stopped, stop_memory = sampler.stop(view, settled.proposal, row.memory[1])
+    # A number that is none ends the row here; the caller names the pass.
+    broken = jnp.any(jnp.isnan(reading.entropy) & view.editable)
+    fresh, shown = _commit(program, row, view, sight.window, settled, stopped & ~broken, knobs)
+    fresh |= dict(
+        memory=(rule_memory, stop_memory),
+        bad=jnp.where(broken & (row.bad < 0), row.forwards, row.bad),
+        done=fresh["done"] | broken,
+    )
+    if program.logprobs is not None:
+        source = settled.proposal.source if program.grows else None
+        changed = view.masked | (settled.proposal.canvas != view.canvas)
+        fresh["nats"] = nats.keep(
+            row.nats, sight.raw, settled.proposal.answer, changed, sight.window.at[0], source
+        )
+    return fresh, shown, reading.p_argmax
+
+
+def _place(program: Program, row: State, view: View, window: Window, proposal: Proposal) -> Settled:
+    """The proposal with given tokens put back where they belong, moved along where the rule moved them."""
+    if not program.grows:
+        keep = lambda new: jnp.where(view.editable, new, view.canvas).astype(jnp.int32)
+        proposal = proposal._replace(canvas=keep(proposal.canvas), answer=keep(proposal.answer))
+        return Settled(proposal, window.held, _open(program, view.editable, proposal), row.total, window.end)
+    proposal, held = _moved(program, view, window, proposal)
+    editable = ~held & (jnp.arange(program.window) < proposal.n)
+    # The window is the whole canvas here, so the row's end moves with it.
+    total = (row.total + proposal.n - view.n).astype(jnp.int32)
+    return Settled(proposal, held, _open(program, editable, proposal), total, window.at[0] + proposal.n)
+
+
+def _moved(
+    program: Program, view: View, window: Window, proposal: Proposal
+) -> tuple[Proposal, Bool[Array, "L"]]:
+    """A growing rule's proposal; one that loses or disorders a given token is dropped."""
+    at = jnp.arange(program.window)
+    n = jnp.clip(proposal.n, 0, jnp.minimum(view.n + view.room, program.window))
+    source = jnp.where(at < n, proposal.source, -1)
+    old = jnp.maximum(source, 0)
+    held = (source >= 0) & window.held[old]
+    order = jnp.where(held, source, -1)
+    rising = jnp.all(~held | (order > jnp.concatenate([jnp.array([-1]), jax.lax.cummax(order)[:-1]])))
+    sound = rising & (held.sum() == (window.held & (at < view.n)).sum())
+    mask = program.corruption.mask or 0
+    put = lambda new: jnp.where(held, view.canvas[old], jnp.where(at < n, new, mask))
+    same = Proposal(view.canvas, view.answer, view.n, at)
+    moved = Proposal(put(proposal.canvas), put(proposal.answer), n, source)
+    pick = lambda a, b: jnp.where(sound, a, b).astype(jnp.int32)
+    return jax.tree.map(pick, moved, same), jnp.where(sound, held, window.held)
+
+
+def _open(program: Program, editable: Array, proposal: Proposal) -> Bool[Array, "L"]:
+    mask = program.corruption.mask
+    return editable if mask is None else editable & (proposal.canvas == mask)
 
 
 def _commit(
-    program: Program, row: State, view: View, sampler: Sampler, key: Key, window: Array
-) -> tuple[dict[str, Any], Array, Array, Array]:
-    assert sampler.stop is not None
-    proposal, rule_memory = sampler.rule(key, view, row.memory[0])
-    keep = lambda new: jnp.where(view.editable, new, row.canvas).astype(jnp.int32)
-    proposal = proposal._replace(canvas=keep(proposal.canvas), answer=keep(proposal.answer))
-    stopped, stop_memory = sampler.stop(view, proposal, row.memory[1])
-    at = row.length + jnp.arange(program.width)
-    ended = _ended(program, proposal, view)
-    over = stopped | (view.step + 1 >= view.steps) | ended
-    answer, total = proposal.answer, row.total
-    if program.eos is not None:
-        hit = (answer == program.eos) & view.editable
-        end = jnp.min(jnp.where(hit, at, row.total))
-        total = jnp.where(over, jnp.minimum(total, end), total)
-        # A row that ended keeps its end-of-text token just behind its text.
-        answer = jnp.where(over & (at > end) & (at < window) & ~row.held, program.eos, answer)
-    text = jax.lax.dynamic_update_slice(row.text, _written(row, answer, window, at, program), (row.length,))
-    known = jnp.where(over, jnp.minimum(window, total), row.known)
-    known, total = known.astype(jnp.int32), total.astype(jnp.int32)  # under x64 an arange is int64
+    program: Program,
+    row: State,
+    view: View,
+    window: Window,
+    settled: Settled,
+    stopped: Array,
+    knobs: Knobs,
+) -> tuple[dict[str, Any], Array]:
+    proposal, at = settled.proposal, window.at
+    editable = ~settled.held & (at < settled.end)
+    ends = _ends(proposal.answer, row, knobs) & editable
+    first = jnp.min(jnp.where(ends, at, settled.total))
+    over = stopped | (view.step + 1 >= view.steps) | _ended(program, row, knobs, settled, editable, at)
+    answer = proposal.answer
+    # A row that ended keeps its end-of-text token just behind its text.
+    answer = jnp.where(over & (at > first) & editable & (knobs.eos >= 0), view.eos, answer)
+    total = jnp.where(over, jnp.minimum(settled.total, first), settled.total)
+    known = jnp.where(over, jnp.minimum(settled.end, total), row.known)
     fresh = dict(
-        text=jnp.where(over, text, row.text),
+        text=jnp.where(over, _written(program, row, answer, settled, window), row.text),
         known=known,
         total=total,
-        canvas=proposal.canvas,
-        answer=answer,
+        canvas=paste(row.canvas, proposal.canvas, window.offset),
+        answer=paste(row.answer, answer, window.offset),
+        held=paste(row.held, settled.held, window.offset),
         step=jnp.where(over, -1, row.step + 1),
-        memory=(rule_memory, stop_memory),
         done=row.done | (over & (known >= total)),
     )
-    settled = (proposal.canvas == answer) | over
-    return fresh, settled, view.reading.p_argmax, view.logits
+    if program.grows:
+        given = paste(row.given, settled.held & (at < settled.end), window.at[0])
+        fresh |= dict(given=jnp.where(over, given, row.given), n=(settled.end - row.length))
+    if program.verify:  # the draft waits for its check; nothing is written yet
+        fresh |= dict(text=row.text, known=row.known, total=row.total, done=row.done, tentative=over)
+        fresh["step"] = row.step + 1
+    else:
+        fresh |= close_thinking(row, fresh, knobs)
+    ints = {k: v.astype(jnp.int32) for k, v in fresh.items() if k in ("known", "total", "step", "n")}
+    return fresh | ints, (proposal.canvas == answer) | over
 
 
-def _ended(program: Program, proposal: Proposal, view: View) -> Array:
+def close_thinking(row: State, fresh: dict[str, Any], knobs: Knobs) -> dict[str, Any]:
+    """Where a row's thinking is over, close it and open the answer, whose room was kept for it."""
+    shut = fresh["done"] & ~row.done & (row.reserve > 0)
+    end = fresh["total"]
+    text = fresh["text"].at[jnp.where(shut, end, row.text.shape[0])].set(knobs.close, mode="drop")
+    return dict(
+        text=text,
+        known=jnp.where(shut, end + 1, fresh["known"]),
+        total=jnp.where(shut, end + 1 + row.reserve, end),
+        reserve=jnp.where(shut, 0, row.reserve),
+        done=fresh["done"] & ~shut,
+    )
+
+
+def _ends(tokens: Array, row: State, knobs: Knobs) -> Array:
+    """Tokens that end what is being written: the end of text, and while thinking also its close."""
+    thinking = (row.reserve > 0) & (knobs.close >= 0) & (tokens == knobs.close)
+    return thinking | ((knobs.eos >= 0) & (tokens == knobs.eos))
+
+
+def _ended(program: Program, row: State, knobs: Knobs, settled: Settled, editable: Array, at: Array) -> Array:
     """Whether the chain holds an end of text with nothing open before it: the rest need not settle."""
-    if program.eos is None or program.corruption.mask is None:
-        return jnp.asarray(False)
-    far, at = program.width, jnp.arange(program.width)
-    first_open = jnp.min(jnp.where(view.masked & (proposal.canvas == view.noise), at, far))
-    return jnp.min(jnp.where((proposal.canvas == program.eos) & view.editable, at, far)) < first_open
+    assert knobs.sampler.stop is not None
+    if program.corruption.mask is None or knobs.sampler.stop.name != "filled":
+        return jnp.asarray(False)  # a stop of its own: the rule may still revise what stands there
+    far = at[-1] + 1
+    ends = _ends(settled.proposal.canvas, row, knobs) & editable
+    return jnp.min(jnp.where(ends, at, far)) < jnp.min(jnp.where(settled.open, at, far))
 
 
-def _written(row: State, answer: Array, window: Array, at: Array, program: Program) -> Array:
-    """The canvas as it goes into the text: the active block's answer, the rest as it stood."""
-    old = jax.lax.dynamic_slice(row.text, (row.length,), (program.width,))
-    return jnp.where((at < window) & ~row.held, answer, old)
+def _written(program: Program, row: State, answer: Array, settled: Settled, window: Window) -> Array:
+    """The text with the window in it: the active block's answer, the rest as it stood."""
+    mine = (window.at < settled.end) & (~settled.held | program.grows)
+    old = jax.lax.dynamic_slice_in_dim(row.text, window.at[0], program.window)
+    return paste(row.text, jnp.where(mine, answer, old), window.at[0])

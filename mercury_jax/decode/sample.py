@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.chat import split_answer
 from mercury_jax.config import Plan
-from mercury_jax.decode import launch, rules
-from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
+from mercury_jax.decode import ask, launch
+from mercury_jax.decode.output import LogProbs, Output, Session, collect
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
+__all__ = ["LogProbs", "Output", "Session", "sample"]
+
 HISTORY = 16  # passes of one dispatch while frames are kept
-
-
-@dataclass(frozen=True)
-class Output:
-    """Answers, and what they cost. Lists have one entry a prompt."""
-
-    texts: list[str]  # the answers; for conversations without their thinking
-    tokens: list[np.ndarray] = field(repr=False)  # emitted ids, end of text left off
-    forwards: np.ndarray  # int [B], denoiser passes of each row
-    finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did
-    seconds: float  # of decoding, compilation included
-    thinking: list[str | None] = field(repr=False)
-    history: list[Frame] = field(repr=False, default_factory=list)  # one Frame a pass, if asked for
-
-    @property
-    def text(self) -> str:
-        """The answer to the first prompt."""
-        return self.texts[0]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Emitted tokens of each answer."""
-        return [len(t) for t in self.tokens]
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Emitted tokens over denoiser passes, summed over the rows."""
-        return float(sum(self.lengths) / max(int(self.forwards.sum()), 1))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows over the seconds of the call."""
-        return sum(self.lengths) / max(self.seconds, 1e-9)
 
 
 def sample(
@@ -62,83 +29,61 @@ def sample(
     seed: int = 0,
     sampler: Any = None,
     plan: Plan | None = None,
-    temperature: float | None = None,
+    temperature: Any = None,
+    effort: Any = None,
+    logit_bias: Any = None,
+    guidance: Any = None,
+    negative: Any = None,
+    logprobs: int | None = None,
+    state: Session | None = None,
+    keep: bool = False,
+    passes: int | None = None,
     history: bool = False,
     mesh: Mesh | None = None,
 ) -> Output:
     """Decode an answer to each prompt.
 
     prompt: a text, a conversation (list of {"role", "content"}), ids, or a list of these.
-    max_tokens: most tokens to emit, each prompt. seed: row i draws from seed + i.
+    max_tokens: most tokens of an answer, its thinking not counted. seed: row i draws from seed + i.
     sampler: a rule such as `rules.threshold(0.9)` (the default) or a `Sampler`.
-    plan: block and steps. temperature: of the drawn tokens (None: the rule's own; 0: argmax).
+    plan: block, steps and reuse of keys. temperature: of the drawn tokens (None: the rule's own; 0: argmax).
+    effort: "instant", "low", "medium", "high" or an `Effort`; conversations then think first, within its
+        room. logit_bias: {id: bias}, or a list of these, one a prompt.
+    guidance: weight of classifier-free guidance, or one a prompt; 0 changes nothing. negative: what stands in
+        the prompt's place on the other side (default: nothing), one or one a prompt.
+    logprobs: keep log-probabilities, with so many alternatives at each token.
+    state: go on from an earlier call's `Output.state`: `prompt` is what is said next, or None to finish a
+        call that `passes` stopped. keep: fill `Output.state`. passes: stop after so many.
     history: keep a Frame of every pass. mesh: spread the rows over its `data` axis.
-    Raises ValueError, before any compute, naming the argument that does not fit.
+    Raises ValueError naming the argument that does not fit before any compute, or row and pass where a
+    model's logits turn out to be NaN.
     """
-    prompts, _ = normalise(lm, prompt)
-    most = check_room(lm, prompts, max_tokens)
     began = time.perf_counter()
-    job = launch.prepare(
-        lm, request(prompts, most, check_seed(seed)), sampler if sampler is not None else rules.threshold(),
-        plan or Plan(), temperature=temperature, mesh=mesh,
+    keep = keep or state is not None or passes is not None
+    asked = ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan or Plan(), temperature=temperature,
+        effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
+        mesh=mesh,
     )  # fmt: skip
+    job, prompts = ask.prepare(lm, asked)
+    before = np.zeros(job.state.length.shape[0], int) if state is None else ask.encoded_before(job, state)
+    job, frames, used = _run(lm, job, passes, history)
+    out = collect(lm, job, prompts, began, frames, before)
+    return dataclasses.replace(out, passes=used, state=Session(job, prompts) if keep else None)
+
+
+def _run(lm: LM, job: launch.Job, passes: int | None, history: bool) -> tuple[launch.Job, list[Frame], int]:
+    if not history and passes is None:
+        job, _, used = launch.advance(lm, job, None)
+        return job, [], int(np.max(jax.device_get(used)))
     frames: list[Frame] = []
-    if history:
-        job, frames = _keep_frames(lm, job)
-    else:
-        job, _, _ = launch.advance(lm, job, None)
-    return collect(lm, job, prompts, most, began, frames)
-
-
-def request(prompts: Sequence[Prompt], max_tokens: int, seed: int) -> launch.Request:
-    """Prompts as left-aligned rows; row i is seeded with seed + i."""
-    lengths = np.array([len(p.ids) for p in prompts])
-    text = np.zeros((len(prompts), int(lengths.max()) + max_tokens), np.int32)
-    for row, prompt in zip(text, prompts, strict=True):
-        row[: len(prompt.ids)] = prompt.ids
-    given = np.arange(text.shape[1]) < lengths[:, None]
-    seeds = (seed + np.arange(len(prompts))) % 2**31
-    return launch.Request(text, given, lengths, lengths + max_tokens, seeds)
-
-
-def _keep_frames(lm: LM, job: launch.Job) -> tuple[launch.Job, list[Frame]]:
-    kept: list[Frame] = []
-    while not np.all(jax.device_get(job.state.done)):
-        job, frames, used = launch.advance(lm, job, HISTORY)
-        host = jax.device_get(frames)
-        for i in range(int(np.max(jax.device_get(used)))):
-            kept.append(jax.tree.map(lambda x, i=i, n=job.rows: x[i, :n], host))
-    return job, kept
-
-
-def collect(
-    lm: LM,
-    job: launch.Job,
-    prompts: Sequence[Prompt],
-    max_tokens: int,
-    began: float,
-    frames: list[Frame],
-) -> Output:
-    """The answers of a finished job."""
-    state = job.state
-    text, total, forwards = jax.device_get((state.text, state.total, state.forwards))
-    tokens = [text[i, len(p.ids) : total[i]] for i, p in enumerate(prompts)]
-    seconds = time.perf_counter() - began
-    ended = ["stop" if len(t) < max_tokens else "length" for t in tokens]
-    said = [decoded(lm, t, p.chat) for t, p in zip(tokens, prompts, strict=True)]
-    return Output(
-        texts=[answer for _, answer in said],
-        tokens=tokens,
-        forwards=forwards[: job.rows],
-        finish=ended,
-        seconds=seconds,
-        thinking=[thought for thought, _ in said],
-        history=frames,
-    )
-
-
-def decoded(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
-    """(thinking or None, answer) of emitted ids; raw text has no thinking."""
-    if chat:
-        return split_answer(lm.tokenizer, ids.tolist())
-    return None, lm.tokenizer.decode(ids.tolist())
+    made = 0
+    while not np.all(jax.device_get(job.state.done)) and (passes is None or made < passes):
+        # Whole chunks and then single passes: two programs serve every number.
+        size = HISTORY if passes is None or passes - made >= HISTORY else 1
+        job, chunk, used = launch.advance(lm, job, size)
+        host, used = jax.device_get((chunk, np.max(jax.device_get(used))))
+        made += int(used)
+        for i in range(int(used) if history else 0):
+            frames.append(jax.tree.map(lambda x, i=i, n=job.rows: x[i, :n], host))
+    return job, frames, made

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode.launch import bucket
+from mercury_jax.decode.program import bucket
 from mercury_jax.decode.prompts import check_seed, normalise
 from mercury_jax.decode.read import forbid
 from mercury_jax.types import LM, Laid, Model, Params

@@ -12,7 +12,8 @@ from mercury_jax.types import Proposal, View
 @stop
 def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Memory]:
     """Masked decoding: no mask is left, so another pass would change nothing."""
-    return ~jnp.any(view.masked & (proposal.canvas == view.noise)), memory
+    used = jnp.arange(proposal.canvas.shape[0]) < proposal.n
+    return ~jnp.any(used & (proposal.canvas == view.noise)), memory
 
 
 @stop
@@ -22,7 +23,7 @@ def never(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Me
     return jnp.asarray(False), memory
 
 
-@stop(init=lambda canvas: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)))
+@stop(init=lambda canvas, vocab: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)))
 def steady(
     view: View, proposal: Proposal, memory: Memory, *, entropy: Knob = 0.005, patience: Knob = 1
 ) -> tuple[jax.Array, Memory]:
@@ -36,3 +37,43 @@ def steady(
     used = jnp.maximum(view.editable.sum(), 1)
     mean = jnp.sum(view.reading.entropy * view.editable) / used
     return (count >= patience) & (mean < entropy), (proposal.answer, count)
+
+
+def _counts(canvas: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    del canvas, vocab
+    return jnp.asarray(0, jnp.int32), jnp.asarray(0, jnp.int32)
+
+
+@stop(init=_counts)
+def fixed_point(
+    view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 1, limit: Knob = jnp.inf
+) -> tuple[jax.Array, Memory]:
+    """No mask is left, and `patience` steps have changed nothing; or `limit` steps began without a mask.
+
+    For rules that edit what is settled. LLaDA2.1 (arXiv 2602.08676) has patience 1 and limit 16.
+    """
+    still, full = memory
+    same = jnp.all(proposal.canvas == view.canvas) & (proposal.n == view.n)
+    still = jnp.where(same, still + 1, 0)
+    full = full + ~jnp.any(view.masked)
+    done, _ = filled()(view, proposal, ())
+    return done & ((still >= patience) | (full >= limit)), (still, full)
+
+
+@stop(init=_counts)
+def stalled(
+    view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 32
+) -> tuple[jax.Array, Memory]:
+    """No mask is left, and nothing changed or the canvas no longer comes closer to the argmax.
+
+    Closeness is how many tokens are the argmax of the pass that proposed them; the block ends after
+    more than `patience` steps in a row without a new best (GIDD's self-correction, arXiv 2503.04482).
+    """
+    best, count = memory
+    agreeing = (view.editable & (proposal.canvas == view.reading.argmax)).sum().astype(jnp.int32)
+    full = ~jnp.any(view.masked)
+    count = jnp.where(full & (agreeing <= best), count + 1, 0)
+    best = jnp.where(full, jnp.maximum(best, agreeing), 0)
+    done, _ = filled()(view, proposal, ())
+    same = jnp.all(proposal.canvas == view.canvas)
+    return done & (same | (count > patience)), (best, count)

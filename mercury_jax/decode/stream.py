@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import launch, rules
-from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
-from mercury_jax.decode.sample import decoded, request
+from mercury_jax.decode import ask, launch
+from mercury_jax.decode.output import Session, decoded
+from mercury_jax.decode.prompts import Prompt, normalise
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
@@ -41,6 +41,9 @@ def stream(
     sampler: Any = None,
     plan: Plan | None = None,
     temperature: float | None = None,
+    effort: Any = None,
+    logit_bias: Any = None,
+    state: Session | None = None,
     every: int = 1,
 ) -> Iterator[Moment]:
     """Yield a Moment after every `every` denoising passes; the last one has `done` set.
@@ -48,26 +51,30 @@ def stream(
     Takes one prompt (a text, a conversation, or ids); the other arguments are those of `sample`,
     and the last Moment's text is what `sample` returns. Bad arguments raise at the call.
     """
-    prompts, single = normalise(lm, prompt)
+    if prompt is None:
+        raise refuse("prompt", prompt, "a prompt; sample(lm, None, state=) finishes what was stopped")
+    _, single = normalise(lm, prompt)
     if not single:
-        raise refuse("prompt", f"{len(prompts)} prompts", "one prompt; sample() takes several")
+        raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise refuse("every", every, "1 or more passes")
-    most = check_room(lm, prompts, max_tokens)
-    job = launch.prepare(
-        lm, request(prompts, most, check_seed(seed)), sampler if sampler is not None else rules.threshold(),
-        plan or Plan(), temperature=temperature,
+    asked = ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan or Plan(), temperature=temperature,
+        effort=effort, logit_bias=logit_bias, state=state,
     )  # fmt: skip
-    return _moments(lm, job, prompts[0], most, every)
+    job, prompts = ask.prepare(lm, asked)
+    return _moments(lm, job, prompts[0], every)
 
 
-def _moments(lm: LM, job: launch.Job, prompt: Prompt, most: int, every: int) -> Iterator[Moment]:
-    board = _Board(len(prompt.ids), most)
+def _moments(lm: LM, job: launch.Job, prompt: Prompt, every: int) -> Iterator[Moment]:
+    board = _Board(len(prompt.ids), job.state.text.shape[1], lm.tokenizer.special.end_think)
     job, frames, used = launch.advance(lm, job, every)
     while True:
         # The next passes are under way before these are read, so the device does not wait for us.
         job, ahead, used_ahead = launch.advance(lm, job, every)
         seen = board.look(jax.device_get(frames), int(jax.device_get(used)))
+        if board.done:
+            launch.refuse_broken(job)
         if seen:
             yield _moment(lm, board, prompt)
         if board.done:
@@ -78,7 +85,8 @@ def _moments(lm: LM, job: launch.Job, prompt: Prompt, most: int, every: int) -> 
 class _Board:
     """The answer's tokens by position, put together from frames."""
 
-    def __init__(self, prompt: int, most: int):
+    def __init__(self, prompt: int, most: int, close: int):
+        self.close = close  # the id that ends the thinking
         self.prompt, self.step, self.start, self.end, self.done = prompt, 0, 0, 0, False
         self.tokens = np.zeros(most, np.int32)
         self.settled = np.zeros(most, bool)
@@ -97,10 +105,13 @@ class _Board:
         inside = (at >= 0) & (at < len(self.tokens))
         at, here = at[inside], np.flatnonzero(inside)
         self.start = int(at[0]) if len(at) else self.start
+        # Thinking that used up its room is closed between two frames.
+        self.tokens[self.end : self.start] = self.close
         self.settled[: self.start], self.confidence[: self.start] = True, 1.0
         self.tokens[at] = frame.answer[here]
         self.settled[at], self.confidence[at] = frame.settled[here], frame.confidence[here]
-        self.end = max(self.end, int(at[-1]) + 1) if len(at) else self.end
+        # Not the furthest end so far: a draft that failed its check, or a deletion, takes tokens back.
+        self.end = int(at[-1]) + 1 if len(at) else self.end
         self.step += 1
 
 

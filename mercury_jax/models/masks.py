@@ -45,26 +45,43 @@ def pass_ranges(
     return jnp.stack([first, jnp.zeros_like(first)], axis=2)
 
 
+def padded(ranges: Int[Array, "B T 2 2"]) -> Int[Array, "B T 3 2"]:
+    """The same ranges with an empty third one."""
+    return jnp.concatenate([ranges, jnp.zeros_like(ranges[:, :, :1])], axis=2)
+
+
+def blind_ranges(
+    positions: Int[Array, "B T"], live: Bool[Array, "B T"], end: Int[Array, "B"], slots: Int[Array, "B T"]
+) -> Int[Array, "B T 3 2"]:
+    """What a mask sees that stands in for the token at its position: all others, and its own key."""
+    stop = jnp.broadcast_to(end[:, None], positions.shape)
+    pairs = [(jnp.zeros_like(stop), positions), (positions + 1, stop), (slots, slots + 1)]
+    ranges = jnp.stack([jnp.stack(pair, axis=-1) for pair in pairs], axis=2)
+    return jnp.where(live[:, :, None, None], ranges, 0)
+
+
 def layout(config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None = None) -> Laid:
     """One document as training and scoring see it: clean tokens, then its canvases, in one row.
 
     ids [n]; the first `prompt` of them are never noised. `fill` completes the last canvas with
     that id (end of text), editable like the rest; None leaves it short.
-    The clean part ends where the last canvas starts: nobody looks at what would follow.
+    The clean part ends where the last canvas starts: nobody looks at what would follow. A model that
+    predicts the next token keeps the whole document there (without the fill): each token is a target.
     """
     ids = np.asarray(ids, np.int32)
     if not 0 <= prompt < len(ids):
         raise ValueError(
             f"prompt is {prompt}; allowed: 0..{len(ids) - 1}, so that a token is left to denoise"
         )
-    first = _first_canvas(config, prompt)
+    first, said = _first_canvas(config, prompt), len(ids)
     if fill is not None:
         short = -(len(ids) - first) % config.block
         ids = np.concatenate([ids, np.full(short, fill, np.int32)])
     if config.pattern == "bidirectional":
         return _one_canvas(ids, prompt)
     starts = np.arange(first, len(ids), config.block)
-    return _clean_and_canvases(config, ids, prompt, starts)
+    clean = said if config.predicts_next else int(starts[-1])
+    return _clean_and_canvases(config, ids, prompt, starts, clean)
 
 
 def _first_canvas(config: ModelConfig, prompt: int) -> int:
@@ -81,9 +98,10 @@ def _one_canvas(ids: np.ndarray, prompt: int) -> Laid:
     return Laid(ids, positions, ranges, positions >= prompt, np.zeros(n, np.int32))
 
 
-def _clean_and_canvases(config: ModelConfig, ids: np.ndarray, prompt: int, starts: np.ndarray) -> Laid:
-    clean, n = int(starts[-1]), len(ids)
-    noisy = np.arange(starts[0], n)
+def _clean_and_canvases(
+    config: ModelConfig, ids: np.ndarray, prompt: int, starts: np.ndarray, clean: int
+) -> Laid:
+    noisy = np.arange(starts[0], len(ids))
     positions = np.concatenate([np.arange(clean), noisy]).astype(np.int32)
     canvas = (noisy - starts[0]) // config.block
     ranges = np.zeros((len(positions), 2, 2), np.int32)

@@ -136,6 +136,8 @@ def _forward(
     end: Int[Array, "B"],
     encoding: Bool[Array, "B"],
     carry: Carry = (),
+    *,
+    blind: int | None = None,
 ) -> tuple[Array, Cache]:
     offsets = jnp.arange(tokens.shape[1])[None]
     live = offsets < n[:, None]
@@ -143,4 +145,14 @@ def _forward(
     capacity = jax.tree.leaves(cache)[0].shape[1]
     slots = jnp.where(live, positions, capacity)  # dead tokens are dropped
     ranges = masks.pass_ranges(net.config, positions, live, end, encoding)
+    if blind is not None:
+        # A mask for each token, behind the canvas: it sees all but the token, and its own key.
+        live = live & ~encoding[:, None]
+        shadows = jnp.where(live, end[:, None] + offsets, capacity)
+        ranges = jnp.concatenate(
+            [masks.padded(ranges), masks.blind_ranges(positions, live, end, shadows)], axis=1
+        )
+        tokens = jnp.concatenate([tokens, jnp.full_like(tokens, blind)], axis=1)
+        positions = jnp.concatenate([positions, positions], axis=1)
+        slots = jnp.concatenate([slots, shadows], axis=1)
     return net.apply({"params": params}, tokens, positions, ranges, cache, slots)

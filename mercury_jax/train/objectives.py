@@ -90,16 +90,20 @@ def canvas_times(key: Key, batch: Batch, least: float) -> Float[Array, "B T"]:
 
 
 def cross_entropy(
-    model: Model, params: Params, batch: Batch, xt: Array
+    model: Model, params: Params, batch: Batch, xt: Array, target: Array | None = None
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(-log p(x0 | xt) in nats, whether x0 is the most probable id) at every position."""
+    """(-log p(target | xt) in nats, whether it is the most probable id) at every position.
+
+    target [B, T]: what each position is to say; None: its own clean token.
+    """
+    target = batch.tokens if target is None else target
     hidden = model.apply(params, xt, batch.positions, batch.ranges, ())
     logits = model.head(params, hidden)
     # The mask is never data: without it the model is the SUBS parameterisation of MDLM.
     ids = jnp.arange(logits.shape[-1])
     logits = jnp.where(ids == model.config.mask, -1e30, logits)
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
-    chosen = jnp.sum(jnp.where(ids == batch.tokens[..., None], logits, 0.0), axis=-1)
+    chosen = jnp.sum(jnp.where(ids == target[..., None], logits, 0.0), axis=-1)
     ce = jax.nn.logsumexp(logits, axis=-1) - chosen
     return ce, (chosen >= logits.max(axis=-1)).astype(jnp.float32)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mercury_jax import checkpoint
-from mercury_jax.config import refuse
+from mercury_jax.config import from_dict, refuse
 from mercury_jax.train.recipe import TrainConfig, resolved
 
 CHECKPOINTS = "checkpoints"
@@ -27,11 +27,11 @@ def ready(config: TrainConfig) -> int | None:
         raise refuse("out", str(config.folder), allowed)
     saved, now = checkpoint.inspect(folder)[1]["config"], resolved(config)
     for part in ("model", "noise"):
+        # A key that the checkpoint is too old to have stands at its default.
+        had = resolved(from_dict(type(getattr(config, part)), saved[part]))
         for name, value in now[part].items():
-            if saved[part].get(name) != value:
-                raise refuse(
-                    f"{part}.{name}", value, f"{saved[part].get(name)!r}, as in the checkpoint to resume"
-                )
+            if had[name] != value:
+                raise refuse(f"{part}.{name}", value, f"{had[name]!r}, as in the checkpoint to resume")
     return newest
 
 

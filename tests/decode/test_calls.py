@@ -150,8 +150,6 @@ def test_bad_input_to_the_other_calls_is_refused_in_words():
         mj.Hole(0)
     with pytest.raises(ValueError, match="context"):
         mj.infill(lm, ["x", mj.Hole(500)])
-    with pytest.raises(ValueError, match="pattern"):
-        mj.infill(tiny("block_causal"), ["x", mj.Hole(2)])
     with pytest.raises(ValueError, match="samples"):
         mj.score(lm, "x", "y", samples=0)
     with pytest.raises(ValueError, match="corruption"):

@@ -9,9 +9,9 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import launch
+from mercury_jax.decode.ask import request
 from mercury_jax.decode.parts import rule, settle
 from mercury_jax.decode.prompts import Prompt
-from mercury_jax.decode.sample import request
 from mercury_jax.decode.state import admit
 from tests.tiny import PATTERNS, tiny
 

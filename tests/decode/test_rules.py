@@ -6,34 +6,8 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode import shape
 from mercury_jax.decode.read import draw, read
-from mercury_jax.types import View
-
-MASK, KEY = 9, jax.random.key(0)
-
-
-def view(p_sample, masked, entropy=None, uniform=False, **more):
-    """A row of a canvas whose position i would draw token i."""
-    n = len(p_sample)
-    p = jnp.asarray(p_sample, jnp.float32)
-    ids = jnp.arange(n)
-    masked = jnp.asarray(masked)
-    reading = read(jnp.zeros((n, 10)), ids, ids)._replace(
-        sample=ids, argmax=ids, p_sample=p, entropy=jnp.asarray(entropy if entropy else p, jnp.float32)
-    )
-    canvas = jnp.where(masked, MASK, 8)
-    fields = dict(
-        canvas=canvas, reading=reading, logits=jnp.zeros((n, 10)), editable=masked, masked=masked,
-        n=jnp.asarray(n), room=jnp.asarray(0), noise=jnp.full(n, 7 if uniform else MASK), t=jnp.asarray(1.0),
-        s=jnp.asarray(0.5), keep_t=jnp.asarray(0.0), keep_s=jnp.asarray(0.5), step=jnp.asarray(0), steps=jnp.asarray(2),
-    )  # fmt: skip
-    return View(**(fields | more))
-
-
-def taken(rule, v):
-    proposal, _ = rule(KEY, v, ())
-    return proposal.canvas.tolist()
+from tests.decode.views import KEY, MASK, taken, view
 
 
 def test_confidence_takes_its_share_of_the_best():
@@ -81,7 +55,7 @@ def test_random_takes_its_share_anywhere():
 
 def test_a_reading_is_what_the_softmax_says():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]))
-    r = read(logits, jnp.asarray([1, 0]), jnp.asarray([2, 2]), (0,))
+    r = read(logits, jnp.asarray([1, 0]), jnp.asarray([2, 2]), jnp.asarray(0))
     assert r.argmax.tolist() == [0, 2]
     np.testing.assert_allclose(r.p_argmax, [0.5, 0.8], rtol=1e-6)
     np.testing.assert_allclose(r.p_sample, [0.2, 0.8], rtol=1e-6)
@@ -90,7 +64,7 @@ def test_a_reading_is_what_the_softmax_says():
     np.testing.assert_allclose(
         r.entropy[0], -(0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2)), rtol=1e-6
     )
-    np.testing.assert_allclose(r.p_ids[:, 0], [0.5, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(r.p_eos, [0.5, 0.1], rtol=1e-6)
 
 
 def test_draw_is_the_inverse_cdf_and_greedy_at_zero():
@@ -106,20 +80,6 @@ def test_draw_is_the_inverse_cdf_and_greedy_at_zero():
         2,
         2,
     ]
-
-
-def test_shapers_keep_what_they_should():
-    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
-    any_view = view([1], [True])
-    kept = lambda part: (part(logits, any_view) > -1e20).tolist()[0]
-    assert kept(shape.top_k(2)) == [True, True, False, False]
-    assert kept(shape.top_p(0.7)) == [True, True, False, False]
-    assert kept(shape.top_p(0.81)) == [True, True, True, False]
-    assert kept(shape.top_p(0.0)) == [True, False, False, False]
-    assert kept(shape.min_p(0.2)) == [True, True, True, False]
-    np.testing.assert_allclose(shape.temperature(2.0)(logits, any_view), logits / 2)
-    cold = shape.cooling(0.4, 0.8)(logits, view([1], [True], t=jnp.asarray(0.0)))
-    np.testing.assert_allclose(cold, logits / 0.4, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

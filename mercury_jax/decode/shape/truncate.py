@@ -1,29 +1,14 @@
-"""Shapers: what is done to the logits of a row before a rule reads them."""
+"""Shapers that truncate: the improbable ids of each position are dropped."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from mercury_jax.decode.parts import Knob, shaper
 from mercury_jax.decode.read import NEVER
+from mercury_jax.decode.shape.scale import Logits
 from mercury_jax.types import View
-
-Logits = Float[Array, "L V"]
-
-
-@shaper
-def temperature(logits: Logits, view: View, *, t: Knob = 1.0) -> Logits:
-    """Divide by `t` for everything that is read (confidence, entropy); drawing has its own knob."""
-    del view
-    return logits / jnp.maximum(t, 1e-6)
-
-
-@shaper
-def cooling(logits: Logits, view: View, *, last: Knob = 0.4, first: Knob = 0.8) -> Logits:
-    """Temperature from `first` at noise to `last` at text, linear in time (DiffusionGemma)."""
-    return logits / jnp.maximum(last + (first - last) * view.t, 1e-6)
 
 
 @shaper
@@ -50,7 +35,7 @@ def top_p(logits: Logits, view: View, *, p: Knob = 0.95) -> Logits:
 
 @shaper
 def min_p(logits: Logits, view: View, *, p: Knob = 0.05) -> Logits:
-    """Keep ids at least `p` times as probable as the best one (arXiv 2407.01082)."""
+    """Keep ids at least `p` times as probable as the best one, which always stays (arXiv 2407.01082)."""
     del view
-    least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.maximum(p, 1e-30))
+    least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.clip(p, 1e-30, 1.0))
     return jnp.where(logits >= least, logits, NEVER)

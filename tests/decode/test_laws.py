@@ -1,0 +1,78 @@
+"""Laws that every rule keeps: it leaves the prompt alone, ends, emits nothing forbidden, repeats with its
+seed, and treats a batch as its rows."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.decode import ask, launch
+from mercury_jax.decode.parts import Sampler, complete
+from mercury_jax.decode.prompts import Prompt
+from tests.decode.test_verify import causal
+from tests.tiny import tiny
+
+PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x", "if y"]
+MOST = 12
+
+# Ids that a rule of variable length reacts to; any of the tiny vocabulary's will do.
+SPECIAL = {"expand": dict(expand=300, delete=301), "levenshtein": dict(delete=300, insert=301)}
+
+
+def model_for(sampler):
+    """The tiny model that a rule is made for."""
+    if sampler.verify is not None:
+        return causal()
+    return tiny(kind="uniform") if "masked" not in sampler.rule.fits else tiny()
+
+
+def made(name):
+    rule = mj.rules.ALL[name](**SPECIAL.get(name, {}))
+    return rule if isinstance(rule, Sampler) else Sampler(rule)
+
+
+@functools.cache
+def run(name, others=(1, 2, 3), seed=5):
+    """Prompt 0 beside others; always four rows, so that one program serves all of it."""
+    sampler = made(name)
+    lm = model_for(sampler)
+    ids = [lm.tokenizer.encode(PROMPTS[i]) for i in (0, *others)]
+    asked = ask.request([Prompt(i, False) for i in ids], MOST, seed)
+    job = launch.prepare(lm, asked, sampler, mj.Plan(steps=10))
+    job, _, used = launch.advance(lm, job, None)
+    text, total = np.asarray(job.state.text), np.asarray(job.state.total)
+    return lm, ids, text, total, int(used), np.asarray(job.state.forwards)
+
+
+@pytest.mark.parametrize("name", list(mj.rules.ALL))
+def test_a_rule_leaves_the_prompt_alone_ends_and_emits_nothing_forbidden(name):
+    lm, ids, text, total, used, _ = run(name)
+    # Two blocks of 8 at ten steps each and their encoding; rules of variable length have one canvas.
+    assert used <= 2 * 11 + 8
+    never = [lm.tokenizer.mask, lm.tokenizer.pad, lm.tokenizer.eos]
+    for row, prompt, end in zip(text, ids, total, strict=True):
+        assert row[: len(prompt)].tolist() == prompt
+        assert len(prompt) <= end <= len(prompt) + MOST
+        assert not np.isin(row[len(prompt) : end], never).any()
+
+
+@pytest.mark.parametrize("name", list(mj.rules.ALL))
+def test_a_rule_treats_a_batch_as_its_rows_and_repeats(name):
+    _, ids, text, total, _, forwards = run(name)
+    _, _, again, total_again, _, forwards_again = run(name, (3, 1, 2))
+    assert total[0] == total_again[0] and forwards[0] == forwards_again[0]
+    np.testing.assert_array_equal(text[0, : total[0]], again[0, : total[0]])
+
+
+@pytest.mark.parametrize("name", list(mj.rules.ALL))
+def test_a_rule_that_draws_follows_its_seed(name):
+    sampler = complete(made(name), model_for(made(name)).corruption)
+    draws = sampler.temperature > 0 or name in ("random", "dream_origin")
+    _, _, text, total, _, _ = run(name)
+    _, _, other, total_other, _, _ = run(name, seed=6)
+    same = all(
+        np.array_equal(a[:s], b[:t]) for a, b, s, t in zip(text, other, total, total_other, strict=True)
+    )
+    if draws:
+        assert not same
