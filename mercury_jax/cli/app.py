@@ -18,8 +18,10 @@ COMMANDS = {
     "demo": ("demo", "watch the embedded model turn noise into answers"),
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
+    "edit": ("edit", "write spans of a text anew, or let the model choose what to change"),
     "train": ("train", "train a model as a recipe says"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
+    "bench": ("bench", "measure the speed of decoding, and what it costs in accuracy"),
     "info": ("info", "what a model is, and which rules and tasks there are"),
 }
 

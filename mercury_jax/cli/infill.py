@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli.parser import Parser, whole
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ examples:
   mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
   mercury infill --file draft.py                    with holes such as [[16]] in it
   mercury infill "if x {4}:" --mark "{N}"           where [[ ]] is part of the text
+  mercury infill "x = [[?]] + 1"                    as many tokens as fit, up to --most
 
-A hole gets exactly as many tokens as it says. All holes are denoised in the same passes, and each
-sees the text on both of its sides. In a terminal the filling stands out; piped, it is plain text."""
+A hole gets exactly as many tokens as it says, an open one ([[?]]) what the model finds likeliest. All
+holes are denoised in the same passes, and each sees the text on both of its sides. In a terminal the
+filling stands out; piped, it is plain text."""
 
 
 def parser() -> Parser:
@@ -33,6 +35,9 @@ def parser() -> Parser:
     p.add_argument("--file", metavar="PATH", help="read the template from a file")
     p.add_argument(
         "--mark", default="[[N]]", metavar="MARK", help="what a hole of N tokens looks like (default [[N]])"
+    )
+    p.add_argument(
+        "--most", type=whole, default=32, metavar="N", help="most tokens of an open hole (default 32)"
     )
     options.model(p)
     options.text(p)
@@ -49,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     how = dict(
         seed=args.seed, sampler=options.sampler(args), plan=options.plan(args), temperature=args.temperature
     )
-    out = _fill(show.load(args.model), pieces, args.warm, how)
+    out = _fill(show.load(args.model), pieces, args.most, args.warm, how)
     if args.json:
         show.emit(_record(out, args))
         return 0
@@ -66,24 +71,30 @@ def _template(args: argparse.Namespace) -> str:
 
 
 def split(template: str, mark: str = "[[N]]") -> list[str | int]:
-    """Texts and widths of holes, in order; empty texts are left out."""
+    """Texts and widths of holes (0: open), in order; empty texts are left out."""
     before, n, after = mark.partition("N")
     if not (before and n and after):
         raise refuse("--mark", mark, "N with something on either side, such as [[N]]")
-    found = re.split(re.escape(before) + r"(\d+)" + re.escape(after), template)
+    found = re.split(re.escape(before) + r"(\d+|\?)" + re.escape(after), template)
     if len(found) == 1:
         raise refuse("TEMPLATE", template, f"at least one hole, such as {before}24{after}")
-    return [int(p) if i % 2 else p for i, p in enumerate(found) if p]
+    return [_width(p) if i % 2 else p for i, p in enumerate(found) if p]
 
 
-def _fill(lm: LM, pieces: Sequence[str | int], warm: bool, how: dict[str, Any]) -> InfillOutput:
+def _width(found: str) -> int:
+    if found == "0":
+        raise refuse("hole", found, "1 or more tokens, or ? for an open one")
+    return 0 if found == "?" else int(found)
+
+
+def _fill(lm: LM, pieces: Sequence[str | int], most: int, warm: bool, how: dict[str, Any]) -> InfillOutput:
     from mercury_jax.decode.infill import Hole, infill
 
     context = lm.model.config.context
     for hole in pieces:
-        if isinstance(hole, int) and not 1 <= hole <= context:
+        if isinstance(hole, int) and not 0 <= hole <= context:
             raise refuse("hole", hole, f"1..{context} tokens: the model's context is {context}")
-    parts = [Hole(p) if isinstance(p, int) else p for p in pieces]
+    parts = [Hole(p or None, most=most) if isinstance(p, int) else p for p in pieces]
     for _ in range(1 + warm):
         with show.waiting("denoising"):
             out = infill(lm, parts, **how)

@@ -50,6 +50,63 @@ def temperature(parser: Parser) -> None:
     )
 
 
+def shaping(parser: Parser) -> None:
+    """Penalties, truncation, bias, guidance."""
+    group = parser.add_argument_group(
+        "shaping", "What is done to the model's probabilities before a rule reads them."
+    )
+    for name, about in SHAPERS.items():
+        group.add_argument("--" + name.replace("_", "-"), type=number, metavar="X", help=about)
+    group.add_argument(
+        "--bias",
+        metavar="ID=X",
+        action="append",
+        default=[],
+        help="add X to the logit of a token id; repeatable",
+    )
+    group.add_argument(
+        "--guidance", type=number, metavar="W", help="classifier-free guidance against no prompt"
+    )
+    group.add_argument("--negative", metavar="TEXT", help="with --guidance: against this prompt instead")
+
+
+SHAPERS = {
+    "top_k": "draw among the X likeliest tokens",
+    "top_p": "draw among the likeliest tokens that make up probability X",
+    "min_p": "draw among tokens at least X times as likely as the best",
+    "repetition": "divide the logits of tokens that occurred by X (1: nothing)",
+    "presence": "subtract X from tokens that the answer holds",
+    "frequency": "subtract X for each time that the answer holds a token",
+}
+
+
+def shaped(args: argparse.Namespace, chosen: Any) -> Any:
+    """The sampler with the shapers that were asked for; as it was where there are none."""
+    from mercury_jax.decode import rules, shape
+    from mercury_jax.decode.parts import Sampler
+
+    asked = [(name, getattr(args, name)) for name in SHAPERS if getattr(args, name) is not None]
+    if not asked:
+        return chosen
+    chosen = rules.threshold() if chosen is None else chosen
+    chosen = chosen if isinstance(chosen, Sampler) else Sampler(chosen)
+    return chosen._replace(shape=(*chosen.shape, *(getattr(shape, name)(value) for name, value in asked)))
+
+
+def bias(args: argparse.Namespace) -> dict[int, float]:
+    """The pairs of --bias."""
+    table = {}
+    for pair in args.bias:
+        name, equals, value = pair.partition("=")
+        try:
+            table[int(name)] = float(value)
+        except ValueError:
+            raise refuse("--bias", pair, "ID=X, such as 17=-2.5") from None
+        if not equals:
+            raise refuse("--bias", pair, "ID=X, such as 17=-2.5")
+    return table
+
+
 def knobs(parser: Parser) -> None:
     """Every knob of every rule as an option; one whose name is taken stays reachable by --knob."""
     from mercury_jax.decode import rules

@@ -19,7 +19,8 @@ examples:
   mercury sample "def fibonacci(n):"
   mercury sample "347+585=" --chat                  as a user's message: the model answers it
   mercury sample "def f(x):" --p 0.6                settle more tokens a pass, less carefully
-  mercury sample "def f(x):" --rule ancestral --steps 64
+  mercury sample "def f(x):" --rule ancestral --steps 64 --top-p 0.9 --frequency 0.5
+  mercury sample "347+585=" --chat --effort low     think first, within the room of that effort
   cat prompt.txt | mercury sample - --json
 
 In a terminal you see the canvas after every pass. Piped, only the text is printed; figures go to
@@ -37,6 +38,18 @@ def parser() -> Parser:
     options.text(p)
     options.decoding(p, seed="prompt i draws from seed + i (default 0); same seed, same text")
     options.temperature(p)
+    options.shaping(p)
+    p.add_argument(
+        "--effort",
+        metavar="NAME",
+        help="instant, low, medium or high: step budget, strictness and room for thinking",
+    )
+    p.add_argument(
+        "--logprobs",
+        type=whole,
+        metavar="K",
+        help="with --json: log-probability of each token, and K alternatives",
+    )
     p.add_argument("--no-live", action="store_true", help="print the text only when it is done")
     p.add_argument("--warm", action="store_true", help="decode once before, so that no compilation is timed")
     options.machine(p)
@@ -50,15 +63,18 @@ def run(argv: Sequence[str]) -> int:
         if not text:
             raise refuse("PROMPT", text, "a text of at least one character")
     how = dict(
-        max_tokens=args.max_tokens, sampler=options.sampler(args), plan=options.plan(args),
-        temperature=args.temperature,
+        max_tokens=args.max_tokens, sampler=options.shaped(args, options.sampler(args)), plan=options.plan(args),
+        temperature=args.temperature, effort=args.effort, logit_bias=options.bias(args),
     )  # fmt: skip
+    batch = dict(guidance=args.guidance, negative=args.negative, logprobs=args.logprobs)
+    if args.logprobs is not None and not args.json:
+        raise refuse("--logprobs", args.logprobs, "with --json")
     lm = show.load(args.model)
     asked: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
-    if show.lively(args):
+    if show.lively(args) and args.guidance is None:
         _watch(lm, args, texts, asked, how)
     else:
-        _print(lm, args, asked, how)
+        _print(lm, args, asked, how | batch)
     return 0
 
 
@@ -100,7 +116,20 @@ def _record(out: Output, i: int, args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed + i,
         "batch": len(out.texts),
         "compilation_included": not args.warm,
-    }
+    } | ({} if out.logprobs is None else {"logprobs": _logprobs(out, i)})
+
+
+def _logprobs(out: Output, i: int) -> list[dict[str, Any]]:
+    assert out.logprobs is not None
+    found = out.logprobs[i]
+    return [
+        {
+            "id": int(t),
+            "logprob": float(p),
+            "top": [[int(a), float(b)] for a, b in zip(ids, top, strict=True)],
+        }
+        for t, p, ids, top in zip(out.tokens[i], found.tokens, found.top_ids, found.top, strict=True)
+    ]
 
 
 def _watch(lm: LM, args: argparse.Namespace, texts: list[str], asked: list[Any], how: dict[str, Any]) -> None:

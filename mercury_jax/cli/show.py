@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 
 def emit(record: Mapping[str, Any]) -> None:
-    """One JSON object on one line; NaN, which JSON lacks, becomes null."""
-    print(json.dumps(_plain(record), ensure_ascii=False, allow_nan=False), flush=True)
+    """One JSON object on one line."""
+    print(as_json(record), flush=True)
+
+
+def as_json(record: Mapping[str, Any]) -> str:
+    """Without line ends; NaN, which JSON lacks, becomes null."""
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
