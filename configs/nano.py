@@ -4,14 +4,16 @@
     mercury train configs/nano.py --resume --steps 9000 # go on for longer
     mercury train configs/nano.py --init mercury_jax/assets/nano --out runs/more   # go on from the embedded one
 
-A causal encoder with a canvas of 32 tokens, masked diffusion. What it reaches, with sample counts
-and intervals, is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
-`configs/nano_gpu.py` is the same recipe, larger, for one GPU.
+A causal encoder with a canvas of 32 tokens, masked diffusion. It is also taught to repair wrong tokens
+of its canvas, for the rules that edit, and to predict the next token in its encoding pass, for decoding
+that drafts and verifies with one set of weights. What it reaches, with sample counts and intervals,
+is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
+`configs/nano_gpu.py` is a larger one of its kind, for one GPU.
 """
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import data
-from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.objectives_edit import masked_and_edited
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig
 
@@ -21,20 +23,20 @@ def config() -> TrainConfig:
         name="nano",
         model=ModelConfig(
             vocab=1024, width=160, layers=6, heads=4, kv_heads=2, head_dim=32, ffn=432,
-            pattern="causal_encoder", block=32, context=512,
+            pattern="causal_encoder", block=32, context=512, predicts_next=True,
         ),
         # The bound weighs a canvas at t by 1/t; beyond 4 that is mostly variance.
-        objective=masked_elbo(clip=4.0),
+        objective=masked_and_edited(clip=4.0),
         data=data.mixture(
-            (data.generated("sudoku4"), 0.25),
-            (data.generated("add3", thinking=True), 0.40),
-            (data.generated("countdown3", thinking=True), 0.20),
-            (data.stdlib(), 0.15),
+            (data.generated("sudoku4"), 0.35),
+            (data.generated("add3", thinking=True), 0.35),
+            (data.generated("countdown3", thinking=True), 0.10),
+            (data.stdlib(), 0.20),
         ),
         optim=OptimConfig(optimizer="muon", lr=3e-3, warmup=100, decay="wsd", final=0.02, tail=0.25),
         steps=6000,
-        batch=16,
-        row=192,
+        batch=12,
+        row=256,  # a document is laid out twice: its clean tokens, and its canvases
         ema=0.995,
         eval_every=500,
         eval_batches=8,

@@ -17,5 +17,5 @@ from mercury_jax.train.recipe import TrainConfig
 
 def config() -> TrainConfig:
     nano: TrainConfig = runpy.run_path(str(Path(__file__).with_name("nano.py")))["config"]()
-    twin = dataclasses.replace(nano.model, pattern="block_causal", block=1)
+    twin = dataclasses.replace(nano.model, pattern="block_causal", block=1, predicts_next=False)
     return dataclasses.replace(nano, name="nano_ar", model=twin, objective=autoregressive(), row=256)

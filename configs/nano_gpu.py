@@ -25,6 +25,7 @@ def config() -> TrainConfig:
         model=ModelConfig(
             vocab=4096, width=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1408,
             pattern="causal_encoder", block=32, context=1024, dtype="bfloat16",
+            predicts_next=True,
         ),
         data=data.mixture(
             (data.generated("sudoku4"), 0.1),

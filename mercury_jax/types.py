@@ -139,7 +139,8 @@ class Model(NamedTuple):
     condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
     empty_cache(batch, slots) -> cache
     encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.
-    layout(ids, prompt, fill) -> Laid, a document as training sees it.
+    layout(ids, prompt, fill=None, whole=None) -> Laid, a document as training sees it; with whole=False without
+        the clean tokens that only the prediction of the next token needs.
     shardings: path rules, see `mercury_jax.sharding`.
     """
 

@@ -68,6 +68,6 @@ def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int) -> float:
         before = ids[:1]
     if len(ids) <= len(before):
         return 0.0
-    laid = lm.model.layout(ids, len(before))
+    laid = lm.model.layout(ids, len(before), whole=False)
     hidden, weight = masks(laid, SAMPLES, np.random.default_rng(0))
     return float(weighted_nats(lm, laid, hidden, weight).mean())

@@ -51,7 +51,7 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
         raise refuse(
             "prompt and completion", f"{total} tokens", f"at most {lm.model.config.context}, the context"
         )
-    laid = lm.model.layout(np.asarray(before + after, np.int32), len(before))
+    laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
     hidden, weight = masks(laid, samples, np.random.default_rng(check_seed(seed)))
     nats = weighted_nats(lm, laid, hidden, weight)
     spread = float(nats.std(ddof=1) / np.sqrt(samples)) if samples > 1 else 0.0

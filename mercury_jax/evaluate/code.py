@@ -79,7 +79,9 @@ def bits_per_byte(lm: LM, task: Task, settings: Settings) -> Report:
 def chunks(lm: LM, limit: int, seed: int) -> list[Laid]:
     """At most `limit` chunks of the held-out files: a random part of one pass over them all."""
     row = ROW * lm.model.config.block
-    setting = streams.Setting(lm.tokenizer, lm.model.layout, row, (seed,), "test")
+    setting = streams.Setting(
+        lm.tokenizer, functools.partial(lm.model.layout, whole=False), row, (seed,), "test"
+    )
     stream = streams.stream(sources.stdlib(), setting)
     if stream is None:
         raise refuse("code-bpb", "no held-out file", "an interpreter that comes with its library's source")

@@ -6,6 +6,7 @@ the clean tokens before its canvas and the canvas itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -60,13 +61,16 @@ def blind_ranges(
     return jnp.where(live[:, :, None, None], ranges, 0)
 
 
-def layout(config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None = None) -> Laid:
+def layout(
+    config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None = None, whole: bool | None = None
+) -> Laid:
     """One document as training and scoring see it: clean tokens, then its canvases, in one row.
 
     ids [n]; the first `prompt` of them are never noised. `fill` completes the last canvas with
     that id (end of text), editable like the rest; None leaves it short.
-    The clean part ends where the last canvas starts: nobody looks at what would follow. A model that
-    predicts the next token keeps the whole document there (without the fill): each token is a target.
+    The clean part ends where the last canvas starts: nobody looks at what would follow. `whole` keeps the
+    whole document there (without the fill), so that each token is a target of the one before it; None: where
+    the model predicts the next token.
     """
     ids = np.asarray(ids, np.int32)
     if not 0 <= prompt < len(ids):
@@ -80,7 +84,7 @@ def layout(config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None =
     if config.pattern == "bidirectional":
         return _one_canvas(ids, prompt)
     starts = np.arange(first, len(ids), config.block)
-    clean = said if config.predicts_next else int(starts[-1])
+    clean = said if (config.predicts_next if whole is None else whole) else int(starts[-1])
     return _clean_and_canvases(config, ids, prompt, starts, clean)
 
 
@@ -124,4 +128,4 @@ def _clean_ends(config: ModelConfig, clean: int) -> np.ndarray:
 
 def layout_of(config: ModelConfig) -> Callable[..., Laid]:
     """`layout` with the config closed over, as `Model.layout`."""
-    return lambda ids, prompt, fill=None: layout(config, ids, prompt, fill)
+    return functools.partial(layout, config)

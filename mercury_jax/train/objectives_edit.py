@@ -143,9 +143,8 @@ def next_tokens(batch: Batch) -> Next:
     want = batch.positions + 1
     answer = want >= first
     at = jnp.minimum(jnp.where(answer, begins + want - first, index + 1), slots - 1)
-    live = (batch.ranges[..., 0] < batch.ranges[..., 1]).any(-1)
-    # A document that ends with its canvas is followed by padding or by another one, at position 0.
-    known = (batch.canvas < 0) & live & (jnp.take_along_axis(batch.positions, at, axis=1) == want)
+    # Behind a document stands padding or another one, both at position 0, where no token is the next.
+    known = (batch.canvas < 0) & (jnp.take_along_axis(batch.positions, at, axis=1) == want)
     return Next(jnp.take_along_axis(batch.tokens, at, axis=1), known, answer)
 
 
