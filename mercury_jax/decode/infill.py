@@ -40,9 +40,9 @@ def infill(
     first hole and the end; both see the text on either side of every hole. A block-causal model
     cannot see behind a hole: it gets the text in FIM order (before, behind, then the middle), one hole
     after the other, and must have been trained so.
-    Open holes (`Hole()`, at most `most` tokens): a rule that grows (`rules.expand`, `rules.daedal`) decides
-    while it decodes; FIM decodes up to the end of text; otherwise several lengths are filled, and the one
-    is taken under which the model finds filling and following text most probable.
+    Open holes (`Hole()`, at most `most` tokens): a rule that inserts (`rules.expand`) decides while it
+    decodes; FIM decodes up to the end of text; otherwise several lengths are filled, and the one is taken
+    under which the model finds filling and following text most probable.
     Raises ValueError for no hole, or one that does not fit the context.
     """
     several = len(parts) > 0 and not isinstance(parts[0], str | Hole)

@@ -172,7 +172,8 @@ def _padded(request: Request, sampler: Sampler, program: Program, rows: int) -> 
     wide = lambda x: np.pad(x, [(0, more), (0, capacity_of(request, program) - x.shape[1])])
     long = lambda x: np.pad(np.asarray(x), (0, more)).astype(np.int32)
     draft = np.zeros_like(request.given) if request.draft is None else request.draft
-    start = sampler.rule.knobs.get("start") if program.grows else None
+    # A growing rule says how short an answer begins; a hole's length is the caller's.
+    start = sampler.rule.knobs.get("start") if program.grows and request.most is None else None
     total = request.total if start is None else np.minimum(request.known + np.asarray(start), request.total)
     none = np.zeros(len(request.known), np.int32)
     prompt = request.known if request.prompt is None else request.prompt

@@ -49,9 +49,7 @@ def test_infill_keeps_known_text_and_fills_every_hole(pattern):
     for tokens, request in zip(out.tokens, [parts, [mj.Hole(4), " total"]], strict=True):
         at = 0
         for part in request:
-            ids = (
-                [lm.tokenizer.mask] * part.tokens if isinstance(part, mj.Hole) else lm.tokenizer.encode(part)
-            )
+            ids = [lm.tokenizer.mask] * part.room if isinstance(part, mj.Hole) else lm.tokenizer.encode(part)
             here = tokens[at : at + len(ids)]
             at += len(ids)
             if isinstance(part, mj.Hole):

@@ -43,7 +43,7 @@ def test_a_stopped_call_goes_on_where_it_stood():
     lm = tiny()
     whole = mj.sample(lm, PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=2)
     part = mj.sample(lm, PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=2, passes=5)
-    assert part.finish == ["paused", "paused"] and not part.state.done
+    assert part.finish == ["paused", "paused"] and part.state is not None and not part.state.done
     rest = mj.sample(lm, None, state=part.state)
     assert rest.texts == whole.texts and rest.forwards.tolist() == whole.forwards.tolist()
     with pytest.raises(ValueError, match="finish"):
@@ -82,6 +82,7 @@ def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
     rule = mj.rules.threshold(0.0) if kind == "absorbing" else mj.rules.entropy_bound(1e9)
     out = mj.sample(lm, "def x", max_tokens=8, sampler=rule, plan=mj.Plan(steps=1), logprobs=3, temperature=0,
                     logit_bias={300: 5.0})  # fmt: skip
+    assert out.logprobs is not None
     found = out.logprobs[0]
     assert found.tokens.shape == (len(out.tokens[0]),) and found.top.shape == (len(out.tokens[0]), 3)
     assert (np.diff(found.top, axis=1) <= 0).all() and (found.tokens <= found.top[:, 0] + 1e-6).all()

@@ -7,7 +7,7 @@ import pytest
 
 from mercury_jax.decode import stop as stops
 from mercury_jax.decode.parts import propose
-from mercury_jax.decode.rules import editing
+from mercury_jax.decode.rules.editing import blind_editing, editing, resample, self_correct
 from tests.decode.loop import act, check, decode, table
 from tests.decode.views import KEY, MASK, view
 
@@ -37,18 +37,18 @@ def test_editing_fills_and_replaces_in_one_step():
         [True] * 5 + [False],
     )
     # sure mask, unsure mask, sure edit, unsure edit, agrees, given
-    assert written(editing.editing(), v) == ([1, MASK, 3, 8, 5, 8], [1, 2, 3, 8, 5, 8])
-    assert written(editing.editing(p=0.8, p_edit=0.8), v)[0] == [1, 2, 3, 4, 5, 8]
-    assert written(editing.editing(p=0.99, p_edit=1.0), v)[0] == [1, MASK, 8, 8, 5, 8]  # at least one mask
+    assert written(editing(), v) == ([1, MASK, 3, 8, 5, 8], [1, 2, 3, 8, 5, 8])
+    assert written(editing(p=0.8, p_edit=0.8), v)[0] == [1, 2, 3, 4, 5, 8]
+    assert written(editing(p=0.99, p_edit=1.0), v)[0] == [1, MASK, 8, 8, 5, 8]  # at least one mask
 
 
 def test_blind_editing_asks_the_masks_that_cannot_see_the_token():
     v = believing([1, 8, 8], [0.5, 0.99, 0.99], [True, False, False], [MASK, 8, 8])
     blind = v.blind._replace(argmax=jnp.asarray([7, 3, 4]), p_argmax=jnp.asarray([0.99, 0.95, 0.5]))
     v = v._replace(blind=blind)
-    assert written(editing.editing(), v)[0] == [1, 8, 8]
-    assert written(editing.blind_editing(), v)[0] == [1, 3, 8]
-    assert editing.blind_editing().blind and not editing.editing().blind
+    assert written(editing(), v)[0] == [1, 8, 8]
+    assert written(blind_editing(), v)[0] == [1, 3, 8]
+    assert blind_editing().blind and not editing().blind
 
 
 def spelling(canvas):
@@ -58,7 +58,7 @@ def spelling(canvas):
     return jnp.where(right, 9.0, 0.5)[:, None] * jax.nn.one_hot(want, 10)
 
 
-@pytest.mark.parametrize("rule", [editing.editing(), editing.blind_editing()], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [editing(), blind_editing()], ids=lambda r: r.name)
 def test_editing_ends_at_the_fixed_point(rule):
     canvas, editable = [0, MASK, MASK, 7, 7, 7, MASK, 7], [False, True, True, True, True, True, True, False]
     seen = decode(rule, canvas, editable, spelling, 20, blind=spelling)
@@ -71,7 +71,7 @@ def test_editing_ends_at_the_fixed_point(rule):
 def test_editing_edits_a_full_block_at_most_sixteen_times():
     restless = lambda canvas: 9.0 * jax.nn.one_hot((canvas + 1) % 5, 10)
     canvas = [MASK] * 4
-    seen = decode(editing.editing(), canvas, [True] * 4, restless, 40)
+    seen = decode(editing(), canvas, [True] * 4, restless, 40)
     full = [i for i, step in enumerate(seen) if MASK not in step.canvas]
     assert len(seen) == full[0] + 1 + 16
     check(seen, canvas, [True] * 4)
@@ -103,13 +103,13 @@ def test_self_correct_first_fills_then_takes_the_surest_disagreement():
     logits = jnp.log(jnp.asarray([[0.9, 0.1, 0, 0], [0.3, 0.7, 0, 0], [0.2, 0.2, 0.6, 0]]) + 1e-12)
     logits = jnp.pad(logits, ((0, 0), (0, 6)), constant_values=-1e30)
     v = believing([0, 1, 2], [0.9, 0.7, 0.6], [False] * 3, [1, 0, 0])._replace(logits=logits)
-    cold = editing.self_correct(t=0.0)
+    cold = self_correct(t=0.0)
     assert written(cold, v) == ([0, 0, 0], [0, 0, 0])  # at t = 0 every draw has probability 1: leftmost
     # At t = 0.5 their odds are squared: 0.988, 0.845, 0.818; all of them drawn as the argmax under this key.
-    assert written(editing.self_correct(t=0.5, count=2), v)[0] == [0, 1, 0]
+    assert written(self_correct(t=0.5, count=2), v)[0] == [0, 1, 0]
     given = v._replace(editable=jnp.array([False, True, True]))
     # Colder, the order turns: 1 / (1 + (3/7)^10) is less than 1 / (1 + 2 (1/3)^10).
-    assert written(editing.self_correct(t=0.1), given)[0] == [1, 0, 2]
+    assert written(self_correct(t=0.1), given)[0] == [1, 0, 2]
     open_ = v._replace(canvas=v.canvas.at[2].set(MASK), masked=jnp.array([False, False, True]))
     assert written(cold, open_)[0] == [1, 0, 2]  # a mask is open: nothing is corrected
 
@@ -117,7 +117,7 @@ def test_self_correct_first_fills_then_takes_the_surest_disagreement():
 def test_resample_draws_at_its_temperature():
     p = np.array([0.6, 0.3, 0.1])
     logits = jnp.tile(jnp.log(p), (3000, 1))
-    tokens, chance = jax.jit(editing.resample)(KEY, logits, jnp.asarray(0.5))
+    tokens, chance = jax.jit(resample)(KEY, logits, jnp.asarray(0.5))
     want = p**2 / np.sum(p**2)
     np.testing.assert_allclose(chance, want[np.asarray(tokens)], rtol=1e-5)
     share = np.bincount(tokens, minlength=3) / 3000
@@ -127,7 +127,7 @@ def test_resample_draws_at_its_temperature():
 def test_self_correct_ends_at_a_fixed_point():
     canvas, editable = [0, 7, MASK, 7, 7, 5, 7, 7], [False, True, True, True, True, True, True, False]
     sure = lambda canvas: 9.0 * jax.nn.one_hot(jnp.arange(8), 10)
-    seen = decode(editing.self_correct(), canvas, editable, sure, 30)
+    seen = decode(self_correct(), canvas, editable, sure, 30)
     check(seen, canvas, editable)
     assert seen[-1].canvas.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert len(seen) == 1 + 4 + 1  # the mask, one token a step, and a look
@@ -136,7 +136,7 @@ def test_self_correct_ends_at_a_fixed_point():
 def test_self_correct_gives_up_when_nothing_gets_better():
     """Every token wants to be another one: the agreement never rises, so patience runs out."""
     restless = lambda canvas: 9.0 * jax.nn.one_hot((canvas + 1) % 5, 10)
-    rule = editing.self_correct()
+    rule = self_correct()
     seen = decode(rule, [1, 2, 3, 4], [True] * 4, restless, 60, stop=stops.stalled(6))
     # The first step sets the best (one token of four agrees with that pass); seven more do not beat it.
     assert len(seen) == 1 + 7
@@ -144,5 +144,5 @@ def test_self_correct_gives_up_when_nothing_gets_better():
 
 
 def test_stalled_counts_only_full_canvases():
-    seen = decode(editing.self_correct(), [MASK] * 8, [True] * 8, table(3, 8, 0.1), 8, stop=stops.stalled(0))
+    seen = decode(self_correct(), [MASK] * 8, [True] * 8, table(3, 8, 0.1), 8, stop=stops.stalled(0))
     assert len(seen) == 8  # one mask a step, and no end before the last of them

@@ -219,6 +219,8 @@ def test_ending_counts_the_last_positions_that_say_so():
     p = np.asarray(v.reading.p_eos)
     np.testing.assert_allclose(lengths.ending(v, 2), (p[2] + p[3]) / 2, rtol=1e-6)
     np.testing.assert_allclose(lengths.ending(v, 8), (p[0] + p[2] + p[3]) / 8, rtol=1e-6)
+    given = v._replace(editable=v.editable.at[3].set(False))
+    np.testing.assert_allclose(lengths.ending(given, 8), (p[0] + p[2]) / 8, rtol=1e-6)
 
 
 def test_daedal_lengthens_until_the_end_is_seen():
