@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     if args.file is not None and len(args.task) > 1:
         raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
     sampler, plan = options.sampler(args), options.plan(args)
-    _writable(args.dump)
+    options.writable("--dump", args.dump)
     lm = show.load(args.model)
     reports = []
     for name in args.task:
@@ -71,19 +70,6 @@ def run(argv: Sequence[str]) -> int:
         _print(report, args)
         _dump(args.dump, reports)
     return 0
-
-
-def _writable(path: str | None) -> None:
-    """Refuse a dump that could not be written, before hours of work; the file's contents stay so far."""
-    if path is None:
-        return
-    new = not os.path.exists(path)
-    try:
-        open(path, "a", encoding="utf-8").close()
-    except OSError as error:
-        raise refuse("--dump", path, f"a file that can be written ({error.strerror})") from None
-    if new:
-        os.remove(path)
 
 
 def _dump(path: str | None, reports: Sequence[tuple[str, Report]]) -> None:

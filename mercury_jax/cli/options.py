@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -175,3 +176,16 @@ def file(path: str) -> str:
         raise refuse("--file", path, f"a file that can be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise refuse("--file", path, "a text file in UTF-8") from None
+
+
+def writable(option: str, path: str | None) -> None:
+    """Refuse a file that could not be written, before hours of work; what it holds stays so far."""
+    if path is None:
+        return
+    new = not os.path.exists(path)
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise refuse(option, path, f"a file that can be written ({error.strerror})") from None
+    if new:
+        os.remove(path)

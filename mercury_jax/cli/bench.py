@@ -1,0 +1,63 @@
+"""`mercury bench`: finds the measurement and runs it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mercury_jax.cli import show
+from mercury_jax.cli.parser import Parser, nearest
+from mercury_jax.config import refuse
+
+# name -> (module, what it measures). A measurement is `run(argv) -> exit code`.
+BENCHES = {
+    "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token a step"),
+    "repair": ("bench_repair", "which rules repair a wrong token, where the truth is determined"),
+    "cache": ("bench_cache", "reuse of keys in a bidirectional model, against computing everything"),
+    "overhead": (
+        "bench_overhead",
+        "sample() against its bare forwards, and what is compiled when it is warm",
+    ),
+    "prompt": ("bench_prompt", "encoding long prompts: time, memory, and whether they grow in proportion"),
+}
+
+HELP = """\
+usage: mercury bench WHAT [OPTIONS]
+
+Measure. Every figure says what it is compared with, on which hardware, in the same run.
+
+{benches}
+
+examples:
+  mercury bench decode --rules threshold entropy_bound --limit 128
+  mercury bench decode --rules all --recommend --plot rules.png
+  mercury bench repair --limit 512
+  mercury bench overhead --json
+  mercury bench prompt --lengths 8192 32768
+
+`mercury bench WHAT --help` lists the options."""
+
+
+def run(argv: Sequence[str]) -> int:
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        width = max(map(len, BENCHES))
+        print(HELP.format(benches="\n".join(f"  {n:{width}}  {about}" for n, (_, about) in BENCHES.items())))
+        return 0 if words else 2
+    if words[0] not in BENCHES:
+        raise refuse("bench", words[0], nearest(words[0], list(BENCHES)))
+    return importlib.import_module(f"mercury_jax.cli.{BENCHES[words[0]][0]}").run(words[1:])
+
+
+def model(parser: Parser) -> None:
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder of a saved model (default: the embedded one)"
+    )
+
+
+def write(path: str | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    if path is not None:
+        Path(path).write_text("".join(show.as_json(r) + "\n" for r in rows), encoding="utf-8")
