@@ -56,11 +56,15 @@ def train(config: TrainConfig) -> loop.Result:
     return result
 
 
+# What says how parameters are used, not what they are: an autoregressive model becomes a diffusion model so.
+FREE = ("context", "dtype", "predicts_next", "pattern", "block")
+
+
 def _check_init(config: TrainConfig, first: LM) -> None:
     """Whether the parameters of `init` fit the recipe's model: what changes none of them may differ."""
     have, want = to_dict(first.model.config), to_dict(config.model)
     for name, value in want.items():
-        if name not in ("context", "dtype", "predicts_next") and have[name] != value:
+        if name not in FREE and have[name] != value:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
 
 

@@ -42,7 +42,10 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
     prompts = _prompts(lm, asked, effort)
     most = check_room(lm, prompts, asked.max_tokens)
     thinking = 0 if effort is None else effort.thinking
-    wanted = request(prompts, most, check_seed(asked.seed), _thinking(lm, prompts, most, thinking))
+    room = _thinking(lm, prompts, most, thinking)
+    if thinking:  # where the context leaves no room to think, the answer comes at once
+        prompts = [p._replace(ids=p.ids[:-1]) if p.chat and not n else p for p, n in zip(prompts, room)]
+    wanted = request(prompts, most, check_seed(asked.seed), room)
     sampler, plan = asked.sampler, asked.plan
     if effort is not None:
         sampler, plan = sampler or effort.rule(), effort.plan(plan, lm.model.config.block)

@@ -169,3 +169,22 @@ def test_hybrid_and_uniform_noise_decode_to_tokens_that_may_be_emitted():
         )
         assert not np.isin(out.tokens[0], [lm.tokenizer.mask, lm.tokenizer.pad]).any()
         assert out.forwards[0] <= 8
+
+
+@rule
+def by_turns(key, view, memory, *, slow=0.0):
+    """Every other block of 8 in one pass; the blocks between token by token."""
+    one = view.masked & (jnp.cumsum(view.masked) == 1)
+    return settle(view, jnp.where((view.at // 8) % 2 == slow, one, view.masked)), memory
+
+
+def test_rows_move_on_without_waiting_for_the_slowest_block():
+    lm = tiny()
+    run = lambda prompts, slow: mj.sample(
+        lm, prompts, max_tokens=32, sampler=by_turns(np.asarray(slow)), logit_bias={lm.tokenizer.eos: -1e4}
+    )
+    both = run([PROMPTS[0], PROMPTS[0]], [0.0, 1.0])
+    alone = [run([PROMPTS[0]], [s]).passes for s in (0.0, 1.0)]
+    # Two slow blocks of 8 passes and two of 1 each, and the encoding of prompt and of three blocks.
+    assert both.forwards.tolist() == [18, 18] and alone == [22, 22]
+    assert both.passes == max(alone)

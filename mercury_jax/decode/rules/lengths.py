@@ -37,11 +37,9 @@ def expand(
     left out: with several holes it would empty the later ones.
     """
     del key
-    word, p_word = without(view, expand, delete)
+    word, _ = without(view, expand, delete)
     room = jnp.where(_last(view), 0, jnp.minimum(view.room, memory))
-    blocked = (view.reading.sample == expand) & (room == 0)
-    token = jnp.where(blocked, word, view.reading.sample)
-    c = jnp.where(blocked, p_word, view.reading.p_sample)
+    token, c = _unexpanded(view, expand, room == 0)
     accept = view.masked & (c > p) | best(c, view.masked, jnp.asarray(1))
     twice = accept & (token == expand)
     grow = twice & (jnp.cumsum(twice) <= room)  # the others wait as masks
@@ -50,6 +48,14 @@ def expand(
     canvas = jnp.where(written, token, view.canvas)
     answer = jnp.where(view.masked & ~written, word, canvas)
     return resized(view, canvas, answer, word, ~gone, grow), memory - grow.sum().astype(memory.dtype)
+
+
+def _unexpanded(view: View, expand: Knob, full: Array) -> tuple[Int[Array, "L"], Float[Array, "L"]]:
+    """(token, its probability) of the draw, or, where the window is full, as if `expand` were impossible."""
+    log_p = _free(view, expand)
+    token = jnp.where(view.reading.sample == expand, log_p.argmax(-1).astype(jnp.int32), view.reading.sample)
+    c = jnp.exp(jnp.take_along_axis(log_p, token[:, None], axis=-1)[:, 0])
+    return jnp.where(full, token, view.reading.sample), jnp.where(full, c, view.reading.p_sample)
 
 
 LOOP = 16  # canvases remembered: no block is edited for longer once it is full
@@ -169,10 +175,14 @@ def ending(view: View, tail: Knob) -> Float[Array, ""]:
 
 def without(view: View, *ids: Knob) -> tuple[Int[Array, "L"], Float[Array, "L"]]:
     """(the likeliest token, its probability) at every position, were the given ids impossible."""
+    log_p = _free(view, *ids)
+    return log_p.argmax(-1).astype(jnp.int32), jnp.exp(log_p.max(-1))
+
+
+def _free(view: View, *ids: Knob) -> Float[Array, "L V"]:
     vocab = jnp.arange(view.logits.shape[-1])
     banned = jnp.any(jnp.stack([vocab == i for i in ids]), axis=0)
-    log_p = jax.nn.log_softmax(jnp.where(banned, NEVER, view.logits), axis=-1)
-    return log_p.argmax(-1).astype(jnp.int32), jnp.exp(log_p.max(-1))
+    return jax.nn.log_softmax(jnp.where(banned, NEVER, view.logits), axis=-1)
 
 
 def resized(
