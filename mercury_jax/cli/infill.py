@@ -27,6 +27,9 @@ holes are denoised in the same passes, and each sees the text on both of its sid
 filling stands out; piped, it is plain text."""
 
 
+OPEN = -1  # the width of a hole that may be of any
+
+
 def parser() -> Parser:
     p = Parser("infill", "Fill the holes of TEMPLATE; [[24]] is a hole of 24 tokens.", MORE)
     p.add_argument(
@@ -71,20 +74,14 @@ def _template(args: argparse.Namespace) -> str:
 
 
 def split(template: str, mark: str = "[[N]]") -> list[str | int]:
-    """Texts and widths of holes (0: open), in order; empty texts are left out."""
+    """Texts and widths of holes (`OPEN` for one of any width), in order; empty texts are left out."""
     before, n, after = mark.partition("N")
     if not (before and n and after):
         raise refuse("--mark", mark, "N with something on either side, such as [[N]]")
     found = re.split(re.escape(before) + r"(\d+|\?)" + re.escape(after), template)
     if len(found) == 1:
         raise refuse("TEMPLATE", template, f"at least one hole, such as {before}24{after}")
-    return [_width(p) if i % 2 else p for i, p in enumerate(found) if p]
-
-
-def _width(found: str) -> int:
-    if found == "0":
-        raise refuse("hole", found, "1 or more tokens, or ? for an open one")
-    return 0 if found == "?" else int(found)
+    return [(OPEN if p == "?" else int(p)) if i % 2 else p for i, p in enumerate(found) if p]
 
 
 def _fill(lm: LM, pieces: Sequence[str | int], most: int, warm: bool, how: dict[str, Any]) -> InfillOutput:
@@ -92,9 +89,9 @@ def _fill(lm: LM, pieces: Sequence[str | int], most: int, warm: bool, how: dict[
 
     context = lm.model.config.context
     for hole in pieces:
-        if isinstance(hole, int) and not 0 <= hole <= context:
+        if isinstance(hole, int) and hole != OPEN and not 1 <= hole <= context:
             raise refuse("hole", hole, f"1..{context} tokens: the model's context is {context}")
-    parts = [Hole(p or None, most=most) if isinstance(p, int) else p for p in pieces]
+    parts = [Hole(None if p == OPEN else p, most=most) if isinstance(p, int) else p for p in pieces]
     for _ in range(1 + warm):
         with show.waiting("denoising"):
             out = infill(lm, parts, **how)

@@ -31,10 +31,11 @@ def expand(
     DreamOn (arXiv 2602.01326; eval/generator.py of DreamLM/DreamOn): a settled prediction of the id
     `expand` becomes two masks while the window has room; one of `delete` (DreamOn: the end of text)
     removes the position; -1: no such id. Masks above probability `p` settle, at least one; p = 1 is the
-    reference's one a step. The model must be free to predict both ids; no answer holds them. Each
-    block expands at most as often as the window has positions, so that expansions and removals
-    cannot take turns for ever. The reference's option to empty everything behind a predicted end is
-    left out: with several holes it would empty the later ones.
+    reference's one a step. In a full window probabilities are those without `expand`. The model must be
+    free to predict both ids; no answer holds them. Each block expands at most as often as the window
+    has positions, so that expansions and removals cannot take turns for ever. The reference's option
+    to empty everything behind a predicted end is left out: with several holes it would empty the
+    later ones.
     """
     del key
     word, _ = without(view, expand, delete)
@@ -88,7 +89,9 @@ def levenshtein(
     `p_edit`; an argmax of `delete` removes the position, of `insert` puts a mask before it. The
     length stays: each run of editable positions is padded with masks or cut at its end, so given
     tokens do not move. While masks of the start are left, a step settles at least one more than
-    edits have brought in, after that all; once none is left, up to 16 passes edit.
+    edits have brought in, after that all; once a pass finds the block full, up to 16 passes edit. (The
+    reference counts them from when no mask of the start is left, and so gives up sooner where edits
+    keep bringing masks in.)
 
     Against loops: a step that leads back to one of the last 16 canvases, and the last step of the
     block, only fill masks, with neither id. (The reference then puts the next best token at the least
