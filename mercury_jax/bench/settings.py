@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import rules
 
 Point = tuple[dict[str, float], Plan]  # arguments of the maker, and the plan
@@ -90,15 +90,20 @@ class Setting:
         return f"sampler={made}, plan=mj.Plan({_pairs(plan)})" if plan else made
 
 
-def settings(names: Iterable[str] | None = None) -> list[Setting]:
-    """The settings of the named rules (None: of all that there are), in the order of the names."""
+def settings(names: Iterable[str] | None = None, points: int | None = None) -> list[Setting]:
+    """The settings of the named rules (None: of all that there are), in the order of the names.
+
+    points: at most so many of each rule, the strictest (None: all).
+    """
+    if points is not None:
+        at_least(1, points=points)
     chosen = list(rules.ALL) if names is None else list(dict.fromkeys(names))
     for name in chosen:
         if name not in rules.ALL:
             near = difflib.get_close_matches(name, rules.ALL, n=1, cutoff=0.3)
             hint = f"{near[0]} is the nearest; all: " if near else ""
             raise refuse("rules", name, hint + ", ".join(rules.ALL))
-    return [Setting(name, *point) for name in chosen for point in GRID.get(name, AS_IT_IS)]
+    return [Setting(name, *point) for name in chosen for point in GRID.get(name, AS_IT_IS)[-(points or 0) :]]
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

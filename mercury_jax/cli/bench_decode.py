@@ -38,7 +38,7 @@ worse than one token a step (the paired 95% interval reaches 0), and a loss of 2
 end is above -2). It picks on one half of the questions and reports the other half; it
 recommends nothing where nothing qualifies, and says why.
 
-All rules on two tasks with 512 questions take a quarter of an hour or more on two CPU cores."""
+All rules on two tasks with 512 questions take most of an hour on two CPU cores; --points 1 half of that."""
 
 
 def parser() -> Parser:
@@ -63,6 +63,9 @@ def parser() -> Parser:
         metavar="N",
         help="prompts streamed for the latencies (default 3; 0: none)",
     )
+    p.add_argument(
+        "--points", type=whole, metavar="N", help="the strictest N points of each rule's curve (default: all)"
+    )
     p.add_argument("--twin", metavar="DIR", help="an autoregressive model, measured on the same questions")
     p.add_argument("--recommend", action="store_true", help="say which rule is best, as Python to paste")
     p.add_argument("--plot", metavar="FILE.png", help="accuracy against tokens a second, one curve a rule")
@@ -75,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
     from mercury_jax.bench import decode, plot, questions, recommend, rows, settings
 
-    chosen = settings.settings(None if "all" in args.rules else args.rules)
+    chosen = settings.settings(None if "all" in args.rules else args.rules, args.points)
     if args.plot is not None:
         plot.check(args.plot)
     options.writable("--plot", args.plot)
