@@ -5,7 +5,12 @@ import sys
 
 # Four devices cost nothing measurable. LLVM's level 1 compiles small programs in 4.8 s where the default takes
 # 7.1 s, and runs them as fast (level 0 compiles no faster and runs at half the speed).
-FLAGS = ("--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=1")
+# Without its expensive passes a decoding program compiles in 3.3 s of CPU time instead of 3.9 s.
+FLAGS = (
+    "--xla_force_host_platform_device_count=4",
+    "--xla_backend_optimization_level=1",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 
 def pytest_addoption(parser):
