@@ -261,7 +261,6 @@ def test_a_rule_must_keep_every_task():
 
 
 def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     asked, trials = measured
     made = rows.rows(trials, asked)
     assert plot.plot(made, tmp_path / "a.png").stat().st_size > 5000
