@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
@@ -116,10 +117,26 @@ def _preview(
     return preview
 
 
-def load(source: str | Path | None = None, *, dtype: str | None = None) -> LM:
-    """A model to talk to: the embedded default, or a folder that `train` or `hub.save` wrote.
+def load(
+    source: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    quantise: str | None = None,
+    mask: int | None = None,
+    mesh: Mesh | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> LM:
+    """A model to talk to: the embedded default, a folder, or a checkpoint of the Hugging Face hub by its id.
 
-    dtype: of the arithmetic (float32, bfloat16, float64 under x64; None: the model's own).
-    Raises CheckpointError naming the file that is missing, truncated or changed.
+    source: None; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
+        "google/diffusiongemma-26B-A4B-it", "org/name@revision".
+    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" keeps
+    matrices as int8 with a scale for each output. mask: the mask id, where the checkpoint does not say it or says
+    it wrong. mesh: the devices it lies on (`sharding.mesh(tensor=8)`; None: the first device). progress: called
+    with the bytes of each parameter that was loaded.
+    Raises ValueError for a model that we do not build or that does not fit into memory, CheckpointError naming the
+    file or tensor that is missing, damaged or of another shape. Nothing in a checkpoint is ever executed.
     """
-    return hub.load(NANO if source is None else source, dtype=dtype)
+    return hub.load(
+        NANO if source is None else source, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh, progress=progress
+    )

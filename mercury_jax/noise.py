@@ -142,12 +142,19 @@ def schedule(config: NoiseConfig) -> Schedule:
     return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
 
 
-def build(config: NoiseConfig, vocab: int, mask: int, forbidden: tuple[int, ...] = ()) -> Corruption:
-    """The corruption that a config names; `forbidden` are special ids that are never emitted."""
+def build(
+    config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[int, ...] = ()
+) -> Corruption:
+    """The corruption that a config names; `forbidden` are special ids that are never emitted.
+
+    mask: None only for uniform noise, which has none.
+    """
+    if config.kind == "uniform":
+        return uniform(vocab, schedule(config), (*(() if mask is None else (mask,)), *forbidden))
+    if mask is None:
+        raise refuse("model.mask", None, f"an id: {config.kind} noise needs one")
     if config.kind == "absorbing":
         return absorbing(mask, schedule(config), forbidden)
-    if config.kind == "uniform":
-        return uniform(vocab, schedule(config), (mask, *forbidden))
     return hybrid(vocab, mask, config.uniform, forbidden)
 
 

@@ -166,6 +166,8 @@ class LM:
     corruption: Corruption
     name: str = "unnamed"
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # How it asks to be decoded, by `decode.defaults`; empty: as its noise suggests.
+    decoding: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def parameters(self) -> int:

@@ -56,7 +56,7 @@ def test_a_saved_model_loads_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["missing", "truncated", "flipped"])
-@pytest.mark.parametrize("name", ["params.npz", "config.json", "tokenizer.model", "manifest.json"])
+@pytest.mark.parametrize("name", ["params.safetensors", "config.json", "tokenizer.model", "manifest.json"])
 def test_a_damaged_folder_is_refused_by_the_name_of_the_file(tmp_path, harm, name):
     hub.save(tmp_path / "lm", tiny(), NoiseConfig())
     path = tmp_path / "lm" / name

@@ -144,8 +144,8 @@ def test_a_missing_model_is_named(command, capsys):
 def test_a_damaged_model_is_refused(folder, tmp_path, capsys):
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
-    (broken / "params.npz").write_bytes((broken / "params.npz").read_bytes()[:-100])
-    assert "params.npz" in refused(capsys, "sample", "x", "--model", str(broken))
+    (broken / "params.safetensors").write_bytes((broken / "params.safetensors").read_bytes()[:-100])
+    assert "params.safetensors" in refused(capsys, "sample", "x", "--model", str(broken))
 
 
 @pytest.mark.parametrize(

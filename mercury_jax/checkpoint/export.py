@@ -1,19 +1,19 @@
 """A saved model as a small plain folder: what `assets/nano` is, and what any saved LM is.
 
-    config.json      the configuration, as the caller gave it
-    params.npz       arrays by name (`block_0/attention/q/w`); bfloat16 as its bits in uint16
-    tokenizer.model  the tokenizer's bytes, where one was given
-    manifest.json    size and SHA-256 of every file
+    config.json         the configuration, as the caller gave it
+    params.safetensors  arrays by name (`block_0/attention/q/w`)
+    tokenizer.model     the tokenizer's bytes, where one was given
+    manifest.json       size and SHA-256 of every file
 
-No Orbax, no pickle: numpy alone reads it.
+No Orbax, no pickle: any reader of safetensors reads it. Arrays are written and read one at a time.
 """
 
 from __future__ import annotations
 
 import shutil
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.checkpoint import manifest
+from mercury_jax.checkpoint import manifest, tensors
+from mercury_jax.checkpoint.header import Entry
 from mercury_jax.checkpoint.manifest import CheckpointError
 from mercury_jax.config import refuse
 from mercury_jax.sharding import name_of
 
 FORMAT = 1
-CONFIG, PARAMS, TOKENIZER = "config.json", "params.npz", "tokenizer.model"
-BITS = ".bfloat16"  # suffix of an array whose uint16 values are bfloat16 bits: npz knows no bfloat16
+CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What `load_exported` read: numpy params in a nested dict, the config, the tokenizer's bytes."""
+    """A verified folder: the config, the tokenizer's bytes, and its arrays, each read when asked for."""
 
-    params: Any = field(repr=False)
+    path: Path
+    tensors: Mapping[str, Entry] = field(repr=False)  # what is stored, by name
     config: Mapping[str, Any]
     tokenizer: bytes | None = field(default=None, repr=False)
+    dtype: Any = None
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One array, or rows of its first axis; floating numbers in the dtype that was asked for."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path / PARAMS} has no array {name!r}")
+        return _cast(tensors.read(self.path / PARAMS, self.tensors[name], rows), self.dtype)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All arrays in a nested dict, by the parts of their names; each access reads them anew."""
+        tree: dict[str, Any] = {}
+        for name in self.tensors:
+            *stems, last = name.split("/")
+            place: Any = tree
+            for stem in stems:
+                place = place.setdefault(stem, {}) if isinstance(place, dict) else None
+            if not isinstance(place, dict) or last in place:
+                raise CheckpointError(f"{self.path / PARAMS}: the array {name!r} lies inside another's name")
+            place[last] = self.read(name)
+        return tree
 
 
 def export(
@@ -64,7 +86,7 @@ def export(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     manifest.write_json(work / CONFIG, {"format": FORMAT, "config": config})
-    np.savez(work / PARAMS, **_pack(params, dtype))  # pyright: ignore[reportArgumentType]
+    tensors.write(work / PARAMS, _sources(params, dtype))
     if tokenizer is not None:
         (work / TOKENIZER).write_bytes(tokenizer)
     manifest.write(work)
@@ -73,9 +95,10 @@ def export(
 
 
 def load_exported(folder: str | Path, dtype: Any = None) -> Exported:
-    """Read an exported folder after verifying it; floating arrays as `dtype` (default: as stored).
+    """Open an exported folder after verifying it; floating arrays as `dtype` (default: as stored).
 
-    Raises CheckpointError naming the file that is missing, truncated or changed.
+    Every byte is summed up, none is kept: `Exported.read` reads an array. Raises CheckpointError
+    naming the file that is missing, truncated or changed.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -92,44 +115,31 @@ def load_exported(folder: str | Path, dtype: Any = None) -> Exported:
         raise CheckpointError(f"{folder / CONFIG}: {refuse('format', about.get('format'), allowed)}")
     tokenizer = folder / TOKENIZER
     return Exported(
-        _unpack(folder / PARAMS, dtype),
+        folder,
+        tensors.header(folder / PARAMS),
         about["config"],
         tokenizer.read_bytes() if tokenizer.exists() else None,
+        dtype,
     )
 
 
-def _pack(params: Any, dtype: Any) -> dict[str, np.ndarray]:
-    packed = {}
+def _sources(params: Any, dtype: Any) -> Iterator[tensors.Source]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        array = _cast(np.asarray(leaf), dtype)
-        if array.dtype == jnp.bfloat16:
-            packed[name_of(path) + BITS] = array.view(np.uint16)
-        else:
-            packed[name_of(path)] = array
-    return packed
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        kind = np.dtype(dtype if dtype is not None and floating else leaf.dtype)
+        yield tensors.Source(name_of(path), leaf.shape, kind, partial(_host, leaf, dtype))
 
 
-def _unpack(path: Path, dtype: Any) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                array = arrays[name]
-                if name.endswith(BITS):
-                    name, array = name.removesuffix(BITS), array.view(jnp.bfloat16)
-                *folders, last = name.split("/")
-                place = params
-                for part in folders:
-                    place = place.setdefault(part, {})
-                place[last] = _cast(array, dtype)
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is not readable as plain arrays: {error}") from None
-    return params
+def _host(leaf: Any, dtype: Any) -> np.ndarray:
+    # An array keeps what the host has seen of it for as long as it lives. A copy takes that along.
+    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jax.default_backend() != "cpu"):
+        leaf = jnp.copy(leaf)
+    return _cast(np.asarray(jax.device_get(leaf)), dtype)
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
-    return array.astype(dtype) if dtype is not None and floating else array
+    return array.astype(dtype, copy=False) if dtype is not None and floating else array
 
 
 def _replace(work: Path, folder: Path) -> None:

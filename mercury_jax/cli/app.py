@@ -22,6 +22,7 @@ COMMANDS = {
     "train": ("train", "train a model as a recipe says"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "bench": ("bench", "measure the speed of decoding, and what it costs in accuracy"),
+    "convert": ("convert", "write a Hugging Face checkpoint as a folder of ours, or ours as theirs"),
     "info": ("info", "what a model is, and which rules and tasks there are"),
 }
 

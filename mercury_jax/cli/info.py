@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mercury_jax.cli import options, show
 from mercury_jax.cli.parser import Parser
-
-if TYPE_CHECKING:
-    from mercury_jax.types import LM
+from mercury_jax.config import refuse
 
 MORE = """\
 examples:
-  mercury info
-  mercury info --model runs/nano/model --json"""
+  mercury info                                      this machine, the embedded model, all rules and tasks
+  mercury info runs/nano/model --json
+  mercury info google/diffusiongemma-26B-A4B-it     what it is, and what memory it needs on how many devices"""
 
 
 def parser() -> Parser:
-    p = Parser("info", "Describe a model, this machine, and the decoding rules and tasks there are.", MORE)
+    p = Parser("info", "Describe a model without loading it; or this machine, the rules and the tasks.", MORE)
+    p.add_argument("path", nargs="?", metavar="MODEL", help="folder or Hugging Face id of a model")
     options.model(p)
+    options.mask(p)
     options.machine(p)
     return p
 
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    lm = show.load(args.model)
-    record = {**about_model(lm, args.model), **about_machine(), **choices()}
+    if args.path is not None and args.model is not None:
+        raise refuse("MODEL", args.path, "one model: leave --model out")
+    asked = args.path or args.model
+    record = about_model(asked, args.mask)
+    if args.path is None:
+        record |= {**about_machine(), **choices()}
     if args.json:
         show.emit(record)
     else:
@@ -36,28 +40,10 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def about_model(lm: LM, folder: str | None) -> dict[str, Any]:
-    from mercury_jax import api
-    from mercury_jax.checkpoint import manifest
-    from mercury_jax.checkpoint.export import CONFIG
+def about_model(folder: str | None, mask: int | None = None) -> dict[str, Any]:
+    from mercury_jax import api, hub
 
-    where = Path(api.NANO if folder is None else folder)
-    config = lm.model.config
-    return {
-        "name": lm.name,
-        "folder": str(where),
-        "parameters": lm.parameters,
-        "pattern": config.pattern,
-        "block": config.block,
-        "context": config.context,
-        "vocab": config.vocab,
-        "layers": config.layers,
-        "width": config.width,
-        "dtype": config.dtype,
-        "noise": manifest.read_json(where / CONFIG)["config"]["noise"],
-        "tokenizer": lm.tokenizer.fingerprint,
-        "card": dict(lm.card),
-    }
+    return hub.info(api.NANO if folder is None else folder, mask=mask)
 
 
 def about_machine() -> dict[str, Any]:
@@ -87,14 +73,38 @@ def choices() -> dict[str, Any]:
 
 
 def _print(record: Mapping[str, Any]) -> None:
-    lists = ("rules", "tasks", "card", "noise", "devices")
+    lists = ("rules", "tasks", "card", "devices", "noise", "bytes_per_device", "room", "notes")
+    print(f"{'noise':12} {_pairs(record['noise']) if record['noise'] else 'none: autoregressive'}")
     for name, value in record.items():
-        if name not in lists:
-            print(f"{name:12} {value:,}" if name == "parameters" else f"{name:12} {value}")
-    print(f"{'devices':12} {_counted(record['devices'])}")
-    print(f"{'noise':12} {_pairs(record['noise'])}")
-    for name, value in record["card"].items():
+        if name not in lists and value is not None:
+            print(f"{name:12} {value:,}" if name in ("parameters", "active") else f"{name:12} {value}")
+    if "devices" in record:
+        print(f"{'devices':12} {_counted(record['devices'])}")
+    for name, value in record.get("card", {}).items():
         print(f"{'card':12} {name}: {value}")
+    for note in record["notes"]:
+        print(f"{'note':12} {note}")
+    _print_memory(record)
+    if "rules" in record:
+        _print_choices(record)
+
+
+def _print_memory(record: Mapping[str, Any]) -> None:
+    """Each number of devices: parameters as stored and as int8, and one row's keys over the whole context."""
+    print(f"\nmemory of each device   {'parameters':>12} {'as int8':>12} {'one full row':>14}")
+    for count, need in record["bytes_per_device"].items():
+        sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
+        print(f"  on {count} device(s){'':9} {sizes[0]:>12} {sizes[1]:>12} {sizes[2]:>14}")
+    here = record["room"]
+    if here["bytes"] is not None:
+        print(f"  here: {here['devices']} x {here['kind']}, {_size(here['bytes'])} free on each")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
+
+
+def _print_choices(record: Mapping[str, Any]) -> None:
     print("\nrules (--rule NAME, knobs as --NAME VALUE)")
     for name, rule in record["rules"].items():
         print(f"  {name + '(' + _pairs(rule['knobs']) + ')':28} {rule['about']}")

@@ -7,16 +7,25 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mercury_jax.cli.parser import Parser, nearest, number, whole
 from mercury_jax.config import Plan, refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.types import LM
 
 KNOB = "knob_"  # prefix of the knobs' names in a namespace
 
 
 def model(parser: Parser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="folder of a saved model (default: the embedded one)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder or Hugging Face id of a model (default: the embedded one)"
+    )
+
+
+def mask(parser: Parser) -> None:
+    parser.add_argument("--mask", type=whole, metavar="ID", help="the mask id, where the checkpoint does not say it")
 
 
 def machine(parser: Parser) -> None:
@@ -81,15 +90,15 @@ SHAPERS = {
 }
 
 
-def shaped(args: argparse.Namespace, chosen: Any) -> Any:
+def shaped(args: argparse.Namespace, chosen: Any, lm: LM) -> Any:
     """The sampler with the shapers that were asked for; as it was where there are none."""
-    from mercury_jax.decode import rules, shape
+    from mercury_jax.decode import defaults, shape
     from mercury_jax.decode.parts import Sampler
 
     asked = [(name, getattr(args, name)) for name in SHAPERS if getattr(args, name) is not None]
     if not asked:
         return chosen
-    chosen = rules.threshold() if chosen is None else chosen
+    chosen = defaults.sampler(lm) if chosen is None else chosen
     chosen = chosen if isinstance(chosen, Sampler) else Sampler(chosen)
     return chosen._replace(shape=(*chosen.shape, *(getattr(shape, name)(value) for name, value in asked)))
 

@@ -62,14 +62,16 @@ def run(argv: Sequence[str]) -> int:
     for text in texts:
         if not text:
             raise refuse("PROMPT", text, "a text of at least one character")
-    how = dict(
-        max_tokens=args.max_tokens, sampler=options.shaped(args, options.sampler(args)), plan=options.plan(args),
-        temperature=args.temperature, effort=args.effort, logit_bias=options.bias(args),
+    chosen = options.sampler(args)
+    how: dict[str, Any] = dict(
+        max_tokens=args.max_tokens, plan=options.plan(args), temperature=args.temperature, effort=args.effort,
+        logit_bias=options.bias(args),
     )  # fmt: skip
     batch = dict(guidance=args.guidance, negative=args.negative, logprobs=args.logprobs)
     if args.logprobs is not None and not args.json:
         raise refuse("--logprobs", args.logprobs, "with --json")
     lm = show.load(args.model)
+    how["sampler"] = options.shaped(args, chosen, lm)
     asked: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     if show.lively(args) and args.guidance is None:
         _watch(lm, args, texts, asked, how)

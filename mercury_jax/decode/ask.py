@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import effort as efforts, launch, rules, shape
+from mercury_jax.decode import defaults, effort as efforts, launch, shape
 from mercury_jax.decode.output import Session
 from mercury_jax.decode.parts import Part, Sampler
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
@@ -47,10 +47,12 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         prompts = [p._replace(ids=p.ids[:-1]) if p.chat and not n else p for p, n in zip(prompts, room)]
     wanted = request(prompts, most, check_seed(asked.seed), room)
     sampler, plan = asked.sampler, asked.plan
-    if effort is not None:
+    if effort is not None and lm.corruption.mask is not None:
         sampler, plan = sampler or effort.rule(), effort.plan(plan, lm.model.config.block)
+    if sampler is None:
+        sampler, plan = defaults.sampler(lm), defaults.plan(lm, plan, 1.0 if effort is None else effort.steps)
     job = launch.prepare(
-        lm, wanted, _biased(sampler or rules.threshold(), asked.logit_bias), plan, temperature=asked.temperature,
+        lm, wanted, _biased(sampler, asked.logit_bias), plan, temperature=asked.temperature,
         close=lm.tokenizer.special.end_think if thinking else None, logprobs=_logprobs(asked.logprobs),
         guidance=_guidance(lm, asked, len(prompts)), before=None if asked.state is None else asked.state.job.state,
         mesh=asked.mesh,

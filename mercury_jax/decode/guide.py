@@ -140,7 +140,7 @@ def _texts(
                 raise refuse(f"negative[{i}] id", x, f"0..{model.config.vocab - 1}")
         if room is not None and len(ids) > room:
             raise refuse(f"negative[{i}]", f"{len(ids)} tokens", f"at most {room}")
-        texts.append([model.config.mask] * ((int(prompt) - len(ids)) % _block(model)) + ids)
+        texts.append([model.config.mask or 0] * ((int(prompt) - len(ids)) % _block(model)) + ids)
     return texts
 
 
@@ -175,13 +175,14 @@ def _encode(model: Model, width: int, params: Params, cache: GuidedCache) -> Gui
     """Encode the negative prompts, as far as the model's pattern encodes text, `width` tokens a pass."""
     ready = model.encodable(cache.floor + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
+    clean = {"time": jnp.zeros(ready.shape)} if model.config.timed else {}
 
     def body(loop: tuple[Array, Cache]) -> tuple[Array, Cache]:
         done, other = loop
         n = jnp.minimum(ready - done, width)
         at = jnp.minimum(done[:, None] + jnp.arange(width), cache.text.shape[1] - 1)
         tokens = jnp.take_along_axis(cache.text, at, axis=1)
-        _, other = model.forward(params, tokens, other, done, n, done + n, everyone, ())
+        _, other = model.forward(params, tokens, other, done, n, done + n, everyone, (), **clean)
         return done + n, other
 
     behind = lambda loop: jnp.any(loop[0] < ready)
@@ -201,8 +202,9 @@ def _forward(
     carry: Carry = (),
     *,
     blind: int | None = None,
+    **more: Any,
 ) -> tuple[GuidedHidden, GuidedCache]:
-    more = {} if blind is None else {"blind": blind}
+    more |= {} if blind is None else {"blind": blind}
     hidden, main = model.forward(params, tokens, cache.main, start, n, end, encoding, carry, **more)
     beside = _beside(model, cache, tokens, start, n)
     moved = jax.tree.map(lambda x: _pick(x, beside.source), carry)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import fim, launch, lengths, rules
+from mercury_jax.decode import defaults, fim, launch, lengths
 from mercury_jax.decode.holes import Filled, Hole, InfillOutput, Row, output, segments
 from mercury_jax.decode.parts import complete
 from mercury_jax.decode.program import bucket
@@ -50,7 +50,7 @@ def infill(
     if not rows:
         raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
     began = time.perf_counter()
-    sampler = rules.threshold() if sampler is None else sampler
+    sampler = defaults.sampler(lm) if sampler is None else sampler
     settings: dict[str, Any] = dict(plan=plan or Plan(), temperature=temperature, mesh=mesh)
     seed = check_seed(seed)
     if lm.model.config.pattern == "block_causal":
@@ -113,7 +113,7 @@ def _fill(
 
 
 def _request(lm: LM, rows: Sequence[Row], seed: int, grows: bool) -> launch.Request:
-    mask = lm.model.config.mask
+    mask = lm.model.config.mask or 0  # without a mask the canvas is laid with noise there
     flat = [_flat(row, mask) for row in rows]
     total = np.array([len(ids) for ids, _ in flat])
     room = np.array([sum(p.most for p in row if isinstance(p, Hole)) if grows else 0 for row in rows])

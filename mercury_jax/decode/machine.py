@@ -36,7 +36,7 @@ def step(program: Program, params: Params, state: State, knobs: Knobs) -> tuple[
     tokens = jnp.where(encoding[:, None], behind(state.text, state.length), state.canvas)
     if program.verify:
         tokens = jnp.where(checking[:, None], state.answer, tokens)
-    hidden, blind, cache = forwards.forward(program, params, state, tokens, n, encoding | checking)
+    hidden, blind, cache = forwards.forward(program, params, state, tokens, n, encoding | checking, knobs)
     state = state._replace(cache=cache)
     logits = program.model.head(params, hidden)
     moved, frame = _denoise(program, params, state, knobs, logits, blind, ~encoding & ~checking & ~state.done)
@@ -64,7 +64,10 @@ def prefill(program: Program, params: Params, state: State, width: int) -> State
         everyone = jnp.ones_like(state.done)
         end = state.length + n
         nothing = jax.tree.map(lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype), state.carry)
-        _, cache = program.model.forward(params, tokens, state.cache, state.length, n, end, everyone, nothing)
+        clean = {"time": jnp.zeros(end.shape)} if program.model.config.timed else {}
+        _, cache = program.model.forward(
+            params, tokens, state.cache, state.length, n, end, everyone, nothing, **clean
+        )
         return state._replace(cache=cache, length=end)
 
     return jax.lax.while_loop(lambda s: jnp.any(behind(s) > 0), body, state)

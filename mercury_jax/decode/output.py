@@ -101,13 +101,13 @@ def collect(
     end = np.where(done, total, np.maximum(known, prompt))
     tokens = [text[i, prompt[i] : end[i]] for i in range(job.rows)]
     seconds = time.perf_counter() - began
-    eos = lm.model.config.eos
+    stops = {lm.model.config.eos, *lm.model.config.ends}
     said = [decoded(lm, t, p.chat) for t, p in zip(tokens, prompts, strict=True)]
     return Output(
         texts=[answer for _, answer in said],
         tokens=tokens,
         forwards=forwards[: job.rows],
-        finish=[_finish(bool(done[i]), eos in text[i, end[i] : end[i] + 1]) for i in range(job.rows)],
+        finish=[_finish(bool(done[i]), not stops.isdisjoint(text[i, end[i] : end[i] + 1].tolist())) for i in range(job.rows)],
         seconds=seconds,
         thinking=[thought for thought, _ in said],
         encoded=(length[: job.rows] - before[: job.rows]),

@@ -177,8 +177,13 @@ def propose(view: View, canvas: jax.Array, answer: jax.Array | None = None) -> P
     )
 
 
-def complete(sampler: Sampler | Part | Callable[..., Any], corruption: Corruption) -> Sampler:
-    """Fill a sampler's defaults: the stop follows the rule or the corruption, the temperature the rule."""
+def complete(
+    sampler: Sampler | Part | Callable[..., Any], corruption: Corruption, autoregressive: bool = False
+) -> Sampler:
+    """Fill a sampler's defaults: the stop follows the rule or the corruption, the temperature the rule.
+
+    autoregressive: the model can do nothing else, so nothing is drafted and the rule has nothing to do.
+    """
     from mercury_jax.decode import stop as stops
 
     if callable(sampler) and not isinstance(sampler, Part | Sampler):
@@ -187,8 +192,10 @@ def complete(sampler: Sampler | Part | Callable[..., Any], corruption: Corruptio
         sampler = Sampler(sampler)
     if not isinstance(sampler, Sampler):
         raise refuse("sampler", sampler, "a rule such as rules.threshold(0.9), or a Sampler")
+    if autoregressive and sampler.verify is None:
+        sampler = sampler._replace(verify=0)
     kind = "uniform" if corruption.mask is None else "masked"
-    if kind not in sampler.rule.fits:
+    if kind not in sampler.rule.fits and sampler.verify != 0:
         raise refuse(
             "sampler.rule",
             sampler.rule.name,

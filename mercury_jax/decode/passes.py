@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.state import Program, State
-from mercury_jax.decode.window import cut_rows, offset_of
+from mercury_jax.decode import row as rows_of
+from mercury_jax.decode.state import Knobs, Program, State
+from mercury_jax.decode.window import cut_rows, offset_of, window_of
 from mercury_jax.types import Cache, Params
 
 
@@ -25,14 +26,15 @@ def forward(
     tokens: Int[Array, "B W"],
     n: Int[Array, "B"],
     causal: Bool[Array, "B"],
+    knobs: Knobs,
 ) -> tuple[Any, Any, Cache]:
     """(hidden of each row's window [B, L, ...], the same by blind masks or None, cache)."""
     offset = offset_of(program, state.length, state.known)
     if program.refresh is not None:
-        hidden, cache = _partly(program, params, state, n, offset)
+        hidden, cache = _partly(program, params, state, n, offset, knobs)
         return hidden, None, cache
     mask = program.corruption.mask if program.blind else None
-    more = {} if mask is None else {"blind": mask}
+    more = times(program, state, knobs, causal) | ({} if mask is None else {"blind": mask})
     hidden, cache = program.model.forward(
         params, tokens, state.cache, state.length, n, state.length + n, causal, state.carry, **more
     )
@@ -43,8 +45,26 @@ def forward(
     return seen, cut_rows(shadow, offset, program.window), cache
 
 
+def times(program: Program, state: State, knobs: Knobs, causal: Bool[Array, "B"]) -> dict[str, Array]:
+    """The time of each row as an argument of `forward`; nothing for models that are not timed.
+
+    Rows that encode have time 0: what they read is settled, and its keys must not depend on the pass in which
+    that came about. (BD3-LM's own sampler keeps those of a block's last pass, whose time is the smallest; no
+    published one is timed.)
+    """
+    if not program.model.config.timed:
+        return {}
+
+    def row(row: State, knobs: Knobs) -> Array:
+        steps = rows_of.steps_of(window_of(program, row), knobs)
+        return jnp.clip(rows_of.time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
+
+    seen = state._replace(cache=(), carry=())
+    return {"time": jnp.where(causal, 0.0, jax.vmap(row)(seen, knobs))}
+
+
 def _partly(
-    program: Program, params: Params, state: State, n: Int[Array, "B"], offset: Int[Array, "B"]
+    program: Program, params: Params, state: State, n: Int[Array, "B"], offset: Int[Array, "B"], knobs: Knobs
 ) -> tuple[Any, Cache]:
     """Rows at the start of a block, or due for a refresh, run their whole canvas, the others a part.
 
@@ -58,12 +78,21 @@ def _partly(
     due = due & ~state.done
     first = jnp.clip(offset - refresh.before, 0, program.width - part)
     nobody = jnp.zeros_like(state.done)
+    more = times(program, state, knobs, nobody)
 
     def run(cache: Cache, width: int, start: Array, used: Array) -> tuple[Any, Cache]:
         live = jnp.minimum(start[:, None] + jnp.arange(width), program.width - 1)
         gather = lambda x: jax.vmap(lambda row, at: row[at])(x, live)
         hidden, cache = program.model.forward(
-            params, gather(state.canvas), cache, start, used, n, nobody, jax.tree.map(gather, state.carry)
+            params,
+            gather(state.canvas),
+            cache,
+            start,
+            used,
+            n,
+            nobody,
+            jax.tree.map(gather, state.carry),
+            **more,
         )
         return cut_rows(hidden, offset - start, program.window), cache
 

@@ -29,7 +29,7 @@ def plan_program(
 ) -> tuple[Program, Sampler]:
     """(the program, the sampler with its defaults filled). Raises ValueError for what does not fit."""
     config = lm.model.config
-    sampler = complete(sampler, lm.corruption)
+    sampler = complete(sampler, lm.corruption, autoregressive=config.autoregressive)
     rule, verify = sampler.rule, sampler.verify
     _check_parts(sampler, config.vocab)
     _check_plan(lm, plan, sampler)
@@ -44,7 +44,7 @@ def plan_program(
         lm.corruption,
         width=width,
         block=active,
-        forbidden=(config.eos,) if infilling else (),
+        forbidden=(config.eos, *config.ends) if infilling else (),
         back=min(plan.revise * active, width) if full else 0,
         refresh=refresh,
         blind=rule.blind,
@@ -65,7 +65,7 @@ def _sizes(
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
-    if config.pattern == "block_causal":
+    if config.pattern == "block_causal" and sampler.verify is None:
         return config.block, plan.block or config.block
     if sampler.verify is not None:
         width = min(plan.block or config.block, sampler.verify + 1)
@@ -88,6 +88,8 @@ def _check_plan(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse(
             "plan.block", plan.block, f"a divisor of {config.block}, the block of this model, or None"
         )
+    if rule.blind and config.alignment == "shifted":
+        raise refuse("sampler.rule", rule.name, "a rule that needs no blind masks: this model's logits are shifted")
     if plan.refresh is not None and not full:
         raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {config.pattern} model is exact")
     if plan.revise and not full:
@@ -108,8 +110,8 @@ def _check_verify(lm: LM, sampler: Sampler, plan: Plan) -> None:
         raise refuse(
             "sampler.verify", verify, "None: this model's encoding pass does not predict the next token"
         )
-    if config.pattern != "causal_encoder":
-        raise refuse("sampler.verify", verify, f"None: a {config.pattern} model has no causal pass")
+    if config.pattern == "block_causal" and verify:
+        raise refuse("sampler.verify", verify, "0: a model of one-token blocks has no longer draft to check")
     if sampler.rule.blind or sampler.rule.grows:
         raise refuse("sampler.rule", sampler.rule.name, "a rule that settles masks in place, to draft with")
 

@@ -39,7 +39,7 @@ class Settled(NamedTuple):
 def look(program: Program, row: State, logits: Float[Array, "L V"], knobs: Knobs) -> Sight:
     """Shape one row's logits."""
     window = window_of(program, row)
-    steps = jnp.where(knobs.steps > 0, knobs.steps, jnp.maximum(window.editable.sum(), 1))
+    steps = steps_of(window, knobs)
     draw_key, noise_key, rule_key = jax.random.split(row_key(row.key, row.known, row.step), 3)
     view = _view(program, row, window, logits, steps, knobs, noise_key)
     view = view._replace(logits=shaped(program, knobs.sampler, view))
@@ -48,6 +48,16 @@ def look(program: Program, row: State, logits: Float[Array, "L V"], knobs: Knobs
     else:
         uniforms = jax.random.uniform(draw_key, (program.window,))
     return Sight(view, window, logits, uniforms, rule_key)
+
+
+def steps_of(window: Window, knobs: Knobs) -> Int[Array, ""]:
+    """Steps that one row's block may take."""
+    return jnp.where(knobs.steps > 0, knobs.steps, jnp.maximum(window.editable.sum(), 1))
+
+
+def time_of(step: Int[Array, ""], steps: Int[Array, ""]) -> Float[Array, ""]:
+    """The time of a canvas after so many steps, 1 = noise."""
+    return 1.0 - step / steps
 
 
 def shaped(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]:
@@ -71,8 +81,8 @@ def _view(
     program: Program, row: State, window: Window, logits: Array, steps: Array, knobs: Knobs, key: Key
 ) -> View:
     c = program.corruption
-    t = 1.0 - row.step / steps
-    s = jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
+    t = time_of(row.step, steps)
+    s = jnp.maximum(time_of(row.step + 1, steps), 0.0)
     canvas = cut(row.canvas, window.offset, program.window)
     if c.mask is None:
         masked, noise = window.editable, c.prior(key, jnp.broadcast_to(s, canvas.shape))
@@ -189,7 +199,7 @@ def _commit(
 ) -> tuple[dict[str, Any], Array]:
     proposal, at = settled.proposal, window.at
     editable = ~settled.held & (at < settled.end)
-    ends = _ends(proposal.answer, row, knobs) & editable
+    ends = _ends(program, proposal.answer, row, knobs) & editable
     first = jnp.min(jnp.where(ends, at, settled.total))
     over = stopped | (view.step + 1 >= view.steps) | _ended(program, row, knobs, settled, editable, at)
     answer = proposal.answer
@@ -233,10 +243,18 @@ def close_thinking(row: State, fresh: dict[str, Any], knobs: Knobs) -> dict[str,
     )
 
 
-def _ends(tokens: Array, row: State, knobs: Knobs) -> Array:
+def _ends(program: Program, tokens: Array, row: State, knobs: Knobs) -> Array:
     """Tokens that end what is being written: the end of text, and while thinking also its close."""
     thinking = (row.reserve > 0) & (knobs.close >= 0) & (tokens == knobs.close)
-    return thinking | ((knobs.eos >= 0) & (tokens == knobs.eos))
+    return thinking | ends_text(program, tokens, knobs)
+
+
+def ends_text(program: Program, tokens: Array, knobs: Knobs) -> Array:
+    """Whether each token ends an answer: the id that knobs name, or, of those a model has beside it, any."""
+    ends = tokens == knobs.eos
+    for other in program.model.config.ends:
+        ends |= tokens == other
+    return ends & (knobs.eos >= 0)
 
 
 def _ended(program: Program, row: State, knobs: Knobs, settled: Settled, editable: Array, at: Array) -> Array:
@@ -245,7 +263,7 @@ def _ended(program: Program, row: State, knobs: Knobs, settled: Settled, editabl
     if program.corruption.mask is None or knobs.sampler.stop.name != "filled":
         return jnp.asarray(False)  # a stop of its own: the rule may still revise what stands there
     far = at[-1] + 1
-    ends = _ends(settled.proposal.canvas, row, knobs) & editable
+    ends = _ends(program, settled.proposal.canvas, row, knobs) & editable
     return jnp.min(jnp.where(ends, at, far)) < jnp.min(jnp.where(settled.open, at, far))
 
 

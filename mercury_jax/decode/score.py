@@ -78,6 +78,17 @@ def masks(laid: Laid, samples: int, rng: np.random.Generator) -> tuple[np.ndarra
     return hidden, weight
 
 
+def times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The time of each canvas, k / m, at all of its positions [N, T]; 0 outside. canvas [T] or [N, T]."""
+    t = np.zeros_like(weight)
+    for row, index in enumerate(np.broadcast_to(canvas, weight.shape)):
+        for c in np.unique(index[index >= 0]):
+            at = index == c
+            most = weight[row, at].max()
+            t[row, at] = 1.0 / most if most else 0.0
+    return t
+
+
 ROWS = 16  # samples of one pass
 
 
@@ -89,11 +100,15 @@ def weighted_nats(lm: LM, laid: Laid, hidden: np.ndarray, weight: np.ndarray) ->
     pad = lambda x, n: np.pad(x, [(0, n - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     fixed = [jnp.asarray(pad(x, size)) for x in (laid.tokens, laid.positions, laid.ranges)]
     noised = np.where(hidden, lm.corruption.mask, laid.tokens)
+    when = times(laid.canvas, weight) if lm.model.config.timed else None
+    batch = lambda x: jnp.asarray(pad(np.pad(x, [(0, 0), (0, size - width)]), rows))
     out = []
     for i in range(0, samples, rows):
-        xt = np.pad(noised[i : i + rows], [(0, 0), (0, size - width)])
-        ce = np.asarray(_ce(lm.model, lm.corruption.forbidden, lm.params, jnp.asarray(pad(xt, rows)), *fixed))
-        out.append((ce[: len(xt), :width] * (hidden * weight)[i : i + rows]).sum(axis=1, dtype=np.float64))
+        told = None if when is None else batch(when[i : i + rows])
+        xt = batch(noised[i : i + rows])
+        ce = np.asarray(_ce(lm.model, lm.corruption.forbidden, lm.params, xt, *fixed, told))
+        scored = (hidden * weight)[i : i + rows]
+        out.append((ce[: len(scored), :width] * scored).sum(axis=1, dtype=np.float64))
     return np.concatenate(out)
 
 
@@ -106,19 +121,22 @@ def _ce(
     tokens: Int[Array, "T"],
     positions: Int[Array, "T"],
     ranges: Int[Array, "T R 2"],
+    time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
     wide = lambda x: jnp.broadcast_to(x, (xt.shape[0], *x.shape))
-    hidden = model.apply(params, xt, wide(positions), wide(ranges), ())
+    told = {} if time is None else {"time": time}
+    hidden = model.apply(params, xt, wide(positions), wide(ranges), (), **told)
     logits = jax.vmap(functools.partial(forbid, ids=forbidden))(model.head(params, hidden))
     chosen = jnp.take_along_axis(logits, wide(tokens)[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def logits(lm: LM, canvas: Any, prompt: Any = None) -> Float[Array, "B L V"]:
+def logits(lm: LM, canvas: Any, prompt: Any = None, *, time: Any = None) -> Float[Array, "B L V"]:
     """One denoiser pass: logits aligned with the canvas, [B, L, V], at least fp32.
 
     canvas: ids [L] or [B, L], noise included as it stands. prompt: None, a text, or ids; the same
-    for all rows.
+    for all rows. time: of the canvas's noise in 0..1, one number or one a row, for models that are told it;
+    None: the share of its tokens that are masks.
     """
     canvas = np.atleast_2d(np.asarray(canvas))
     if canvas.ndim != 2 or canvas.shape[1] == 0 or not np.issubdtype(canvas.dtype, np.integer):
@@ -134,19 +152,42 @@ def logits(lm: LM, canvas: Any, prompt: Any = None) -> Float[Array, "B L V"]:
         )
     known = int(lm.model.encodable(jnp.asarray([len(before)]))[0])
     text = np.concatenate([np.tile(np.asarray(before, np.int32), (len(canvas), 1)), canvas], axis=1)
-    return _pass(lm.model, known, lm.params, jnp.asarray(text, jnp.int32))[:, len(before) - known :]
+    told = _told(lm, canvas, time)
+    return _pass(lm.model, known, lm.params, jnp.asarray(text, jnp.int32), told)[:, len(before) - known :]
+
+
+def _told(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
+    """What a timed model is told of each row's canvas; None for the others."""
+    if not lm.model.config.timed:
+        if time is not None:
+            raise refuse("time", time, "None: this model is not told the time")
+        return None
+    if time is None:
+        if lm.corruption.mask is None:
+            raise refuse("time", None, "a number in 0..1: the noise of this model leaves no masks to count")
+        time = (canvas == lm.corruption.mask).mean(axis=1)
+    t = np.asarray(time, np.float32)
+    if t.shape not in ((), (len(canvas),)) or not ((t >= 0) & (t <= 1)).all():
+        raise refuse("time", time, f"a number in 0..1, or one for each of the {len(canvas)} rows")
+    return jnp.broadcast_to(t, (len(canvas),))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _pass(model: Model, known: int, params: Params, text: Int[Array, "B S"]) -> Float[Array, "B L V"]:
+def _pass(
+    model: Model, known: int, params: Params, text: Int[Array, "B S"], time: Float[Array, "B"] | None
+) -> Float[Array, "B L V"]:
     rows, size = text.shape
+    told = lambda t: {} if t is None else {"time": t}
     full = lambda n: jnp.full((rows,), n, jnp.int32)
     cache = model.empty_cache(rows, size)
     if known:
         everyone = jnp.ones((rows,), bool)
         _, cache = model.forward(
-            params, text[:, :known], cache, full(0), full(known), full(known), everyone, ()
-        )
+            params, text[:, :known], cache, full(0), full(known), full(known), everyone, (),
+            **told(None if time is None else jnp.zeros_like(time)),
+        )  # fmt: skip
     nobody, rest = jnp.zeros((rows,), bool), size - known
-    hidden, _ = model.forward(params, text[:, known:], cache, full(known), full(rest), full(size), nobody, ())
+    hidden, _ = model.forward(
+        params, text[:, known:], cache, full(known), full(rest), full(size), nobody, (), **told(time)
+    )
     return model.head(params, hidden)

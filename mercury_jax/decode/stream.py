@@ -117,7 +117,7 @@ class _Board:
 
 def _moment(lm: LM, board: _Board, prompt: Prompt) -> Moment:
     tokens = board.tokens[: board.end]
-    ends = np.flatnonzero((tokens == lm.model.config.eos) & (board.settled[: board.end] | board.done))
+    ends = np.flatnonzero(np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends)) & (board.settled[: board.end] | board.done))
     length = int(ends[0]) if len(ends) else len(tokens)
     shown = [int(t) for t in tokens[:length]]
     thinking, text = decoded(lm, np.asarray(shown, np.int32), prompt.chat)

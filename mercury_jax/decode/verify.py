@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import nats
 from mercury_jax.decode.read import draw
-from mercury_jax.decode.row import close_thinking, counts, shaped
+from mercury_jax.decode.row import close_thinking, counts, ends_text, shaped
 from mercury_jax.decode.state import Knobs, Program, State, uniforms_at
 from mercury_jax.decode.window import paste
 from mercury_jax.types import View
@@ -35,7 +35,7 @@ def check(
     at = row.length + 1 + jnp.arange(program.width, dtype=jnp.int32)  # what each logit predicts
     seen = shaped(program, knobs.sampler, _view(program, row, logits, at, knobs))
     drawn = draw(seen, uniforms_at(row.key, at), jnp.asarray(knobs.sampler.temperature, jnp.float32))
-    count, ended = _accepted(row, drawn, at, knobs)
+    count, ended = _accepted(program, row, drawn, knobs)
     known = row.known + count
     end = jnp.where(ended, known - 1, row.total)  # the end of text itself is not part of the text
     new = jnp.arange(program.width) < count
@@ -59,14 +59,14 @@ def check(
     return {k: v.astype(getattr(row, k).dtype) if k != "nats" else v for k, v in fresh.items()}, count, drawn
 
 
-def _accepted(row: State, drawn: Array, at: Array, knobs: Knobs) -> tuple[Array, Bool[Array, ""]]:
+def _accepted(program: Program, row: State, drawn: Array, knobs: Knobs) -> tuple[Array, Bool[Array, ""]]:
     """(how many drawn tokens stand, whether the last of them ends the text)."""
     width = drawn.shape[0]
     draft = jnp.concatenate([row.answer[1:], jnp.full((1,), -1, jnp.int32)])
     agrees = (drawn == draft) & (jnp.arange(width) < row.n - 1)
     count = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1
     count = jnp.minimum(count, row.total - row.known)
-    ends = (knobs.eos >= 0) & (drawn == knobs.eos)
+    ends = ends_text(program, drawn, knobs)
     ends |= (row.reserve > 0) & (knobs.close >= 0) & (drawn == knobs.close)
     first = jnp.min(jnp.where(ends, jnp.arange(width), width))
     return jnp.minimum(count, first + 1).astype(jnp.int32), first < count

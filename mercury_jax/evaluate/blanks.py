@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import infill as filling, rules
+from mercury_jax.decode import defaults, infill as filling
 from mercury_jax.evaluate.report import Report, counted
 from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused, rule_name
 from mercury_jax.train.data import corpus
@@ -37,7 +37,7 @@ def infills(lm: LM, task: Task, settings: Settings) -> Report:
     refuse_unused(task, settings, "max_tokens")
     began, timed = time.perf_counter(), []
     rows: list[dict[str, Any]] = []
-    sampler = rules.threshold() if settings.sampler is None else settings.sampler
+    sampler = defaults.sampler(lm) if settings.sampler is None else settings.sampler
     named, plan = rule_name(lm, sampler), settings.plan or Plan()
     found = blanks(lm, settings.limit or task.limit, settings.seed)
     size = min(settings.batch, len(found))

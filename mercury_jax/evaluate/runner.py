@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import rules, sample as sampling
+from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.prompts import check_seed
 from mercury_jax.evaluate import blanks, code, tasks
 from mercury_jax.evaluate.report import Report, Summary, counted, paired
@@ -106,7 +106,7 @@ def _answers(lm: LM, task: Task, settings: Settings) -> Report:
     assert task.generator is not None
     asked = tasks.problems(task, settings)
     most = settings.max_tokens or task.max_tokens or 64
-    sampler = rules.threshold() if settings.sampler is None else settings.sampler
+    sampler = defaults.sampler(lm) if settings.sampler is None else settings.sampler
     named, plan = tasks.rule_name(lm, sampler), settings.plan or Plan()
     rows: list[dict[str, Any]] = [{} for _ in asked]
     began, timed = time.perf_counter(), []

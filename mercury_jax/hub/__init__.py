@@ -1,5 +1,96 @@
-"""Checkpoint families: where parameters come from. `native` is our own exported folder."""
+"""Where parameters come from: our own folders, checkpoints in Hugging Face's layout, and the hub by name."""
 
-from mercury_jax.hub.native import load, save
+from __future__ import annotations
 
-__all__ = ["load", "save"]
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from mercury_jax.checkpoint import CheckpointError, manifest
+from mercury_jax.config import refuse
+from mercury_jax.hub import describe, fetch, native, reading, writing
+from mercury_jax.hub.native import save
+from mercury_jax.types import LM
+
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    quantise: str | None = None,
+    mask: int | None = None,
+    mesh: Mesh | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> LM:
+    """An LM from a folder of ours, a folder in Hugging Face's layout, or an id such as "org/name" or "org/name@revision".
+
+    dtype, quantise, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
+    """
+    folder = folder_of(source)
+    if is_native(folder):
+        return native.load(folder, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
+    name = str(source) if Path(source) != folder else None
+    return reading.load(
+        folder, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh, name=name, progress=progress
+    )
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str = "ours",
+    family: str | None = None,
+    dtype: str | None = None,
+    mask: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Path:
+    """Write a model in the other layout: "ours" (`load` verifies it by checksums) or "hf" (for transformers, vLLM, SGLang).
+
+    out: a new folder. family: with "hf", the one to write. dtype: of the stored parameters (None: as they are).
+    Returns the folder; raises ValueError where no family holds the model.
+    """
+    if to not in ("ours", "hf"):
+        raise refuse("to", to, "ours, hf")
+    folder = folder_of(source)
+    if is_native(folder):
+        lm, noise = native.as_stored(folder, mask=mask, progress=progress), native.noise_of(folder)
+    else:
+        lm, noise = (
+            reading.load(folder, mask=mask, progress=progress),
+            reading.open_folder(folder, mask=mask).noise,
+        )
+    if to == "hf":
+        return writing.to_hf(out, lm, family=family, dtype=dtype)
+    return native.save(out, lm, noise, dtype=dtype, overwrite=False)
+
+
+def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
+    """What a checkpoint is and what memory it needs on how many devices; nothing of it is loaded."""
+    folder = folder_of(source)
+    return describe.describe(folder, native_folder=is_native(folder), mask=mask)
+
+
+def is_native(folder: Path) -> bool:
+    """Whether `save` wrote the folder."""
+    return (folder / manifest.NAME).is_file()
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder that a source means; an id is fetched, or found where an earlier call left it."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if isinstance(source, str) and ID.fullmatch(source) and not path.exists():
+        return fetch.folder(source)
+    raise CheckpointError(
+        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; this is no folder"
+    )
+
+
+__all__ = ["convert", "folder_of", "info", "is_native", "load", "save"]

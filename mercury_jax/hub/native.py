@@ -1,17 +1,20 @@
-"""Our own folder: what `train` leaves and what `assets/nano` is."""
+"""Our own folder: what `train` and `mercury convert` leave, and what `assets/nano` is."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
+
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, models, noise
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
+from mercury_jax.hub import assemble, memory
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Model, Params
 
@@ -19,42 +22,78 @@ from mercury_jax.types import LM, Model, Params
 def save(
     folder: str | Path,
     lm: LM,
-    noise_config: NoiseConfig,
+    noise_config: NoiseConfig | None,
     *,
     dtype: Any = None,
     overwrite: bool = True,
 ) -> Path:
-    """Write an LM as a plain folder that `load` reads. dtype: of the stored arrays (default: theirs)."""
+    """Write an LM as a plain folder that `load` reads. dtype: of the stored arrays (default: theirs).
+
+    noise_config: None for an autoregressive model.
+    """
+    config = lm.model.config
     about = {
         "name": lm.name,
-        "model": to_dict(lm.model.config),
-        "noise": to_dict(noise_config),
+        "architecture": models.kind(config),
+        "model": to_dict(config),
+        "noise": None if noise_config is None else to_dict(noise_config),
         "tokenizer": lm.tokenizer.fingerprint,
         "card": dict(lm.card),
+        "decoding": dict(lm.decoding),
     }
     return checkpoint.export(
-        folder, jax.device_get(lm.params), about, dtype, tokenizer=lm.tokenizer.proto, overwrite=overwrite
+        folder, lm.params, about, dtype, tokenizer=lm.tokenizer.proto, overwrite=overwrite
     )
 
 
-def load(folder: str | Path, *, dtype: str | None = None) -> LM:
+def read_config(data: Mapping[str, Any], dtype: str | None = None, mask: int | None = None) -> ModelConfig:
+    """The model's config from what `save` wrote; an unknown architecture is refused."""
+    name = data.get("architecture", "transformer")
+    if name not in models.CONFIGS:
+        raise refuse("architecture", name, ", ".join(models.CONFIGS))
+    config = from_dict(models.CONFIGS[name], data["model"])
+    changes = {"dtype": dtype, "mask": mask}
+    return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
+
+
+def load(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    quantise: str | None = None,
+    mask: int | None = None,
+    mesh: Mesh | None = None,
+) -> LM:
     """Read a folder that `save` wrote, after verifying every file's SHA-256.
 
-    dtype: of the arithmetic, instead of the config's (float32, bfloat16, float64 under x64).
+    dtype: of the arithmetic, instead of the config's (float32, bfloat16, float64 under x64). Parameters are fp32
+    (or fp64) where the arithmetic is, else as they are stored. quantise, mask, mesh: as of `mercury_jax.load`.
     Raises CheckpointError for damage, ValueError where tokenizer and model do not belong together.
     """
+    if quantise not in (None, "int8"):
+        raise refuse("quantise", quantise, "'int8', or None")
     found = checkpoint.load_exported(folder)
     data = dict(found.config)
     if found.tokenizer is None:
         raise CheckpointError(f"{folder}: tokenizer.model is missing")
     tokenizer = Tokenizer(found.tokenizer)
-    config = from_dict(ModelConfig, {**data["model"], **({"dtype": dtype} if dtype else {})})
+    config = read_config(data, dtype, mask)
     _check_tokenizer(tokenizer, config, data)
     model = models.build(config)
-    params = _fitted(model, found.params, Path(folder))
-    kept_out = noise.specials(tokenizer)
-    corruption = noise.build(from_dict(NoiseConfig, data["noise"]), config.vocab, config.mask, kept_out)
-    return LM(model, params, tokenizer, corruption, data["name"], data.get("card", {}))
+    kind = {"float32": jnp.float32, "float64": jnp.float64}.get(config.dtype)
+    memory.check(model, mesh, kind or config.dtype, quantise == "int8", data["name"])
+    params = _params(model, found, kind, quantise == "int8", mesh)
+    described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
+    kept_out = () if described is None else noise.specials(tokenizer)
+    return LM(
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
+        corruption=noise.build(described or NoiseConfig(kind="uniform"), config.vocab, config.mask, kept_out),
+        name=data["name"],
+        card=data.get("card", {}),
+        decoding=data.get("decoding", {}),
+    )
 
 
 def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig, data: Mapping[str, Any]) -> None:
@@ -64,13 +103,11 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig, data: Mapping[st
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")
 
 
-def _fitted(model: Model, params: Params, folder: Path) -> Params:
-    """The parameters as fp32 on the device, or a refusal that names the first that does not fit."""
-    width = jnp.float64 if model.config.dtype == "float64" else jnp.float32
-    want = jax.eval_shape(model.init, jax.random.key(0))
-    paths = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_flatten_with_path(want)[0]}
-    have = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    for name, shape in paths.items():
-        if have.get(name) != shape:
-            raise CheckpointError(f"{folder}: parameter {name} is {have.get(name)}; the config needs {shape}")
-    return jax.tree.map(lambda x: jnp.asarray(x, width), params)
+def _params(model: Model, found: checkpoint.Exported, kind: Any, small: bool, mesh: Mesh | None) -> Params:
+    """The parameters on their devices, or a refusal that names the first that does not fit."""
+    for name, like in assemble.shapes_of(model).items():
+        entry = found.tensors.get(name)
+        if entry is None or tuple(entry.shape) != tuple(like.shape):
+            have = None if entry is None else tuple(entry.shape)
+            raise CheckpointError(f"{found.path}: parameter {name} is {have}; the config needs {like.shape}")
+    return assemble.own(model, found.read, dtype=kind, quantise=small, mesh=mesh)

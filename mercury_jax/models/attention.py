@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import ModelConfig
 from mercury_jax.kernels import attend
 from mercury_jax.models import cache as kv_cache
-from mercury_jax.models.layers import Linear, RMSNorm, rope
+from mercury_jax.models.layers import Linear, RMSNorm
+from mercury_jax.models.rotary import rope
 
 
 class Attention(nn.Module):
@@ -26,12 +27,13 @@ class Attention(nn.Module):
         slots: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
-        q = Linear((c.width,), (c.heads, c.head_dim), name="q")(x)
-        k = Linear((c.width,), (c.kv_heads, c.head_dim), name="k")(x)
-        v = Linear((c.width,), (c.kv_heads, c.head_dim), name="v")(x)
+        project = lambda heads, name: Linear((c.width,), (heads, c.head_dim), bias=c.qkv_bias, name=name)(x)
+        q, k, v = project(c.heads, "q"), project(c.kv_heads, "k"), project(c.kv_heads, "v")
         if c.qk_norm:
-            q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
-        q, k = rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta)
+            q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q)
+            k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k)
+        turn = lambda y: rope(y, positions, c.rope_theta, c.rope_fraction, c.rope_scaling)
+        q, k = turn(q), turn(k)
         if kv is not None and slots is not None:
             kv = kv_cache.write(kv, k, v, slots)
             k, v = kv.k, kv.v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,3 +29,8 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
         return old.at[at].set(new.astype(old.dtype), mode="drop", unique_indices=False)
 
     return KV(jax.vmap(row)(kv.k, k, slots), jax.vmap(row)(kv.v, v, slots))
+
+
+def slots_of(cache: Any) -> int:
+    """Slots of a cache, whatever its tree."""
+    return jax.tree.leaves(cache)[0].shape[1]

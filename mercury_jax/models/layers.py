@@ -11,8 +11,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from mercury_jax.models.quantise import Int8
 from mercury_jax.types import wide
 
 Init = Callable[..., Array]
@@ -31,32 +32,51 @@ def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + scale), in fp32 at least (arXiv 1910.07467)."""
+    """x / rms(x) * (1 + scale), in fp32 at least (arXiv 1910.07467); not zero_centred: * scale."""
 
     eps: float
+    zero_centred: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
-        scale = self.param("scale", nn.initializers.zeros, (x.shape[-1],))
+        start = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        scale = self.param("scale", start, (x.shape[-1],))
         y = x.astype(wide(x.dtype))
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + self.eps)
-        return (y * (1.0 + scale)).astype(x.dtype)
+        return (y * (1.0 + scale if self.zero_centred else scale)).astype(x.dtype)
 
 
 class Linear(nn.Module):
-    """y = x @ w over the last `len(inputs)` axes; `inputs` and `outputs` are axis sizes."""
+    """y = x @ w + b over the last `len(inputs)` axes; `inputs` and `outputs` are axis sizes."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scale: float = 1.0
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*s"]) -> Float[Array, "*o"]:
         count = len(self.inputs)
-        w = self.param("w", fan_in(count, self.scale), (*self.inputs, *self.outputs))
-        return jax.lax.dot_general(
-            x, w.astype(x.dtype), ((tuple(range(x.ndim - count, x.ndim)), tuple(range(count))), ((), ()))
-        )
+        w = weight(self, "w", fan_in(count, self.scale), (*self.inputs, *self.outputs))
+        y = dot(x, w, count)
+        return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
+
+
+def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Int8:
+    """A parameter that may have been loaded as int8."""
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+        if isinstance(found, Int8):
+            return found
+    return module.param(name, init, shape)
+
+
+def dot(x: Float[Array, "*s"], w: Array | Int8, count: int) -> Float[Array, "*o"]:
+    """x @ w, contracting x's last `count` axes with w's first."""
+    axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+    values = w.values if isinstance(w, Int8) else w
+    y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
+    return y * w.scale.astype(x.dtype) if isinstance(w, Int8) else y
 
 
 class SwiGLU(nn.Module):
@@ -71,13 +91,3 @@ class SwiGLU(nn.Module):
         gate = Linear((self.width,), (self.hidden,), name="gate")(x)
         up = Linear((self.width,), (self.hidden,), name="up")(x)
         return Linear((self.hidden,), (self.width,), self.scale, name="down")(jax.nn.silu(gate) * up)
-
-
-def rope(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T H K"]:
-    """Rotate the pairs (x[i], x[i + K/2]) by position * theta**(-2i/K) (RoFormer, arXiv 2104.09864)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=wide(x.dtype)) / half)
-    angle = positions[..., None, None].astype(wide(x.dtype)) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = x[..., :half].astype(wide(x.dtype)), x[..., half:].astype(wide(x.dtype))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

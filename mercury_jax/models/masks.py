@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,3 +130,47 @@ def _clean_ends(config: ModelConfig, clean: int) -> np.ndarray:
 def layout_of(config: ModelConfig) -> Callable[..., Laid]:
     """`layout` with the config closed over, as `Model.layout`."""
     return functools.partial(layout, config)
+
+
+class Pass(NamedTuple):
+    """What a forward over a cache runs on: the tokens given, and the shadow masks behind them."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    ranges: Int[Array, "B T R 2"]
+    slots: Int[Array, "B T"]  # where keys are written; the capacity for none
+    live: Bool[Array, "B T"]
+
+
+def cached_pass(
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    capacity: int,
+    start: Int[Array, "B"],
+    n: Int[Array, "B"],
+    end: Int[Array, "B"],
+    encoding: Bool[Array, "B"],
+    blind: int | None = None,
+) -> Pass:
+    """Lay out `Model.forward`: which positions, slots and key ranges its tokens have.
+
+    blind: a mask id; behind the tokens follows one such mask for each, which sees all but the token it
+    stands for, and its own key in the slots behind `end`.
+    """
+    offsets = jnp.arange(tokens.shape[1])[None]
+    live = offsets < n[:, None]
+    positions = start[:, None] + offsets
+    slots = jnp.where(live, positions, capacity)  # dead tokens are dropped
+    ranges = pass_ranges(config, positions, live, end, encoding)
+    if blind is None:
+        return Pass(tokens, positions, ranges, slots, live)
+    shown = live & ~encoding[:, None]
+    shadows = jnp.where(shown, end[:, None] + offsets, capacity)
+    beside = lambda a, b: jnp.concatenate([a, b], axis=1)
+    return Pass(
+        beside(tokens, jnp.full_like(tokens, blind)),
+        beside(positions, positions),
+        beside(padded(ranges), blind_ranges(positions, shown, end, shadows)),
+        beside(slots, shadows),
+        beside(live, shown),
+    )

@@ -6,14 +6,14 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.models import cache as kv_cache, masks
+from mercury_jax.models import cache as kv_cache, masks, shift
 from mercury_jax.models.attention import Attention
 from mercury_jax.models.layers import RMSNorm, SwiGLU
+from mercury_jax.models.router import Mixture
 from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
 
 # Axis names of each parameter, by path; see mercury_jax.sharding. The widest dimension of a
@@ -24,14 +24,18 @@ SHARDINGS = (
     (r"o/w$", ("tensor", None, "fsdp")),
     (r"(gate|up)/w$", ("fsdp", "tensor")),
     (r"down/w$", ("tensor", "fsdp")),
+    (r"(q|k|v)/b$", ("tensor", None)),
+    (r"moe/gate_up$", ("expert", "fsdp", "tensor")),
+    (r"moe/down$", ("expert", "tensor", "fsdp")),
     (r"head$", ("fsdp", "tensor")),
 )
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU with residuals."""
+    """Pre-norm attention and SwiGLU, or experts, with residuals."""
 
     config: ModelConfig
+    layer: int
 
     @nn.compact
     def __call__(
@@ -43,12 +47,15 @@ class Block(nn.Module):
         slots: Array | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
-        y, kv = Attention(c, name="attention")(
-            RMSNorm(c.norm_eps, name="attention_norm")(x), positions, ranges, kv, slots
-        )
+        norm = lambda name: RMSNorm(c.norm_eps, c.zero_centred, name=name)
+        y, kv = Attention(c, name="attention")(norm("attention_norm")(x), positions, ranges, kv, slots)
         x = x + y
-        mlp = SwiGLU(c.width, c.ffn, 1.0 / (2 * c.layers), name="mlp")
-        return x + mlp(RMSNorm(c.norm_eps, name="mlp_norm")(x)), kv
+        scale = 1.0 / (2 * c.layers)
+        if c.experts is None or self.layer in c.experts.dense:
+            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, name="mlp")
+        else:
+            mlp = Mixture(c.experts, c.width, scale, name="moe")
+        return x + mlp(norm("mlp_norm")(x)), kv
 
 
 class Transformer(nn.Module):
@@ -59,8 +66,8 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.blocks = [Block(c, name=f"block_{i}") for i in range(c.layers)]
-        self.norm = RMSNorm(c.norm_eps, name="norm")
+        self.blocks = [Block(c, i, name=f"block_{i}") for i in range(c.layers)]
+        self.norm = RMSNorm(c.norm_eps, c.zero_centred, name="norm")
         if not c.tied:
             self.untied = self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
@@ -73,7 +80,9 @@ class Transformer(nn.Module):
         slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         c = self.config
-        x = (self.embed[tokens] * c.width**0.5).astype(c.dtype)
+        x = self.embed[tokens].astype(c.dtype)
+        if c.scale_embed:
+            x = (self.embed[tokens] * c.width**0.5).astype(c.dtype)
         filled = []
         for i, block in enumerate(self.blocks):
             x, kv = block(x, positions, ranges, None if cache is None else cache[i], slots)
@@ -94,16 +103,15 @@ class Transformer(nn.Module):
 def build(config: ModelConfig) -> Model:
     """The transformer of `config` as pure functions; equal configs give equal functions' results."""
     net = Transformer(config)
+    shifted = config.alignment == "shifted"
     return Model(
         config=config,
         init=functools.partial(_init, net),
-        apply=functools.partial(_apply, net),
-        forward=functools.partial(_forward, net),
+        apply=functools.partial(shift.apply if shifted else _apply, net),
+        forward=functools.partial(shift.forward if shifted else _forward, net),
         head=functools.partial(_head, net),
         condition=lambda params, logits: (),
-        empty_cache=lambda batch, slots: kv_cache.empty(
-            config.layers, batch, slots, config.kv_heads, config.head_dim, jnp.dtype(config.dtype)
-        ),
+        empty_cache=functools.partial(shift.empty if shifted else _empty, config),
         encodable=functools.partial(masks.encodable, config),
         layout=masks.layout_of(config),
         shardings=SHARDINGS,
@@ -126,6 +134,11 @@ def _head(net: Transformer, params: Params, hidden: Array) -> Any:
     return net.apply({"params": params}, hidden, method="head")
 
 
+def _empty(config: ModelConfig, batch: int, slots: int) -> Cache:
+    dtype = jnp.dtype(config.dtype)
+    return kv_cache.empty(config.layers, batch, slots, config.kv_heads, config.head_dim, dtype)
+
+
 def _forward(
     net: Transformer,
     params: Params,
@@ -139,20 +152,5 @@ def _forward(
     *,
     blind: int | None = None,
 ) -> tuple[Array, Cache]:
-    offsets = jnp.arange(tokens.shape[1])[None]
-    live = offsets < n[:, None]
-    positions = start[:, None] + offsets
-    capacity = jax.tree.leaves(cache)[0].shape[1]
-    slots = jnp.where(live, positions, capacity)  # dead tokens are dropped
-    ranges = masks.pass_ranges(net.config, positions, live, end, encoding)
-    if blind is not None:
-        # A mask for each token, behind the canvas: it sees all but the token, and its own key.
-        live = live & ~encoding[:, None]
-        shadows = jnp.where(live, end[:, None] + offsets, capacity)
-        ranges = jnp.concatenate(
-            [masks.padded(ranges), masks.blind_ranges(positions, live, end, shadows)], axis=1
-        )
-        tokens = jnp.concatenate([tokens, jnp.full_like(tokens, blind)], axis=1)
-        positions = jnp.concatenate([positions, positions], axis=1)
-        slots = jnp.concatenate([slots, shadows], axis=1)
-    return net.apply({"params": params}, tokens, positions, ranges, cache, slots)
+    run = masks.cached_pass(net.config, tokens, kv_cache.slots_of(cache), start, n, end, encoding, blind)
+    return net.apply({"params": params}, run.tokens, run.positions, run.ranges, cache, run.slots)

@@ -46,7 +46,7 @@ def masked_elbo(
         alpha, slope = noise.rate(corruption.alpha, t)
         weight = -slope / (1.0 - alpha)
         weight = weight if clip is None else jnp.minimum(weight, clip)
-        ce, right = cross_entropy(model, params, batch, noised.xt)
+        ce, right = cross_entropy(model, params, batch, noised.xt, t=t)
         scored = jnp.where(noised.changed, weight * ce, 0.0)
         return _loss(scored, batch, normalise, ce, right, noised.changed)
 
@@ -70,7 +70,7 @@ def autoregressive() -> Objective:
         if corruption.mask is None:
             raise refuse("noise.kind", "uniform", "absorbing, for autoregressive")
         xt = jnp.where(batch.editable, corruption.mask, batch.tokens)
-        ce, right = cross_entropy(model, params, batch, xt)
+        ce, right = cross_entropy(model, params, batch, xt, t=jnp.ones(xt.shape))
         scored = jnp.where(batch.editable, ce, 0.0)
         return _loss(scored, batch, "token", ce, right, batch.editable)
 
@@ -90,18 +90,22 @@ def canvas_times(key: Key, batch: Batch, least: float) -> Float[Array, "B T"]:
 
 
 def cross_entropy(
-    model: Model, params: Params, batch: Batch, xt: Array, target: Array | None = None
+    model: Model, params: Params, batch: Batch, xt: Array, target: Array | None = None, t: Array | None = None
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(-log p(target | xt) in nats, whether it is the most probable id) at every position.
 
-    target [B, T]: what each position is to say; None: its own clean token.
+    target [B, T]: what each position is to say; None: its own clean token. t [B, T]: the time of each canvas,
+    which a timed model is told; outside of canvases it is told 0, as where it encodes.
     """
+    told = model.config.timed and t is not None
+    more = {"time": jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0)} if told else {}
     target = batch.tokens if target is None else target
-    hidden = model.apply(params, xt, batch.positions, batch.ranges, ())
+    hidden = model.apply(params, xt, batch.positions, batch.ranges, (), **more)
     logits = model.head(params, hidden)
-    # The mask is never data: without it the model is the SUBS parameterisation of MDLM.
     ids = jnp.arange(logits.shape[-1])
-    logits = jnp.where(ids == model.config.mask, -1e30, logits)
+    if model.config.mask is not None:
+        # The mask is never data: without it the model is the SUBS parameterisation of MDLM.
+        logits = jnp.where(ids == model.config.mask, -1e30, logits)
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
     chosen = jnp.sum(jnp.where(ids == target[..., None], logits, 0.0), axis=-1)
     ce = jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -68,7 +68,8 @@ def masked_and_edited(
                 wrong=wrong, spoiled=spoiled, full=full,
             )  # fmt: skip
         next_ = next_tokens(batch)
-        ce, hit = cross_entropy(model, params, batch, xt, jnp.where(next_.known, next_.token, batch.tokens))
+        target = jnp.where(next_.known, next_.token, batch.tokens)
+        ce, hit = cross_entropy(model, params, batch, xt, target, t)
         shown = batch.editable & ~masked
         bad, good = shown & (xt != batch.tokens), shown & (xt == batch.tokens)
         in_prompt = jnp.where(next_.answer, 1.0, prompt)

@@ -1,0 +1,42 @@
+"""How a model is decoded where the caller does not say: as its checkpoint asks, else as its noise suggests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import rules, shape, stop
+from mercury_jax.decode.parts import Part, Sampler
+from mercury_jax.types import LM
+
+
+def sampler(lm: LM) -> Part | Sampler:
+    """The model's own sampler: `LM.decoding`'s; else one by the noise, `threshold` where there is a mask."""
+    if lm.decoding.get("rule"):
+        return _asked(lm)
+    if lm.corruption.mask is not None or lm.model.config.autoregressive:
+        return rules.threshold()
+    return rules.diffusion_gemma()
+
+
+def plan(lm: LM, wanted: Plan, share: float = 1.0) -> Plan:
+    """The plan with the checkpoint's own block and `share` of its steps, where it names none itself."""
+    block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
+    if wanted.block is None and wanted.steps is None and steps is not None:
+        return dataclasses.replace(wanted, block=block, steps=max(1, round(share * steps)))
+    return wanted
+
+
+def _asked(lm: LM) -> Sampler:
+    """LM.decoding as a sampler: {"rule": name, "knobs": {}, "temperature", "cooling": {}, "steady": {}}."""
+    name = lm.decoding["rule"]
+    if name not in rules.ALL:
+        raise refuse("LM.decoding: rule", name, ", ".join(rules.ALL))
+    shapes, cooling, steady = [], lm.decoding.get("cooling"), lm.decoding.get("steady")
+    if cooling:
+        shapes.append(shape.cooling(**cooling))
+    ending: Any = stop.steady(**steady) if steady else None
+    return Sampler(
+        rules.ALL[name](**lm.decoding.get("knobs", {})), tuple(shapes), ending, lm.decoding.get("temperature")
+    )

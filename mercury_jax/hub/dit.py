@@ -1,0 +1,176 @@
+"""MDLM, BD3-LM and DUO: diffusion transformers as their Hugging Face classes save them.
+
+They share one backbone and one config.json. MDLM masks, BD3-LM masks block by block, DUO draws noise uniformly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mercury_jax.config import ModelConfig, NoiseConfig, refuse
+from mercury_jax.hub.decoder import dtype_of
+from mercury_jax.hub.family import Family, Json, Leaf, need, only
+from mercury_jax.models.dit import DiTConfig
+
+# Stand among the tensors, but are no parameters: tables of rotary angles, and the range of times BD3-LM trained on.
+CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(min|max)$")
+
+
+def names(prefix: str, config: ModelConfig) -> dict[str, Leaf]:
+    """Where each parameter stands; `prefix` is in front of every name of the files."""
+    linear = lambda path, name: {
+        f"{path}/w": Leaf(f"{prefix}{name}.weight", 1),
+        f"{path}/b": Leaf(f"{prefix}{name}.bias", fold=True),
+    }
+    found = {
+        "embed": Leaf(f"{prefix}vocab_embed.embedding"),
+        "norm/scale": Leaf(f"{prefix}output_layer.norm_final.weight"),
+    }
+    found |= linear("condition/first", "sigma_map.mlp.0") | linear("condition/second", "sigma_map.mlp.2")
+    found |= linear("modulation/proj", "output_layer.adaLN_modulation")
+    found |= linear("head", "output_layer.linear")
+    for i in range(config.layers):
+        ours, theirs = f"block_{i}", f"blocks.{i}"
+        found |= {
+            f"{ours}/attention_norm/scale": Leaf(f"{prefix}{theirs}.norm1.weight"),
+            f"{ours}/mlp_norm/scale": Leaf(f"{prefix}{theirs}.norm2.weight"),
+            f"{ours}/qkv/w": Leaf(f"{prefix}{theirs}.attn_qkv.weight", 1),
+            f"{ours}/o/w": Leaf(f"{prefix}{theirs}.attn_out.weight", 2),
+        }
+        found |= linear(f"{ours}/modulation/proj", f"{theirs}.adaLN_modulation")
+        found |= linear(f"{ours}/up", f"{theirs}.mlp.0") | linear(f"{ours}/down", f"{theirs}.mlp.2")
+    return found
+
+
+def sizes(config: Json, width: str, heads: str, layers: str, cond: str, context: str) -> dict[str, Any]:
+    """The sizes of a DiT from the keys that a family gives them; what its files do not say is fixed in its code."""
+    wide, count = need(config, width), need(config, heads)
+    if count < 1 or wide % count:
+        raise refuse(f"config.json: {heads}", count, f"a divisor of {width} = {wide}")
+    length = need(config, context)
+    return dict(
+        vocab=need(config, "vocab_size"), width=wide, heads=count, kv_heads=count, head_dim=wide // count,
+        layers=need(config, layers), ffn=4 * wide, cond=need(config, cond), context=length, block=length,
+        dtype=dtype_of(config),
+    )  # fmt: skip
+
+
+def _sizes(config: Json) -> dict[str, Any]:
+    only(config, "causal", False)
+    only(config, "adaln", True)
+    return sizes(config, "hidden_dim", "n_heads", "n_blocks", "cond_dim", "model_length")
+
+
+def specials(config: Json) -> dict[str, Any]:
+    """Ids of a model that masks: GPT-2 has no mask, so one was put behind its last id, the end of text."""
+    mask = _id(config, "mask_token_id", need(config, "vocab_size") - 1)
+    return dict(mask=mask, eos=_id(config, "eos_token_id", mask - 1), pad=_id(config, "pad_token_id", mask))
+
+
+def _id(config: Json, key: str, default: int) -> int:
+    return default if config.get(key) is None else config[key]
+
+
+def _mdlm(config: Json) -> DiTConfig:
+    return DiTConfig(**_sizes(config), **specials(config), timed=bool(config.get("time_conditioning", False)))
+
+
+def _bd3lm(config: Json) -> DiTConfig:
+    """Without `cross_attn` (its pre-trained model of one block) it is a plain bidirectional model."""
+    blocks = bool(config.get("cross_attn", True))
+    return DiTConfig(
+        **_sizes(config) | ({"block": need(config, "block_size")} if blocks else {}),
+        **specials(config),
+        pattern="block_causal" if blocks else "bidirectional",
+        timed=bool(config.get("time_conditioning", False)),
+        level="clipped",
+    )
+
+
+def _duo(config: Json) -> DiTConfig:
+    """Its class has no switch for the time: it is always told. Padding stands behind GPT-2's ids."""
+    pad = _id(config, "pad_token_id", need(config, "vocab_size") - 1)
+    return DiTConfig(
+        **_sizes(config), mask=None, pad=pad, eos=_id(config, "eos_token_id", pad - 1), timed=True
+    )
+
+
+def fixed(config: ModelConfig) -> DiTConfig:
+    """The config, if its files can say all of it: they leave to the code what is compared here."""
+    assert isinstance(config, DiTConfig)
+    have = (config.ffn, config.frequencies, config.rope_theta, config.norm_eps)
+    want = (4 * config.width, 256, 10_000.0, 1e-5)
+    if have != want:
+        raise refuse("ffn, frequencies, rope_theta, norm_eps", have, f"{want}, which the family's code fixes")
+    return config
+
+
+def common(config: ModelConfig) -> dict[str, Any]:
+    """What every family's config.json calls the same; ids under the names by which `specials` finds them."""
+    ids = dict(mask_token_id=config.mask, eos_token_id=config.eos, pad_token_id=config.pad)
+    return ids | dict(vocab_size=config.vocab, torch_dtype=config.dtype)
+
+
+def _export(architecture: str, kind: str, config: ModelConfig) -> dict[str, Any]:
+    c = fixed(config)
+    return common(c) | dict(
+        architectures=[architecture], model_type=kind, model_length=c.context, hidden_dim=c.width, cond_dim=c.cond,
+        n_blocks=c.layers, n_heads=c.heads, dropout=0.1,
+    )  # fmt: skip
+
+
+def _export_mdlm(config: ModelConfig) -> dict[str, Any]:
+    return _export("MDLM", "mdlm", config) | dict(time_conditioning=config.timed)
+
+
+def _export_bd3lm(config: ModelConfig) -> dict[str, Any]:
+    more = dict(
+        block_size=config.block, cross_attn=config.pattern == "block_causal", adaln=True, causal=False
+    )
+    return _export("BD3LM", "bd3lm", config) | more | dict(time_conditioning=config.timed)
+
+
+def _export_duo(config: ModelConfig) -> dict[str, Any]:
+    return _export("DUO", "DUO", config) | dict(causal=False)
+
+
+def _backbone(config: ModelConfig) -> dict[str, Leaf]:
+    return names("backbone.", config)
+
+
+MDLM = Family(
+    name="MDLM",
+    architectures=("MDLM",),
+    checkpoints=("kuleshov-group/mdlm-owt",),
+    config=_mdlm,
+    names=_backbone,
+    noise=NoiseConfig(kind="absorbing"),
+    about="DiT, GPT-2's tokens, masked diffusion (arXiv 2406.07524)",
+    ignored=CONSTANTS,
+    export=_export_mdlm,
+    licence="Apache-2.0",
+)
+BD3LM = Family(
+    name="BD3-LM",
+    architectures=("BD3LM",),
+    checkpoints=tuple(f"kuleshov-group/bd3lm-owt-block_size{n}" for n in (4, 8, 16)),
+    config=_bd3lm,
+    names=_backbone,
+    noise=NoiseConfig(kind="absorbing"),
+    about="DiT, GPT-2's tokens, masked diffusion block by block (arXiv 2503.09573)",
+    ignored=CONSTANTS,
+    export=_export_bd3lm,
+    licence="Apache-2.0",
+)
+DUO = Family(
+    name="DUO",
+    architectures=("DUO",),
+    checkpoints=("s-sahoo/duo", "s-sahoo/duo-distilled"),
+    config=_duo,
+    names=_backbone,
+    noise=NoiseConfig(kind="uniform"),
+    about="DiT, GPT-2's tokens, uniform diffusion (arXiv 2506.10892)",
+    ignored=CONSTANTS,
+    export=_export_duo,
+    licence="Apache-2.0",
+)

@@ -1,0 +1,36 @@
+"""Dream, Dream-Coder, DiffuCoder, DreamOn: Qwen2.5 made bidirectional, its logits still one position ahead."""
+
+from __future__ import annotations
+
+from mercury_jax.config import ModelConfig, NoiseConfig
+from mercury_jax.hub import decoder
+from mercury_jax.hub.family import Family, Json
+
+MASK = 151666
+
+
+def config(config: Json) -> ModelConfig:
+    """Dream's config.json; biases on queries, keys and values are not written there, nor ever a window used."""
+    plain = {"mask_token_id": MASK, **config, "use_sliding_window": False}
+    return ModelConfig(
+        **decoder.sizes(plain, qkv_bias=True, pattern="bidirectional", block=32, alignment="shifted")
+    )
+
+
+DREAM = Family(
+    name="Dream",
+    architectures=("DreamModel",),
+    checkpoints=(
+        "Dream-org/Dream-v0-Instruct-7B",
+        "Dream-org/Dream-Coder-v0-Instruct-7B",
+        "apple/DiffuCoder-7B-Instruct",
+        "Dream-org/DreamOn-v0-7B",
+    ),
+    config=config,
+    names=decoder.names,
+    noise=NoiseConfig(kind="absorbing"),
+    about="masked, made of Qwen2.5; DiffuCoder and DreamOn too",
+    ignored=decoder.IGNORED,
+    export=lambda c: decoder.export(c, architectures=["DreamModel"], model_type="Dream"),
+    licence="Apache-2.0 (DiffuCoder: Apple's)",
+)

@@ -1,0 +1,168 @@
+"""A checkpoint in Hugging Face's layout as an LM: read, checked, fitted into memory, put on its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from mercury_jax import models, noise
+from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.config import ModelConfig, NoiseConfig, one_of, refuse
+from mercury_jax.config.model import ComputeType
+from mercury_jax.hub import assemble, files, ids, memory
+from mercury_jax.hub.families import family_of
+from mercury_jax.hub.family import Family
+from mercury_jax.types import LM, Model
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Opened(NamedTuple):
+    """A folder that was understood: its family, our config and model; no tensor is read yet."""
+
+    folder: files.Folder
+    family: Family
+    config: ModelConfig
+    model: Model
+
+    @property
+    def noise(self) -> NoiseConfig | None:
+        """How it was noised; None for an autoregressive model."""
+        found = self.family.noise
+        return found(self.folder.config) if callable(found) else found
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of most of its floating numbers."""
+        sizes: dict[np.dtype, int] = {}
+        for place in self.folder.tensors.values():
+            sizes[place.entry.dtype] = sizes.get(place.entry.dtype, 0) + place.entry.end - place.entry.start
+        return max(sizes, key=lambda kind: sizes[kind])
+
+
+def open_folder(folder: str | Path, *, dtype: str | None = None, mask: int | None = None) -> Opened:
+    """Read config.json and every header, and check each tensor against what the model needs.
+
+    dtype: of the arithmetic (None: the files'). mask: the mask id, where config.json has none or the wrong one.
+    Raises ValueError for a model that we do not build, CheckpointError for damage.
+    """
+    found = files.scan(folder)
+    if mask is not None:
+        found.config["mask_token_id"] = mask
+    ids.complete(found.path, found.config)
+    if found.config.get("quantization_config"):
+        kind = dict(found.config["quantization_config"]).get("quant_method")
+        raise refuse(
+            "config.json: quantization_config", kind, "none: load the unquantised files, with quantise='int8'"
+        )
+    family = family_of(found.config)
+    config = family.config(found.config)
+    if dtype is not None:
+        one_of(ComputeType, dtype=dtype)
+        config = dataclasses.replace(config, dtype=dtype)
+    opened = Opened(found, family, config, models.build(config))
+    _check(opened)
+    return opened
+
+
+def _check(opened: Opened) -> None:
+    theirs = {name: place.entry.shape for name, place in opened.folder.tensors.items()}
+    ours = {path: tuple(like.shape) for path, like in assemble.shapes_of(opened.model).items()}
+    where, names = str(opened.folder.path), opened.family.names(opened.config)
+    assemble.check(where, opened.family, opened.config, names, ours, theirs)
+    for leaf in names.values():
+        for name in leaf.names:
+            kind = opened.folder.tensors[name].entry.dtype
+            if kind.name not in ("float64", "float32", "float16", "bfloat16"):
+                raise CheckpointError(
+                    f"{where}: " + str(refuse(f"dtype of {name}", kind.name, ", ".join(FLOATS)))
+                )
+
+
+def load(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    quantise: str | None = None,
+    mask: int | None = None,
+    mesh: Mesh | None = None,
+    name: str | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> LM:
+    """The LM in a folder; one parameter at a time goes from the file to the devices that hold it.
+
+    dtype: of parameters and arithmetic (None: the files'). quantise: "int8" keeps matrices as int8 with a scale
+    for each output. mask: see `open_folder`. mesh: where it lies (None: the first device).
+    """
+    if quantise not in (None, "int8"):
+        raise refuse("quantise", quantise, "'int8', or None")
+    opened = open_folder(folder, dtype=dtype, mask=mask)
+    label = name or str(opened.folder.config.get("_name_or_path") or opened.folder.path.name)
+    kind = opened.stored if dtype is None else jnp.dtype(dtype)
+    memory.check(opened.model, mesh, kind, quantise == "int8", label)
+    params = assemble.params(
+        opened.model, opened.family.names(opened.config), opened.folder.read, dtype=kind,
+        quantise=quantise == "int8", mesh=mesh, progress=progress,
+    )  # fmt: skip
+    c = opened.config
+    return LM(
+        model=opened.model,
+        params=params,
+        tokenizer=_tokenizer(opened),
+        corruption=corruption(opened.noise, c),
+        name=label,
+        card=card(opened),
+        decoding=decoding(opened),
+    )
+
+
+def corruption(found: NoiseConfig | None, c: ModelConfig) -> noise.Corruption:
+    """The noise that a checkpoint was trained with; an autoregressive one has none, and its prior is not used."""
+    return noise.build(found or NoiseConfig(kind="uniform"), c.vocab, c.mask)
+
+
+def card(opened: Opened) -> Mapping[str, Any]:
+    """What is known of a checkpoint."""
+    return {
+        "family": opened.family.name,
+        "architecture": opened.folder.config["architectures"][0],
+        "licence": licence(opened),
+        "notes": list(opened.folder.notes),
+    }
+
+
+def licence(opened: Opened) -> str:
+    """The `license:` line of its README, else the family's."""
+    readme = files.find(opened.folder.path, "README.md")
+    if readme is not None:
+        with readme.open("rb") as file:
+            head = file.read(20_000).decode("utf-8", "replace").splitlines()
+        if head[:1] == ["---"]:
+            for line in head[1:]:
+                if line.startswith("license:"):
+                    return line.split(":", 1)[1].strip()
+                if line == "---":
+                    break
+    return opened.family.licence
+
+
+def decoding(opened: Opened) -> Mapping[str, Any]:
+    """How the checkpoint asks to be decoded, where its family says how to read that."""
+    if opened.family.decoding is None:
+        return {}
+    about = files.find(opened.folder.path, "generation_config.json")
+    found = files.read_json(opened.folder.path, "generation_config.json") if about else {}
+    return opened.family.decoding(opened.folder.config, found)
+
+
+def _tokenizer(opened: Opened) -> Any:
+    from mercury_jax.hub.tokenizer import HFTokenizer
+
+    c = opened.config
+    return HFTokenizer.load(opened.folder.path, mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends)

@@ -1,0 +1,42 @@
+"""SDAR and TraDo: Qwen3, dense or with experts, in blocks that see themselves and what is before (arXiv 2510.06303)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mercury_jax.config import ModelConfig, NoiseConfig
+from mercury_jax.hub import decoder
+from mercury_jax.hub.family import Family, Json
+
+MASK, BLOCK = 151669, 4  # of every published model whose config.json is silent
+
+
+def config(config: Json) -> ModelConfig:
+    """SDAR's config.json."""
+    experts = decoder.experts_of(config) if config.get("num_experts") else None
+    return ModelConfig(
+        **decoder.sizes(
+            {"mask_token_id": MASK, **config}, qk_norm=True, experts=experts,
+            pattern="block_causal", block=config.get("block_size") or BLOCK,
+        )
+    )  # fmt: skip
+
+
+def export(c: ModelConfig) -> dict[str, Any]:
+    """Our config as SDAR's."""
+    kind = ("SDARForCausalLM", "sdar") if c.experts is None else ("SDARMoeForCausalLM", "sdar_moe")
+    return decoder.export(c, architectures=[kind[0]], model_type=kind[1], block_size=c.block)
+
+
+SDAR = Family(
+    name="SDAR, TraDo",
+    architectures=("SDARForCausalLM", "SDARMoeForCausalLM"),
+    checkpoints=("JetLM/SDAR-4B-Chat", "JetLM/SDAR-30B-A3B-Chat", "Gen-Verse/TraDo-8B-Instruct"),
+    config=config,
+    names=decoder.names,
+    noise=NoiseConfig(kind="absorbing"),
+    about="masked blocks, made of Qwen3",
+    ignored=decoder.IGNORED,
+    export=export,
+    licence="MIT",
+)

@@ -1,0 +1,116 @@
+"""Our parameters as a checkpoint in Hugging Face's layout, for transformers, vLLM and SGLang."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mercury_jax import models
+from mercury_jax.checkpoint.tensors import Source
+from mercury_jax.config import ModelConfig, refuse
+from mercury_jax.hub import assemble, families, files
+from mercury_jax.hub.family import Family, Leaf
+from mercury_jax.models.quantise import Int8
+from mercury_jax.sharding import name_of
+from mercury_jax.types import LM, Params
+
+
+def to_hf(
+    folder: str | Path, lm: LM, *, family: str | None = None, dtype: Any = None, shard: int = files.SHARD
+) -> Path:
+    """Write an LM as a checkpoint of a family that can hold it; returns the folder's path.
+
+    family: its name (None: the one that it was loaded from, or the first that holds it exactly). dtype: of the
+    stored parameters (None: theirs). shard: most bytes in a file. A model of our own build is written with its
+    norms' 1 + scale and its embedding's factor multiplied out, which changes no logit.
+    Raises ValueError where no family holds it, and for int8 parameters.
+    """
+    if any(isinstance(x, Int8) for x in jax.tree.leaves(lm.params, is_leaf=lambda x: isinstance(x, Int8))):
+        raise refuse("params", "int8", "floating parameters: load the model without quantise")
+    config, params = plain(lm.model.config, lm.params)
+    chosen = _family(config, family or lm.card.get("family"), strict=family is not None)
+    assert chosen.export is not None
+    about = chosen.export(config)
+    arrays = sources(chosen.names(config), params, dtype)
+    return files.write_folder(folder, about, arrays, shard=shard, extra=lm.tokenizer.files)
+
+
+def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:
+    able = families.writers(config)
+    if wanted is not None and (strict or any(f.name == wanted for f in able)):
+        found = families.called(wanted)
+        if found in able:
+            return found
+        raise refuse("family", wanted, _names(able) + ", which hold this model exactly")
+    if not able:
+        about = f"{config.pattern}, {models.kind(config)}"
+        raise refuse("model", about, "one that a family of checkpoints can hold; none has this build")
+    return able[0]
+
+
+def _names(able: list[Family]) -> str:
+    return ", ".join(f.name for f in able) or "none"
+
+
+def plain(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    """Our own build as others have it: norms multiply by their scale, embeddings by nothing; the same logits."""
+    if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
+        return config, params
+    flat = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    if config.scale_embed:
+        if config.tied:
+            flat["head"] = flat["embed"].T
+        flat["embed"] = flat["embed"] * config.width**0.5
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        assemble.insert(tree, path, 1.0 + leaf if config.zero_centred and path.endswith("/scale") else leaf)
+    tied = config.tied and not config.scale_embed
+    return dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied), tree
+
+
+def sources(names: Mapping[str, Leaf], params: Params, dtype: Any = None) -> list[Source]:
+    """The tensors of the files, each made from our leaves when its turn to be written comes."""
+    flat = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    made: dict[str, list[str]] = {}
+    shape: dict[str, tuple[int, ...]] = {}
+    for path, leaf in names.items():
+        for name, size in assemble.files_shapes(leaf, flat[path].shape):
+            made.setdefault(name, []).append(path)
+            shape[name] = size
+    take = _Kept(lambda path: _host(flat[path], dtype))
+    kind = lambda name: np.dtype(dtype or flat[made[name][0]].dtype)
+    return [Source(n, shape[n], kind(n), functools.partial(_tensor, n, made[n], names, take)) for n in made]
+
+
+def _tensor(name: str, paths: list[str], names: Mapping[str, Leaf], take: Callable[[str], Any]) -> np.ndarray:
+    """One tensor of the files, joined from the rows that our leaves hold of it."""
+    parts = [
+        (names[path].rows or (0, 0, 0), assemble.theirs_of(names[path], take(path))[name]) for path in paths
+    ]
+    if len(parts) == 1:
+        return parts[0][1]
+    return np.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], axis=0)
+
+
+class _Kept:
+    """The last leaf that was fetched: the tensors of one leaf are written one after the other."""
+
+    def __init__(self, fetch: Callable[[str], np.ndarray]):
+        self.fetch, self.path, self.value = fetch, "", np.zeros(0)
+
+    def __call__(self, path: str) -> np.ndarray:
+        if path != self.path:
+            self.value = self.fetch(path)
+            self.path = path
+        return self.value
+
+
+def _host(leaf: Any, dtype: Any) -> np.ndarray:
+    host = np.asarray(jax.device_get(leaf))
+    return host if dtype is None else host.astype(dtype, copy=False)

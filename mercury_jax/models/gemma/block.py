@@ -1,0 +1,58 @@
+"""One layer of Gemma 4: attention, the dense and the expert branch, each normed before and after."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.models.cache import KV
+from mercury_jax.models.gemma.attention import Attention
+from mercury_jax.models.gemma.config import GemmaConfig
+from mercury_jax.models.gemma.layers import Gated, Norm, PerLayerInput, Rotation
+from mercury_jax.models.gemma.mixture import Mixture
+
+
+class Block(nn.Module):
+    """x + norm(attention(norm(x))), then the same of the branches' sum, then all times a learned scalar."""
+
+    config: GemmaConfig
+    layer: int
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotate: Rotation,
+        ranges: Int[Array, "B T R 2"],
+        kv: KV | None,
+        slots: Int[Array, "B T"] | None,
+        shared: KV | None,
+        clean: Bool[Array, "B T"],
+        own: Float[Array, "B T P"] | None,
+    ) -> tuple[Float[Array, "B T D"], KV]:
+        c = self.config
+        norm = functools.partial(Norm, c.norm_eps)
+        y, kv = Attention(c, self.layer, name="attention")(
+            norm(name="attention_norm")(x), rotate, ranges, kv, slots, shared
+        )
+        x = x + norm(name="attention_post_norm")(y)
+        y = Gated(c, c.ffn_of(self.layer), name="mlp")(norm(name="mlp_norm")(x))
+        if c.experts is not None:
+            # The router reads what no norm has touched; the experts have a norm of their own.
+            mixed = Mixture(c, name="moe")(x, norm(name="moe_norm")(x))
+            y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed)
+        x = x + norm(name="mlp_post_norm")(y)
+        if own is not None:
+            x = PerLayerInput(c, name="per_layer")(x, own)
+        return x * self._scalar(clean).astype(x.dtype), kv
+
+    def _scalar(self, clean: Bool[Array, "B T"]) -> Array:
+        """The layer's factor [1], or one for each token where clean tokens have another."""
+        scalar = self.param("scalar", nn.initializers.ones, (1,))
+        if not self.config.encoder_scalars:
+            return scalar
+        encoder = self.param("encoder_scalar", nn.initializers.ones, (1,))
+        return jnp.where(clean[..., None], encoder, scalar)

@@ -1,0 +1,60 @@
+"""Golden checkpoints as the tests read them: what the reference computed, and our model of the same files."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mercury_jax.checkpoint import tensors
+from mercury_jax.hub import assemble
+from mercury_jax.hub.reading import Opened, open_folder
+
+GOLDENS = Path(__file__).with_name("goldens")
+NAMES = sorted(p.parent.name for p in GOLDENS.glob("*/config.json"))
+
+
+class Golden(NamedTuple):
+    name: str
+    opened: Opened
+    params: dict
+    said: dict[str, np.ndarray]  # what the reference was given and what it computed
+
+
+@functools.cache
+def golden(name: str) -> Golden:
+    folder = GOLDENS / name
+    said = read_all(folder / "golden.safetensors")
+    mask = int(said["mask_id"][0]) if "mask_id" in said else None
+    opened = open_folder(folder, mask=mask, dtype="float32")
+    names = opened.family.names(opened.config)
+    return Golden(
+        name, opened, assemble.params(opened.model, names, opened.folder.read, dtype=jnp.float32), said
+    )
+
+
+def read_all(path: Path) -> dict[str, np.ndarray]:
+    return {name: tensors.read(path, entry) for name, entry in tensors.header(path).items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 8))
+def forward(model, params, tokens, cache, start, n, end, encoding, more=()):
+    hidden, cache = model.forward(params, tokens, cache, start, n, end, encoding, **dict(more))
+    return model.head(params, hidden), cache
+
+
+def logits_of(g: Golden, tokens: np.ndarray) -> np.ndarray:
+    """Our logits of whole rows: clean text for models that encode, one canvas for bidirectional ones."""
+    model, (rows, length) = g.opened.model, tokens.shape
+    full = lambda x: jnp.full((rows,), x, jnp.int32)
+    encoding = jnp.full((rows,), model.config.pattern != "bidirectional")
+    cache = model.empty_cache(rows, length)
+    out, _ = forward(
+        model, g.params, jnp.asarray(tokens), cache, full(0), full(length), full(length), encoding
+    )
+    return np.asarray(out)
+
+
+__all__ = ["GOLDENS", "NAMES", "Golden", "forward", "golden", "logits_of", "read_all"]

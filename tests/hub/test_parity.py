@@ -1,0 +1,41 @@
+"""Our logits are those of each family's reference implementation, from checkpoints in the real files' format."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.hub.goldens_of import NAMES, forward, golden, logits_of
+
+LIMIT = 1e-4
+# Models whose reference takes more than tokens have their own tests below.
+PLAIN = [n for n in NAMES if not n.startswith(("diffusion_gemma", "mdlm", "bd3lm", "duo", "gidd"))]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_logits_are_the_references(name):
+    g = golden(name)
+    want = g.said["logits"]
+    if (c := g.opened.config).alignment == "shifted" and c.pattern == "bidirectional":
+        want = np.concatenate([want[:, :1], want[:, :-1]], axis=1)
+    got = logits_of(g, g.said["tokens"])
+    assert want.std() > 0.3  # logits that vary: a model of zeros would agree with anything near zero
+    assert np.abs(got - want).max() <= LIMIT
+
+
+@pytest.mark.parametrize("name", [n for n in PLAIN if n in ("llada2", "sdar", "sdar_moe", "fast_dllm")])
+def test_a_block_behind_a_cache_has_the_references_logits(name):
+    g = golden(name)
+    model, tokens, canvas = g.opened.model, g.said["tokens"], g.said["canvas_tokens"]
+    rows, block = canvas.shape
+    known, total = tokens.shape[1] - block, tokens.shape[1]
+    full = lambda x: jnp.full((rows,), x, jnp.int32)
+    yes = jnp.ones((rows,), bool)
+    cache = model.empty_cache(rows, total + block)
+    _, cache = forward(
+        model, g.params, jnp.asarray(tokens[:, :known]), cache, full(0), full(known), full(known), yes
+    )
+    got, _ = forward(model, g.params, jnp.asarray(canvas), cache, full(known), full(block), full(total), ~yes)
+    want = g.said["canvas_logits"]
+    if g.opened.config.alignment == "shifted":  # the first of the block is said by the token before it
+        got, want = np.asarray(got)[:, 1:], want[:, :-1]
+    assert np.abs(np.asarray(got) - want).max() <= LIMIT
