@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.cli import show
-from mercury_jax.cli.parser import Parser, nearest
+from mercury_jax.cli import options, show
+from mercury_jax.cli.parser import Parser, nearest, whole
 from mercury_jax.config import refuse
 
 # name -> (module, what it measures). A measurement is `run(argv) -> exit code`.
@@ -20,6 +20,7 @@ BENCHES = {
         "bench_overhead",
         "sample() against its bare forwards, and what is compiled when it is warm",
     ),
+    "peer": ("bench_peer", "DiffusionGemma against transformers, on the same checkpoint, by turns"),
     "prompt": ("bench_prompt", "encoding long prompts: time, memory, and whether they grow in proportion"),
 }
 
@@ -55,6 +56,19 @@ def model(parser: Parser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="folder of a saved model (default: the embedded one)"
     )
+
+
+def count(parser: Parser, name: str, default: int, about: str) -> None:
+    """An option that takes a whole number."""
+    parser.add_argument(name, type=whole, default=default, metavar="N", help=f"{about} (default {default})")
+
+
+def ending(parser: Parser, seed: str | None = None) -> None:
+    """What every measurement ends with: the seed and what it draws, where the rows go, --json."""
+    if seed is not None:
+        count(parser, "--seed", 0, f"draws {seed}")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
+    options.machine(parser)
 
 
 def write(path: str | None, rows: Iterable[Mapping[str, Any]]) -> None:

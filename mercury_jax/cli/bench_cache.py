@@ -23,15 +23,11 @@ def parser() -> Parser:
     p.add_argument(
         "--tasks", nargs="+", default=["sudoku4", "add3"], metavar="TASK", help="(default sudoku4 add3)"
     )
-    p.add_argument(
-        "--limit", type=whole, default=256, metavar="N", help="questions of each task (default 256)"
-    )
-    p.add_argument("--batch", type=whole, default=32, metavar="N", help="rows together (default 32)")
-    p.add_argument("--block", type=whole, default=16, metavar="N", help="tokens of a block (default 16)")
+    bench.count(p, "--limit", 256, "questions of each task")
+    bench.count(p, "--batch", 32, "rows together")
+    bench.count(p, "--block", 16, "tokens of a block")
     p.add_argument("--steps", type=whole, metavar="N", help="passes a block may take (default: its tokens)")
-    p.add_argument("--seed", type=whole, default=0, metavar="N", help="draws the questions (default 0)")
-    p.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
-    options.machine(p)
+    bench.ending(p, "the questions")
     return p
 
 

@@ -48,11 +48,8 @@ def parser() -> Parser:
     p.add_argument(
         "--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"tasks (default {' '.join(TASKS)})"
     )
-    p.add_argument("--limit", type=whole, default=512, metavar="N", help="questions of a task (default 512)")
-    p.add_argument("--batch", type=whole, default=64, metavar="N", help="rows decoded together (default 64)")
-    p.add_argument(
-        "--seed", type=whole, default=0, metavar="N", help="draws the questions and the tokens (default 0)"
-    )
+    bench.count(p, "--limit", 512, "questions of a task")
+    bench.count(p, "--batch", 64, "rows decoded together")
     p.add_argument(
         "--max-tokens", type=whole, metavar="N", help="room for an answer (default: the task's own)"
     )
@@ -69,8 +66,7 @@ def parser() -> Parser:
     p.add_argument("--twin", metavar="DIR", help="an autoregressive model, measured on the same questions")
     p.add_argument("--recommend", action="store_true", help="say which rule is best, as Python to paste")
     p.add_argument("--plot", metavar="FILE.png", help="accuracy against tokens a second, one curve a rule")
-    p.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
-    options.machine(p)
+    bench.ending(p, "the questions and the tokens")
     return p
 
 

@@ -28,13 +28,9 @@ def parser() -> Parser:
     p.add_argument(
         "--batches", type=whole, nargs="+", default=[1, 8], metavar="N", help="rows together (default 1 8)"
     )
-    p.add_argument("--tokens", type=whole, default=64, metavar="N", help="length of the answers (default 64)")
-    p.add_argument(
-        "--pairs", type=whole, default=9, metavar="N", help="how often they take turns (default 9)"
-    )
-    p.add_argument("--seed", type=whole, default=0, metavar="N", help="draws the tokens (default 0)")
-    p.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
-    options.machine(p)
+    bench.count(p, "--tokens", 64, "length of the answers")
+    bench.count(p, "--pairs", 9, "how often they take turns")
+    bench.ending(p, "the tokens")
     return p
 
 

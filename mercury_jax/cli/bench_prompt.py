@@ -25,11 +25,9 @@ def parser() -> Parser:
         "--lengths", type=whole, nargs="+", default=[8192, 32768, 131072], metavar="N",
         help="tokens of the prompts (default 8192 32768 131072)",
     )  # fmt: skip
-    p.add_argument("--layers", type=whole, default=1, metavar="N", help="layers of the model (default 1)")
-    p.add_argument("--repeats", type=whole, default=5, metavar="N", help="timed encodings (default 5)")
-    p.add_argument("--seed", type=whole, default=0, metavar="N", help="draws weights and prompts (default 0)")
-    p.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
-    options.machine(p)
+    bench.count(p, "--layers", 1, "layers of the model")
+    bench.count(p, "--repeats", 5, "timed encodings")
+    bench.ending(p, "weights and prompts")
     return p
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mercury_jax.cli import bench, options, show
-from mercury_jax.cli.parser import Parser, whole
+from mercury_jax.cli.parser import Parser
 
 MORE = """\
 examples:
@@ -23,13 +23,9 @@ def parser() -> Parser:
     p.add_argument(
         "--rules", nargs="+", metavar="NAME", help="rules (default: those that edit, and the plain ones)"
     )
-    p.add_argument(
-        "--limit", type=whole, default=256, metavar="N", help="texts of each setting (default 256)"
-    )
-    p.add_argument("--batch", type=whole, default=64, metavar="N", help="rows together (default 64)")
-    p.add_argument("--seed", type=whole, default=0, metavar="N", help="draws texts and errors (default 0)")
-    p.add_argument("--out", metavar="FILE.jsonl", help="write the rows, too")
-    options.machine(p)
+    bench.count(p, "--limit", 256, "texts of each setting")
+    bench.count(p, "--batch", 64, "rows together")
+    bench.ending(p, "texts and errors")
     return p
 
 

@@ -94,7 +94,8 @@ def _print_memory(record: Mapping[str, Any]) -> None:
     print(f"\nmemory of each device   {'parameters':>12} {'as int8':>12} {'one full row':>14}")
     for count, need in record["bytes_per_device"].items():
         sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
-        print(f"  on {count} device(s){'':9} {sizes[0]:>12} {sizes[1]:>12} {sizes[2]:>14}")
+        mesh = f"on {count} ({need['axis']}={count})" if int(count) > 1 else "on 1"
+        print(f"  {mesh:21} {sizes[0]:>12} {sizes[1]:>12} {sizes[2]:>14}")
     here = record["room"]
     if here["bytes"] is not None:
         print(f"  here: {here['devices']} x {here['kind']}, {_size(here['bytes'])} free on each")

@@ -25,7 +25,9 @@ def model(parser: Parser) -> None:
 
 
 def mask(parser: Parser) -> None:
-    parser.add_argument("--mask", type=whole, metavar="ID", help="the mask id, where the checkpoint does not say it")
+    parser.add_argument(
+        "--mask", type=whole, metavar="ID", help="the mask id, where the checkpoint does not say it"
+    )
 
 
 def machine(parser: Parser) -> None:

@@ -167,9 +167,8 @@ def test_expand_is_dreamons_generator():
 
 
 def test_self_correct_is_gidds_correction_step(monkeypatch):
-    for case, (count, t) in enumerate(((1, 0.1), (2, 0.5), (3, 1.0))):
-        if case == 0:
-            continue  # at this temperature most draws have probability 1 in fp32: torch picks among ties
+    # Not the case of temperature 0.1: most draws have probability 1 in fp32 there, and torch picks among ties.
+    for case, count, t in ((1, 2, 0.5), (2, 3, 1.0)):
         rule, theirs = self_correct(0.9, t, count), kept()["self_correct"][case]
         for step, u in enumerate(kept()["uniforms"][case][:8]):
             v = seen(kept()["logits"][case, step], theirs[step], step)

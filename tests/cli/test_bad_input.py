@@ -1,0 +1,137 @@
+"""Bad input is told in words, before anything is computed."""
+
+import shutil
+
+import pytest
+
+from mercury_jax import api, checkpoint
+from mercury_jax.cli import main
+from mercury_jax.train import loop
+from tests.cli.recipe import RECIPE
+from tests.cli.talk import objects, refused
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
+        (["sample"], ["PROMPT", "required"]),
+        (["sample", ""], ["PROMPT", "''"]),
+        (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
+        (["sample", "x", "--max-tokens", "-3"], ["max_tokens", "-3", "1.."]),
+        (["sample", "x", "--max-tokens", "9999"], ["max_tokens", "9999", "context"]),
+        (["sample", "x", "--seed", "-1"], ["seed", "-1"]),
+        (["sample", "x", "--steps", "0"], ["steps", "0"]),
+        (["sample", "x", "--block", "0"], ["block", "0"]),
+        (["sample", "x", "--temperature", "-1"], ["temperature", "-1", "0 or more"]),
+        (["sample", "x", "--rule", "treshold"], ["--rule", "'treshold'", "threshold is the nearest"]),
+        (["sample", "x", "--rule", "confidence", "--p", "1"], ["knob", "'p'", "no knobs"]),
+        (["sample", "x", "--rule", "entropy_bound", "--knob", "gama=1"], ["'gama'", "gamma is the nearest"]),
+        (["sample", "x", "--knob", "p"], ["--knob", "'p'", "NAME=VALUE"]),
+        (["sample", "x", "--p", "high"], ["knob p", "'high'", "a number"]),
+        (["sample", "x", "--p", "nan"], ["p=", "nan", "a number"]),
+        (["sample", "x", "--max-token", "3"], ["'--max-token'", "--max-tokens is the nearest"]),
+        (["infill", "no hole"], ["TEMPLATE", "'no hole'", "[[24]]"]),
+        (["infill", "a [[0]] b"], ["hole", "0", "1..128"]),
+        (["infill", "a [[999999999999]] b"], ["hole", "1..128"]),
+        (["infill", "a [[100]] [[100]]"], ["tokens", "128"]),
+        (["infill", "a", "--mark", "N"], ["--mark", "'N'"]),
+        (["infill"], ["TEMPLATE"]),
+        (["infill", "--file", "/no/such/file"], ["--file", "/no/such/file"]),
+        (["eval"], ["TASK", "sudoku4"]),
+        (["eval", "sudoku5"], ["task", "'sudoku5'", "nearest"]),
+        (["eval", "sudoku4", "--file", "/no/such/file"], ["file", "/no/such/file"]),
+        (["eval", "sudoku4", "--dump", "/no/such/folder/x.jsonl"], ["--dump", "/no/such/folder/x.jsonl"]),
+        (["eval", "sudoku4", "add3", "--file", "x.jsonl"], ["--file", "one task"]),
+        (["eval", "sudoku4", "--limit", "0"], ["limit", "0"]),
+        (["info", "extra"], ["'extra'"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0], str) and len(value) < 6 else None,
+)
+def test_bad_input_names_the_field_and_exits_with_2(argv, words, folder, capsys):
+    model = ["--model", folder] if argv[0] in ("sample", "infill", "eval", "info") else []
+    told = refused(capsys, *argv, *model)
+    assert [w for w in words if w not in told] == []
+
+
+@pytest.mark.parametrize(
+    "command", [["sample", "x"], ["infill", "[[4]]"], ["eval", "sudoku4"], ["info"], ["demo"]]
+)
+def test_a_missing_model_is_named(command, capsys):
+    assert "/no/such/model" in refused(capsys, *command, "--model", "/no/such/model")
+
+
+def test_a_damaged_model_is_refused(folder, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "params.safetensors").write_bytes((broken / "params.safetensors").read_bytes()[:-100])
+    assert "params.safetensors" in refused(capsys, "sample", "x", "--model", str(broken))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def config(:\n", ["SyntaxError", "line 1"]),
+        ("x = 1\nimport no_such_module\n", ["line 2", "no_such_module"]),
+        ("x = 1\n", ["no config"]),
+        ("def config():\n    return 3\n", ["TrainConfig", "int"]),
+        (RECIPE.replace("width=", "widht="), ["widht", "width"]),
+        (RECIPE.replace("width=16", "width=0"), ["width", "0"]),
+    ],
+)
+def test_a_broken_recipe_is_refused(text, words, tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    told = refused(capsys, "train", str(path))
+    assert [w for w in [str(path), *words] if w not in told] == []
+
+
+def test_train_refuses_what_no_recipe_has(recipe, capsys):
+    assert "--steps is the nearest" in refused(capsys, "train", recipe, "--stepps", "5")
+    assert "--optim.lr" in refused(capsys, "train", recipe, "--optim.lrr", "5")
+    assert "/no/recipe.py" in refused(capsys, "train", "/no/recipe.py")
+    assert "RECIPE" in refused(capsys, "train", "--steps", "5", recipe)
+    assert "RECIPE" in refused(capsys, "train")
+    assert main(["train", recipe, "--steps", "many"]) == 2  # tyro's words
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (loop.Diverged("loss is nan at step 7"), 3),
+        (checkpoint.SaveFailed("step 7: no space left"), 4),
+        (OSError(28, "No space left on device", "metrics.jsonl"), 4),
+        (PermissionError(13, "Permission denied", "runs"), 2),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("the unforeseen"), 1),
+    ],
+)
+def test_an_error_of_training_has_its_exit_code_and_no_traceback(error, code, recipe, capsys, monkeypatch):
+    def fails(config):
+        raise error
+
+    monkeypatch.setattr(api, "train", fails)
+    assert main(["train", recipe]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mercury: ") and "Traceback" not in err
+    if code != 130:
+        assert main(["train", recipe, "--debug"]) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_train_passes_fields_on_and_reports(recipe, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def trains(config):
+        seen.append(config)
+        return loop.Result({}, {}, {"loss": float("nan")}, config.folder, config.steps)
+
+    monkeypatch.setattr(api, "train", trains)
+    [row] = objects(capsys, "train", recipe, "--json", "--steps", "7", "--resume", "--optim.lr", "0.5")
+    assert (seen[0].steps, seen[0].resume, seen[0].optim.lr) == (7, True, 0.5)
+    assert (
+        row["step"] == 7
+        and row["metrics"] == {"loss": None}
+        and row["model"] == str(tmp_path / "run" / "model")
+    )

@@ -1,0 +1,78 @@
+"""The live view and the demo: what they show is true."""
+
+import io
+import re
+
+import numpy as np
+from rich.console import Console
+
+from mercury_jax.cli import live, main
+from mercury_jax.decode.stream import Moment
+
+
+def moment(ids, settled: bool, confidence: float, done: bool) -> Moment:
+    """Every second token is settled, or all are."""
+    flags = np.arange(len(ids)) % 2 * (not settled) == 0
+    return Moment("", np.array(ids), flags, np.full(len(ids), confidence), 0, 1, 1, done)
+
+
+def test_settled_tentative_and_noise_look_different(lm):
+    a, b, c = lm.tokenizer.encode("1 2")[:3]
+    text = live.paint(
+        lm.tokenizer, [a, b, c, lm.tokenizer.mask], [True, False, False, False], [0.9, 0.9, 0.1, 0.9]
+    )
+    styles = [str(span.style) for span in text.spans]
+    assert text.plain.startswith("1") and text.plain.endswith(live.NOISE * 2)
+    assert (
+        styles[0] == live.SETTLED
+        and styles[1] == live.style(False, 0.9)
+        and styles[2:] == [live.NOISE_STYLE] * 2
+    )
+    assert live.style(False, 0.3) != live.style(False, 0.9)
+
+
+def test_the_view_joins_bytes_and_lets_no_control_code_through(lm):
+    ids = lm.tokenizer.encode("é\x1b[2J\n")
+    text = live.paint(lm.tokenizer, ids, [True] * len(ids), [1.0] * len(ids)).plain
+    assert text == "é\N{REPLACEMENT CHARACTER}[2J\n"
+
+
+def test_a_played_answer_ends_as_text_on_the_screen(lm):
+    ids = lm.tokenizer.encode("\n".join(map(str, range(40))))
+    moments = [moment(ids, False, 0.5, False), moment(ids, True, 1.0, True)]
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60, height=10)
+    last = live.follow(console, lm.tokenizer, "> ", 8, moments, pace=0.0)
+    assert last.done and live.NOISE * 8 in screen.getvalue()
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.getvalue().rpartition("\x1b[2K")[2])
+    assert "\n".join(map(str, range(40))) in shown
+
+
+def test_the_demo_admits_wrong_answers_and_exits_with_1(at_hand, monkeypatch, capsys):
+    from mercury_jax.cli import demo, scenes
+
+    asked = []
+
+    def draw(attempt):
+        asked.append(attempt)
+        question = [{"role": "user", "content": "1+1="}]
+        return scenes.Scene("a sum", "1+1=", question, 8, lambda text: False, wrong="2")
+
+    monkeypatch.setattr(demo, "scenes", lambda seed: [scenes.Act(draw)])
+    assert main(["demo", "--model", at_hand]) == 1
+    out = capsys.readouterr().out
+    assert out.count("Wrong: it should be 2.") == scenes.TRIES and "Right" not in out and "\x1b[" not in out
+    assert max(asked) == scenes.TRIES - 1 and "tokens/s" in out and "compiled in" in out
+
+
+def test_the_demos_puzzles_have_checkable_answers():
+    from mercury_jax.cli import scenes
+    from mercury_jax.train import generators
+
+    for seed in range(3):
+        sudoku, total, python = (act.first for act in scenes.scenes(seed))
+        assert generators.sudoku4.split(sudoku.prompt[0]["content"]) == "test"
+        assert sudoku.check(sudoku.wrong.replace(" / ", "\n")) and not sudoku.check("1234")
+        assert total.check(total.wrong) and not total.check("0")
+        assert python.check("") is None
+        assert "parse as Python" in python.remark("    pass\n")

@@ -1,0 +1,64 @@
+"""The README's table of open checkpoints, from the goldens: `python -m tests.hub.table`."""
+
+import numpy as np
+
+from mercury_jax import models
+from mercury_jax.hub import families
+from tests.hub.goldens_of import NAMES, golden, logits_of
+from tests.hub.test_diffusion_gemma import denoise
+from tests.models.test_dit import apply, whole
+
+HEAD = (
+    "| Family | Checkpoints | Noise | Alignment | Block | Logits: ours - reference | Reference: fp32 - fp64 |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def difference(name: str) -> float:
+    """Largest absolute difference of our fp32 logits from the reference's."""
+    g = golden(name)
+    if "canvas" in g.said:
+        run = lambda told: denoise(
+            g.opened.model, g.params, g.said["tokens"], g.said["canvas"], g.said["carry_logits"], told
+        )
+        pairs = [(run(False), g.said["logits"]), (run(True), g.said["logits_conditioned"])]
+        return max(float(np.abs(a - b).max()) for a, b in pairs)
+    want = g.said["logits"]
+    if (c := g.opened.config).alignment == "shifted" and c.pattern == "bidirectional":
+        want = np.concatenate([want[:, :1], want[:, :-1]], axis=1)
+    return float(np.abs(ours(name) - want).max())
+
+
+def ours(name: str) -> np.ndarray:
+    g = golden(name)
+    if models.kind(g.opened.config) != "dit":
+        return logits_of(g, g.said["tokens"])
+    time = g.said["time"] if g.opened.config.timed else None
+    return np.asarray(apply(g.opened.model, g.params, g.said["tokens"], *whole(g.opened.model, g.said["tokens"]), time))
+
+
+def rows() -> list[str]:
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        found.setdefault(golden(name).opened.family.name, []).append(name)
+    out = []
+    for family in families.ALL:
+        names = found.get(family.name, [])
+        if not names:
+            continue
+        c = golden(names[0]).opened.config
+        kind = golden(names[0]).opened.noise
+        noise = "none: autoregressive" if kind is None else kind.kind
+        block = "" if c.autoregressive else family.block
+        alignment = "next token" if c.autoregressive else c.alignment.replace("_", " ")
+        worst = max(difference(n) for n in names)
+        own = max(float(golden(n).said["fp64_diff"].max()) for n in names)
+        ids = ", ".join(f"`{x}`" for x in family.checkpoints)
+        out.append(f"| {family.name} | {ids} | {noise} | {alignment} | {block} | {worst:.1e} | {own:.1e} |")
+    return out
+
+
+if __name__ == "__main__":
+    print(HEAD)
+    for row in rows():
+        print(row)

@@ -1,0 +1,151 @@
+"""What is refused before a parameter is read, each in words; and what a loaded model may be asked for."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax import sharding
+from mercury_jax.checkpoint import CheckpointError, tensors
+from mercury_jax.hub import assemble, families, memory
+from mercury_jax.hub.reading import open_folder
+from mercury_jax.models.quantise import Int8, dense, int8
+from tests.hub.goldens_of import GOLDENS, golden, logits_of
+
+
+@pytest.fixture()
+def folder(tmp_path):
+    """A copy of a small Qwen3 that a test may spoil."""
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "m")
+    return tmp_path / "m"
+
+
+def rewrite(folder, change):
+    """Change the tensors {name: array} of a folder."""
+    path = folder / "model.safetensors"
+    found = {name: tensors.read(path, entry) for name, entry in tensors.header(path).items()}
+    change(found)
+    tensors.write(path, [(n, a.shape, a.dtype, lambda a=a: a) for n, a in found.items()])
+
+
+def reconfigure(folder, **changes):
+    about = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(about))
+
+
+NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop(NORM), [NORM, "is missing"]),
+        (lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}), ["model.extra.weight", "no place"]),
+        (lambda t: t.update({NORM: t[NORM][:-1]}), ["shape of", NORM, "by config.json"]),
+        (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "DreamModel", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures", "[]"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "yarn"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "quantise='int8'"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers", "a value"]),
+        ({"num_attention_heads": 5}, ["kv_heads"]),
+        ({"num_hidden_layers": 9}, ["model.layers.", "is missing", "more"]),
+    ],
+)
+def test_configs_that_we_do_not_build_are_refused(folder, changes, words):
+    reconfigure(folder, **changes)
+    with pytest.raises(ValueError) as error:
+        open_folder(folder)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_the_mask_may_be_given_and_is_asked_for_where_nobody_knows_it():
+    with pytest.raises(ValueError, match="pass mask="):
+        open_folder(GOLDENS / "a2d_qwen3")
+    assert open_folder(GOLDENS / "a2d_qwen3", mask=7).config.mask == 7
+
+
+def test_the_tokenizer_tells_the_mask(tmp_path):
+    shutil.copytree(GOLDENS / "a2d_qwen3", tmp_path / "m")
+    about = {"mask_token": "<|mask|>", "added_tokens_decoder": {"9": {"content": "<|mask|>"}}}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(about))
+    assert open_folder(tmp_path / "m").config.mask == 9
+
+
+def test_further_ends_come_from_the_generation_config(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    config = open_folder(folder).config
+    assert {config.eos, *config.ends} >= {5, 6}
+
+
+def test_llada_moe_is_told_from_llada_by_its_architecture():
+    kinds = {n: open_folder(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
+    assert kinds == {"llada": "LLaDA", "llada_moe": "LLaDA-MoE"}
+    assert len({f.name for f in families.ALL}) == len(families.ALL)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
+    model = golden("qwen3").opened.model
+    need = memory.per_device(model, memory.mesh_shape(1), jnp.float32).params
+    assert need == 4 * memory.parameters(model)
+    monkeypatch.setattr(memory, "room", lambda devices: need)
+    memory.check(model, None, jnp.float32, False, "x")
+    monkeypatch.setattr(memory, "room", lambda devices: need - 1)
+    with pytest.raises(ValueError, match=r"memory for x is .* GB on each of 1 device.*allowed: up to"):
+        memory.check(model, None, jnp.float32, False, "x")
+    memory.check(model, None, jnp.float32, True, "x")  # as int8 it fits
+
+
+def test_int8_is_within_half_a_step_and_keeps_the_argmax():
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(3, 16, 8)).astype(np.float32)
+    small = int8(w, 1, batch=1)
+    step = np.abs(w).max(axis=1, keepdims=True) / 127
+    assert np.all(np.abs(np.asarray(dense(small, 1)) - w) <= step / 2 + 1e-7)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llada2", "gemma4_moe"])
+def test_int8_weights_say_nearly_the_same(name):
+    g = golden(name)
+    names = g.opened.family.names(g.opened.config)
+    small = assemble.params(g.opened.model, names, g.opened.folder.read, dtype=jnp.float32, quantise=True)
+    kept = [x for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Int8)) if isinstance(x, Int8)]
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert kept and size(small) < 0.6 * size(g.params)
+    exact, rough = logits_of(g, g.said["tokens"]), logits_of(g._replace(params=small), g.said["tokens"])
+    # The median: rounding may send a token to another expert, and that one's logits are others then.
+    assert 0 < np.median(np.abs(exact - rough)) < 0.03 * exact.std()
+    assert np.corrcoef(exact.ravel(), rough.ravel())[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("name", ["sdar_moe", "gemma4_dense"])
+def test_four_devices_hold_a_part_each_and_say_the_same(name):
+    if len(jax.devices()) < 4:
+        pytest.fail("conftest.py makes four devices")
+    g = golden(name)
+    on = sharding.mesh(data=1, tensor=2, expert=2, devices=jax.devices()[:4])
+    names = g.opened.family.names(g.opened.config)
+    params = assemble.params(g.opened.model, names, g.opened.folder.read, dtype=jnp.float32, mesh=on)
+    whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+    assert first == memory.per_device(g.opened.model, on, jnp.float32).params < 0.75 * whole
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), jax.device_get(g.params))
+    np.testing.assert_allclose(
+        logits_of(g._replace(params=params), g.said["tokens"]), logits_of(g, g.said["tokens"]), atol=1e-4
+    )

@@ -1,0 +1,78 @@
+"""Laws of the experts: sorted, tiled or ragged, they are the plain sum over chosen experts, with its gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.models import moe
+from mercury_jax.models.quantise import dense as restored, int8
+
+N, D, E, F, K = 70, 12, 5, 8, 2
+ACT = jax.nn.silu
+
+
+def drawn() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=s).astype(np.float32) for s in [(N, D), (N, K), (E, D, 2 * F), (E, F, D)])
+
+
+def plain(ids, x, weights, gate_up, down):
+    """Every row through every expert; then those that were chosen."""
+    each = jnp.einsum("enf,efd->end", moe.gated(ACT, jnp.einsum("nd,edf->enf", x, gate_up)), down)
+    share = jnp.zeros((N, E)).at[jnp.arange(N)[:, None], ids].add(weights)
+    return jnp.einsum("ne,end->nd", share, each)
+
+
+def sum_of(f):
+    """A scalar whose gradient tells all of f's apart."""
+    ramp = jnp.linspace(-1.0, 1.0, N * D).reshape(N, D)
+    return jax.jit(jax.value_and_grad(lambda ids, *args: (ramp * f(ids, *args)).sum(), argnums=(1, 2, 3, 4)))
+
+
+OURS = sum_of(lambda ids, *args: moe.experts(args[0], ids, *args[1:], ACT))
+PLAIN = sum_of(plain)
+ROUTINGS = {
+    "spread": lambda rng: np.argsort(rng.random((N, E)), axis=1)[:, :K],
+    "all to one pair": lambda rng: np.tile([3, 1], (N, 1)),
+    "all to the last, twice": lambda rng: np.full((N, K), E - 1),
+    "one row apart": lambda rng: np.where(np.arange(N)[:, None] == 40, [[0, 4]], [[2, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_values_and_gradients_are_those_of_the_plain_sum(name):
+    ids = ROUTINGS[name](np.random.default_rng(1)).astype(np.int32)
+    (ours, slopes), (want, wanted) = OURS(ids, *drawn()), PLAIN(ids, *drawn())
+    np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-4)
+    for a, b in zip(slopes, wanted):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_through_experts_on_an_accelerator_are_those_on_a_cpu():
+    x, _, gate_up, down = drawn()
+    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    np.testing.assert_allclose(
+        moe.ragged(ACT, x, sizes, gate_up, down), moe.tiled(ACT, x, sizes, gate_up, down), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
+def test_int8_experts_are_the_matrices_that_they_stand_for(run):
+    x, _, gate_up, down = drawn()
+    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    small = [int8(w, 1, 1) for w in (gate_up, down)]
+    want = run(ACT, x, sizes, *(restored(w, 1) for w in small))
+    np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [16, 48])
+def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
+    sizes = np.array([0, 50, 16, 0, 97, 1])
+    p = moe.plan(jnp.asarray(sizes), sizes.sum(), tile)
+    covered = np.concatenate(
+        [np.arange(s, min(s + tile, e)) for s, e in zip(p.start[: p.count], p.end[: p.count])]
+    )
+    np.testing.assert_array_equal(covered, np.arange(sizes.sum()))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    np.testing.assert_array_equal(owner[np.asarray(p.start[: p.count])], p.expert[: p.count])

@@ -1,0 +1,89 @@
+"""Shifted alignment: what is said of a position is read at the one before it, wherever the pass begins."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax import models
+from mercury_jax.config import ModelConfig
+
+SIZES = dict(
+    vocab=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, block=4, context=64, mask=30,
+    alignment="shifted",
+)  # fmt: skip
+
+
+@functools.cache
+def pair(pattern):
+    """(the shifted model, the plain one of the same parameters, the parameters)."""
+    shifted = models.build(ModelConfig(**SIZES, pattern=pattern))
+    plain = models.build(ModelConfig(**SIZES | {"alignment": "same_position"}, pattern=pattern))
+    return shifted, plain, shifted.init(jax.random.key(0))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(model, params, tokens, cache, start, end, encoding):
+    rows, length = tokens.shape
+    full = lambda x: jnp.full((rows,), x, jnp.int32)
+    hidden, cache = model.forward(
+        params, tokens, cache, full(start), full(length), full(end), jnp.full((rows,), encoding)
+    )
+    return model.head(params, hidden), cache
+
+
+TOKENS = np.random.default_rng(0).integers(0, 30, (2, 12)).astype(np.int32)
+
+
+def test_a_whole_canvas_is_shifted_by_one():
+    shifted, plain, params = pair("bidirectional")
+    ours, _ = run(shifted, params, TOKENS, shifted.empty_cache(2, 12), 0, 12, False)
+    theirs, _ = run(plain, params, TOKENS, plain.empty_cache(2, 12), 0, 12, False)
+    np.testing.assert_allclose(ours[:, 1:], theirs[:, :-1], atol=1e-5)
+    np.testing.assert_allclose(ours[:, 0], theirs[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_a_part_of_a_canvas_says_what_the_whole_says(start):
+    """With unchanged tokens the cache holds exact keys, and the token before the part leads it."""
+    model, _, params = pair("bidirectional")
+    whole, cache = run(model, params, TOKENS, model.empty_cache(2, 12), 0, 12, False)
+    part, _ = run(model, params, TOKENS[:, start : start + 6], cache, start, 12, False)
+    np.testing.assert_allclose(part, whole[:, start : start + 6], atol=1e-5)
+
+
+def test_the_first_of_a_block_is_said_by_the_last_before_it():
+    shifted, plain, params = pair("block_causal")
+    _, cache = run(shifted, params, TOKENS[:, :8], shifted.empty_cache(2, 16), 0, 8, True)
+    ours, _ = run(shifted, params, TOKENS[:, 8:], cache, 8, 12, False)
+    said, cache = run(plain, params, TOKENS[:, :8], plain.empty_cache(2, 16), 0, 8, True)
+    block, _ = run(plain, params, TOKENS[:, 8:], cache, 8, 12, False)
+    np.testing.assert_allclose(ours[:, 0], said[:, 7], atol=1e-5)
+    np.testing.assert_allclose(ours[:, 1:], block[:, :-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
+def test_training_sees_what_decoding_sees(pattern):
+    """A packed row of two documents: each editable token gets the logits that a decoding pass gives it."""
+    model, _, params = pair(pattern)
+    laid = [model.layout(TOKENS[i, : 10 + i], 3) for i in range(2)]
+    at = len(laid[0].tokens)
+    tokens = np.concatenate([x.tokens for x in laid])[None]
+    positions = np.concatenate([x.positions for x in laid])[None]
+    empty = laid[1].ranges[..., 1] <= laid[1].ranges[..., 0]
+    moved = np.where(empty[..., None], 0, laid[1].ranges + at)
+    ranges = np.concatenate([laid[0].ranges, moved])[None]
+    got = model.head(params, model.apply(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ranges)))
+    for i, (one, first) in enumerate(zip(laid, (0, at))):
+        n = 10 + i
+        for slot in np.flatnonzero(one.editable):
+            position = one.positions[slot]
+            start = 0 if pattern == "bidirectional" else position // 4 * 4
+            cache = model.empty_cache(1, n if pattern == "bidirectional" else 16)
+            if start:
+                _, cache = run(model, params, TOKENS[i : i + 1, :start], cache, 0, start, True)
+            end = n if pattern == "bidirectional" else min(start + 4, n)
+            want, _ = run(model, params, TOKENS[i : i + 1, start:end], cache, start, end, False)
+            np.testing.assert_allclose(got[0, first + slot], want[0, position - start], atol=1e-5)

@@ -1,0 +1,233 @@
+"""The laws of the pipeline: splits do not overlap, and a state goes on exactly where it was taken."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from mercury_jax.config import ModelConfig
+from mercury_jax.train import data
+from mercury_jax.train.data import corpus, streams
+from tests.train.tiny_data import (
+    Bytes,
+    Runs,
+    assert_same,
+    build,
+    conversation,
+    layout,
+    owners,
+    take,
+)
+
+# --- the pipeline
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_restored_state_goes_on_exactly_with_rows_open(mixed, prefetch):
+    run = build(mixed, prefetch=prefetch)
+    take(run, 5)
+    state = json.dumps(run.get_state())
+    assert sum(map(len, json.loads(state)["open"])) > 4
+    after = take(run, 6)
+    fresh = build(mixed, prefetch=prefetch)
+    fresh.set_state(json.loads(state))
+    assert json.dumps(fresh.get_state()) == state
+    assert_same(take(fresh, 6), after)
+    run.set_state(json.loads(state))  # and in place
+    assert_same(take(run, 6), after)
+    run.close()
+    fresh.close()
+
+
+def test_a_state_of_other_data_is_refused(mixed):
+    state = build(mixed, prefetch=0).get_state()
+    for other in (build(mixed, prefetch=0, seed=4), build(mixed, prefetch=0, rows=2)):
+        with pytest.raises(ValueError, match=r"state\.data"):
+            other.set_state(state)
+
+
+def test_the_seed_decides(mixed):
+    first = take(build(mixed, prefetch=0), 4)
+    assert_same(first, take(build(mixed, prefetch=0), 4))
+    other = take(build(mixed, prefetch=0, seed=4), 4)
+    assert any((a.tokens != b.tokens).any() for a, b in zip(first, other))
+
+
+def test_weights_are_shares_of_the_positions(mixed):
+    run = build(mixed, prefetch=0)
+    take(run, 30)
+    given = np.array(run.get_state()["positions"])
+    np.testing.assert_allclose(given / given.sum(), [0.5, 0.2, 0.3], atol=0.02)
+
+
+def test_processes_read_different_documents(tmp_path):
+    lines = [json.dumps({"text": f"{name} {name % 90 + 1}"}) for name in range(900)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    mixture = data.mixture((data.jsonl(f"{tmp_path}/many.jsonl"), 1))
+    seen = []
+    for index in range(3):
+        run = build(mixture, Runs(), index=index, count=3, rows=1, row=256, prefetch=0)
+        names: set[int] = set()
+        while run.get_state()["next"][0] < 250:  # of an epoch of 300 for each
+            names |= {name for tokens in next(run).tokens for name in owners(tokens)} - {-1}
+        seen.append(names)
+    assert all(seen[i].isdisjoint(seen[j]) for i in range(3) for j in range(i))
+    assert all(len(names) > 150 for names in seen)
+
+
+# --- splits
+
+
+def test_held_out_documents_are_never_trained_on(many):
+    source = data.jsonl(many, held_out=0.3)
+    mixture = data.mixture((source, 1))
+    train = take(build(mixture, Runs(), row=256, prefetch=0), 30)
+    test = data.held_out(mixture, Runs(), layout(), rows=2, row=256, batches=20)
+    assert len(test) == 20
+    left, right = ({n for b in side for t in b.tokens for n in owners(t)} - {-1} for side in (train, test))
+    assert left.isdisjoint(right) and len(left) + len(right) == 90 and 15 < len(right) < 40
+    assert_same(test, data.held_out(mixture, Runs(), layout(), rows=2, row=256, batches=20))
+
+
+def test_problems_of_the_two_sides_are_disjoint():
+    at = {split: streams.problems(data.generated("add3"), (0, 0), split) for split in ("train", "test")}
+    train, test = ({at[split](i).input for i in range(300)} for split in ("train", "test"))
+    assert train.isdisjoint(test) and len(train) > 290
+    few = streams.problems(data.generated("add3", distinct=5), (0, 0), "train")
+    assert len({few(i).input for i in range(50)}) <= 5
+
+
+def test_the_standard_library_is_split_by_file():
+    train, test = corpus.files("train"), corpus.files("test")
+    assert {path for path, _ in train}.isdisjoint(path for path, _ in test)
+    size = [sum(len(text.encode()) for _, text in side) for side in (train, test)]
+    assert 5e6 < size[0] < 14e6 and 0.02 < size[1] / size[0] < 0.1
+    parts = [path.split("/") for path, _ in train + test]
+    assert ["argparse.py"] in parts and not [p for p in parts if {"test", "site-packages"} & set(p)]
+
+
+def test_nothing_held_out_is_said(many):
+    with pytest.raises(ValueError, match="holds anything out"):
+        data.held_out(data.mixture((data.jsonl(many), 1)), Runs(), layout(), rows=2, row=256)
+
+
+# --- the tokenizer's texts
+
+
+def test_texts_come_in_proportion_and_within_the_budget(mixed):
+    some = list(data.texts(mixed, 9000))
+    assert 9000 <= sum(len(t.encode()) for t in some) < 9500
+    assert some == list(data.texts(mixed, 9000)) and some != list(data.texts(mixed, 9000, seed=1))
+    problem = streams.problems(data.generated("add3"), (0, 2), "train")(0)
+    assert f"{problem.input}\n{problem.output}" in some
+
+
+# --- refusals
+
+
+BROKEN = {
+    "list.jsonl": ('{"text": "1 1"}\n[1]\n', r"list\.jsonl:2: a list"),
+    "cut.jsonl": ('{"text": "1 1"}\n\n{"text": "1', r"cut\.jsonl:3: no JSON"),
+    "field.jsonl": ('{"body": "1 1"}', r"field\.jsonl:1: text is None"),
+    "half.jsonl": ('{"text": "\\ud800"}', r"half\.jsonl:1: text .* surrogates"),
+    "empty.jsonl": ("\n", r"glob is .*\*\.jsonl'; allowed: files with at least one document"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_refused_by_file_and_line(tmp_path, name):
+    text, message = BROKEN[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build(data.mixture((data.jsonl(f"{tmp_path}/*.jsonl"), 1)), Runs())
+
+
+CHATS = {
+    '{"messages": "hello"}': r"c\.jsonl:1: messages is 'hello'",
+    '{"messages": [{"role": "assistant", "content": "a"}]}': r"follows another turn",
+    '{"messages": [{"role": "user", "content": "a"}]}': r"follows another turn",
+    conversation("a", "a").replace("user", "king"): r"c\.jsonl:1: .*king",
+    conversation("a", "a").replace("content", "text", 1): r"c\.jsonl:1: content is None",
+}
+
+
+@pytest.mark.parametrize("line", CHATS)
+def test_a_broken_conversation_is_refused(tmp_path, line):
+    (tmp_path / "c.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=CHATS[line]):
+        build(data.mixture((data.chat(f"{tmp_path}/c.jsonl"), 1)))
+
+
+def test_an_answer_that_no_row_holds_is_refused_by_file_and_line(tmp_path):
+    (tmp_path / "c.jsonl").write_text(conversation("q", "a" * 500))
+    with pytest.raises(ValueError, match=r"row is 128; allowed: \d+ positions .* or more, for .*c\.jsonl:1"):
+        build(data.mixture((data.chat(f"{tmp_path}/c.jsonl"), 1)))
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "gone.md").symlink_to(tmp_path / "nowhere")
+    for pattern, message in (
+        ("none/*.txt", "finds at least one file"),
+        ("*.txt", r"latin\.txt.*UTF-8 text \(byte 3"),
+        ("gone.md", r"gone\.md.*can be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(data.mixture((data.text(f"{tmp_path}/{pattern}"), 1)))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: data.mixture(), "sources"),
+        (lambda: data.mixture((data.stdlib(), 0)), r"weight is 0\.0"),
+        (lambda: data.mixture(("stdlib", 1)), "source is 'stdlib'"),  # type: ignore[arg-type]
+        (lambda: data.text("x", infill=2), "infill is 2"),
+        (lambda: data.text("x", chunk=1), "chunk is 1"),
+        (lambda: data.generated("add3", distinct=0), "distinct is 0"),
+        (lambda: build(data.mixture((data.generated("add99"), 1))), "generated is 'add99'; allowed: add2"),
+        (lambda: build(data.mixture((data.generated("add3"), 1)), row=8), "row is 8; .*a problem of add3"),
+        (lambda: build(data.mixture((data.generated("add3"), 1)), index=2, count=2), "index is 2"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_chunk_longer_than_the_row_is_refused(many):
+    with pytest.raises(ValueError, match=r"chunk is 200; allowed: 2\.\.\d+"):
+        build(data.mixture((data.jsonl(many, chunk=200), 1)), Runs())
+
+
+def test_hugging_face_data_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"hf\('some/set'\).*`datasets` is installed"):
+        build(data.mixture((data.hf("some/set"), 1)))
+
+
+def test_hugging_face_data_is_read(monkeypatch):
+    class Table(dict):
+        column_names = ("text",)
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = lambda name, split: Table(text=["1 20", "2 30"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    batch = next(build(data.mixture((data.hf("some/set"), 1)), Runs(), prefetch=0))
+    assert {name for tokens in batch.tokens for name in owners(tokens)} - {-1} == {1, 2}
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
+    fits = ModelConfig(vocab=Bytes.vocab_size, mask=Bytes.mask, pad=Bytes.pad, eos=Bytes.eos)
+    data.check_fit(Bytes(), fits)
+    for name in ("vocab", "mask", "pad", "eos"):
+        with pytest.raises(ValueError, match=f"{name} is 9"):
+            data.check_fit(Bytes(), dataclasses.replace(fits, **{name: 9 if name != "vocab" else 99}))
+
+
+def test_a_mixture_is_plain_data(mixed):
+    assert hash(mixed) == hash(dataclasses.replace(mixed))
+    assert json.loads(json.dumps(dataclasses.asdict(mixed)))["sources"][2][0]["name"] == "add3"
