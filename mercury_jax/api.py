@@ -32,9 +32,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     loop.ready(config)
-    first = hub.load(config.init) if config.init else None
-    if first is not None:
-        _check_init(config, first)
+    first = _first(config)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, config.model)
     model = models.build(config.model)
@@ -51,18 +49,30 @@ def train(config: TrainConfig) -> loop.Result:
         params=None if first is None else first.params,
     )  # fmt: skip
     if jax.process_index() == 0:
-        hub.save(
-            config.folder / "model", LM(model, result.ema, tokenizer, corruption, config.name), config.noise
-        )
+        card = {} if first is None else {"init": config.init, **first.card}
+        made = LM(model, result.ema, tokenizer, corruption, config.name, card)
+        hub.save(config.folder / "model", made, config.noise)
     return result
 
 
 # What says how parameters are used, not what they are: an autoregressive model becomes a diffusion model so.
-FREE = ("context", "dtype", "predicts_next", "pattern", "block")
+FREE = ("context", "dtype", "predicts_next", "pattern", "block", "alignment", "mask")
+
+
+def _first(config: TrainConfig) -> LM | None:
+    """The model that the run starts from, in fp32 at least whatever its files hold; None for fresh parameters."""
+    if not config.init:
+        return None
+    first = hub.load(config.init, dtype="float64" if config.model.dtype == "float64" else "float32")
+    _check_init(config, first)
+    return first
 
 
 def _check_init(config: TrainConfig, first: LM) -> None:
     """Whether the parameters of `init` fit the recipe's model: what changes none of them may differ."""
+    kinds = models.kind(config.model), models.kind(first.model.config)
+    if kinds[0] != kinds[1]:
+        raise refuse("model", kinds[0], f"{kinds[1]}, as in init = {config.init!r}; hub.config_of() reads it")
     have, want = to_dict(first.model.config), to_dict(config.model)
     for name, value in want.items():
         if name not in FREE and have[name] != value:

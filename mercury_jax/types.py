@@ -128,6 +128,7 @@ class Model(NamedTuple):
     init(key) -> params
     apply(params, tokens[B,T], positions[B,T], ranges[B,T,R,2], carry) -> hidden
         one pass without a cache: training, scoring.
+    Both take time[B] as well (apply also [B,T]) where `config.timed`: the time of the noise, 0 for clean text.
     forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry, blind=None)
             -> (hidden, cache)
         tokens stand at absolute positions start..start+n; keys past `end` are hidden. Rows that

@@ -55,12 +55,12 @@ def times(program: Program, state: State, knobs: Knobs, causal: Bool[Array, "B"]
     if not program.model.config.timed:
         return {}
 
-    def row(row: State, knobs: Knobs) -> Array:
+    def one(row: State, knobs: Knobs) -> Array:
         steps = rows_of.steps_of(window_of(program, row), knobs)
         return jnp.clip(rows_of.time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
 
     seen = state._replace(cache=(), carry=())
-    return {"time": jnp.where(causal, 0.0, jax.vmap(row)(seen, knobs))}
+    return {"time": jnp.where(causal, 0.0, jax.vmap(one)(seen, knobs))}
 
 
 def _partly(
@@ -83,16 +83,9 @@ def _partly(
     def run(cache: Cache, width: int, start: Array, used: Array) -> tuple[Any, Cache]:
         live = jnp.minimum(start[:, None] + jnp.arange(width), program.width - 1)
         gather = lambda x: jax.vmap(lambda row, at: row[at])(x, live)
+        carry = jax.tree.map(gather, state.carry)
         hidden, cache = program.model.forward(
-            params,
-            gather(state.canvas),
-            cache,
-            start,
-            used,
-            n,
-            nobody,
-            jax.tree.map(gather, state.carry),
-            **more,
+            params, gather(state.canvas), cache, start, used, n, nobody, carry, **more
         )
         return cut_rows(hidden, offset - start, program.window), cache
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.read import forbid
+from mercury_jax.decode.score import times
 from mercury_jax.evaluate.report import Report, Z
 from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused
 from mercury_jax.train.data import packing, sources, streams
@@ -99,7 +100,8 @@ def costs(lm: LM, laid: Sequence[Laid], settings: Settings) -> Cost:
         batch = packing.batch(part + [packing.Row()] * (rows - len(part)), row, lm.tokenizer.pad)
         hidden, weight, start = masked(batch, start, rng)
         # In float64: thousands of weighted terms are summed.
-        ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden), np.float64)
+        told = {"time": times(batch.canvas, weight)} if lm.model.config.timed else {}
+        ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden, told), np.float64)
         nats.append((ce * weight * hidden).sum(axis=1)[: len(part)])
         settings.progress(at + len(part), len(laid))
     scored = [x.tokens[x.editable] for x in laid]
@@ -129,10 +131,15 @@ def masked(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross_entropy(
-    model: Model, corruption: Any, params: Params, batch: Batch, hidden: Bool[Array, "B T"]
+    model: Model,
+    corruption: Any,
+    params: Params,
+    batch: Batch,
+    hidden: Bool[Array, "B T"],
+    told: dict[str, Any],
 ) -> Float[Array, "B T"]:
     xt = jnp.where(hidden, corruption.mask, batch.tokens)
-    logits = model.head(params, model.apply(params, xt, batch.positions, batch.ranges, ()))
+    logits = model.head(params, model.apply(params, xt, batch.positions, batch.ranges, (), **told))
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
     # Where nothing is masked the token may be one that is never emitted (padding): 0, not 1e30.

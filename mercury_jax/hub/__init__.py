@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mercury_jax.checkpoint import CheckpointError, manifest
-from mercury_jax.config import refuse
+from mercury_jax.checkpoint.export import CONFIG, PARAMS
+from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import describe, fetch, native, reading, writing
 from mercury_jax.hub.native import save
 from mercury_jax.types import LM
@@ -70,15 +72,34 @@ def convert(
     return native.save(out, lm, noise, dtype=dtype, overwrite=False)
 
 
-def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
-    """What a checkpoint is and what memory it needs on how many devices; nothing of it is loaded."""
+def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) -> ModelConfig:
+    """The config of a saved model, for a recipe that starts from it; `changes` by name.
+
+    config_of("Qwen/Qwen3-0.6B", mask=151669, pattern="bidirectional", predicts_next=False) is a masked diffusion
+    model made of an autoregressive one. ValueError for a name that the config does not have.
+    """
     folder = folder_of(source)
+    if is_native(folder):
+        found = native.read_config(manifest.read_json(folder / CONFIG)["config"], mask=mask)
+    else:
+        found = reading.open_folder(folder, mask=mask).config
+    names = [f.name for f in dataclasses.fields(found)]
+    for name in changes:
+        if name not in names:
+            raise refuse("config", name, ", ".join(names))
+    return dataclasses.replace(found, **changes)
+
+
+def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
+    """What a checkpoint is, or would be of a config.json, and what memory it needs on how many devices; nothing is loaded."""
+    alone = Path(source).suffix == ".json" and Path(source).is_file()
+    folder = Path(source) if alone else folder_of(source)
     return describe.describe(folder, native_folder=is_native(folder), mask=mask)
 
 
 def is_native(folder: Path) -> bool:
-    """Whether `save` wrote the folder."""
-    return (folder / manifest.NAME).is_file()
+    """Whether `save` wrote the folder, whatever of it may be missing now."""
+    return any((folder / name).is_file() for name in (manifest.NAME, PARAMS))
 
 
 def folder_of(source: str | Path) -> Path:
@@ -89,8 +110,8 @@ def folder_of(source: str | Path) -> Path:
     if isinstance(source, str) and ID.fullmatch(source) and not path.exists():
         return fetch.folder(source)
     raise CheckpointError(
-        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; this is no folder"
+        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; this one does not exist"
     )
 
 
-__all__ = ["convert", "folder_of", "info", "is_native", "load", "save"]
+__all__ = ["config_of", "convert", "folder_of", "info", "is_native", "load", "save"]

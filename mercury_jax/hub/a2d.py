@@ -49,10 +49,7 @@ def dcoder(config: Json) -> ModelConfig:
 A2D = Family(
     name="tiny-A2D",
     architectures=tuple(KINDS),
-    checkpoints=(
-        "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
-        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
-    ),
+    checkpoints=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

@@ -17,16 +17,20 @@ from mercury_jax.types import Model
 
 
 def describe(folder: Path, *, native_folder: bool, mask: int | None = None) -> dict[str, Any]:
-    """A record of plain values: family, sizes, ids, noise, licence, and bytes per device on 1, 2, 4 and 8 of them."""
+    """A record of plain values: family, sizes, ids, noise, licence, and bytes per device on 1, 2, 4 and 8 of them.
+
+    folder: a folder, or a config.json of Hugging Face's kind alone.
+    """
     return _ours(folder, mask) if native_folder else _theirs(folder, mask)
 
 
 def _theirs(folder: Path, mask: int | None) -> dict[str, Any]:
-    opened = reading.open_folder(folder, mask=mask)
+    read = reading.open_config if folder.is_file() else reading.open_folder
+    opened = read(folder, mask=mask)
     found = reading.card(opened)
     noise = opened.noise
     about = {
-        "name": str(opened.folder.config.get("_name_or_path") or folder.resolve().name),
+        "name": str(opened.folder.config.get("_name_or_path") or folder.resolve().stem),
         "folder": str(folder),
         "family": opened.family.name,
         "architecture": found["architecture"],

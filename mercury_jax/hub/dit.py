@@ -20,7 +20,7 @@ def names(prefix: str, config: ModelConfig) -> dict[str, Leaf]:
     """Where each parameter stands; `prefix` is in front of every name of the files."""
     linear = lambda path, name: {
         f"{path}/w": Leaf(f"{prefix}{name}.weight", 1),
-        f"{path}/b": Leaf(f"{prefix}{name}.bias", fold=True),
+        f"{path}/b": Leaf(f"{prefix}{name}.bias", fold=2),
     }
     found = {
         "embed": Leaf(f"{prefix}vocab_embed.embedding"),
@@ -157,6 +157,7 @@ BD3LM = Family(
     config=_bd3lm,
     names=_backbone,
     noise=NoiseConfig(kind="absorbing"),
+    block="4, 8, 16",
     about="DiT, GPT-2's tokens, masked diffusion block by block (arXiv 2503.09573)",
     ignored=CONSTANTS,
     export=_export_bd3lm,

@@ -46,7 +46,8 @@ class Family(NamedTuple):
     architectures: entries of config.json's list that it takes, if `fits` says yes to the rest. checkpoints: ids on the
     Hugging Face hub. config: their config.json -> ours; ValueError for what we do not build. names: our parameters'
     paths ("block_0/attention/q/w") -> `Leaf`. ignored: regular expressions of tensors that are no parameters of ours.
-    export: our config -> their config.json, None where we cannot write the family. about: one line. decoding:
+    export: our config -> their config.json, None where we cannot write the family. about: one line. block: tokens of
+    a block of its published models. decoding:
     (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
     """
 
@@ -57,6 +58,7 @@ class Family(NamedTuple):
     names: Callable[[ModelConfig], dict[str, Leaf]]
     noise: NoiseConfig | Callable[[Json], NoiseConfig] | None  # None: autoregressive
     about: str = ""
+    block: str = "any"
     ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = ()
     fits: Callable[[Json], bool] = lambda config: True
     export: Callable[[ModelConfig], dict[str, Any]] | None = None

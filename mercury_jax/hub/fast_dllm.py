@@ -34,6 +34,7 @@ FAST_DLLM = Family(
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),
+    block="32",
     about="masked blocks, made of Qwen2.5",
     ignored=decoder.IGNORED,
     export=export,

@@ -78,6 +78,7 @@ DIFFUSION_GEMMA = Family(
     config=gemma.diffusion,
     names=gemma.diffusion_names,
     noise=NoiseConfig(kind="uniform"),
+    block="256",
     about="uniform noise, causal encoder, self-conditioning; text only, images are refused",
     ignored=gemma.unread,
     export=export_diffusion,

@@ -88,6 +88,7 @@ LLADA2 = Family(
     config=config,
     names=names,
     noise=NoiseConfig(kind="absorbing"),
+    block="32",
     about="masked blocks, experts with a sigmoid router; DMax too",
     ignored=decoder.IGNORED,
     export=export,

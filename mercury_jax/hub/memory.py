@@ -23,6 +23,7 @@ class Need(NamedTuple):
 
     params: int
     cache: int  # keys and values of one row of the model's whole context
+    axis: str = ""  # of the mesh, along which the devices stand
 
 
 def per_device(model: Model, mesh: Any, dtype: Any, quantise: bool = False, rows: int = 1) -> Need:
@@ -44,16 +45,16 @@ def _bytes(
     return math.prod(shape) // ways * (1 if small else jnp.dtype(dtype).itemsize)
 
 
-def mesh_shape(devices: int, experts: int = 0) -> AbstractMesh:
-    """The mesh that `plan` speaks of: all devices along `tensor`, or along `expert` where they divide the experts."""
-    axis = "expert" if experts and experts % devices == 0 else "tensor"
+def mesh_shape(devices: int, axis: str = "tensor") -> AbstractMesh:
+    """A mesh of so many devices, all along one axis; no device is needed for it."""
     return AbstractMesh(tuple(devices if name == axis else 1 for name in AXES), AXES)
 
 
 def plan(model: Model, dtype: Any, quantise: bool = False) -> dict[int, Need]:
-    """Bytes per device on 1, 2, 4 and 8 devices."""
-    count = 0 if model.config.experts is None else model.config.experts.count
-    return {n: per_device(model, mesh_shape(n, count), dtype, quantise) for n in (1, 2, 4, 8)}
+    """Bytes per device on 1, 2, 4 and 8 devices, along the axis that spreads the parameters best."""
+    axes = ("tensor",) if model.config.experts is None else ("tensor", "expert")
+    each = lambda n, axis: per_device(model, mesh_shape(n, axis), dtype, quantise)._replace(axis=axis)
+    return {n: min((each(n, axis) for axis in axes), key=lambda need: need.params) for n in (1, 2, 4, 8)}
 
 
 def room(devices: Sequence[Any]) -> int | None:

@@ -39,7 +39,9 @@ class Opened(NamedTuple):
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype of most of its floating numbers."""
+        """The dtype of most of its floating numbers; without tensors that of config.json."""
+        if not self.folder.tensors:
+            return np.dtype(jnp.dtype(self.config.dtype))
         sizes: dict[np.dtype, int] = {}
         for place in self.folder.tensors.values():
             sizes[place.entry.dtype] = sizes.get(place.entry.dtype, 0) + place.entry.end - place.entry.start
@@ -69,6 +71,17 @@ def open_folder(folder: str | Path, *, dtype: str | None = None, mask: int | Non
     opened = Opened(found, family, config, models.build(config))
     _check(opened)
     return opened
+
+
+def open_config(path: str | Path, *, mask: int | None = None) -> Opened:
+    """The model of a config.json without its tensors: what it would be, and what it would need."""
+    path = Path(path)
+    found = files.Folder(path.parent, files.read_json(path.parent, path.name), {}, [])
+    if mask is not None:
+        found.config["mask_token_id"] = mask
+    family = family_of(found.config)
+    config = family.config(found.config)
+    return Opened(found, family, config, models.build(config))
 
 
 def _check(opened: Opened) -> None:

@@ -35,6 +35,7 @@ SDAR = Family(
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),
+    block="4 to 64",
     about="masked blocks, made of Qwen3",
     ignored=decoder.IGNORED,
     export=export,

@@ -13,7 +13,7 @@ from mercury_jax import models, noise
 from mercury_jax.decode.parts import rule, settle
 from mercury_jax.decode.score import times
 from mercury_jax.hub import families
-from mercury_jax.hub.load import open_folder
+from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig
 from mercury_jax.models.dit.layers import level
 from mercury_jax.train.objectives import masked_elbo
@@ -156,6 +156,20 @@ def test_the_noise_is_the_checkpoints():
         found = open_folder(GOLDENS / name).noise
         assert found is not None and found.kind == kind
         assert name != "gidd" or found.uniform == 0.2
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "heads", "millions"), [(768, 12, 12, 169.6), (1024, 24, 16, 424.5)]
+)
+def test_gidd_has_as_many_parameters_as_its_authors_say(width, layers, heads, millions):
+    config = families.called("GIDD").config(
+        dict(
+            vocab_size=50258, max_seq_len=512, hidden_size=width, timestep_cond_dim=128, num_hidden_layers=layers,
+            num_attention_heads=heads,
+        )
+    )  # fmt: skip
+    sizes = jax.eval_shape(models.build(config).init, jax.random.key(0))
+    assert round(sum(x.size for x in jax.tree.leaves(sizes)) / 1e6, 1) == millions
 
 
 def told_forward(params, tokens, cache, start, n, end, encoding, carry=(), *, time):
