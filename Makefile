@@ -8,7 +8,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types notebooks setup clean
+.PHONY: help demo test lint types notebooks parity setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
@@ -25,6 +25,9 @@ lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
+	$(BIN)/python tests/hub/parity/released.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \
@@ -50,6 +53,11 @@ $(VENV)/.core: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(VENV)/.test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax[test] into $(VENV)"
 	@$(INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.parity: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax[parity] into $(VENV), torch included"
+	@$(INSTALL) -e '.[parity]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python

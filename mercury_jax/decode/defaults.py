@@ -15,9 +15,9 @@ def sampler(lm: LM) -> Part | Sampler:
     """The model's own sampler: `LM.decoding`'s; else one by the noise, `threshold` where there is a mask."""
     if lm.decoding.get("rule"):
         return _asked(lm)
-    if lm.corruption.mask is not None or lm.model.config.autoregressive:
-        return rules.threshold()
-    return rules.diffusion_gemma()
+    if lm.model.config.autoregressive:
+        return rules.autoregressive()
+    return rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
 
 
 def plan(lm: LM, wanted: Plan, share: float = 1.0) -> Plan:

@@ -73,13 +73,15 @@ def rope_of(config: Json) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind=kind, factor=factor, original=int(original), **more)
 
 
-def experts_of(config: Json, **ours: Any) -> Experts:
-    """Qwen3's mixture: which layers have one, how many experts, how they are weighed."""
+def experts_of(config: Json, **ours: Any) -> Experts | None:
+    """Qwen3's mixture: which layers have one, how many experts, how they are weighed; None where there is none."""
+    if not (config.get("num_experts") or config.get("num_local_experts")):
+        return None
     layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step") or 1
     plain = set(config.get("mlp_only_layers") or [])
     dense = tuple(i for i in range(layers) if i in plain or (i + 1) % step)
     found = dict(
-        count=need(config, "num_experts"), active=need(config, "num_experts_per_tok"),
+        count=need(config, "num_experts", "num_local_experts"), active=need(config, "num_experts_per_tok"),
         width=need(config, "moe_intermediate_size"), renormalise=bool(config.get("norm_topk_prob", False)),
         dense=dense,
     )  # fmt: skip

@@ -16,11 +16,7 @@ def qwen2(config: Json) -> ModelConfig:
 
 def qwen3(config: Json) -> ModelConfig:
     """Norms on the queries and keys of each head."""
-    return decoder.autoregressive(config, qk_norm=True, experts=_experts(config))
-
-
-def _experts(config: Json) -> Any:
-    return decoder.experts_of(config) if config.get("num_experts") else None
+    return decoder.autoregressive(config, qk_norm=True, experts=decoder.experts_of(config))
 
 
 def _qwen3_export(c: ModelConfig) -> dict[str, Any]:

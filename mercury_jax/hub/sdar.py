@@ -13,10 +13,9 @@ MASK, BLOCK = 151669, 4  # of every published model whose config.json is silent
 
 def config(config: Json) -> ModelConfig:
     """SDAR's config.json."""
-    experts = decoder.experts_of(config) if config.get("num_experts") else None
     return ModelConfig(
         **decoder.sizes(
-            {"mask_token_id": MASK, **config}, qk_norm=True, experts=experts,
+            {"mask_token_id": MASK, **config}, qk_norm=True, experts=decoder.experts_of(config),
             pattern="block_causal", block=config.get("block_size") or BLOCK,
         )
     )  # fmt: skip

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.hub.goldens_of import golden, logits_of
+import mercury_jax as mj
+from mercury_jax.decode import defaults, rules
+from mercury_jax.decode.read import draw, read
+from mercury_jax.hub import assemble
+from mercury_jax.hub.reading import corruption, decoding, open_folder
+from mercury_jax.hub.unread import Ids
+from mercury_jax.types import LM
+from tests.decode.views import KEY, view_of
+from tests.hub.goldens_of import GOLDENS, golden, logits_of, read_all
 
 LIMIT = 1e-4
 CHECKPOINTS = ["diffusion_gemma", "diffusion_gemma_other"]  # the second: every size drawn at random
@@ -50,3 +58,82 @@ def test_the_encoder_predicts_as_transformers_does(name):
     if "encoder_logits" not in g.said:
         pytest.fail("the golden has no encoder logits")
     assert np.abs(logits_of(g, g.said["tokens"]) - g.said["encoder_logits"]).max() <= LIMIT
+
+
+# --- whole generations
+
+SEED, STEPS = 22, 12
+
+
+@functools.cache
+def recorded():
+    """What `generate` was given and did, step by step; golden README.md says what each name is."""
+    return read_all(GOLDENS / "diffusion_gemma" / "generation.safetensors")
+
+
+def model_of(dtype):
+    """The checkpoint as an LM without a tokenizer; call under x64 for float64."""
+    folder = GOLDENS / "diffusion_gemma"
+    opened = open_folder(folder, dtype=dtype)
+    names = opened.family.names(opened.config)
+    params = assemble.params(opened.model, names, opened.folder.read, dtype=jnp.dtype(dtype))
+    noise = corruption(opened.noise, opened.config)
+    return LM(opened.model, params, Ids(opened.config), noise, decoding=decoding(opened))
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_two_canvases_sampled_freely_are_those_of_generate(bits):
+    """Nothing is injected on our side: the reference was given the noise that this very call draws."""
+    said = recorded()
+    with jax.enable_x64(bits == 64):
+        lm = model_of(f"float{bits}")
+        assert defaults.plan(lm, mj.Plan()).steps == STEPS
+        out = mj.sample(lm, [t.tolist() for t in said["tokens"]], max_tokens=32, seed=SEED, history=True)
+    assert out.forwards.tolist() == said[f"passes_{bits}"].tolist()
+    for row, tokens in enumerate(out.tokens):
+        want = said[f"sequences_{bits}"][row, 24:].tolist()
+        want = want[: want.index(1)] if 1 in want else want
+        assert tokens.tolist() == want, first_difference(out, said, bits, row)
+
+
+def first_difference(out, said, bits, row):
+    """The first step whose argmax is another than the reference's."""
+    frames = [f for f in out.history if f.n[row] > 0]
+    theirs = [s[row] for c in range(2) for s in said[f"argmax_{bits}"][c] if s.any()]
+    for i, (ours, answer) in enumerate(zip(frames, theirs)):
+        if not np.array_equal(ours.answer[row], answer):
+            return f"row {row} parts at pass {i}"
+    return f"row {row}: every step agrees"
+
+
+def test_each_step_given_the_references_canvas_yields_its_next_one():
+    """Its canvas, its self-conditioning and its noise in; its draws, its acceptance and its next canvas out."""
+    g, said = golden("diffusion_gemma"), recorded()
+    steps = 0
+    for canvas in range(2):
+        known = jnp.asarray(said["sequences_32"][:, : 24 + 16 * canvas])
+        for step in range(STEPS):
+            live = ~said["finished_32"][canvas, step - 1] if step else np.ones(2, bool)
+            if not said["margin_32"][canvas, step].any():
+                continue
+            before = said["logits_32"][canvas, max(step - 1, 0)]
+            raw = denoise(g.opened.model, g.params, known, said["canvas_32"][canvas, step], before, step > 0)
+            warmth = 0.05 + 0.05 * (STEPS - step) / STEPS
+            for row in np.flatnonzero(live & (said["margin_32"][canvas, step] > 0)):
+                check_step(raw[row] / warmth, said, canvas, step, row, warmth)
+                steps += 1
+    assert steps == said["passes_32"].sum()
+
+
+def check_step(logits, said, canvas, step, row, warmth):
+    at = lambda name: jnp.asarray(said[f"{name}_32"][canvas, step, row])
+    assert np.abs(logits - at("logits")).max() * warmth <= LIMIT
+    sampled = draw(logits, at("uniforms"), jnp.asarray(1.0))
+    np.testing.assert_array_equal(sampled, at("sampled"))
+    everything = jnp.ones(logits.shape[0], bool)
+    reading = read(logits, at("canvas"), sampled, jnp.asarray(-1))
+    v = view_of(logits, at("canvas"), everything)
+    v = v._replace(logits=logits, reading=reading, noise=at("fresh"))
+    proposal, _ = rules.entropy_bound(0.1)(KEY, v, ())
+    np.testing.assert_array_equal(proposal.canvas, at("next"))
+    np.testing.assert_array_equal(proposal.answer, at("argmax"))

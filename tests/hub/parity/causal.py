@@ -56,7 +56,7 @@ def llama3() -> tuple[Any, Any]:
         original_max_position_embeddings=32,
     )
     config = LlamaConfig(
-        **(SIZES | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)), **rope(5e5, **scaling)
+        **(SIZES | dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)), **rope(1e4, **scaling)
     )
     return LlamaForCausalLM, config
 

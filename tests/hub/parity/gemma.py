@@ -9,13 +9,18 @@ import torch  # pyright: ignore[reportMissingImports]
 from transformers import (  # pyright: ignore[reportMissingImports]
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaGenerationConfig,
     DynamicCache,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
 )
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (  # pyright: ignore[reportMissingImports]
+    EntropyBoundSamplerConfig,
+)
 
+EOS = 1
 SLIDING, FULL = "sliding_attention", "full_attention"
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -36,9 +41,17 @@ MOE = dict(num_experts=5, top_k_experts=2, moe_intermediate_size=12)
 
 def diffusion() -> tuple[Any, Any]:
     """Proportions of the 26B one. Its soft cap is the default, 30, which `save_pretrained` leaves unsaid."""
-    text = dict(TEXT, **MOE, use_bidirectional_attention="vision", eos_token_id=1)
+    text = dict(TEXT, **MOE, use_bidirectional_attention="vision", eos_token_id=EOS)
     config = DiffusionGemmaConfig(text_config=text, vision_config=VISION, canvas_length=16)
     return DiffusionGemmaForBlockDiffusion, config
+
+
+def sampling(eos: int) -> Any:
+    """DiffusionGemma's sampler, cooled until a random model accepts several tokens a step and comes to rest."""
+    return DiffusionGemmaGenerationConfig(
+        max_new_tokens=32, max_denoising_steps=12, sampler_config=EntropyBoundSamplerConfig(0.1), t_min=0.05,
+        t_max=0.1, stability_threshold=1, confidence_threshold=0.3, pad_token_id=0, eos_token_id=eos, bos_token_id=2,
+    )  # fmt: skip
 
 
 def drawn(seed: int) -> tuple[Any, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import checkpoints
+import noise
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
 RECORDED = ("canvas", "logits", "argmax", "sampled", "accepted", "next", "finished", "margin")
+SEED, ROWS, PROMPT, CANVASES = 22, 2, 24, 2  # a seed whose decisions are nowhere close to tipping
 
 
 class Trace:
@@ -18,7 +22,7 @@ class Trace:
     """
 
     def __init__(self, model: Any, noise: dict[str, np.ndarray]):
-        self.noise = {k: torch.from_numpy(v) for k, v in noise.items()}
+        self.noise = {k: torch.from_numpy(v.copy()) for k, v in noise.items()}
         self.step_of = model._denoising_step
         self.canvas, self.step = -1, None
         self.sampled: Any = None
@@ -51,7 +55,8 @@ class Trace:
             margin=torch.minimum(self.edge, margin(logits, sampler.entropy_bound, stop.confidence_threshold)),
         )  # fmt: skip
         for name in ("sampled", "accepted", "margin"):  # of rows that still denoise
-            record[name] = torch.where(before.reshape(-1, *[1] * (record[name].ndim - 1)), 0, record[name])
+            keep = ~before.reshape(-1, *[1] * (record[name].ndim - 1))
+            record[name] = record[name] * keep.to(record[name].dtype)
         self.records.append((self.canvas, self.step, record))
         self.step = None
         return out
@@ -91,3 +96,26 @@ def generate(model: Any, tokens: Any, noise: dict[str, np.ndarray], settings: An
     tokens_made = (new != settings.pad_token_id).sum(-1)
     passes = (tokens_made / out.tokens_per_forward).round().to(torch.int32)
     return dict(sequences=out.sequences, passes=passes, **found)
+
+
+def golden(model: Any, folder: Path) -> None:
+    """generation.safetensors beside a checkpoint: `generate` in float32, and in float64 with float64 noise."""
+    settings = model.generation_config
+    vocab, length = model.config.text_config.vocab_size, model.config.canvas_length
+    sizes = dict(
+        vocab=vocab, length=length, prompt=PROMPT, canvases=CANVASES, steps=settings.max_denoising_steps
+    )
+    numbers = {
+        bits: noise.drawn(bits, seeds=[SEED + row for row in range(ROWS)], **sizes) for bits in (32, 64)
+    }
+    tokens = checkpoints.ids(77, (ROWS, PROMPT), vocab)
+    runs = {32: generate(model, tokens, numbers[32], settings)}
+    with checkpoints.wide():
+        runs[64] = generate(checkpoints.lifted(model), tokens, numbers[64], settings)
+    tensors = dict(tokens=tokens)
+    for bits, run in runs.items():
+        tensors |= {f"{k}_{bits}": torch.from_numpy(v.copy()) for k, v in numbers[bits].items()}
+        tensors |= {f"{k}_{bits}": v for k, v in run.items() if (k, bits) != ("logits", 64)}
+        seen = run["margin"][run["margin"] > 0]
+        print(f"generation, {bits} bits: passes {run['passes'].tolist()}, least margin {seen.min():.1e}")
+    checkpoints.write(folder, tensors, "generation", seed=str(SEED))
