@@ -28,6 +28,7 @@ types: $(VENV)/.dev  ## the type checker
 
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
+	$(BIN)/python tests/hub/parity/written.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mercury_jax import hub
     from mercury_jax.api import load, train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import rules, shape, stop
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.sample import sample
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import stream
+    from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
     from mercury_jax.types import LM
@@ -44,6 +46,8 @@ _PUBLIC = {
     "decode.sample": ("sample",),
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("stream",),
+    "hub": ("hub",),
+    "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
     "types": ("LM",),
@@ -52,8 +56,8 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output", "Plan",
-    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "infill", "load", "logits",
-    "propose", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream", "train",
+    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "hub", "infill", "load", "logits",
+    "mesh", "propose", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream", "train",
 ]  # fmt: skip
 
 
@@ -61,7 +65,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'mercury_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
     home = importlib.import_module(f"mercury_jax.{_HOME[name]}")
-    if name in ("rules", "shape", "stop"):
+    if name == "hub":
+        value = home
+    elif name in ("rules", "shape", "stop"):
         value = importlib.import_module(f"mercury_jax.decode.{name}")
     else:
         value = getattr(home, name)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
 from mercury_jax.decode.sample import sample
-from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import evaluator
@@ -94,7 +94,7 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def _evaluator(
-    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: Tokenizer
+    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: AnyTokenizer
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
@@ -107,7 +107,7 @@ def _evaluator(
 
 
 def _preview(
-    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: Tokenizer
+    config: TrainConfig, model: Model, corruption: noise.Corruption, tokenizer: AnyTokenizer
 ) -> Callable[[Params], str] | None:
     """Answers to the recipe's prompts, as text for the log."""
     if not config.sample_every or not config.sample_prompts:
@@ -148,5 +148,10 @@ def load(
     file or tensor that is missing, damaged or of another shape. Nothing in a checkpoint is ever executed.
     """
     return hub.load(
-        NANO if source is None else source, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh, progress=progress
+        NANO if source is None else source,
+        dtype=dtype,
+        quantise=quantise,
+        mask=mask,
+        mesh=mesh,
+        progress=progress,
     )

@@ -4,21 +4,23 @@
     <|user|>text<|end_turn|>
     <|assistant|>[<|think|>text<|end_think|>]text<|eos|>
 
-without the line breaks. Turns of the history close with `end_turn`, a sampled answer with `eos`. Roles
+without the line breaks. This is the template of our own tokenizer; one with a template of its own is asked to
+write by that. Turns of the history close with `end_turn`, a sampled answer with `eos`. Roles
 are control ids, so no text inside a message can open a turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.tokenizer import AnyTokenizer, Special
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
 def render(
-    tok: Tokenizer,
+    tok: AnyTokenizer,
     messages: Sequence[Mapping[str, str]],
     thinking: bool = False,
     add_generation_prompt: bool = True,
@@ -30,33 +32,41 @@ def render(
     """
     if isinstance(messages, (str, Mapping)) or not messages:
         raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
+    special = _special(tok)
+    if special is None:
+        return tok.render(messages, thinking, add_generation_prompt)
     ids: list[int] = []
     for i, message in enumerate(messages):
         role, content = _checked(i, message)
-        ids += [getattr(tok.special, role), *tok.encode(content), tok.special.end_turn]
+        ids += [getattr(special, role), *tok.encode(content), special.end_turn]
     if add_generation_prompt:
-        ids.append(tok.special.assistant)
-        ids += [tok.special.think] * thinking
+        ids.append(special.assistant)
+        ids += [special.think] * thinking
     return ids
 
 
 def example(
-    tok: Tokenizer, prompt: str, answer: str, thinking: str | None = None
+    tok: AnyTokenizer, prompt: str, answer: str, thinking: str | None = None
 ) -> tuple[list[int], list[int]]:
     """(prompt ids, response ids) to train on: a user turn open for the answer; the answer up to `eos`."""
-    response = [*tok.encode(answer), tok.special.eos]
+    special = _special(tok)
+    if special is None:
+        return tok.example(prompt, answer, thinking)
+    response = [*tok.encode(answer), special.eos]
     if thinking is not None:
-        response = [tok.special.think, *tok.encode(thinking), tok.special.end_think, *response]
+        response = [special.think, *tok.encode(thinking), special.end_think, *response]
     return render(tok, [{"role": "user", "content": prompt}]), response
 
 
-def split_answer(tok: Tokenizer, ids: Iterable[int]) -> tuple[str | None, str]:
+def split_answer(tok: AnyTokenizer, ids: Iterable[int]) -> tuple[str | None, str]:
     """(thinking or None, answer) of sampled ids: `split_answer(tok, example(tok, p, a, t)[1]) == (t, a)`.
 
     Ends at the first `eos`, `end_turn` or `pad`. Works as well when the prompt opened the thinking;
     thinking that never closes leaves an empty answer.
     """
-    special = tok.special
+    special = _special(tok)
+    if special is None:
+        return tok.split_answer(ids)
     said: list[int] = []
     for i in map(int, ids):
         if i in (special.eos, special.end_turn, special.pad):
@@ -68,6 +78,11 @@ def split_answer(tok: Tokenizer, ids: Iterable[int]) -> tuple[str | None, str]:
     if special.think in said:
         return tok.decode(said), ""
     return None, tok.decode(said)
+
+
+def _special(tok: Any) -> Special | None:
+    """Our fixed ids; a checkpoint's tokenizer has none."""
+    return getattr(tok, "special", None)
 
 
 def _checked(i: int, message: Mapping[str, str]) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import NoiseConfig, refuse
-from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import Key
 
 Schedule = Callable[[Array], Array]
@@ -142,9 +142,7 @@ def schedule(config: NoiseConfig) -> Schedule:
     return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
 
 
-def build(
-    config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[int, ...] = ()
-) -> Corruption:
+def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[int, ...] = ()) -> Corruption:
     """The corruption that a config names; `forbidden` are special ids that are never emitted.
 
     mask: None only for uniform noise, which has none.
@@ -158,6 +156,6 @@ def build(
     return hybrid(vocab, mask, config.uniform, forbidden)
 
 
-def specials(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that no answer of ours holds: the mask and the padding."""
-    return (tokenizer.mask, tokenizer.pad)
+def specials(tokenizer: AnyTokenizer) -> tuple[int, ...]:
+    """Ids that no answer holds: the mask, and the padding where it does not end answers too."""
+    return tuple(i for i in (tokenizer.mask, tokenizer.pad) if i is not None and i not in tokenizer.ends)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 if TYPE_CHECKING:
     from mercury_jax.config import ModelConfig
     from mercury_jax.noise import Corruption
-    from mercury_jax.tokenizer import Tokenizer
+    from mercury_jax.tokenizer import AnyTokenizer
 
 Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
@@ -163,7 +163,7 @@ class LM:
 
     model: Model
     params: Params = field(repr=False)
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     corruption: Corruption
     name: str = "unnamed"
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -10,8 +10,8 @@ import time
 
 
 def main(folder: str, prompt: list[int], threads: int) -> None:
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from mercury_jax.cli.show import readable
 
 if TYPE_CHECKING:
     from mercury_jax.decode.stream import Moment
-    from mercury_jax.tokenizer import Tokenizer
+    from mercury_jax.tokenizer import AnyTokenizer
 
 NOISE, NOISE_STYLE = "░", "grey50"
 SETTLED, MARK = "bold", "italic magenta"
@@ -37,19 +37,22 @@ def style(settled: bool, confidence: float) -> str:
 
 
 def paint(
-    tok: Tokenizer, tokens: Sequence[int], settled: Sequence[bool], confidence: Sequence[float]
+    tok: AnyTokenizer, tokens: Sequence[int], settled: Sequence[bool], confidence: Sequence[float]
 ) -> Text:
     """Tokens as styled text. Bytes of one character may come from several tokens: the last one styles it."""
     text, bytes_ = Text(), codecs.getincrementaldecoder("utf-8")("replace")
-    special = tok.special
-    names = {special.think: "[thinking] ", special.end_think: "\n[answer] ", special.mask: NOISE}
+    marks = tok.thinking
+    names = {} if marks is None else {marks.opening[0]: "[thinking] ", marks.close: "\n[answer] "}
     for token, sure, p in zip(map(int, tokens), settled, confidence, strict=True):
-        if token == special.mask or (not sure and p < UNKNOWN):
+        if token == tok.mask or (not sure and p < UNKNOWN):
             text.append(NOISE, NOISE_STYLE)
         elif token in names:
             text.append(names[token], MARK)
         else:
-            text.append(readable(bytes_.decode(tok.pieces[token])), style(bool(sure), float(p)))
+            piece = (
+                tok.pieces[token] if token < len(tok.pieces) else b""
+            )  # a vocabulary may end in unused ids
+            text.append(readable(bytes_.decode(piece)), style(bool(sure), float(p)))
     return text
 
 
@@ -58,7 +61,7 @@ def noise(count: int) -> Text:
     return Text(NOISE * count, NOISE_STYLE)
 
 
-def canvas(tok: Tokenizer, moment: Moment) -> Text:
+def canvas(tok: AnyTokenizer, moment: Moment) -> Text:
     return paint(tok, moment.tokens.tolist(), moment.settled.tolist(), moment.confidence.tolist())
 
 
@@ -97,7 +100,7 @@ def play(
 
 def follow(
     console: Console,
-    tok: Tokenizer,
+    tok: AnyTokenizer,
     before: str,
     room: int,
     moments: Iterable[Moment],

@@ -43,8 +43,10 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
     most = check_room(lm, prompts, asked.max_tokens)
     thinking = 0 if effort is None else effort.thinking
     room = _thinking(lm, prompts, most, thinking)
-    if thinking:  # where the context leaves no room to think, the answer comes at once
-        prompts = [p._replace(ids=p.ids[:-1]) if p.chat and not n else p for p, n in zip(prompts, room)]
+    marks = lm.tokenizer.thinking if thinking else None
+    if marks is not None:  # where the context leaves no room to think, the answer comes at once
+        cut = -len(marks.opening)
+        prompts = [p._replace(ids=p.ids[:cut]) if p.chat and not n else p for p, n in zip(prompts, room)]
     wanted = request(prompts, most, check_seed(asked.seed), room)
     sampler, plan = asked.sampler, asked.plan
     if effort is not None and lm.corruption.mask is not None:
@@ -53,7 +55,7 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         sampler, plan = defaults.sampler(lm), defaults.plan(lm, plan, 1.0 if effort is None else effort.steps)
     job = launch.prepare(
         lm, wanted, _biased(sampler, asked.logit_bias), plan, temperature=asked.temperature,
-        close=lm.tokenizer.special.end_think if thinking else None, logprobs=_logprobs(asked.logprobs),
+        close=None if marks is None else marks.close, logprobs=_logprobs(asked.logprobs),
         guidance=_guidance(lm, asked, len(prompts)), before=None if asked.state is None else asked.state.job.state,
         mesh=asked.mesh,
     )  # fmt: skip
@@ -84,21 +86,19 @@ def encoded_before(job: launch.Job, state: Session) -> np.ndarray:
 
 def _prompts(lm: LM, asked: Ask, effort: efforts.Effort | None) -> list[Prompt]:
     think = effort is not None and effort.thinking > 0
-    prompts, _ = normalise(lm, asked.prompt, thinking=think)
-    if asked.state is None:
-        return prompts
     before = asked.state
+    behind = () if before is None else before.prompts
+    prompts, _ = normalise(lm, asked.prompt, thinking=think, behind=behind)
+    if before is None:
+        return prompts
     if before.job.program.model.config != lm.model.config:
         raise refuse("state", "a session of another model", f"one of {lm.name}")
     if not before.done:
         raise refuse("prompt", asked.prompt, "None, to finish the answer that stands in state first")
     if len(prompts) != before.job.rows:
         raise refuse("prompt", f"{len(prompts)} prompts", f"{before.job.rows}, one for each row of state")
-    joined = []
-    for said, old, new in zip(before.tokens, before.prompts, prompts, strict=True):
-        turn = [lm.tokenizer.special.end_turn] if old.chat else []
-        joined.append(Prompt([*map(int, said), *turn, *new.ids], new.chat))
-    return joined
+    both = zip(before.tokens, prompts, strict=True)
+    return [Prompt([*map(int, said), *new.ids], new.chat) for said, new in both]
 
 
 def _resumed(lm: LM, state: Session) -> tuple[launch.Job, list[Prompt]]:

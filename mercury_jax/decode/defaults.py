@@ -37,6 +37,5 @@ def _asked(lm: LM) -> Sampler:
     if cooling:
         shapes.append(shape.cooling(**cooling))
     ending: Any = stop.steady(**steady) if steady else None
-    return Sampler(
-        rules.ALL[name](**lm.decoding.get("knobs", {})), tuple(shapes), ending, lm.decoding.get("temperature")
-    )
+    rule: Any = rules.ALL[name](**lm.decoding.get("knobs", {}))
+    return Sampler(rule, tuple(shapes), ending, lm.decoding.get("temperature"))

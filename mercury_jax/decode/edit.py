@@ -72,7 +72,7 @@ def edit(
         _row(lm, t, s, i)
         for i, (t, s) in enumerate(zip(texts, _spans(spans, single, len(texts)), strict=True))
     ]
-    before = _prompts(lm, prompt, len(rows))
+    before = _prompts(lm, prompt, texts)
     began = time.perf_counter()
     chosen = sampler if sampler is not None else _default(lm, spans)
     job = launch.prepare(
@@ -117,9 +117,10 @@ def _spans(spans: Any, single: bool, count: int) -> list[Any]:
     return list(spans)
 
 
-def _prompts(lm: LM, prompt: Any, count: int) -> list[list[int]]:
+def _prompts(lm: LM, prompt: Any, texts: Sequence[Any]) -> list[list[int]]:
+    count = len(texts)
     if prompt is None:
-        return [[]] * count
+        return [list(lm.tokenizer.begin) if isinstance(text, str) else [] for text in texts]
     prompts, single = normalise(lm, prompt)
     if not single and len(prompts) != count:
         raise refuse("prompt", f"{len(prompts)} prompts", f"one, or {count}: one for each text")

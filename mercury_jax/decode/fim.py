@@ -49,14 +49,17 @@ def _holes(row: Row) -> int:
 
 
 def _check(lm: LM, rows: Sequence[Row]) -> None:
-    context = lm.model.config.context
+    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
+    if lm.tokenizer.fim is None:
+        raise refuse("parts", "a hole", "texts: a block-causal model fills holes in FIM order, and the tokenizer of "
+                     f"{lm.name} has no tokens for that")  # fmt: skip
     for i, row in enumerate(rows):
         fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
         if any(fixed) and not all(fixed):
             raise refuse(
                 f"parts[{i}]", "holes of fixed and of open length", "one kind, for a block-causal model"
             )
-        size = 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
+        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
         if size > context:
             raise refuse(
                 f"parts[{i}]", f"{size} tokens in FIM order", f"at most the model's context of {context}"
@@ -70,7 +73,7 @@ def _check(lm: LM, rows: Sequence[Row]) -> None:
 
 def _asked(lm: LM, row: Row, filled: Sequence[np.ndarray]) -> tuple[list[int], Hole]:
     """(the prompt in FIM order, the hole to fill)."""
-    special, done = lm.tokenizer.special, iter(filled)
+    marks, done = lm.tokenizer.fim, iter(filled)
     before: list[int] = []
     behind: list[int] = []
     hole: Hole | None = None
@@ -83,8 +86,8 @@ def _asked(lm: LM, row: Row, filled: Sequence[np.ndarray]) -> tuple[list[int], H
                 hole = part
             else:
                 before.extend(int(i) for i in ids)
-    assert hole is not None
-    return [special.fim_prefix, *before, special.fim_suffix, *behind, special.fim_middle], hole
+    assert hole is not None and marks is not None
+    return [*lm.tokenizer.begin, marks.prefix, *before, marks.suffix, *behind, marks.middle], hole
 
 
 def _request(asked: Sequence[tuple[list[int], Hole]], seed: int) -> launch.Request:

@@ -78,7 +78,11 @@ def _row(lm: LM, parts: Any, index: int) -> Row:
         raise refuse(name, parts, "a list of texts and Holes")
     if not any(isinstance(p, Hole) for p in parts):
         raise refuse(name, parts, "at least one Hole among the texts")
-    row = [p if isinstance(p, Hole) else lm.tokenizer.encode(p) for p in parts]
+    row: Row = [p if isinstance(p, Hole) else lm.tokenizer.encode(p) for p in parts]
+    if (
+        lm.tokenizer.begin and lm.model.config.pattern != "block_causal"
+    ):  # FIM order has a place of its own for it
+        row = [list(lm.tokenizer.begin), *row]
     total = sum(p.room if isinstance(p, Hole) else len(p) for p in row)
     if total > lm.model.config.context:
         raise refuse(name, f"{total} tokens", f"at most the model's context of {lm.model.config.context}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from mercury_jax.chat import split_answer
 from mercury_jax.decode.launch import Job, refuse_broken
 from mercury_jax.decode.prompts import Prompt
 from mercury_jax.decode.state import Frame, Nats
@@ -107,7 +106,10 @@ def collect(
         texts=[answer for _, answer in said],
         tokens=tokens,
         forwards=forwards[: job.rows],
-        finish=[_finish(bool(done[i]), not stops.isdisjoint(text[i, end[i] : end[i] + 1].tolist())) for i in range(job.rows)],
+        finish=[
+            _finish(bool(done[i]), not stops.isdisjoint(text[i, end[i] : end[i] + 1].tolist()))
+            for i in range(job.rows)
+        ],
         seconds=seconds,
         thinking=[thought for thought, _ in said],
         encoded=(length[: job.rows] - before[: job.rows]),
@@ -134,5 +136,5 @@ def _logprobs(nats: Nats | tuple[()], start: np.ndarray, end: np.ndarray, rows: 
 def decoded(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
     """(thinking or None, answer) of emitted ids; raw text has no thinking."""
     if chat:
-        return split_answer(lm.tokenizer, ids.tolist())
+        return lm.tokenizer.split_answer(ids.tolist())
     return None, lm.tokenizer.decode(ids.tolist())

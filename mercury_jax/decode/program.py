@@ -89,7 +89,9 @@ def _check_plan(lm: LM, plan: Plan, sampler: Sampler) -> None:
             "plan.block", plan.block, f"a divisor of {config.block}, the block of this model, or None"
         )
     if rule.blind and config.alignment == "shifted":
-        raise refuse("sampler.rule", rule.name, "a rule that needs no blind masks: this model's logits are shifted")
+        raise refuse(
+            "sampler.rule", rule.name, "a rule that needs no blind masks: this model's logits are shifted"
+        )
     if plan.refresh is not None and not full:
         raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {config.pattern} model is exact")
     if plan.revise and not full:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.chat import render
 from mercury_jax.config import refuse
 from mercury_jax.types import LM
 
@@ -21,17 +20,21 @@ class Prompt(NamedTuple):
     chat: bool
 
 
-def normalise(lm: LM, prompt: Any, thinking: bool = False) -> tuple[list[Prompt], bool]:
+def normalise(
+    lm: LM, prompt: Any, thinking: bool = False, behind: Sequence[Prompt] = ()
+) -> tuple[list[Prompt], bool]:
     """(prompts, whether one alone was given).
 
     Takes a text, a conversation (a list of {"role", "content"}), ids, or a list of any of these.
-    thinking: the answer to a conversation must begin with its thinking.
+    thinking: the answer to a conversation must begin with its thinking. behind: what these go on from,
+    one for each, answers included.
     """
+    old = lambda i: behind[i] if i < len(behind) else None
     if _is_one(prompt):
-        return [_one(lm, prompt, "prompt", thinking)], True
+        return [_one(lm, prompt, "prompt", thinking, old(0))], True
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
         raise refuse("prompt", prompt, "a text, a list of messages, ids, or a non-empty list of these")
-    return [_one(lm, p, f"prompt[{i}]", thinking) for i, p in enumerate(prompt)], False
+    return [_one(lm, p, f"prompt[{i}]", thinking, old(i)) for i, p in enumerate(prompt)], False
 
 
 def _is_one(prompt: Any) -> bool:
@@ -44,14 +47,17 @@ def _is_one(prompt: Any) -> bool:
     )
 
 
-def _one(lm: LM, prompt: Any, name: str, thinking: bool = False) -> Prompt:
+def _one(lm: LM, prompt: Any, name: str, thinking: bool, behind: Prompt | None) -> Prompt:
+    turn = [lm.tokenizer.end_turn] if behind is not None and behind.chat else []
     if isinstance(prompt, str):
         if not prompt:
             raise refuse(name, prompt, "a text of at least one character")
-        return Prompt(lm.tokenizer.encode(prompt), False)
+        ids = lm.tokenizer.encode(prompt)
+        return Prompt([*(lm.tokenizer.begin if behind is None else turn), *ids], False)
     if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        return Prompt(render(lm.tokenizer, prompt, thinking=thinking), True)
-    return Prompt(_ids(lm, prompt, name), False)
+        write = lm.tokenizer.follow if turn else lm.tokenizer.render
+        return Prompt(write(prompt, thinking=thinking), True)
+    return Prompt([*turn, *_ids(lm, prompt, name)], False)
 
 
 def _ids(lm: LM, prompt: Any, name: str) -> list[int]:

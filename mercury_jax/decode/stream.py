@@ -67,7 +67,9 @@ def stream(
 
 
 def _moments(lm: LM, job: launch.Job, prompt: Prompt, every: int) -> Iterator[Moment]:
-    board = _Board(len(prompt.ids), job.state.text.shape[1], lm.tokenizer.special.end_think)
+    marks = lm.tokenizer.thinking
+    close = lm.tokenizer.pad if marks is None else marks.close
+    board = _Board(len(prompt.ids), job.state.text.shape[1], close)
     job, frames, used = launch.advance(lm, job, every)
     while True:
         # The next passes are under way before these are read, so the device does not wait for us.
@@ -117,7 +119,10 @@ class _Board:
 
 def _moment(lm: LM, board: _Board, prompt: Prompt) -> Moment:
     tokens = board.tokens[: board.end]
-    ends = np.flatnonzero(np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends)) & (board.settled[: board.end] | board.done))
+    ends = np.flatnonzero(
+        np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends))
+        & (board.settled[: board.end] | board.done)
+    )
     length = int(ends[0]) if len(ends) else len(tokens)
     shown = [int(t) for t in tokens[:length]]
     thinking, text = decoded(lm, np.asarray(shown, np.int32), prompt.chat)

@@ -100,7 +100,7 @@ def costs(lm: LM, laid: Sequence[Laid], settings: Settings) -> Cost:
         batch = packing.batch(part + [packing.Row()] * (rows - len(part)), row, lm.tokenizer.pad)
         hidden, weight, start = masked(batch, start, rng)
         # In float64: thousands of weighted terms are summed.
-        told = {"time": times(batch.canvas, weight)} if lm.model.config.timed else {}
+        told = {"time": times(np.asarray(batch.canvas), weight)} if lm.model.config.timed else {}
         ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden, told), np.float64)
         nats.append((ce * weight * hidden).sum(axis=1)[: len(part)])
         settings.progress(at + len(part), len(laid))

@@ -29,7 +29,7 @@ def load(
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
-    """An LM from a folder of ours, a folder in Hugging Face's layout, or an id such as "org/name" or "org/name@revision".
+    """An LM from a folder of ours, one in Hugging Face's layout, or an id such as "org/name" or "org/name@revision".
 
     dtype, quantise, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
     """
@@ -52,7 +52,7 @@ def convert(
     mask: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Write a model in the other layout: "ours" (`load` verifies it by checksums) or "hf" (for transformers, vLLM, SGLang).
+    """Write a model in the other layout: "ours" (verified by checksums) or "hf" (transformers, vLLM, SGLang).
 
     out: a new folder. family: with "hf", the one to write. dtype: of the stored parameters (None: as they are).
     Returns the folder; raises ValueError where no family holds the model.
@@ -61,7 +61,7 @@ def convert(
         raise refuse("to", to, "ours, hf")
     folder = folder_of(source)
     if is_native(folder):
-        lm, noise = native.as_stored(folder, mask=mask, progress=progress), native.noise_of(folder)
+        lm, noise = native.load(folder, mask=mask, widen=False), native.noise_of(folder)
     else:
         lm, noise = (
             reading.load(folder, mask=mask, progress=progress),
@@ -87,11 +87,11 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
     for name in changes:
         if name not in names:
             raise refuse("config", name, ", ".join(names))
-    return dataclasses.replace(found, **changes)
+    return dataclasses.replace(found, **({} if mask is None else {"mask": mask}), **changes)
 
 
 def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
-    """What a checkpoint is, or would be of a config.json, and what memory it needs on how many devices; nothing is loaded."""
+    """What a checkpoint is, or one of a config.json would be, and what memory it needs; nothing is loaded."""
     alone = Path(source).suffix == ".json" and Path(source).is_file()
     folder = Path(source) if alone else folder_of(source)
     return describe.describe(folder, native_folder=is_native(folder), mask=mask)
@@ -110,7 +110,8 @@ def folder_of(source: str | Path) -> Path:
     if isinstance(source, str) and ID.fullmatch(source) and not path.exists():
         return fetch.folder(source)
     raise CheckpointError(
-        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; this one does not exist"
+        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; "
+        "this one does not exist"
     )
 
 

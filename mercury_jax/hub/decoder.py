@@ -32,7 +32,7 @@ def sizes(config: Json, **ours: Any) -> dict[str, Any]:
 
 def autoregressive(config: Json, **ours: Any) -> ModelConfig:
     """The same for a model that predicts the next token and does nothing else."""
-    causal = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
+    causal: dict[str, Any] = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
     return ModelConfig(**(sizes(config) | causal | ours))
 
 
@@ -45,7 +45,7 @@ def special_ids(config: Json) -> dict[str, Any]:
     return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]))
 
 
-def dtype_of(config: Json) -> str:
+def dtype_of(config: Json) -> Any:
     """The dtype that the checkpoint names, whatever the release of transformers called the key."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     return name if name in ("float32", "bfloat16", "float16", "float64") else "float32"
@@ -80,7 +80,7 @@ def experts_of(config: Json, **ours: Any) -> Experts | None:
     layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step") or 1
     plain = set(config.get("mlp_only_layers") or [])
     dense = tuple(i for i in range(layers) if i in plain or (i + 1) % step)
-    found = dict(
+    found: dict[str, Any] = dict(
         count=need(config, "num_experts", "num_local_experts"), active=need(config, "num_experts_per_tok"),
         width=need(config, "moe_intermediate_size"), renormalise=bool(config.get("norm_topk_prob", False)),
         dense=dense,

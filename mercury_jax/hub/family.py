@@ -15,11 +15,13 @@ Json = Mapping[str, Any]
 class Leaf(NamedTuple):
     """Where one of our parameters stands in the files.
 
-    name: the tensor's name; "{e}" where each expert has a tensor of its own; several names are joined along our last
-    axis (gate and up). inputs: 0 for the same order of axes (only reshaped); k > 0 for a torch Linear, [out, in]
-    there, whose in-axes are our first k axes (behind the experts' axis). experts: ours is stacked from so many; with
-    no "{e}" in the name the file's tensor is stacked already. fold: the file has so many of our last axes as one (the biases of heads).
-    rows: ours are the rows [a, b) of a tensor of c rows: (a, b, c) (fused queries, keys and values).
+    name: the tensor's name; "{e}" where each expert has a tensor of its own; several names are joined along
+        our last axis (gate and up).
+    inputs: 0 for the same order of axes; k > 0 for a torch Linear, [out, in] there, whose in-axes are our
+        first k axes (behind that of the experts).
+    experts: ours is stacked from so many; with no "{e}" in the name the file's tensor is stacked already.
+    fold: the file has so many of our last axes as one (the biases of heads).
+    rows: (a, b, c) where ours are the rows [a, b) of a tensor of c rows (fused queries, keys and values).
     """
 
     name: str | tuple[str, ...]
@@ -43,12 +45,15 @@ class Leaf(NamedTuple):
 class Family(NamedTuple):
     """One family of checkpoints.
 
-    architectures: entries of config.json's list that it takes, if `fits` says yes to the rest. checkpoints: ids on the
-    Hugging Face hub. config: their config.json -> ours; ValueError for what we do not build. names: our parameters'
-    paths ("block_0/attention/q/w") -> `Leaf`. ignored: regular expressions of tensors that are no parameters of ours.
-    export: our config -> their config.json, None where we cannot write the family. about: one line. block: tokens of
-    a block of its published models. decoding:
-    (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
+    architectures: entries of config.json's list that it takes, if `fits` says yes to the rest.
+    checkpoints: ids on the Hugging Face hub.
+    config: their config.json -> ours; ValueError for what we do not build.
+    names: our parameters' paths ("block_0/attention/q/w") -> `Leaf`.
+    noise: what it was trained with; None for an autoregressive model.
+    about, block, licence: for tables; block is that of its published models.
+    ignored: regular expressions of tensors that are no parameters of ours.
+    export: our config -> their config.json, None where we cannot write the family.
+    decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
     """
 
     name: str
@@ -56,7 +61,7 @@ class Family(NamedTuple):
     checkpoints: tuple[str, ...]
     config: Callable[[Json], ModelConfig]
     names: Callable[[ModelConfig], dict[str, Leaf]]
-    noise: NoiseConfig | Callable[[Json], NoiseConfig] | None  # None: autoregressive
+    noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
     about: str = ""
     block: str = "any"
     ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = ()

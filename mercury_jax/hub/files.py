@@ -248,6 +248,7 @@ def _json(about: Mapping[str, Any]) -> bytes:
 
 def _put(path: Path, data: bytes) -> None:
     """Write and flush to the disk: a rename must never overtake the contents."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mercury_jax.config import ModelConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
 
 LLAMA3 = Family(
     name="Llama 3",

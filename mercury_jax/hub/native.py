@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, models, noise
-from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.checkpoint import CheckpointError, manifest
+from mercury_jax.checkpoint.export import CONFIG
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
 from mercury_jax.hub import assemble, memory
-from mercury_jax.tokenizer import Tokenizer
+from mercury_jax.hub.unread import MARK, Ids
+from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model, Params
+
+WIDE = {"float32": jnp.float32, "float64": jnp.float64}
 
 
 def save(
@@ -37,6 +40,7 @@ def save(
         "architecture": models.kind(config),
         "model": to_dict(config),
         "noise": None if noise_config is None else to_dict(noise_config),
+        "forbidden": list(lm.corruption.forbidden),
         "tokenizer": lm.tokenizer.fingerprint,
         "card": dict(lm.card),
         "decoding": dict(lm.decoding),
@@ -63,28 +67,28 @@ def load(
     quantise: str | None = None,
     mask: int | None = None,
     mesh: Mesh | None = None,
+    widen: bool = True,
 ) -> LM:
     """Read a folder that `save` wrote, after verifying every file's SHA-256.
 
     dtype: of the arithmetic, instead of the config's (float32, bfloat16, float64 under x64). Parameters are fp32
-    (or fp64) where the arithmetic is, else as they are stored. quantise, mask, mesh: as of `mercury_jax.load`.
+    (or fp64) where the arithmetic is, else as they are stored; as stored too without `widen`. quantise, mask, mesh:
+    as of `mercury_jax.load`.
     Raises CheckpointError for damage, ValueError where tokenizer and model do not belong together.
     """
     if quantise not in (None, "int8"):
         raise refuse("quantise", quantise, "'int8', or None")
     found = checkpoint.load_exported(folder)
     data = dict(found.config)
-    if found.tokenizer is None:
-        raise CheckpointError(f"{folder}: tokenizer.model is missing")
-    tokenizer = Tokenizer(found.tokenizer)
+    tokenizer = _tokenizer(found)
     config = read_config(data, dtype, mask)
     _check_tokenizer(tokenizer, config, data)
     model = models.build(config)
-    kind = {"float32": jnp.float32, "float64": jnp.float64}.get(config.dtype)
+    kind = WIDE.get(config.dtype) if widen else None
     memory.check(model, mesh, kind or config.dtype, quantise == "int8", data["name"])
     params = _params(model, found, kind, quantise == "int8", mesh)
     described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-    kept_out = () if described is None else noise.specials(tokenizer)
+    kept_out = tuple(data.get("forbidden", noise.specials(tokenizer)))
     return LM(
         model=model,
         params=params,
@@ -96,8 +100,28 @@ def load(
     )
 
 
-def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig, data: Mapping[str, Any]) -> None:
-    if tokenizer.vocab_size != config.vocab:
+def noise_of(folder: str | Path) -> NoiseConfig | None:
+    """How the model of a folder was noised; None for an autoregressive one."""
+    data = manifest.read_json(Path(folder) / CONFIG)["config"]
+    return None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
+
+
+def _tokenizer(found: checkpoint.Exported) -> AnyTokenizer:
+    """Ours, that of the checkpoint which the folder was converted from, or none."""
+    if found.tokenizer is None:
+        raise CheckpointError(f"{found.path}: tokenizer.model is missing")
+    if found.tokenizer.startswith(MARK):
+        return Ids.of(found.tokenizer)
+    if found.tokenizer[:2] != b"PK":
+        return Tokenizer(found.tokenizer)
+    from mercury_jax.hub.tokenizer import unpack
+
+    return unpack(found.tokenizer)
+
+
+def _check_tokenizer(tokenizer: AnyTokenizer, config: ModelConfig, data: Mapping[str, Any]) -> None:
+    exact = isinstance(tokenizer, Tokenizer)  # a checkpoint may have ids that stand for nothing
+    if tokenizer.vocab_size > config.vocab or (exact and tokenizer.vocab_size != config.vocab):
         raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, f"{config.vocab}, the model's vocab")
     if tokenizer.fingerprint != data["tokenizer"]:
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,11 @@ from mercury_jax.config.model import ComputeType
 from mercury_jax.hub import assemble, files, ids, memory
 from mercury_jax.hub.families import family_of
 from mercury_jax.hub.family import Family
+from mercury_jax.hub.unread import Ids
+from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Model
 
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -175,7 +179,14 @@ def decoding(opened: Opened) -> Mapping[str, Any]:
 
 
 def _tokenizer(opened: Opened) -> Any:
+    """The folder's tokenizer; ids alone where it has none."""
+    c, folder = opened.config, opened.folder.path
+    there = {name: files.find(folder, name) for name in TOKENIZERS}
+    if not any(there.values()):
+        return Ids(c)
+    if there["tokenizer.model"]:
+        with contextlib.suppress(ValueError):  # a model of our own build, written for others
+            return Tokenizer.load(there["tokenizer.model"])
     from mercury_jax.hub.tokenizer import HFTokenizer
 
-    c = opened.config
-    return HFTokenizer.load(opened.folder.path, mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends)
+    return HFTokenizer.load(folder, mask=c.mask, eos=c.eos, pad=c.pad, ends=c.ends, vocab=c.vocab)

@@ -9,6 +9,7 @@ merges, the space that an added token swallows), with one call for the whole tex
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -60,10 +61,14 @@ class Spelt(NamedTuple):
 
     def decode(self, ids: list[int]) -> str:
         """Text of known ids, those of control in their own spelling."""
-        text = self.core.decode(ids, skip_special_tokens=False)
-        if self.mark in text and self.pattern:
-            text = re.sub(f"{self.mark}({self.pattern.pattern})", r"\1", text)
-        return text
+        known = {i: text for text, i in self.control.items()}
+        whole = lambda ids: self.core.decode(ids, skip_special_tokens=False)
+        if known.keys().isdisjoint(ids):
+            return whole(ids)
+        if self.mark not in whole([i for i in ids if i not in known]):
+            return whole(ids).replace(self.mark, "")
+        runs = itertools.groupby(ids, lambda i: known.get(i, ""))  # a text held the mark: piece by piece
+        return "".join(text * len(list(run)) if text else whole(list(run)) for text, run in runs)
 
     def _respelt(self, text: str, mask: bytes) -> str:
         """The template's own tokens of control with their mark."""
@@ -130,7 +135,7 @@ def _data(vocabulary: Vocabulary, control: Mapping[int, Added], mark: str) -> di
         model["vocab"] = vocab | {text: i for i, text in spelt.items()}
     elif isinstance(model.get("vocab"), list):
         model["vocab"] = [[spelt.get(i, piece), score] for i, (piece, score) in enumerate(model["vocab"])]
-    if model.get("unk_token") in texts:
+    if isinstance(model.get("unk_token"), str) and model["unk_token"] in texts:
         model["unk_token"] = mark + model["unk_token"]
     if model.get("merges") is None:
         model.pop("merges", None)

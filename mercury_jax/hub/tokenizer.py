@@ -1,14 +1,15 @@
 """The tokenizer of a checkpoint: tokenizer.json and its chat template, with the face of our own.
 
 User text never turns into a token of control, and a template's own always does: `spelling.py` says how.
-What a checkpoint does not have (a chat template, thinking, the FIM tokens) is refused in words where it is
-asked for.
+What a checkpoint does not have (a chat template, tokens for thinking or for fill-in-the-middle) is None,
+or refused in words by the call that needs it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,61 +22,44 @@ import numpy as np
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import refuse
 from mercury_jax.hub import bytes_of, vocabulary
+from mercury_jax.hub.conversation import THINKING, Conversation
 from mercury_jax.hub.spelling import Spelt, respell
-from mercury_jax.hub.template import Template, strings
 from mercury_jax.hub.vocabulary import Vocabulary
-from mercury_jax.tokenizer import AnyTokenizer, Fim, Thinking, Tokenizer, check_text
+from mercury_jax.tokenizer import AnyTokenizer, Fim, Thinking, Tokenizer, lazy, valid
 
-# What opens thinking, what the model writes behind that, and what closes it; the first that a vocabulary has.
-THINKING = (
-    ("<think>", "\n", "</think>"),  # Qwen3, SDAR, LLaDA2, DeepSeek
-    ("<|channel>", "thought\n", "<channel|>"),  # Gemma 4, DiffusionGemma
-    ("<seed:think>", "\n", "</seed:think>"),
-    ("[THINK]", "", "[/THINK]"),
-)
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5, Dream-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed-Coder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
 )
-_USED = {text for row in (*THINKING, *FIM) for text in row if len(text) > 2}
+_USED = {text for row in FIM for text in row} | {text for row in THINKING for text in row[::2]}
+MOST_IDS = 4_000_000  # the largest known vocabularies have 262,144
+_IDS = "ids.json"  # in `proto`, beside the files
 
 
 @dataclass(frozen=True, eq=False)
 class HFTokenizer:
-    """A tokenizer from the files of a checkpoint, by name; `load` reads them.
-
-    mask, eos, pad: the model's ids (None: as the files name them; without a name the pad is the eos).
-    ends: further ids that end an answer. vocab: the model's, whose last ids may have no text (None: not known).
-    CheckpointError, or ValueError naming the id, where they do not go together.
-    """
+    """Made by `load` or `of`. vocab: the model's, whose last ids may have no text; None: the tokenizer's."""
 
     files: Mapping[str, bytes] = field(repr=False)
-    mask: int | None = None
-    eos: int | None = None
-    pad: int | None = None
-    ends: tuple[int, ...] = ()
+    words: Vocabulary = field(repr=False)
+    spelt: Spelt = field(repr=False)
+    mask: int | None
+    eos: int
+    pad: int
+    ends: tuple[int, ...]  # ids that end an answer, the eos first
     vocab: int | None = None
 
-    def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)
-        ids = {name: self._id(f"{name}_token") for name in ("mask", "eos", "pad")}
-        put("eos", ids["eos"] if self.eos is None else self.eos)
-        if self.eos is None:
-            raise refuse("eos", None, "an id: tokenizer_config.json names no eos_token")
-        put("mask", ids["mask"] if self.mask is None else self.mask)
-        put("pad", next(i for i in (self.pad, ids["pad"], self.eos) if i is not None))
-        put("ends", tuple(dict.fromkeys((self.eos, *self.ends))))
-        for name in ("mask", "pad", "ends"):
-            for i in np.atleast_1d(getattr(self, name) if getattr(self, name) is not None else ()):
-                if not 0 <= i < max(self.vocab or 0, self.vocab_size):
-                    raise refuse(name, int(i), f"an id in 0..{max(self.vocab or 0, self.vocab_size) - 1}")
+    @classmethod
+    def load(cls, folder: str | Path, **ids: Any) -> HFTokenizer:
+        """Read a folder in Hugging Face's layout; `ids` as of `of`. CheckpointError naming the file at fault."""
+        return cls.of(vocabulary.read(folder), **ids)
 
     @classmethod
-    def load(
+    def of(
         cls,
-        folder: str | Path,
+        files: Mapping[str, bytes],
         *,
         mask: int | None = None,
         eos: int | None = None,
@@ -83,8 +67,39 @@ class HFTokenizer:
         ends: Sequence[int] = (),
         vocab: int | None = None,
     ) -> HFTokenizer:
-        """Read a folder in Hugging Face's layout. CheckpointError naming the file that is missing or damaged."""
-        return cls(vocabulary.read(folder), mask, eos, pad, tuple(ends), vocab)
+        """From files by name. mask, eos, pad: the model's ids (None: as the files name them; no pad: the eos).
+
+        ends: further ids that end an answer. vocab: size of the model's vocabulary (None: not known).
+        CheckpointError for files that are damaged, ValueError for an id that is out of range or missing.
+        """
+        given = [i for i in (mask, eos, pad, *ends) if i is not None]
+        words = vocabulary.with_ids(vocabulary.vocabulary(files), given)
+        spelt = respell(words, _USED)
+        named = {
+            name: spelt.control.get(words.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
+        }
+        first = next((i for i in (eos, named["eos"], *ends) if i is not None), None)
+        if first is None:
+            raise refuse("eos", None, "an id: tokenizer_config.json names no eos_token")
+        made = cls(
+            files, words._replace(data=bytes_of.needed(words.data)), spelt,
+            mask=named["mask"] if mask is None else mask, eos=first,
+            pad=next(i for i in (pad, named["pad"], first) if i is not None),
+            ends=tuple(dict.fromkeys((first, *ends))), vocab=vocab,
+        )  # fmt: skip
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        if self.vocab_size > MOST_IDS:
+            raise CheckpointError(f"tokenizer.json: id {self.vocab_size - 1}; allowed: 0..{MOST_IDS - 1}")
+        size = max(self.vocab or 0, self.vocab_size)
+        given = {"mask": self.mask, "pad": self.pad} | {f"ends[{n}]": i for n, i in enumerate(self.ends)}
+        for name, i in given.items():
+            # The mask may stand behind the last token that has a text.
+            most = size if name == "mask" and self.vocab is None else size - 1
+            if i is not None and not 0 <= i <= most:
+                raise refuse(name, i, f"an id in 0..{most}")
 
     def save(self, folder: str | Path) -> None:
         """Write the files as they were read."""
@@ -93,95 +108,103 @@ class HFTokenizer:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
+    @lazy
+    def proto(self) -> bytes:
+        """The files and the ids as one archive, which `unpack` reads."""
+        ids = {name: getattr(self, name) for name in ("mask", "eos", "pad", "ends", "vocab")}
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as archive:
+            for name, data in sorted({**self.files, _IDS: json.dumps(ids).encode()}.items()):
+                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # of no date
+        return out.getvalue()
+
+    @lazy
+    def fingerprint(self) -> str:
+        """sha256 of the files and the ids, in hex: two tokenizers with the same one are the same."""
+        found = hashlib.sha256(repr((self.mask, self.eos, self.pad, self.ends, self.vocab)).encode())
+        for name, data in sorted(self.files.items()):
+            found.update(f"{name} {len(data)}\n".encode() + data)
+        return found.hexdigest()
+
     # --- ids and texts
 
-    @cached_property
+    @lazy
     def vocab_size(self) -> int:
         """One more than the largest id that has a text; the model's vocabulary may be larger."""
         return 1 + max(self._ids.values(), default=-1)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """sha256 of the files and the ids, in hex."""
-        return hashlib.sha256(self.proto).hexdigest()
+    def _ids(self) -> dict[str, int]:
+        return self.spelt.core.get_vocab(with_added_tokens=True)
 
     @cached_property
-    def proto(self) -> bytes:
-        """The files and the ids as one archive, which `unpack` reads."""
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, data in sorted({**self.files, _IDS: self._numbers()}.items()):
-                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # a fixed date
-        return out.getvalue()
+    def _hidden(self) -> frozenset[int]:
+        """Ids that an answer does not show: special ones, and those that end it."""
+        special = {i for i, token in self.words.added.items() if token.special}
+        return frozenset({*special, *self.ends, self.pad, *(() if self.mask is None else (self.mask,))})
 
-    @cached_property
+    @lazy
     def pieces(self) -> tuple[bytes, ...]:
-        """[vocab_size] the bytes that each id stands for; empty for what answers do not show."""
-        found = bytes_of.pieces(
-            self._files.data, self._ids, {i: t.text for i, t in self._files.added.items()}
-        )
+        """[vocab_size] the bytes that each id stands for; empty for those that are not shown."""
+        added = {i: token.text for i, token in self.words.added.items()}
+        found = bytes_of.pieces(self.words.data, self._ids, added)
         return tuple(b"" if i in self._hidden else piece for i, piece in enumerate(found))
 
     def byte_lengths(self) -> np.ndarray:
         """int32 [vocab_size]: the bytes of each id, 0 for those that are not shown."""
         return np.array([len(piece) for piece in self.pieces], np.int32)
 
-    @cached_property
+    @lazy
     def begin(self) -> tuple[int, ...]:
-        """What stands before a text that is no conversation: the beginning of text, where the checkpoint wants it."""
-        bos = self._id("bos_token")
-        if self._files.adds_bos is not None:
-            return (bos,) if self._files.adds_bos and bos is not None else ()
-        whole = self._spelt.core.encode("a", add_special_tokens=True).ids
-        plain = self._spelt.core.encode("a", add_special_tokens=False).ids
+        """What stands before a text that is no conversation: the beginning of text, where it is wanted."""
+        bos = self.spelt.control.get(self.words.named.get("bos_token", ""))
+        if self.words.adds_bos is not None:
+            return (bos,) if self.words.adds_bos and bos is not None else ()
+        whole = self.spelt.core.encode("a", add_special_tokens=True).ids
+        plain = self.spelt.encode("a")
         starts = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]
         return tuple(whole[: starts[0]]) if starts else ()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them of control. ValueError for a lone surrogate, which no UTF-8 text has."""
-        return self._spelt.encode(check_text(text))
+        return self.spelt.encode(valid(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of `ids` as the checkpoint's own decoder has it; bytes that are no UTF-8 show as U+FFFD.
+        """Text of `ids` by the checkpoint's own decoder; bytes that are no UTF-8 show as U+FFFD.
 
-        skip_special: leave out special tokens and those that end an answer. Ids of the model that the
-        tokenizer does not know have no text. ValueError for negative ones.
+        skip_special: leave out what an answer does not show. The model's ids beyond the tokenizer's have
+        no text. ValueError for an id that the model cannot have.
         """
         found = []
         for i in map(int, ids):
             if i < 0 or (self.vocab is not None and i >= max(self.vocab, self.vocab_size)):
-                raise ValueError(f"ids: {i}; must be in 0..{(self.vocab or self.vocab_size) - 1}")
+                raise ValueError(f"ids: {i}; must be in 0..{max(self.vocab or 0, self.vocab_size) - 1}")
             if i < self.vocab_size and not (skip_special and i in self._hidden):
                 found.append(i)
-        return self._spelt.decode(found)
+        return self.spelt.decode(found)
 
     # --- conversations
 
     @cached_property
-    def thinking(self) -> Thinking | None:
-        """What opens and closes thinking, where the vocabulary has it."""
-        for first, lead, last in THINKING:
-            ids = self._spelt.control
-            if first in ids and last in ids:
-                return Thinking((ids[first], *self.encode(lead)), ids[last])
-        return None
+    def chat(self) -> Conversation:
+        """The chat template over these tokens."""
+        return Conversation(self.words.templates, self.words.named, self.spelt, (*self.ends, self.pad))
 
-    @cached_property
+    @lazy
     def fim(self) -> Fim | None:
-        """The tokens of fill-in-the-middle, where the vocabulary has them."""
-        for row in FIM:
-            if all(text in self._spelt.control for text in row):
-                return Fim(*(self._spelt.control[text] for text in row))
-        return None
+        """The tokens of fill-in-the-middle; None where the vocabulary has none."""
+        ids = self.spelt.control
+        return next((Fim(*(ids[text] for text in row)) for row in FIM if set(row) <= set(ids)), None)
 
-    @cached_property
+    @property
+    def thinking(self) -> Thinking | None:
+        """What opens and closes thinking; None where the vocabulary has no tokens for it."""
+        return self.chat.thinking
+
+    @property
     def end_turn(self) -> int:
-        """What the chat template writes behind an answer; without one, the end of text."""
-        if "default" not in self._files.templates:
-            return self.ends[0]
-        behind = self._encoded(self._behind_answer([], add_generation_prompt=False), [])
-        control = set(self._spelt.control.values())
-        return next((i for i in behind if i in control), self.ends[0])
+        """What the chat template writes behind an answer."""
+        return self.chat.end_turn
 
     def render(
         self,
@@ -190,54 +213,45 @@ class HFTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Ids of a conversation by the checkpoint's chat template, open for an answer unless told otherwise.
+        """Ids of a conversation by the chat template, open for an answer unless told otherwise.
 
         thinking: also open the thinking, so that the answer must begin with it; without it the template
-        decides. tools: what the model may call, as JSON schemas. ValueError naming the message that
-        does not fit, or what the template did.
+        decides. tools: what the model may call, as JSON schemas. ValueError naming the message that does
+        not fit, or saying what the template did.
         """
-        text = self._text(messages, thinking, add_generation_prompt, tools)
-        return self._opened(self._encoded(text, [messages, tools]), thinking and add_generation_prompt)
+        return self.chat.render(messages, thinking, add_generation_prompt, tools)
 
     def follow(self, messages: Sequence[Mapping[str, Any]], thinking: bool = False) -> list[int]:
-        """Ids that go on behind an answer: the end of its turn, and the messages, open for the next answer."""
-        text = self._behind_answer(messages, thinking, True)
-        return self._opened(self._encoded(text, [messages]), thinking)
-
-    def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
-        """(thinking or None, answer) of sampled ids, up to the first that ends it."""
-        said: list[int] = []
-        for i in map(int, ids):
-            if i in self.ends or i in (self.pad, self.end_turn):
-                break
-            said.append(i)
-        marks = self.thinking
-        if marks is None or not {marks.opening[0], marks.close} & set(said):
-            return None, self.decode(said)
-        close = said.index(marks.close) if marks.close in said else len(said)
-        lead = self.decode(marks.opening[1:])
-        thought = self.decode([i for i in said[:close] if i != marks.opening[0]]).removeprefix(lead)
-        return thought.strip("\n"), self.decode(said[close + 1 :]).lstrip("\n")
+        """Ids that go on behind an answer: the end of its turn, then the messages, open for the next answer."""
+        return self.chat.follow(messages, thinking)
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
         """(prompt ids, response ids) to train on: a user turn open for the answer; the answer and its end."""
-        ends = self.end_turn if self.end_turn in self.ends else self.ends[0]
-        response = [*self.encode(answer), ends]
-        if thinking is not None:
-            marks = self._thinking()
-            response = [*marks.opening, *self.encode(thinking), *self.encode("\n"), marks.close, *response]
-        return self.render([{"role": "user", "content": prompt}]), response
+        return self.chat.example(prompt, answer, thinking)
 
-    # --- how
+    def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
+        """(thinking or None, answer) of sampled ids, up to the first that ends them; line ends between the two
+        belong to neither."""
+        return self.chat.split(ids, self.decode)
 
-    @cached_property
-    def _files(self) -> Vocabulary:
-        return vocabulary.vocabulary(self.files)
 
-    @cached_property
-    def _spelt(self) -> Spelt:
-        return respell(self._files, _USED)
+def unpack(proto: bytes) -> AnyTokenizer:
+    """The tokenizer that a `proto` holds: ours, or a checkpoint's. ValueError for anything else."""
+    if proto[:2] != b"PK":
+        return Tokenizer(proto)
+    try:
+        with zipfile.ZipFile(io.BytesIO(proto)) as archive:
+            files = {i.filename: archive.read(i) for i in archive.infolist() if _sane(i)}
+        ids = json.loads(files.pop(_IDS))
+        return HFTokenizer.of(files, **{**ids, "ends": tuple(ids["ends"])})
+    except (zipfile.BadZipFile, LookupError, TypeError, OSError) as error:
+        raise CheckpointError(f"tokenizer: the archive is damaged: {error}") from None
 
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        return self._spelt.core.get_vocab(with_added_tokens=True)
+
+def _sane(entry: zipfile.ZipInfo) -> bool:
+    most = vocabulary.MOST_BYTES.get(entry.filename, vocabulary.MOST_BYTES["chat_template.jinja"])
+    if entry.file_size > most:
+        raise CheckpointError(
+            f"tokenizer: {entry.filename[:80]!r} has {entry.file_size} bytes; allowed: {most}"
+        )
+    return True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ def vocabulary(files: Mapping[str, bytes]) -> Vocabulary:
     config = _json(files, "tokenizer_config.json")
     data = _json(files, "tokenizer.json") or _byte_level(files, config)
     added = _checked("tokenizer.json", lambda: _added(files, data, config))
-    model = _checked("tokenizer.json", lambda: {**data["model"]})
+    model = _checked("tokenizer.json", lambda: _model(data["model"]))
     named = _named(_json(files, "special_tokens_map.json")) | _named(config)
     others = [_text(t) for key in _LISTS for t in _entries(config.get(key))]
     _mark_special(added, {*named.values(), *others}, model.get("vocab"))
@@ -139,6 +139,18 @@ def _checked(name: str, build: Callable[[], Any]) -> Any:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         kind = type(error).__name__
         raise CheckpointError(f"{name} is not what the tokenizers library writes: {kind}: {error}") from None
+
+
+def _model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, whose vocabulary and merges have the forms that we respell; the library checks the rest."""
+    vocab, merges = model["vocab"], model.get("merges") or []
+    by_text = isinstance(vocab, dict) and all(type(i) is int for i in vocab.values())
+    scored = isinstance(vocab, list) and all(len(e) == 2 and isinstance(e[0], str) for e in vocab)
+    if not (by_text or scored):
+        raise ValueError("model.vocab has neither ids nor scores by text")
+    if not all(isinstance(m, str) or all(isinstance(part, str) for part in m) for m in merges):
+        raise ValueError("model.merges has no pairs of texts")
+    return dict(model)
 
 
 def _added(
@@ -181,6 +193,18 @@ def _mark_special(added: dict[int, Added], texts: set[str], vocab: Any) -> None:
     for text in sorted(texts - known):
         if isinstance(vocab, dict) and isinstance(vocab.get(text), int):
             added[vocab[text]] = Added(text, special=True)
+
+
+def with_ids(words: Vocabulary, ids: Iterable[int]) -> Vocabulary:
+    """The same, with the ids that a model uses as special ones, where their text has the form of a token."""
+    added, vocab = dict(words.added), words.data["model"].get("vocab")
+    texts = {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {}
+    for i in ids:
+        if i in added:
+            added[i] = added[i]._replace(special=True)
+        elif re.fullmatch(r"<.+>|\[.+\]", str(texts.get(i, ""))):
+            added[i] = Added(texts[i], special=True)
+    return words._replace(added=dict(sorted(added.items())))
 
 
 def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,10 +14,11 @@ import numpy as np
 from mercury_jax import models
 from mercury_jax.checkpoint.tensors import Source
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.hub import assemble, families, files
+from mercury_jax.hub import assemble, families, files, tokenizer_json
 from mercury_jax.hub.family import Family, Leaf
 from mercury_jax.models.quantise import Int8
 from mercury_jax.sharding import name_of
+from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
 
 
@@ -38,7 +39,9 @@ def to_hf(
     assert chosen.export is not None
     about = chosen.export(config)
     arrays = sources(chosen.names(config), params, dtype)
-    return files.write_folder(folder, about, arrays, shard=shard, extra=lm.tokenizer.files)
+    tok = lm.tokenizer
+    extra = tokenizer_json.files_of(tok) if isinstance(tok, Tokenizer) else tok.files
+    return files.write_folder(folder, about, arrays, shard=shard, extra=extra)
 
 
 def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:

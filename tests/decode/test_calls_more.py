@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.tokenizer import SPECIAL
 from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total"]
@@ -54,7 +55,7 @@ def test_effort_thinks_within_its_room_and_keeps_the_answers():
     lm = tiny()
     own = mj.Effort(thinking=10, p=0.5, steps=0.5)
     out = mj.sample(lm, [CHAT, CHAT], max_tokens=8, effort=own)
-    close = lm.tokenizer.special.end_think
+    close = SPECIAL.end_think
     for tokens, thought in zip(out.tokens, out.thinking, strict=True):
         at = tokens.tolist().index(close)
         assert at <= 10 and thought is not None

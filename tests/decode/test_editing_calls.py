@@ -7,6 +7,7 @@ import mercury_jax as mj
 from mercury_jax.decode import lengths
 from mercury_jax.decode.fim import _asked
 from mercury_jax.decode.holes import segments, whole
+from mercury_jax.tokenizer import SPECIAL
 from tests.tiny import PATTERNS, tiny
 
 TEXT = "return value if count else total"
@@ -113,7 +114,7 @@ def test_fillings_are_found_wherever_the_texts_have_moved():
 
 def test_a_block_causal_model_gets_what_follows_in_fim_order():
     lm = tiny("block_causal")
-    special = lm.tokenizer.special
+    special = SPECIAL
     row = [[20, 21], mj.Hole(3), [22], mj.Hole(3), [23]]
     ids, hole = _asked(lm, row, [])
     assert ids == [special.fim_prefix, 20, 21, special.fim_suffix, 22, 23, special.fim_middle]

@@ -92,6 +92,10 @@ def test_every_rule_of_the_26b_model_fits_its_array(devices, axis):
 def test_a_description_needs_no_tensor_and_says_what_is_asked_first():
     found = describe.describe(CONFIG_26B, native_folder=False)
     assert found["family"] == "DiffusionGemma" and found["block"] == 256 and found["mask"] is None
-    assert found["alignment"] == "same_position" and found["context"] == 262144 and found["licence"] == "Apache-2.0"
+    assert (
+        found["alignment"] == "same_position"
+        and found["context"] == 262144
+        and found["licence"] == "Apache-2.0"
+    )
     assert found["bytes_per_device"][8]["params"] < 6.5e9
     assert jax.eval_shape(models.build(reading.open_config(CONFIG_26B).config).init, jax.random.key(0))

@@ -16,7 +16,7 @@ from mercury_jax.models.quantise import Int8, dense, int8
 from tests.hub.goldens_of import GOLDENS, golden, logits_of
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path):
     """A copy of a small Qwen3 that a test may spoil."""
     shutil.copytree(GOLDENS / "qwen3", tmp_path / "m")
@@ -43,7 +43,10 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
     "change, words",
     [
         (lambda t: t.pop(NORM), [NORM, "is missing"]),
-        (lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}), ["model.extra.weight", "no place"]),
+        (
+            lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
+            ["model.extra.weight", "no place"],
+        ),
         (lambda t: t.update({NORM: t[NORM][:-1]}), ["shape of", NORM, "by config.json"]),
         (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"]),
     ],
@@ -58,7 +61,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["architectures", "MambaForCausalLM", "DreamModel", "LlamaForCausalLM"]),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ["architectures", "MambaForCausalLM", "DreamModel", "LlamaForCausalLM"],
+        ),
         ({"architectures": None}, ["architectures", "[]"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "yarn"]),

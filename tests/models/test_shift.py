@@ -75,7 +75,9 @@ def test_training_sees_what_decoding_sees(pattern):
     empty = laid[1].ranges[..., 1] <= laid[1].ranges[..., 0]
     moved = np.where(empty[..., None], 0, laid[1].ranges + at)
     ranges = np.concatenate([laid[0].ranges, moved])[None]
-    got = model.head(params, model.apply(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ranges)))
+    got = model.head(
+        params, model.apply(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ranges))
+    )
     for i, (one, first) in enumerate(zip(laid, (0, at))):
         n = 10 + i
         for slot in np.flatnonzero(one.editable):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece as spm
+
+from mercury_jax.tokenizer.protocol import Fim, Messages, Thinking, lazy, valid
 
 
 class Special(NamedTuple):
@@ -127,28 +129,30 @@ class Tokenizer:
         """Ids of the special tokens, by name: `tok.special.mask`."""
         return SPECIAL
 
-    @property
-    def mask(self) -> int:
-        return SPECIAL.mask
+    mask = SPECIAL.mask
+    pad = SPECIAL.pad
+    eos = SPECIAL.eos
+    ends = (SPECIAL.eos,)
+    begin = ()
+    end_turn = SPECIAL.end_turn
+    thinking = Thinking((SPECIAL.think,), SPECIAL.end_think)
+    fim = Fim(SPECIAL.fim_prefix, SPECIAL.fim_suffix, SPECIAL.fim_middle)
 
     @property
-    def pad(self) -> int:
-        return SPECIAL.pad
-
-    @property
-    def eos(self) -> int:
-        return SPECIAL.eos
+    def files(self) -> Mapping[str, bytes]:
+        """The model, under sentencepiece's usual name."""
+        return {"tokenizer.model": self.proto}
 
     @property
     def vocab_size(self) -> int:
         return self._model.get_piece_size()
 
-    @cached_property
+    @lazy
     def fingerprint(self) -> str:
         """sha256 of the model, in hex: two tokenizers with the same one are the same."""
         return hashlib.sha256(self.proto).hexdigest()
 
-    @cached_property
+    @lazy
     def pieces(self) -> tuple[bytes, ...]:
         """[V] the UTF-8 bytes that each id stands for; empty for a special token."""
         return tuple(_piece_bytes(self._model, i) for i in range(self.vocab_size))
@@ -159,14 +163,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, never a special one. ValueError for a lone surrogate, which no UTF-8 text has."""
-        if not isinstance(text, str):
-            raise ValueError(f"text: {type(text).__name__}; must be a str")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"lone surrogate U+{ord(text[error.start]):04X} at {error.start}"
-            raise ValueError(f"text: {found}; must be valid Unicode") from None
-        first, *rest = text.split(_SPACE)
+        first, *rest = valid(text).split(_SPACE)
         ids = self._model.encode(first)
         for part in rest:
             ids += self._literal_space
@@ -186,6 +183,24 @@ class Tokenizer:
             found.append(f"<|{SPECIAL._fields[i]}|>".encode() if spelt else self.pieces[i])
         return b"".join(found).decode("utf-8", errors="replace")
 
+    def render(
+        self, messages: Messages, thinking: bool = False, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation, as `chat.render`."""
+        return _chat().render(self, messages, thinking, add_generation_prompt)
+
+    def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
+        """Ids that go on behind an answer: the end of its turn, then the messages, open for the next answer."""
+        return [self.end_turn, *_chat().render(self, messages, thinking)]
+
+    def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
+        """(prompt ids, response ids) to train on, as `chat.example`."""
+        return _chat().example(self, prompt, answer, thinking)
+
+    def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
+        """(thinking or None, answer) of sampled ids, as `chat.split_answer`."""
+        return _chat().split_answer(self, ids)
+
     @cached_property
     def _model(self) -> spm.SentencePieceProcessor:
         return spm.SentencePieceProcessor(model_proto=self.proto)
@@ -193,6 +208,12 @@ class Tokenizer:
     @cached_property
     def _literal_space(self) -> list[int]:
         return [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+
+
+def _chat() -> Any:
+    from mercury_jax import chat  # which is written over this module
+
+    return chat
 
 
 def _name(model: spm.SentencePieceProcessor, i: int) -> str:

@@ -1,0 +1,141 @@
+"""A loaded checkpoint is a model like our own: it samples, converts both ways, and starts a training."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax import hub
+from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.cli import main
+from mercury_jax.config import ModelConfig
+from mercury_jax.hub import writing
+from mercury_jax.hub.reading import open_folder
+from mercury_jax.hub.unread import Ids
+from tests.hub.goldens_of import GOLDENS, forward, golden, logits_of
+from tests.tiny import tiny
+
+PROMPT = [5, 17, 3, 40, 21, 8, 33, 2]
+
+
+def greedy(name, tokens, count):
+    """Plain autoregressive decoding, a whole pass for each token."""
+    for _ in range(count):
+        tokens = [*tokens, int(logits_of(golden(name), np.array([tokens]))[0, -1].argmax())]
+    return tokens[-count:]
+
+
+def test_an_autoregressive_model_says_what_a_plain_loop_says():
+    lm = mj.load(GOLDENS / "llama3")
+    out = mj.sample(lm, PROMPT, max_tokens=6)
+    assert out.tokens[0].tolist() == greedy("llama3", PROMPT, 6)
+    assert out.text == " ".join(map(str, out.tokens[0])) and out.forwards[0] == 6
+    with pytest.raises(ValueError, match="no tokenizer"):
+        mj.sample(lm, "text")
+
+
+@pytest.mark.parametrize("name", ["dream", "fast_dllm"])
+def test_a_shifted_model_is_read_where_it_speaks(name):
+    g = golden(name)
+    mask = g.opened.config.mask
+    lm = mj.load(GOLDENS / name, mask=mask)
+    seen = [*PROMPT, mask] if g.opened.config.pattern == "bidirectional" else PROMPT
+    said = logits_of(g, np.array([seen]))[0, -1].copy()
+    said[mask] = -np.inf
+    assert mj.sample(lm, PROMPT, max_tokens=1).tokens[0].tolist() == [int(said.argmax())]
+
+
+def test_any_of_several_ends_ends_an_answer():
+    lm = mj.load(GOLDENS / "llama3")
+    third = greedy("llama3", PROMPT, 6)[2]
+    model = lm.model._replace(config=dataclasses.replace(lm.model.config, ends=(third,)))
+    out = mj.sample(dataclasses.replace(lm, model=model), PROMPT, max_tokens=6)
+    assert out.tokens[0].tolist() == greedy("llama3", PROMPT, 2) and out.finish == ["stop"]
+
+
+def test_converted_to_ours_it_is_the_same_model(tmp_path, capsys):
+    assert main(["convert", str(GOLDENS / "llama3"), str(tmp_path / "ours"), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    theirs, ours = mj.load(GOLDENS / "llama3"), mj.load(tmp_path / "ours")
+    assert row["parameters"] == theirs.parameters and ours.model.config == theirs.model.config
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    assert mj.sample(ours, PROMPT, max_tokens=6).text == mj.sample(theirs, PROMPT, max_tokens=6).text
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    again = open_folder(tmp_path / "back")
+    for name in again.folder.tensors:
+        np.testing.assert_array_equal(again.folder.read(name), golden("llama3").opened.folder.read(name))
+    with pytest.raises(ValueError, match="a new or empty folder"):
+        hub.convert(GOLDENS / "llama3", tmp_path / "ours")
+
+
+def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
+    lm = tiny("bidirectional")
+    rng = np.random.default_rng(1)
+    noisy = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), lm.params)
+    lm = dataclasses.replace(lm, params=noisy)
+    folder = writing.to_hf(tmp_path / "hf", lm)
+    read = hub.load(folder, dtype="float32")
+    assert read.card["family"] == "tiny-A2D" and not read.model.config.zero_centred
+    assert read.tokenizer.fingerprint == lm.tokenizer.fingerprint and (folder / "tokenizer.json").is_file()
+    ids = np.arange(12)[None] % lm.model.config.vocab
+    full = lambda x: jnp.full((1,), x, jnp.int32)
+    run = lambda x: forward(
+        x.model,
+        x.params,
+        jnp.asarray(ids),
+        x.model.empty_cache(1, 12),
+        full(0),
+        full(12),
+        full(12),
+        full(0) > 0,
+    )
+    both = [run(x)[0] for x in (lm, read)]
+    np.testing.assert_allclose(both[0], both[1], atol=1e-5)
+
+
+def test_what_no_family_holds_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model is 'causal_encoder, transformer'"):
+        writing.to_hf(tmp_path / "a", tiny("causal_encoder"))
+    with pytest.raises(ValueError, match="family is 'Dream'; allowed: tiny-A2D"):
+        writing.to_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")
+    with pytest.raises(ValueError, match="family is 'Mamba'; allowed: DiffusionGemma, LLaDA"):
+        writing.to_hf(tmp_path / "c", tiny("bidirectional"), family="Mamba")
+    small = hub.load(GOLDENS / "llama3", quantise="int8")
+    with pytest.raises(ValueError, match="int8"):
+        writing.to_hf(tmp_path / "d", small)
+
+
+def test_a_recipe_may_take_the_config_of_a_loaded_model():
+    found = hub.config_of(GOLDENS / "qwen3", mask=96, pattern="bidirectional", block=32, predicts_next=False)
+    assert isinstance(found, ModelConfig) and found.pattern == "bidirectional" and found.mask == 96
+    with pytest.raises(ValueError, match="config is 'patern'"):
+        hub.config_of(GOLDENS / "qwen3", patern="bidirectional")
+
+
+def test_ids_alone_are_kept_by_a_conversion():
+    config = golden("llama3").opened.config
+    again = Ids.of(Ids(config).proto)
+    assert again.ends == (config.eos, *config.ends) and again.fingerprint == Ids(config).fingerprint
+
+
+def test_what_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        mj.load("not a model")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(CheckpointError, match="could not be fetched"):
+        mj.load("org/name-that-nobody-has")
+
+
+def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
+    monkeypatch.setattr("mercury_jax.hub.assemble.params", None)
+    assert main(["info", str(GOLDENS / "llada2"), "--mask", "70", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["family"] == "LLaDA2.0, 2.1" and row["mask"] == 70 and row["experts"] and row["block"] == 32
+    assert set(row["bytes_per_device"]) == {"1", "2", "4", "8"} and "auto_map" in row["notes"][0]
+    assert main(["info", str(GOLDENS / "llada2"), "--mask", "70"]) == 0
+    assert "memory of each device" in capsys.readouterr().out
