@@ -1,7 +1,6 @@
 """Walking the keys gives what attention over all of them gives, and stops where nobody looks further."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

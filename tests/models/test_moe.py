@@ -12,9 +12,10 @@ N, D, E, F, K = 70, 12, 5, 8, 2
 ACT = jax.nn.silu
 
 
-def drawn() -> tuple[np.ndarray, ...]:
+def drawn() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=s).astype(np.float32) for s in [(N, D), (N, K), (E, D, 2 * F), (E, F, D)])
+    shapes = [(N, D), (N, K), (E, D, 2 * F), (E, F, D)]
+    return tuple(jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.float32) for s in shapes)
 
 
 def plain(ids, x, weights, gate_up, down):
@@ -61,7 +62,7 @@ def test_rows_through_experts_on_an_accelerator_are_those_on_a_cpu():
 def test_int8_experts_are_the_matrices_that_they_stand_for(run):
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
-    small = [int8(w, 1, 1) for w in (gate_up, down)]
+    small = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in (gate_up, down)])
     want = run(ACT, x, sizes, *(restored(w, 1) for w in small))
     np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
 
@@ -69,7 +70,7 @@ def test_int8_experts_are_the_matrices_that_they_stand_for(run):
 @pytest.mark.parametrize("tile", [16, 48])
 def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     sizes = np.array([0, 50, 16, 0, 97, 1])
-    p = moe.plan(jnp.asarray(sizes), sizes.sum(), tile)
+    p = moe.plan(jnp.asarray(sizes), int(sizes.sum()), tile)
     covered = np.concatenate(
         [np.arange(s, min(s + tile, e)) for s, e in zip(p.start[: p.count], p.end[: p.count])]
     )

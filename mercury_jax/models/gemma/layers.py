@@ -41,13 +41,13 @@ class Norm(nn.Module):
 
 
 class Rotation(NamedTuple):
-    """cos and sin of every position's angles; the same for all layers of a kind."""
+    """cos and sin of every position's angles, C = K / 2 of them; the same for all layers of a kind."""
 
-    cos: Float[Array, "B T 1 K/2"]
-    sin: Float[Array, "B T 1 K/2"]
+    cos: Float[Array, "B T 1 C"]
+    sin: Float[Array, "B T 1 C"]
 
     def __call__(self, x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        """Rotate the pairs (x[i], x[i + K/2])."""
+        """Rotate the pairs (x[i], x[i + C])."""
         a, b = jnp.split(x.astype(self.cos.dtype), 2, axis=-1)
         turned = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.models import moe
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import ACTIVATIONS, rms
-from mercury_jax.models.layers import fan_in
+from mercury_jax.models.layers import dot, fan_in, weight
 from mercury_jax.types import wide
 
 
@@ -24,10 +24,10 @@ class Router(nn.Module):
         c = self.config
         assert c.experts is not None
         scale = self.param("scale", nn.initializers.ones, (c.width,))
-        w = self.param("w", fan_in(), (c.width, c.experts.count))
+        w = weight(self, "w", fan_in(), (c.width, c.experts.count))
         each = self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
         seen = rms(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
-        chance = jax.nn.softmax((seen @ w.astype(x.dtype)).astype(wide(x.dtype)), axis=-1)
+        chance = jax.nn.softmax(dot(seen, w, 1).astype(wide(x.dtype)), axis=-1)
         weights, ids = jax.lax.top_k(chance, c.experts.active)
         weights = weights / weights.sum(axis=-1, keepdims=True)
         return ids, weights * each[ids].astype(weights.dtype)
@@ -44,8 +44,8 @@ class Mixture(nn.Module):
         assert c.experts is not None
         e = c.experts
         ids, weights = Router(c, name="router")(routed.reshape(-1, c.width))
-        gate_up = self.param("gate_up", _stacked(), (e.count, c.width, 2 * e.width))
-        down = self.param("down", _stacked(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
+        gate_up = weight(self, "gate_up", _stacked(), (e.count, c.width, 2 * e.width))
+        down = weight(self, "down", _stacked(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
         out = moe.experts(x.reshape(-1, c.width), ids, weights, gate_up, down, ACTIVATIONS[c.activation])
         return out.reshape(x.shape)
 

@@ -186,12 +186,11 @@ def _forward(
     blind: int | None = None,
 ) -> tuple[Array, Cache]:
     c = net.config
-    offsets = jnp.arange(tokens.shape[1])[None]
-    live = offsets < n[:, None]
-    positions = start[:, None] + offsets
-    capacity = jax.tree.leaves(cache)[0].shape[1]
-    slots = jnp.where(live, positions, capacity)  # dead tokens are dropped
-    ranges = masks.pass_ranges(c, positions, live, end, encoding)
-    clean = jnp.broadcast_to(encoding[:, None], tokens.shape)
-    lowest = pass_window(c, positions, start, encoding)
-    return net.apply({"params": params}, tokens, positions, ranges, clean, lowest, carry, cache, slots)
+    run = masks.cached_pass(c, tokens, kv_cache.slots_of(cache), start, n, end, encoding, blind)
+    clean = jnp.broadcast_to(encoding[:, None], run.tokens.shape)
+    lowest = pass_window(c, run.positions, start, encoding)
+    if blind is not None:  # what the pass before thought of a token, its shadow must not know
+        carry = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), carry)
+    return net.apply(
+        {"params": params}, run.tokens, run.positions, run.ranges, clean, lowest, carry, cache, run.slots
+    )
