@@ -34,7 +34,7 @@ def parser() -> Parser:
     )
     p.add_argument("--prompt", metavar="TEXT", help="what stands before TEXT and never changes")
     p.add_argument("--chat", metavar="TEXT", help="the user's message that TEXT answers")
-    options.model(p)
+    options.loaded(p)
     options.text(p)
     options.decoding(p)
     options.temperature(p)
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         prompt=_before(args), spans=spans, seed=args.seed, sampler=options.sampler(args), plan=options.plan(args),
         temperature=args.temperature,
     )  # fmt: skip
-    out = _edit(show.load(args.model), text, how)
+    out = _edit(show.load(args.model, **options.reading(args)), text, how)
     if args.json:
         show.emit(_record(out))
     else:

@@ -30,7 +30,7 @@ examples:
 def parser() -> Parser:
     p = Parser("eval", "Measure a model on each TASK.", MORE)
     p.add_argument("task", nargs="*", metavar="TASK", help="sudoku4, add3, code-bpb, ...")
-    options.model(p)
+    options.loaded(p)
     p.add_argument("--file", metavar="X.jsonl", help="questions of your own instead of the held-out ones")
     p.add_argument("--dump", metavar="Y.jsonl", help="write every question with its prediction")
     p.add_argument(
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
     sampler, plan = options.sampler(args), options.plan(args)
     options.writable("--dump", args.dump)
-    lm = show.load(args.model)
+    lm = show.load(args.model, **options.reading(args))
     reports = []
     for name in args.task:
         with progress(name, quiet=args.json) as advance:

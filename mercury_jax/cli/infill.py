@@ -42,7 +42,7 @@ def parser() -> Parser:
     p.add_argument(
         "--most", type=whole, default=32, metavar="N", help="most tokens of an open hole (default 32)"
     )
-    options.model(p)
+    options.loaded(p)
     options.text(p)
     options.decoding(p)
     options.temperature(p)
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     how = dict(
         seed=args.seed, sampler=options.sampler(args), plan=options.plan(args), temperature=args.temperature
     )
-    out = _fill(show.load(args.model), pieces, args.most, args.warm, how)
+    out = _fill(show.load(args.model, **options.reading(args)), pieces, args.most, args.warm, how)
     if args.json:
         show.emit(_record(out, args))
         return 0

@@ -24,7 +24,26 @@ def model(parser: Parser) -> None:
     )
 
 
-def mask(parser: Parser) -> None:
+def loaded(parser: Parser) -> None:
+    """The model, and how its checkpoint is read."""
+    model(parser)
+    group = parser.add_argument_group(
+        "loading", "How a checkpoint is read; the embedded model needs none of it."
+    )
+    group.add_argument(
+        "--dtype", metavar="NAME", help="of parameters and arithmetic (default: the checkpoint's)"
+    )
+    group.add_argument("--quantise", metavar="KIND", help="int8: matrices as int8, a scale for each output")
+    mask(group)
+
+
+def reading(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `load` that `loaded` reads; those that were not given stay out."""
+    asked = {name: getattr(args, name) for name in ("dtype", "quantise", "mask")}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def mask(parser: Any) -> None:
     parser.add_argument(
         "--mask", type=whole, metavar="ID", help="the mask id, where the checkpoint does not say it"
     )

@@ -30,7 +30,7 @@ standard error. The seconds of a first call are mostly compilation: --warm leave
 def parser() -> Parser:
     p = Parser("sample", "Continue each PROMPT, or answer it.", MORE)
     p.add_argument("prompt", nargs="+", metavar="PROMPT", help="a text; - reads standard input")
-    options.model(p)
+    options.loaded(p)
     p.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message")
     p.add_argument(
         "--max-tokens", type=whole, default=64, metavar="N", help="most tokens to emit (default 64)"
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     batch = dict(guidance=args.guidance, negative=args.negative, logprobs=args.logprobs)
     if args.logprobs is not None and not args.json:
         raise refuse("--logprobs", args.logprobs, "with --json")
-    lm = show.load(args.model)
+    lm = show.load(args.model, **options.reading(args))
     how["sampler"] = options.shaped(args, chosen, lm)
     asked: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     if show.lively(args) and args.guidance is None:

@@ -80,12 +80,12 @@ def waiting(text: str) -> Iterator[None]:
         yield
 
 
-def load(folder: str | None) -> LM:
-    """The model to talk to."""
+def load(folder: str | None, **how: Any) -> LM:
+    """The model to talk to; `how`: further arguments of `api.load`."""
     with waiting("loading the model"):
         from mercury_jax import api
 
-        return api.load(folder)
+        return api.load(folder, **how)
 
 
 def device() -> str:

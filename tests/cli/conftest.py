@@ -28,7 +28,7 @@ def at_hand(lm, folder, monkeypatch) -> str:
     """The same folder; the model is not read again, so that what was compiled for it serves all calls."""
     from mercury_jax import api
 
-    monkeypatch.setattr(api, "load", lambda source: lm)
+    monkeypatch.setattr(api, "load", lambda source, **how: lm)
     return folder
 
 

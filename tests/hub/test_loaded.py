@@ -139,3 +139,18 @@ def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
     assert set(row["bytes_per_device"]) == {"1", "2", "4", "8"} and "auto_map" in row["notes"][0]
     assert main(["info", str(GOLDENS / "llada2"), "--mask", "70"]) == 0
     assert "memory of each device" in capsys.readouterr().out
+
+
+def test_the_command_line_reads_a_checkpoint_as_it_is_told(capsys, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("mercury_jax.api.load", lambda source, **how: seen.update(how) or golden_lm())
+    argv = ["infill", "a[[4]]", "--model", "x", "--quantise", "int8", "--mask", "7"]
+    assert main(argv) == 2 and "no tokenizer" in capsys.readouterr().err
+    assert seen == {"quantise": "int8", "mask": 7}
+    monkeypatch.undo()
+    assert main(["sample", "x", "--model", str(GOLDENS / "llama3"), "--quantise", "int4"]) == 2
+    assert "quantise is 'int4'; allowed: 'int8'" in capsys.readouterr().err
+
+
+def golden_lm():
+    return hub.load(GOLDENS / "llada", mask=7)
