@@ -31,7 +31,7 @@ from mercury_jax.types import LM
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 PROMPT, CANVAS = 64, 256
-LEAST = {"3M": 2.0, "94M": 1.5}  # times as fast, the claim
+LEAST = {"3M": 2.0, "94M": 1.5}  # times as fast, the goal
 
 
 class Size(NamedTuple):

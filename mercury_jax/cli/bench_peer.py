@@ -46,6 +46,6 @@ def run(argv: Sequence[str]) -> int:
         print(
             f"{row['size']} ({row['parameters'] / 1e6:.1f}M parameters): {row['ms_per_step']:.1f} ms a step, "
             f"transformers {row['peer_ms_per_step']:.1f}: {row['speedup']:.2f} times as fast (quartiles {low:.2f} to "
-            f"{high:.2f}; the claim is {row['at_least']}), {row['recompilations']} recompilations"
+            f"{high:.2f}; the goal is {row['at_least']}), {row['recompilations']} recompilations"
         )
     return 0

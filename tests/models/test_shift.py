@@ -79,13 +79,18 @@ def test_training_sees_what_decoding_sees(pattern):
         params, model.apply(params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ranges))
     )
     for i, (one, first) in enumerate(zip(laid, (0, at))):
-        n = 10 + i
-        for slot in np.flatnonzero(one.editable):
-            position = one.positions[slot]
-            start = 0 if pattern == "bidirectional" else position // 4 * 4
-            cache = model.empty_cache(1, n if pattern == "bidirectional" else 16)
-            if start:
-                _, cache = run(model, params, TOKENS[i : i + 1, :start], cache, 0, start, True)
-            end = n if pattern == "bidirectional" else min(start + 4, n)
-            want, _ = run(model, params, TOKENS[i : i + 1, start:end], cache, start, end, False)
-            np.testing.assert_allclose(got[0, first + slot], want[0, position - start], atol=1e-5)
+        slots = np.flatnonzero(one.editable)
+        starts = [0] if pattern == "bidirectional" else range(0, 10 + i, 4)
+        want = np.concatenate([canvas(pattern, i, 10 + i, start) for start in starts])
+        np.testing.assert_allclose(got[0, first + slots], want[one.positions[slots]], atol=1e-5)
+
+
+def canvas(pattern, row, n, start):
+    """Logits of a canvas of document `row` of n tokens, decoded behind what is encoded: the whole, or a block."""
+    model, _, params = pair(pattern)
+    if pattern == "bidirectional":
+        return run(model, params, TOKENS[row : row + 1, :n], model.empty_cache(1, n), 0, n, False)[0][0]
+    cache, end = model.empty_cache(1, 16), min(start + 4, n)
+    if start:
+        _, cache = run(model, params, TOKENS[row : row + 1, :start], cache, 0, start, True)
+    return run(model, params, TOKENS[row : row + 1, start:end], cache, start, end, False)[0][0]
