@@ -155,7 +155,7 @@ def _go_on(state: State, before: State) -> State:
 def _guided_cache(lm: LM, state: State, padded: dict[str, Any], guidance: Guidance) -> Any:
     more = len(padded["known"]) - len(guidance.weights)
     return guide.start(
-        lm.model, lm.params, len(padded["known"]), state.text.shape[1], padded["known"],
+        lm.model, lm.params, len(padded["known"]), state.text.shape[1], padded["known"].tolist(),
         [*guidance.negatives, *[[]] * more], np.pad(np.asarray(guidance.weights, np.float32), (0, more)),
     )  # fmt: skip
 

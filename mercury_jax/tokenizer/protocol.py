@@ -79,6 +79,11 @@ class AnyTokenizer(Protocol):
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]: ...
 
 
+if not TYPE_CHECKING:
+    # For the type checker alone: at run time a check would have to compute each property.
+    AnyTokenizer = Any
+
+
 def valid(text: str, name: str = "text") -> str:
     """`text`. ValueError for what is no str, and for a lone surrogate, which no UTF-8 text has."""
     if not isinstance(text, str):

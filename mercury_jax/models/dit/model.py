@@ -45,7 +45,7 @@ class Block(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        condition: Float[Array, "B S C"],
+        condition: Float[Array, "#B #T C"],
         positions: Int[Array, "B T"],
         ranges: Int[Array, "B T R 2"],
         kv: kv_cache.KV | None,
@@ -83,7 +83,7 @@ class DiT(nn.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        time: Float[Array, "B S"],
+        time: Float[Array, "#B #T"],
         positions: Int[Array, "B T"],
         ranges: Int[Array, "B T R 2"],
         cache: tuple[kv_cache.KV, ...] | None = None,
@@ -130,7 +130,7 @@ def build(config: DiTConfig) -> Model:
     )
 
 
-def _times(config: DiTConfig, time: Array | None, blind: bool = False) -> Float[Array, "B S"]:
+def _times(config: DiTConfig, time: Array | None, blind: bool = False) -> Float[Array, "#B #T"]:
     """Times as [B, 1] or [B, T], or zeros [1, 1] for a model without; doubled for shadow masks."""
     if config.timed != (time is not None):
         raise refuse("time", time, "a time of each row" if config.timed else "None: this model is not timed")
