@@ -80,9 +80,8 @@ class Transformer(nn.Module):
         slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         c = self.config
-        x = self.embed[tokens].astype(c.dtype)
-        if c.scale_embed:
-            x = (self.embed[tokens] * c.width**0.5).astype(c.dtype)
+        x = self.embed[tokens]
+        x = (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
         filled = []
         for i, block in enumerate(self.blocks):
             x, kv = block(x, positions, ranges, None if cache is None else cache[i], slots)
