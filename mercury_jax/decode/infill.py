@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,13 @@ from mercury_jax.decode.holes import Filled, Hole, InfillOutput, Row, output, se
 from mercury_jax.decode.parts import complete
 from mercury_jax.decode.program import bucket
 from mercury_jax.decode.prompts import check_seed
+from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
 __all__ = ["Hole", "InfillOutput", "infill"]
 
 Parts = Sequence[str | Hole]
+Watch = Callable[[Frame], None]  # takes the Frame [1, B, ...] of a pass, on the host
 
 
 def infill(
@@ -51,16 +53,30 @@ def infill(
         raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
     began = time.perf_counter()
     sampler = defaults.sampler(lm) if sampler is None else sampler
-    settings: dict[str, Any] = dict(plan=plan or Plan(), temperature=temperature, mesh=mesh)
-    seed = check_seed(seed)
-    if lm.model.config.pattern == "block_causal":
-        done = fim.fill(lm, rows, sampler, seed, **settings)
-    elif complete(sampler, lm.corruption).rule.grows:
-        done = _fill(lm, [_sized(row, lambda hole: 1) for row in rows], sampler, seed, grows=True, **settings)
-    else:
-        fill = lambda sized, seed: _fill(lm, sized, sampler, seed, **settings)
-        done = lengths.fill(lm, rows, seed, fill) if any(_open(r) for r in rows) else fill(rows, seed)
+    done = fill(lm, rows, sampler, check_seed(seed), plan=plan or Plan(), temperature=temperature, mesh=mesh)
     return output(lm, rows, done, time.perf_counter() - began)
+
+
+def fill(
+    lm: LM,
+    rows: Sequence[Row],
+    sampler: Any,
+    seed: int,
+    *,
+    plan: Plan,
+    temperature: Any = None,
+    mesh: Mesh | None = None,
+    watch: Watch | None = None,
+) -> Filled:
+    """`infill` of rows of ids and Holes. watch: called after every pass (not of holes in FIM order)."""
+    settings: dict[str, Any] = dict(plan=plan, temperature=temperature, mesh=mesh)
+    if lm.model.config.pattern == "block_causal":
+        return fim.fill(lm, rows, sampler, seed, **settings)
+    settings["watch"] = watch
+    if complete(sampler, lm.corruption).rule.grows:
+        return _fill(lm, [_sized(row, lambda hole: 1) for row in rows], sampler, seed, grows=True, **settings)
+    sized = lambda rows, seed: _fill(lm, rows, sampler, seed, **settings)
+    return lengths.fill(lm, rows, seed, sized) if any(_open(r) for r in rows) else sized(rows, seed)
 
 
 def _open(row: Row) -> bool:
@@ -99,6 +115,7 @@ def _fill(
     temperature: Any,
     mesh: Mesh | None,
     grows: bool = False,
+    watch: Watch | None = None,
 ) -> Filled:
     """Rows whose holes have a size, in one job; a rule that grows may go on to each hole's `most`."""
     asked = _request(lm, rows, seed, grows)
@@ -108,7 +125,12 @@ def _fill(
     job = launch.prepare(
         lm, asked, sampler, plan, temperature=temperature, block=block, infilling=True, mesh=mesh
     )
-    job, _, used = launch.advance(lm, job, None)
+    if watch is None:
+        job, _, _ = launch.advance(lm, job, None)
+    while not np.all(jax.device_get(job.state.done)):
+        job, frames, _ = launch.advance(lm, job, 1)
+        assert watch is not None and frames is not None
+        watch(jax.device_get(frames))
     launch.refuse_broken(job)
     s = job.state
     text, total, given, forwards = jax.device_get((s.text, s.total, s.given, s.forwards))

@@ -1,0 +1,1 @@
+"""Serving: slots of one device program behind Mercury's API."""

@@ -1,0 +1,1 @@
+"""The engine: requests in, slots of one state machine, snapshots out."""

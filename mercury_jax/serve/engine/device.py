@@ -1,0 +1,120 @@
+"""What runs on the device: one program of steps for all slots, and the small ones around it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from mercury_jax.decode import machine
+from mercury_jax.decode.state import Frame, Knobs, Program, State, admit, begin
+from mercury_jax.types import Cache, Params
+
+
+class Report(NamedTuple):
+    """What the host learns of each row after a dispatch; arrays of its own, so that the state may move on."""
+
+    text: Int[Array, "B S"]
+    known: Int[Array, "B"]
+    total: Int[Array, "B"]
+    length: Int[Array, "B"]
+    forwards: Int[Array, "B"]
+    bad: Int[Array, "B"]
+    done: Bool[Array, "B"]
+
+
+class Result(NamedTuple):
+    """A dispatch: the state to go on with, and what it showed."""
+
+    state: State
+    frames: Frame  # [passes, B, ...]
+    used: Int[Array, ""]  # passes that were made
+    report: Report
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+def run(
+    program: Program, params: Params, state: State, knobs: Knobs, leave: Bool[Array, "B"], passes: int
+) -> Result:
+    """Up to `passes` passes. leave: rows that end now, whatever they have written."""
+    state, frames, used = machine.run(program, params, state._replace(done=state.done | leave), knobs, passes)
+    assert frames is not None
+    held = {name: getattr(state, name) for name in Report._fields}
+    return Result(state, frames, used, Report(**jax.tree.map(jnp.copy, held)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def start(program: Program, knobs: Knobs, text: Array, numbers: Int[Array, "6"]) -> State:
+    """One row that wants `numbers`: known, total, most, reserve, seed, and how many keys it has already."""
+    known, total, most, reserve, seed, length = (numbers[i : i + 1] for i in range(6))
+    given = jnp.arange(text.shape[1])[None] < known[:, None]
+    nothing = jnp.zeros_like(given)
+    state = begin(program, knobs, text, given, nothing, known, total, most, reserve, known, seed)
+    return state._replace(length=length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
+def encode(program: Program, params: Params, row: State, width: int, upto: Int[Array, ""]) -> State:
+    """Encode a row's known text in passes of `width`, but no further than `upto`."""
+    held = row.known
+    row = machine.prefill(program, params, row._replace(known=jnp.minimum(held, upto)), width)
+    return row._replace(known=held)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def place(state: State, slot: Int[Array, ""], row: State) -> State:
+    """`state.admit` as a program; the row's numbers are copied into the slot."""
+    return admit(state, slot, row)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def move(state: State, order: Int[Array, "b"], slots: int, width: int) -> State:
+    """Rows `order` of a state (-1: an idle one), with `slots` positions and canvases of `width`."""
+    live = order >= 0
+
+    def fit(path: Any, leaf: Array) -> Array:
+        rows = leaf[jnp.maximum(order, 0)]
+        name = path[0].name
+        size = {"canvas": width, "answer": width, "held": width, "carry": width}.get(name, slots)
+        if name in _FLAT or leaf.ndim < 2 or leaf.shape[1] == size:
+            return rows
+        if leaf.shape[1] > size:
+            return jax.lax.slice_in_dim(rows, 0, size, axis=1)
+        return jnp.pad(rows, [(0, 0), (0, size - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
+
+    moved = jax.tree_util.tree_map_with_path(fit, state)
+    return moved._replace(done=moved.done | ~live)
+
+
+_FLAT = {"memory", "key"}  # of which no axis is a position of the text
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def cut(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
+    """`size` slots of one row's keys."""
+    one = lambda x: jax.lax.dynamic_slice_in_dim(
+        jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), start, size
+    )
+    return jax.tree.map(one, cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def lay(row: State, piece: Cache, at: Int[Array, ""]) -> State:
+    """A row with a piece of keys laid into its cache at slot `at`."""
+    put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(all, new[None], at, 1)
+    return row._replace(cache=jax.tree.map(put, row.cache, piece))
+
+
+@jax.jit
+def peek(state: State, slot: Int[Array, ""]) -> Any:
+    """One row's log-probabilities."""
+    return jax.tree.map(lambda x: x[slot], state.nats)
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of a tree of arrays."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,0 +1,108 @@
+"""From what a dispatch showed of a row to the snapshots of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode.state import Frame
+from mercury_jax.serve.engine.device import Report
+from mercury_jax.serve.engine.ticket import NOTHING, Ticket
+from mercury_jax.serve.engine.types import Snapshot
+
+
+@dataclass(eq=False)
+class Running:
+    """A job in a slot, as the host knows it."""
+
+    ticket: Ticket
+    cached: int  # tokens of its prompt whose keys were there already
+    revises: bool  # its rule may still change what is settled
+    forwards: int = 0
+    constraint: Any = None  # of a grammar: decode.constrained.Constraint
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.ticket.job.prompt)
+
+
+def passing(
+    run: Running, frames: Frame, used: int, report: Report, slot: int, ends: tuple[int, ...]
+) -> Iterator[Snapshot]:
+    """A snapshot for each denoising pass. frames, report: on the host."""
+    for i in range(used):
+        if frames.n[i, slot] > 0:
+            run.forwards += 1
+            yield _passed(
+                run, jax.tree.map(lambda x, i=i: x[i, slot], frames), np.asarray(report.text[slot]), ends
+            )
+
+
+def _passed(run: Running, frame: Frame, text: np.ndarray, ends: tuple[int, ...]) -> Snapshot:
+    first = max(int(frame.start), run.prompt)  # a block may begin inside of the prompt
+    skip = first - int(frame.start)
+    here = slice(skip, int(frame.n))
+    settled = np.concatenate([np.ones(first - run.prompt, bool), frame.settled[here]])
+    # What stands before the block is text for good, the close of a thinking included.
+    tokens = np.concatenate([text[run.prompt : first], frame.answer[here]]).astype(np.int32)
+    sure = np.concatenate([np.ones(first - run.prompt, np.float32), frame.confidence[here]])
+    over = np.flatnonzero(np.isin(tokens, ends) & settled)
+    size = int(over[0]) if len(over) else len(tokens)
+    start = min(first - run.prompt, size)
+    fixed = start if run.revises else int(np.argmin(np.append(settled[:size], False)))
+    return Snapshot(
+        tokens[:size],
+        settled[:size],
+        sure[:size],
+        np.zeros(size, bool),
+        fixed,
+        start,
+        run.forwards,
+        run.cached,
+    )
+
+
+def last(
+    run: Running, report: Report, slot: int, ends: tuple[int, ...], logprobs: LogProbs | None
+) -> Snapshot:
+    """The last snapshot of a row that is done."""
+    text, end = np.asarray(report.text[slot]), int(report.total[slot])
+    bad = int(report.bad[slot])
+    if bad >= 0:
+        return _ended(run, "error", f"the model's logits are NaN in denoising pass {bad}")
+    tokens = text[run.prompt : end].astype(np.int32)
+    before = run.ticket.latest or NOTHING
+    sure, forced = np.ones(len(tokens), np.float32), np.zeros(len(tokens), bool)
+    seen = min(len(tokens), len(before.tokens))
+    sure[:seen], forced[:seen] = before.confidence[:seen], before.forced[:seen]
+    return Snapshot(
+        tokens, np.ones(len(tokens), bool), sure, forced, len(tokens), len(tokens), int(report.forwards[slot]),
+        run.cached, "stop" if int(text[end]) in ends else "length", "", logprobs,
+    )  # fmt: skip
+
+
+def ended(ticket: Ticket, finish: str, message: str = "") -> Snapshot:
+    """The last snapshot of a ticket that ends early: what was final of it stays."""
+    s = ticket.latest or NOTHING
+    n = s.final
+    return s._replace(
+        tokens=s.tokens[:n], settled=s.settled[:n], confidence=s.confidence[:n], forced=s.forced[:n],
+        start=min(s.start, n), finish=finish, message=message,
+    )  # fmt: skip
+
+
+def _ended(run: Running, finish: str, message: str) -> Snapshot:
+    return ended(run.ticket, finish, message)
+
+
+def logprobs_of(nats: Any, run: Running, end: int) -> LogProbs:
+    """A row's log-probabilities, as many alternatives as the job asked for."""
+    few = run.ticket.job.logprobs or 0
+    where = slice(run.prompt, end)
+    return LogProbs(nats.token[where], nats.ids[where, :few], nats.top[where, :few])

@@ -1,0 +1,157 @@
+"""The shapes that the slots come in, and the compiled program of each."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mercury_jax.decode.program import bucket
+from mercury_jax.decode.state import Program, State
+from mercury_jax.serve.engine import device, knobs
+from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.types import LM
+
+FIRST = 256  # positions of the smallest slot; each next size has twice as many
+WIDE = 256  # tokens of an encoding pass over a long prompt; whole blocks, for models whose blocks are powers of two
+
+
+class Shape(NamedTuple):
+    """How many rows decode together, how many positions each has, and what its sampler can do."""
+
+    rows: int
+    slots: int
+    level: int
+
+
+class Plan(NamedTuple):
+    """What is fixed for an engine: its model, rules, and sizes."""
+
+    lm: LM
+    menu: knobs.Menu
+    settings: Settings
+    block: int  # positions of the active block
+    context: int
+    rows: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+def plan(lm: LM, settings: Settings) -> Plan:
+    """Row counts in steps of four, positions in steps of two, the largest ones always among them."""
+    config, menu = lm.model.config, knobs.menu(lm, settings.rules)
+    context = min(settings.context or config.context, config.context)
+    block = settings.block or config.block
+    if menu.own.verify is not None:
+        block = min(block, menu.own.verify + 1)
+    bare = Plan(lm, menu, settings, block, context, (settings.slots,), ())
+    most = positions(bare, context)
+    few = settings.programs == "one"
+    rows = {settings.slots} | ({4**i for i in range(8) if 4**i < settings.slots} if not few else set())
+    slots = {most} | ({FIRST << i for i in range(20) if (FIRST << i) < most} if not few else set())
+    return bare._replace(rows=tuple(sorted(rows)), slots=tuple(sorted(slots)))
+
+
+def positions(plan: Plan, tokens: int) -> int:
+    """Positions of a slot that holds so many tokens: one canvas more, which is written behind them."""
+    blind = any(part.blind for part in plan.menu.rules)
+    if plan.lm.model.config.pattern == "bidirectional":
+        return bucket(tokens) * (2 if blind else 1)
+    return bucket(tokens + width_of(plan, tokens) * (2 if blind else 1))
+
+
+def width_of(plan: Plan, slots: int) -> int:
+    """Positions of a canvas."""
+    config = plan.lm.model.config
+    if config.pattern == "bidirectional":
+        return slots // (2 if any(part.blind for part in plan.menu.rules) else 1)
+    return config.block if config.pattern == "block_causal" and plan.menu.own.verify is None else plan.block
+
+
+def program(plan: Plan, slots: int, level: int) -> Program:
+    """The program of a shape; the number of rows is not part of it."""
+    width = width_of(plan, slots)
+    return Program(
+        plan.lm.model,
+        plan.lm.corruption,
+        width=width,
+        block=min(plan.block, width),
+        blind=any(part.blind for part in plan.menu.rules),
+        verify=plan.menu.own.verify is not None,
+        logprobs=plan.settings.alternatives if level > knobs.PLAIN else None,
+    )
+
+
+def idle(plan: Plan, shape: Shape) -> State:
+    """A state in which nothing runs. Log-probabilities have their room at every level."""
+    one = row(plan, shape.slots, Job(prompt=(0,), max_tokens=1), 0)
+    return device.move(one, np.full(shape.rows, -1, np.int32), shape.slots, width_of(plan, shape.slots))
+
+
+def row(plan: Plan, slots: int, job: Job, length: int) -> State:
+    """A state of one row for a job; `length` keys are about to be laid into it."""
+    text = np.zeros((1, slots), np.int32)
+    text[0, : len(job.prompt)] = job.prompt
+    first = len(job.prompt) + (job.thinking or job.max_tokens)
+    reserve = job.max_tokens if job.thinking else 0
+    numbers = (len(job.prompt), first, first, reserve, job.seed % 2**31, length)
+    full = program(plan, slots, knobs.CUT)
+    one = knobs.stack(1, knobs.row(plan.menu, job, knobs.PLAIN, plan.lm, job.steps))
+    return device.start(full, one, text, np.asarray(numbers, np.int32))
+
+
+def tokens_of(job: Job) -> int:
+    """The most tokens that a job's row may come to hold."""
+    return len(job.prompt) + job.max_tokens + (job.thinking + 1 if job.thinking else 0)
+
+
+class Programs:
+    """Compiled steps by shape: the largest one at once, the others behind it, in a thread of their own."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self._made: dict[Shape, Any] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.largest = Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
+
+    def start(self) -> None:
+        """Compile what fits every job, and go on with the rest in the background."""
+        self._made[self.largest] = self._compile(self.largest)
+        if self.plan.settings.programs == "all":
+            self._thread = threading.Thread(target=self._rest, name="mercury-compile", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Compile nothing more; waits for what is being compiled."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def fitting(self, rows: int, slots: int, level: int) -> Shape:
+        """The cheapest shape that is compiled and has room."""
+        fits = [s for s in list(self._made) if s.rows >= rows and s.slots >= slots and s.level >= level]
+        return min(fits, key=lambda s: (s.level, s.rows * s.slots, s.rows))
+
+    def step(self, shape: Shape) -> Any:
+        """The compiled step: (params, state, knobs, leave) -> device.Result."""
+        return self._made[shape]
+
+    def _rest(self) -> None:
+        levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
+        for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
+            if self._stop.is_set():
+                return
+            self._made[shape] = self._compile(shape)
+
+    def _compile(self, shape: Shape) -> Any:
+        plan = self.plan
+        empty = Job(prompt=(0,), max_tokens=1)
+        one = knobs.row(plan.menu, empty, shape.level, plan.lm, 0)
+        state = jax.eval_shape(lambda: idle(plan, shape))
+        lowered = device.run.lower(
+            program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
+            np.zeros(shape.rows, bool), plan.settings.passes,
+        )  # fmt: skip
+        return lowered.compile()
