@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import machine
@@ -36,8 +37,7 @@ class Result(NamedTuple):
     report: Report
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
-def run(
+def _run(
     program: Program, params: Params, state: State, knobs: Knobs, leave: Bool[Array, "B"], passes: int
 ) -> Result:
     """Up to `passes` passes. leave: rows that end now, whatever they have written."""
@@ -45,6 +45,16 @@ def run(
     assert frames is not None
     held = {name: getattr(state, name) for name in Report._fields}
     return Result(state, frames, used, Report(**jax.tree.map(jnp.copy, held)))
+
+
+run = jax.jit(_run, static_argnums=(0, 5), donate_argnums=2)
+
+
+def run_on(where: Any) -> Any:
+    """`run` for a state that lies on a mesh as `where` says, and stays so."""
+    whole = NamedSharding(jax.tree.leaves(where)[0].mesh, PartitionSpec())
+    out = Result(where, whole, whole, whole)  # type: ignore[arg-type]
+    return jax.jit(_run, static_argnums=(0, 5), donate_argnums=2, out_shardings=out)
 
 
 @functools.partial(jax.jit, static_argnums=0)

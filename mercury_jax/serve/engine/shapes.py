@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.program import bucket
 from mercury_jax.decode.state import Program, State
@@ -106,6 +107,37 @@ def tokens_of(job: Job) -> int:
     return len(job.prompt) + job.max_tokens + (job.thinking + 1 if job.thinking else 0)
 
 
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that a model was loaded on; None for a single device."""
+    for leaf in jax.tree.leaves(params):
+        on = getattr(leaf, "sharding", None)
+        if isinstance(on, NamedSharding) and on.mesh.size > 1:
+            return on.mesh  # type: ignore[return-value]
+    return None
+
+
+def placed(plan: Plan, state: Any) -> Any:
+    """Where each array of a state lies: rows over `data`, the heads of keys and values over `tensor`."""
+    mesh = mesh_of(plan.lm.params)
+    if mesh is None:
+        return None
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        axes: list[Any] = [None] * leaf.ndim
+        axes[0] = "data" if leaf.shape[0] % mesh.shape["data"] == 0 else None
+        if path[0].name == "cache" and leaf.ndim == 4 and leaf.shape[2] % mesh.shape["tensor"] == 0:
+            axes[2] = "tensor"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def seated(plan: Plan, state: State) -> State:
+    """The state laid onto the model's mesh; as it is on a single device."""
+    where = placed(plan, state)
+    return state if where is None else jax.device_put(state, where)
+
+
 class Programs:
     """Compiled steps by shape: the largest one at once, the others behind it, in a thread of their own."""
 
@@ -150,7 +182,13 @@ class Programs:
         empty = Job(prompt=(0,), max_tokens=1)
         one = knobs.row(plan.menu, empty, shape.level, plan.lm, 0)
         state = jax.eval_shape(lambda: idle(plan, shape))
-        lowered = device.run.lower(
+        where = placed(plan, state)
+        run = device.run
+        if where is not None:  # what goes out must lie where the next dispatch expects it
+            lay = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
+            state = jax.tree.map(lay, state, where)
+            run = device.run_on(where)
+        lowered = run.lower(
             program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
             np.zeros(shape.rows, bool), plan.settings.passes,
         )  # fmt: skip

@@ -40,7 +40,7 @@ class Slots:
 
     def __post_init__(self) -> None:
         self._seat(self.programs.largest)
-        self.state = shapes.idle(self.plan, self.shape)
+        self.state = shapes.seated(self.plan, shapes.idle(self.plan, self.shape))
 
     @property
     def running(self) -> int:
@@ -75,7 +75,7 @@ class Slots:
         if row.text.shape[1] != self.shape.slots:
             width = shapes.width_of(self.plan, self.shape.slots)
             row = device.move(row, np.zeros(1, np.int32), self.shape.slots, width)
-        self.state = device.place(self.state, np.int32(slot), row)
+        self.state = shapes.seated(self.plan, device.place(self.state, np.int32(slot), row))
         for level, rows in enumerate(self._knobs):
             job = run.ticket.job
             knobs.put(rows, slot, knobs.row(self.plan.menu, job, level, self.plan.lm, job.steps))
@@ -107,7 +107,7 @@ class Slots:
             state = (
                 device.move(self.state, order, shape.slots, width) if old else shapes.idle(self.plan, shape)
             )
-            self.state = state
+            self.state = shapes.seated(self.plan, state)
             self._seat(shape)
             self.seats[: len(seats)] = seats
             for rows, some in zip(self._knobs, kept, strict=True):

@@ -19,6 +19,7 @@ from mercury_jax.serve.engine.shapes import Shape
 from mercury_jax.serve.engine.ticket import Ticket
 from mercury_jax.serve.engine.types import Busy, Job, Settings, TooLong
 from mercury_jax.serve.engine.waiting import PACE, Waiting
+from mercury_jax.sharding import mesh, shardings
 from tests.tiny import tiny
 
 RULES = ("confidence", "editing", "factor", "entropy_bound")
@@ -247,3 +248,20 @@ def test_one_that_fails_in_the_engine_takes_nobody_with_it_for_good(engine, monk
         final = engine.submit(Job(prompt=ids(1), max_tokens=4)).wait(60)
     assert (final.finish, "no device" in final.message) == ("error", False)
     assert len(text(engine.submit(Job(prompt=ids(1), max_tokens=4)))) == 4
+
+
+def test_one_model_over_a_mesh_says_what_it_says_on_one_device():
+    lm, on = tiny(), mesh(data=2, tensor=2)
+    spread = dataclasses.replace(
+        lm, params=jax.device_put(lm.params, shardings(lm.params, lm.model.shardings, on))
+    )
+    said = []
+    for model in (lm, spread):
+        engine = Engine(model, dataclasses.replace(SMALL, slots=4, rules=("confidence",)))
+        engine.start()
+        said.append([text(ticket) for ticket in [engine.submit(job) for job in jobs(6, rule="confidence")]])
+        assert engine._slots is not None
+        split = {leaf.sharding.num_devices for leaf in jax.tree.leaves(engine._slots.state.cache)}
+        assert split == ({4} if model is spread else {1})
+        engine.stop()
+    assert said[0] == said[1]
