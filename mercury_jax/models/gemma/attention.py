@@ -37,7 +37,7 @@ class Attention(nn.Module):
         q = rotate(Norm(c.norm_eps, name="q_norm")(q))
         if shared is None:
             shared = self._keys(x, rotate, kv, slots)
-        k, v = shared.k.astype(q.dtype), shared.v.astype(q.dtype)
+        k, v = kv_cache.read(shared, q.dtype)
         q = q * width**0.5  # `attend` divides by it, and this architecture's scores are not divided
         if slots is None:
             out = attend(q, k, v, ranges)

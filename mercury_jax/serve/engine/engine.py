@@ -13,6 +13,7 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.state import State
+from mercury_jax.models import cache
 from mercury_jax.serve.engine import device, knobs, moments, shapes
 from mercury_jax.serve.engine.fill import BEHIND, Fills, in_order
 from mercury_jax.serve.engine.moments import Running
@@ -20,7 +21,7 @@ from mercury_jax.serve.engine.prefix import Prefixes, piece_of
 from mercury_jax.serve.engine.slots import Slots
 from mercury_jax.serve.engine.ticket import Ticket
 from mercury_jax.serve.engine.types import Job, Settings, Snapshot, Stats, TooLong
-from mercury_jax.serve.engine.waiting import Waiting
+from mercury_jax.serve.engine.waiting import Waiting, may_sit
 from mercury_jax.types import LM
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Engine:
         if settings.passes is None:
             passes = 1 if jax.default_backend() == "cpu" else 4
             settings = dataclasses.replace(settings, passes=passes)
+        if settings.kv == "int8":
+            lm = dataclasses.replace(lm, model=cache.int8(lm.model))
         self.lm, self.settings = lm, settings
         self.plan = shapes.plan(lm, settings)
         self.context = self.plan.context
@@ -215,11 +218,16 @@ class Engine:
         if self._filling is not None:
             self._fill(slots, self._filling)
         while slots.running + (self._filling is not None) < self.settings.slots:
-            ticket = self._waiting.take(lambda ticket: self._filling is None or not self._long(ticket.job))
+            ticket = self._waiting.take(lambda ticket: self._fits(slots, ticket.job))
             if ticket is None:
                 break
             self._seat(slots, ticket)
         slots.settle()
+
+    def _fits(self, slots: Slots, job: Job) -> bool:
+        filling = [] if self._filling is None else [self._filling.run]
+        sitting = [seat.ticket.job for seat in (*slots.seats, *filling) if seat is not None]
+        return (not filling or not self._long(job)) and may_sit(job, sitting, self.settings.slots)
 
     def _long(self, job: Job) -> bool:
         """Whether the prompt wants encoding passes of its own, between those of the others."""

@@ -36,7 +36,8 @@ class Settings:
     before (0: none). alternatives: most log-probabilities kept at a token. programs: "all" compiles one for each
     number of rows and positions, so that few short requests run in a small one; "one" makes do with the largest,
     in which a request's text never depends on what runs beside it, bit for bit. rules: names offered beside the
-    model's own (None: all of `engine.knobs` that fit its noise); fewer of them compile sooner.
+    model's own (None: all of `engine.knobs` that fit its noise); fewer of them compile sooner. kv: "int8" keeps
+    keys and values as int8, in a quarter of the memory of fp32 and half of bf16; None: in the model's dtype.
     """
 
     slots: int = 8
@@ -48,6 +49,7 @@ class Settings:
     alternatives: int = 20
     programs: Literal["all", "one"] = "all"
     rules: tuple[str, ...] | None = None
+    kv: Literal["int8"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

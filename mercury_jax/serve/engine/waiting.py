@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mercury_jax.serve.engine.shapes import tokens_of
 from mercury_jax.serve.engine.ticket import Ticket
-from mercury_jax.serve.engine.types import Busy
+from mercury_jax.serve.engine.types import Busy, Job
 
 PACE = (
     1000.0  # tokens for which a request is put back by a second: short ones overtake, and none waits for ever
 )
+
+
+def may_sit(job: Job, running: Sequence[Job], slots: int) -> bool:
+    """Whether a job may take a seat: long ones leave a quarter of the seats to the short."""
+    if tokens_of(job) < LONG or slots < 2:
+        return True
+    return sum(tokens_of(other) >= LONG for other in running) < max(1, slots - max(1, slots // 4))
 
 
 class Waiting:

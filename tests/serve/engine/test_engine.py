@@ -18,7 +18,7 @@ from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.shapes import Shape
 from mercury_jax.serve.engine.ticket import Ticket
 from mercury_jax.serve.engine.types import Busy, Job, Settings, TooLong
-from mercury_jax.serve.engine.waiting import PACE, Waiting
+from mercury_jax.serve.engine.waiting import LONG, PACE, Waiting, may_sit
 from mercury_jax.sharding import mesh, shardings
 from tests.tiny import tiny
 
@@ -154,6 +154,13 @@ def test_short_jobs_overtake_long_ones_and_none_waits_for_ever():
     assert [queue.take(lambda _: True) for _ in range(3)] == [short, long, late]
 
 
+def test_long_jobs_leave_a_seat_to_the_short():
+    long, short = Job(prompt=(1,), max_tokens=LONG), Job(prompt=(1,), max_tokens=LONG - 2)
+    assert [may_sit(long, [long] * n, 8) for n in (0, 5, 6)] == [True, True, False]
+    assert may_sit(short, [long] * 6, 8) and may_sit(long, [short] * 7, 8)
+    assert may_sit(long, [], 1) and may_sit(long, [], 2)
+
+
 @pytest.mark.parametrize(
     "fields, word",
     [
@@ -265,3 +272,13 @@ def test_one_model_over_a_mesh_says_what_it_says_on_one_device():
         assert split == ({4} if model is spread else {1})
         engine.stop()
     assert said[0] == said[1]
+
+
+def test_int8_keys_take_less_room_and_say_nearly_the_same(engine):
+    small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv="int8"))
+    small.start()
+    assert small.stats().kv_bytes < 0.4 * engine.stats().kv_bytes  # 8 numbers a head: 1.5 bytes each, of 4
+    job = Job(prompt=ids(3, 40), max_tokens=8, logprobs=0)
+    near, exact = (e.submit(job).wait(60).logprobs.tokens for e in (small, engine))
+    assert 0 < np.abs(near - exact).max() < 0.1
+    small.stop()
