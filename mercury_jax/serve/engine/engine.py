@@ -112,6 +112,11 @@ class Engine:
         self._programs.stop()
         self.ready = False
 
+    @property
+    def compiled(self) -> bool:
+        """Whether every program is there, those for fewer and shorter jobs included; what is timed waits for it."""
+        return self.ready and self._programs.complete
+
     def stats(self) -> Stats:
         """Counters since the start, and what is going on now."""
         count, slots = self._counts, self._slots

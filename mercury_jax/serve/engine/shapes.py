@@ -161,6 +161,11 @@ class Programs:
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to compile."""
+        return bool(self._made) and (self._thread is None or not self._thread.is_alive())
+
     def fitting(self, rows: int, slots: int, level: int) -> Shape:
         """The cheapest shape that is compiled and has room."""
         fits = [s for s in list(self._made) if s.rows >= rows and s.slots >= slots and s.level >= level]

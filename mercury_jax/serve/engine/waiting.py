@@ -9,9 +9,9 @@ from mercury_jax.serve.engine.shapes import tokens_of
 from mercury_jax.serve.engine.ticket import Ticket
 from mercury_jax.serve.engine.types import Busy, Job
 
-PACE = (
-    1000.0  # tokens for which a request is put back by a second: short ones overtake, and none waits for ever
-)
+LONG = 1024  # tokens from which on a request counts as long
+# A request is put back by a second for so many tokens: short ones overtake, and none waits for ever.
+PACE = 1000.0
 
 
 def may_sit(job: Job, running: Sequence[Job], slots: int) -> bool:
