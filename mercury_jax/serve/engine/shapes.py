@@ -19,6 +19,9 @@ FIRST = 256  # positions of the smallest slot; each next size has twice as many
 WIDE = 256  # tokens of an encoding pass over a long prompt; whole blocks, for models whose blocks are powers of two
 
 
+SPARE = 256 << 20  # bytes that a state may take which is made only to compile
+
+
 class Shape(NamedTuple):
     """How many rows decode together, how many positions each has, and what its sampler can do."""
 
@@ -181,6 +184,14 @@ class Programs:
             if self._stop.is_set():
                 return
             self._made[shape] = self._compile(shape)
+            self._warm(shape)
+
+    def _warm(self, shape: Shape) -> None:
+        """Compile the small programs around the step too, where a second state is no burden."""
+        like = jax.eval_shape(lambda: idle(self.plan, shape))
+        if device.bytes_of(like.cache) < SPARE:
+            one = row(self.plan, shape.slots, Job(prompt=(0,), max_tokens=1), 0)
+            device.place(idle(self.plan, shape), np.int32(0), one)
 
     def _compile(self, shape: Shape) -> Any:
         plan = self.plan
