@@ -74,9 +74,14 @@ def prefill(program: Program, params: Params, state: State, width: int) -> State
 
 
 def run(
-    program: Program, params: Params, state: State, knobs: Knobs, passes: int | None
+    program: Program,
+    params: Params,
+    state: State,
+    knobs: Knobs,
+    passes: int | None,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, ""]]:
-    """Step on the device until every row is done, or `passes` passes were made.
+    """Step on the device until every row is done, or `passes` passes were made, or `limit` where it is less.
 
     Frames [passes, B, ...] are returned only where `passes` is a number; the third result says how
     many passes were made.
@@ -93,7 +98,8 @@ def run(
         state, frame = step(program, params, state, knobs)
         return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
 
-    going = lambda loop: (loop[0] < passes) & ~jnp.all(loop[1].done)
+    most = passes if limit is None else jnp.minimum(limit, passes)
+    going = lambda loop: (loop[0] < most) & ~jnp.all(loop[1].done)
     used, state, frames = jax.lax.while_loop(going, body, (jnp.asarray(0), state, empty))
     return state, frames, used
 

@@ -202,6 +202,8 @@ def _commit(
     ends = _ends(program, proposal.answer, row, knobs) & editable
     first = jnp.min(jnp.where(ends, at, settled.total))
     over = stopped | (view.step + 1 >= view.steps) | _ended(program, row, knobs, settled, editable, at)
+    if not isinstance(knobs.gated, tuple):
+        over &= ~knobs.gated | (row.reserve > 0)
     answer = proposal.answer
     # A row that ended keeps its end-of-text token just behind its text.
     answer = jnp.where(over & (at > first) & editable & (knobs.eos >= 0), view.eos, answer)

@@ -43,6 +43,7 @@ class Knobs(NamedTuple):
     steps: Int[Array, "B"]  # of a block; 0: as many as it has tokens
     eos: Int[Array, "B"]  # ends an answer; -1: nothing does (infilling)
     close: Int[Array, "B"]  # ends the thinking; -1: there is none
+    gated: Any = ()  # Bool[B]: the host settles what such a row writes behind its thinking (`amend`); (): no row
 
 
 class Nats(NamedTuple):

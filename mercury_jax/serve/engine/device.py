@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import machine
+from mercury_jax.decode.amend import Amend, amend
 from mercury_jax.decode.state import Frame, Knobs, Program, State, admit, begin
 from mercury_jax.types import Cache, Params
 
@@ -22,6 +23,7 @@ class Report(NamedTuple):
     text: Int[Array, "B S"]
     known: Int[Array, "B"]
     total: Int[Array, "B"]
+    reserve: Int[Array, "B"]
     length: Int[Array, "B"]
     forwards: Int[Array, "B"]
     bad: Int[Array, "B"]
@@ -38,23 +40,30 @@ class Result(NamedTuple):
 
 
 def _run(
-    program: Program, params: Params, state: State, knobs: Knobs, leave: Bool[Array, "B"], passes: int
+    program: Program,
+    params: Params,
+    state: State,
+    knobs: Knobs,
+    leave: Bool[Array, "B"],
+    limit: Int[Array, ""],
+    passes: int,
 ) -> Result:
-    """Up to `passes` passes. leave: rows that end now, whatever they have written."""
-    state, frames, used = machine.run(program, params, state._replace(done=state.done | leave), knobs, passes)
+    """Up to `limit` passes, at most `passes`. leave: rows that end now, whatever they have written."""
+    state = state._replace(done=state.done | leave)
+    state, frames, used = machine.run(program, params, state, knobs, passes, limit)
     assert frames is not None
     held = {name: getattr(state, name) for name in Report._fields}
     return Result(state, frames, used, Report(**jax.tree.map(jnp.copy, held)))
 
 
-run = jax.jit(_run, static_argnums=(0, 5), donate_argnums=2)
+run = jax.jit(_run, static_argnums=(0, 6), donate_argnums=2)
 
 
 def run_on(where: Any) -> Any:
     """`run` for a state that lies on a mesh as `where` says, and stays so."""
     whole = NamedSharding(jax.tree.leaves(where)[0].mesh, PartitionSpec())
     out = Result(where, whole, whole, whole)  # type: ignore[arg-type]
-    return jax.jit(_run, static_argnums=(0, 5), donate_argnums=2, out_shardings=out)
+    return jax.jit(_run, static_argnums=(0, 6), donate_argnums=2, out_shardings=out)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -117,6 +126,12 @@ def lay(row: State, piece: Cache, at: Int[Array, ""]) -> State:
     """A row with a piece of keys laid into its cache at slot `at`."""
     put = lambda all, new: jax.lax.dynamic_update_slice_in_dim(all, new[None], at, 1)
     return row._replace(cache=jax.tree.map(put, row.cache, piece))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def write(program: Program, state: State, change: Amend, eos: Int[Array, "B"]) -> State:
+    """`amend` as a program."""
+    return amend(program, state, change, eos)
 
 
 @jax.jit

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.state import State
+from mercury_jax.decode.gate import Gate
+from mercury_jax.decode.state import Frame, State
 from mercury_jax.models import cache
 from mercury_jax.serve.engine import device, knobs, moments, shapes
 from mercury_jax.serve.engine.fill import BEHIND, Fills, in_order
@@ -140,7 +141,11 @@ class Engine:
             raise TooLong(tokens, self.context)
         if job.logprobs is not None and not 0 <= job.logprobs <= self.settings.alternatives:
             raise refuse("logprobs", job.logprobs, f"0..{self.settings.alternatives}")
-        knobs.row(self.plan.menu, job, knobs.CUT, self.lm, job.steps)  # whatever it refuses, it refuses here
+        if job.grammar is not None:
+            job.grammar.walk(job.max_tokens)  # whether an answer fits at all
+        knobs.row(
+            self.plan.menu, job, knobs.CUT, self.lm, self.plan.block
+        )  # whatever it refuses, it refuses here
         return job
 
     def _busy(self) -> bool:
@@ -192,8 +197,10 @@ class Engine:
         self._leave(slots)
         self._admit(slots)
         if slots.running:
+            slots.constrain()
             slots.dispatch(self.lm.params)
-        if slots.pending and (len(slots.pending) > 1 or not slots.running):
+        # A grammar looks at a pass before the next one; without one, the device is always a dispatch ahead.
+        while slots.pending and (len(slots.pending) > 1 or slots.gated or not slots.running):
             self._read(slots)
         if not slots.running and not slots.pending and self._filling is None:
             self._rest()
@@ -246,6 +253,10 @@ class Engine:
         slots.settle(job)
         row = self._prefixes.lay(shapes.row(self.plan, slots.shape.slots, job, cached), pieces)
         run = Running(ticket, cached, self.plan.menu.revises[self.plan.menu.find(job.rule)])
+        if job.grammar is not None:
+            run.gate = Gate(job.grammar.walk(job.max_tokens))
+            if not job.thinking:
+                run.gate.begin(len(job.prompt))
         self._counts["cached_tokens"] += cached
         self._counts["prompt_tokens"] += len(job.prompt)
         if len(job.prompt) - cached > 2 * self.plan.block and self._long(job):
@@ -273,10 +284,21 @@ class Engine:
                 continue
             shown = list(moments.passing(run, frames, int(used), report, slot, self._ends))
             self._counts["forwards"] += len(shown)
+            if run.gate is not None:
+                self._judge(run, run.gate, frames, report, slot)
+                shown = [moments.judged(run, snapshot) for snapshot in shown]
             for snapshot in shown if run.ticket.job.frames else shown[-1:]:
                 run.ticket.publish(snapshot)
             if report.done[slot]:
                 self._finish(slots, run, report, slot)
+
+    def _judge(self, run: Running, gate: Gate, frames: Frame, report: device.Report, slot: int) -> None:
+        """Show a grammar what the pass proposed; where the thinking has just been closed, begin the answer."""
+        n = int(frames.n[0, slot])
+        if gate.begun and n:
+            gate.look(int(frames.start[0, slot]), frames.answer[0, slot, :n], frames.settled[0, slot, :n])  # type: ignore[arg-type]
+        elif not gate.begun and report.reserve[slot] == 0:
+            gate.begin(int(report.known[slot]))
 
     def _finish(self, slots: Slots, run: Running, report: device.Report, slot: int) -> None:
         job, end = run.ticket.job, int(report.total[slot])

@@ -122,14 +122,16 @@ def _bias(table: Mapping[int, float], vocab: int) -> Part:
     return dataclasses.replace(shape.bias({0: 0.0}), knobs=held)
 
 
-def row(menu: Menu, job: Job, level: int, lm: LM, steps: int) -> Knobs:
-    """The knobs of one row as numpy arrays without a batch axis."""
+def row(menu: Menu, job: Job, level: int, lm: LM, block: int) -> Knobs:
+    """The knobs of one row as numpy arrays without a batch axis. block: tokens of one."""
     marks = lm.tokenizer.thinking
     made = sampler(menu, job, level, lm.model.config.vocab)
     numbers = jax.tree.map(_typed, made, is_leaf=lambda x: isinstance(x, Whole))
     close = -1 if marks is None or not job.thinking else marks.close
+    # The host takes at least one token of each pass of a gated row: so many steps are enough.
+    steps = job.steps if job.grammar is None else block
     ints: Any = [np.int32(x) for x in (steps, lm.model.config.eos, close)]
-    return Knobs(numbers, *ints)
+    return Knobs(numbers, *ints, gated=np.bool_(job.grammar is not None))
 
 
 def _typed(x: Any) -> np.ndarray:
@@ -138,6 +140,20 @@ def _typed(x: Any) -> np.ndarray:
     if x.dtype.kind == "f":
         return x.astype(np.float32)
     return x.astype(np.uint32 if x.dtype == np.uint32 else np.int32)
+
+
+def constrain(all: Knobs, at: int, words: np.ndarray, start: int) -> None:
+    """Write the ids that may stand at position `start` of one row's answer, in place."""
+    part = all.sampler.allow[0]
+    part.knobs["bits"][at], part.knobs["start"][at] = words, start
+
+
+def with_constraints(sent: Knobs, held: Knobs) -> Knobs:
+    """Knobs on the device with the constraints that the host holds now."""
+    part = sent.sampler.allow[0]
+    fresh = jax.device_put({name: held.sampler.allow[0].knobs[name] for name in part.knobs})
+    sampler = sent.sampler._replace(allow=(dataclasses.replace(part, knobs=fresh),))
+    return sent._replace(sampler=sampler)
 
 
 def stack(rows: int, one: Knobs) -> Knobs:

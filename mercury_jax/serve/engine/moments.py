@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mercury_jax.decode.gate import Gate
 from mercury_jax.decode.output import LogProbs
 from mercury_jax.decode.state import Frame
 from mercury_jax.serve.engine.device import Report
@@ -24,7 +25,7 @@ class Running:
     cached: int  # tokens of its prompt whose keys were there already
     revises: bool  # its rule may still change what is settled
     forwards: int = 0
-    constraint: Any = None  # of a grammar: decode.constrained.Constraint
+    gate: Gate | None = None  # of a grammar
 
     @property
     def prompt(self) -> int:
@@ -68,6 +69,28 @@ def _passed(run: Running, frame: Frame, text: np.ndarray, ends: tuple[int, ...])
     )
 
 
+def judged(run: Running, shown: Snapshot) -> Snapshot:
+    """A snapshot of a gated row as its grammar leaves it: only what is committed is final."""
+    gate = run.gate
+    if gate is None or gate.first is None:
+        return shown
+    begun, front = gate.first - run.prompt, gate.front - run.prompt
+    join = lambda old, new, kind: np.concatenate([old[:begun], new, old[front:]]).astype(kind)
+    n = len(gate.committed)
+    return shown._replace(
+        tokens=join(shown.tokens, gate.committed, np.int32),
+        settled=join(shown.settled, np.ones(n), bool),
+        confidence=join(shown.confidence, _sure(shown.confidence[begun:front], n), np.float32),
+        forced=join(shown.forced, gate.forced, bool),
+        final=front,
+    )
+
+
+def _sure(known: np.ndarray, n: int) -> np.ndarray:
+    """Confidences of n committed tokens; 1 where no pass was needed."""
+    return np.concatenate([known, np.ones(n - len(known), np.float32)])
+
+
 def last(
     run: Running, report: Report, slot: int, ends: tuple[int, ...], logprobs: LogProbs | None
 ) -> Snapshot:
@@ -81,6 +104,8 @@ def last(
     sure, forced = np.ones(len(tokens), np.float32), np.zeros(len(tokens), bool)
     seen = min(len(tokens), len(before.tokens))
     sure[:seen], forced[:seen] = before.confidence[:seen], before.forced[:seen]
+    if run.gate is not None and run.gate.first is not None:
+        forced[run.gate.first - run.prompt :] = run.gate.forced
     return Snapshot(
         tokens, np.ones(len(tokens), bool), sure, forced, len(tokens), len(tokens), int(report.forwards[slot]),
         run.cached, "stop" if int(text[end]) in ends else "length", "", logprobs,

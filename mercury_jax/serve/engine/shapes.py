@@ -101,7 +101,7 @@ def row(plan: Plan, slots: int, job: Job, length: int) -> State:
     reserve = job.max_tokens if job.thinking else 0
     numbers = (len(job.prompt), first, first, reserve, job.seed % 2**31, length)
     full = program(plan, slots, knobs.CUT)
-    one = knobs.stack(1, knobs.row(plan.menu, job, knobs.PLAIN, plan.lm, job.steps))
+    one = knobs.stack(1, knobs.row(plan.menu, job, knobs.PLAIN, plan.lm, plan.block))
     return device.start(full, one, text, np.asarray(numbers, np.int32))
 
 
@@ -196,7 +196,7 @@ class Programs:
     def _compile(self, shape: Shape) -> Any:
         plan = self.plan
         empty = Job(prompt=(0,), max_tokens=1)
-        one = knobs.row(plan.menu, empty, shape.level, plan.lm, 0)
+        one = knobs.row(plan.menu, empty, shape.level, plan.lm, plan.block)
         state = jax.eval_shape(lambda: idle(plan, shape))
         where = placed(plan, state)
         run = device.run
@@ -206,6 +206,6 @@ class Programs:
             run = device.run_on(where)
         lowered = run.lower(
             program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
-            np.zeros(shape.rows, bool), plan.settings.passes,
+            np.zeros(shape.rows, bool), np.int32(0), plan.settings.passes,
         )  # fmt: skip
         return lowered.compile()

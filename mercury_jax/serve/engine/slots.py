@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mercury_jax.decode.amend import nothing
 from mercury_jax.decode.state import Knobs, State
 from mercury_jax.serve.engine import device, knobs, moments, shapes
 from mercury_jax.serve.engine.shapes import Shape
@@ -48,6 +49,11 @@ class Slots:
         return sum(seat is not None for seat in self.seats)
 
     @property
+    def gated(self) -> bool:
+        """Whether a grammar has to see each pass before the next one."""
+        return any(seat is not None and seat.gate is not None for seat in self.seats)
+
+    @property
     def need(self) -> Shape:
         """The shape that what runs now asks for."""
         jobs = [seat.ticket.job for seat in self.seats if seat is not None]
@@ -78,16 +84,35 @@ class Slots:
         self.state = shapes.seated(self.plan, device.place(self.state, np.int32(slot), row))
         for level, rows in enumerate(self._knobs):
             job = run.ticket.job
-            knobs.put(rows, slot, knobs.row(self.plan.menu, job, level, self.plan.lm, job.steps))
+            knobs.put(rows, slot, knobs.row(self.plan.menu, job, level, self.plan.lm, self.plan.block))
         self._sent = None
+
+    def constrain(self) -> None:
+        """Write what the grammars have accepted, and what they allow next."""
+        gates = [(i, s.gate) for i, s in enumerate(self.seats) if s is not None and s.gate and s.gate.begun]
+        program = shapes.program(self.plan, self.shape.slots, knobs.CUT)
+        while any(gate.news for _, gate in gates):
+            change = nothing(self.shape.rows, program.width)
+            for i, gate in gates:
+                if gate.news:
+                    gate.fill(change, i)
+            eos = np.asarray(self._knobs[self.shape.level].eos)
+            self.state = shapes.seated(self.plan, device.write(program, self.state, change, eos))
+        for i, gate in gates:
+            seat = self.seats[i]
+            if not gate.over and seat is not None:
+                for rows in self._knobs[knobs.SHAPED :]:
+                    knobs.constrain(rows, i, gate.bits(), gate.front - seat.prompt)
+        if gates and self._sent is not None:
+            self._sent = knobs.with_constraints(self._sent, self._knobs[self.shape.level])
 
     def dispatch(self, params: Any) -> None:
         """Send the next passes to the device, without waiting for them; rows without a seat stand still."""
         leave = np.array([seat is None for seat in self.seats])
         if self._sent is None:
             self._sent = jax.device_put(self._knobs[self.shape.level])
-        step = self.programs.step(self.shape)
-        result = step(params, self.state, self._sent, leave)
+        limit = 1 if self.gated else self.plan.settings.passes or 1
+        result = self.programs.step(self.shape)(params, self.state, self._sent, leave, np.int32(limit))
         self.state = result.state
         self.pending.append(Pending(result, tuple(self.seats)))
 
@@ -116,6 +141,6 @@ class Slots:
 
     def _seat(self, shape: Shape) -> None:
         nothing = Job(prompt=(0,), max_tokens=1, rule=self.plan.menu.names[0])
-        row = lambda level: knobs.row(self.plan.menu, nothing, level, self.plan.lm, 0)
+        row = lambda level: knobs.row(self.plan.menu, nothing, level, self.plan.lm, self.plan.block)
         self.shape, self.seats = shape, [None] * shape.rows
         self._knobs = [knobs.stack(shape.rows, row(level)) for level in range(knobs.CUT + 1)]
