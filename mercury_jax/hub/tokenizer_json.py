@@ -13,8 +13,24 @@ from typing import Any
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 
 # `chat.render` in jinja2; messages are checked there.
-TEMPLATE = """{%- for message in messages -%}
-    {{- '<|' + message['role'] + '|>' + message['content'] + '<|end_turn|>' -}}
+TEMPLATE = """{%- set listed = '' -%}
+{%- if tools -%}
+    {%- set listed = '<|tool|>' + (tools | map(attribute='function') | list | tojson) -%}
+    {%- if messages[0]['role'] != 'system' -%}{{- '<|system|>' + listed + '<|end_turn|>' -}}{%- endif -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|' + message['role'] + '|>' -}}
+    {%- if message['role'] == 'tool' and message['tool_call_id'] -%}
+        {{- '<|tool_result|>' + message['content'] + '<|end_tool_result|>' -}}
+    {%- else -%}
+        {{- message['content'] or '' -}}
+    {%- endif -%}
+    {%- for call in message['tool_calls'] or [] -%}
+        {%- set made = {'name': call['function']['name'], 'arguments': call['function']['arguments']} -%}
+        {{- '<|tool_call|>' + (made | tojson) + '<|end_tool_call|>' -}}
+    {%- endfor -%}
+    {%- if loop.first and message['role'] == 'system' -%}{{- listed -}}{%- endif -%}
+    {{- '<|end_turn|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}

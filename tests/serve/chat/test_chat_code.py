@@ -1,0 +1,229 @@
+"""Laws of the code endpoints: prompts are understood in both layouts, and editors understand the replies."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mercury_jax.serve.chat import code
+from mercury_jax.serve.chat.edit import hole
+from mercury_jax.serve.chat.refused import Refused
+from mercury_jax.tokenizer import SPECIAL
+from tests.serve.chat import foreign
+from tests.tiny import tokenizer
+
+TOK = tokenizer()
+ABOVE, REGION, BELOW = "import os\n\n\n", "def f(x):\n    return 1", "\n\n\nprint(f(2))\n"
+AT = 13  # of the cursor
+MARKED = f"{REGION[:AT]}<|cursor|>{REGION[AT:]}"
+SNIPPETS = """<|recently_viewed_code_snippets|>
+<|recently_viewed_code_snippet|>
+code_snippet_file_path: a/b.py
+x = 1
+y = 2
+<|/recently_viewed_code_snippet|>
+
+<|recently_viewed_code_snippet|>
+code_snippet_file_path: c.py
+z
+<|/recently_viewed_code_snippet|>
+<|/recently_viewed_code_snippets|>
+"""
+HISTORY = "<|edit_diff_history|>\n--- a\n+++ a\n-old\n+new\n<|/edit_diff_history|>"
+DOCS = f"""{SNIPPETS}
+<|current_file_content|>
+current_file_path: src/f.py
+{ABOVE}<|code_to_edit|>
+{MARKED}
+<|/code_to_edit|>{BELOW}
+<|/current_file_content|>
+
+{HISTORY}
+"""
+EXAMPLE = f"""{SNIPPETS}{HISTORY}
+<|current_file_content|>
+{ABOVE}{REGION}{BELOW}
+<|/current_file_content|>
+<|code_to_edit|>
+{MARKED}
+<|/code_to_edit|>"""
+
+
+def lm_of(pattern: str = "causal_encoder", tok=TOK):
+    return SimpleNamespace(
+        tokenizer=tok, name="tiny", model=SimpleNamespace(config=SimpleNamespace(pattern=pattern))
+    )
+
+
+def zed(reply: str) -> str | None:
+    """Zed's rule: exactly these two are stripped, and a lone None is no prediction."""
+    reply = reply.removeprefix("```\n").removesuffix("\n```")
+    return None if reply == "None" else reply
+
+
+def kilo(reply: str) -> str | None:
+    """Kilo's rule: from the line behind the first fence to the last fence, without echoed tags."""
+    first = reply.find("```")
+    begin = reply.find("\n", first + 3)
+    end = reply.rfind("```")
+    if first < 0 or begin < 0 or end <= begin:
+        return None
+    body = reply[begin + 1 : end].removesuffix("\n")
+    return body.removeprefix("<|code_to_edit|>").removesuffix("<|/code_to_edit|>")
+
+
+@pytest.mark.parametrize(("text", "path"), [(DOCS, "src/f.py"), (EXAMPLE, "")])
+def test_both_layouts_of_an_edit_mean_the_same(text: str, path: str):
+    found = code.edit_request(text)
+    assert (found.before, found.region, found.after) == (ABOVE, REGION, BELOW)
+    assert (found.path, found.cursor, found.text) == (path, AT, text)
+    assert found.history == "--- a\n+++ a\n-old\n+new"
+    assert found.snippets == (("a/b.py", "x = 1\ny = 2"), ("c.py", "z"))
+
+
+def test_empty_sections_and_odd_prompts():
+    empty = code.edit_request(
+        "<|current_file_content|>\n<|code_to_edit|>\n\n<|/code_to_edit|>\n<|/current_file_content|>"
+    )
+    assert empty[:5] == ("", "", "", "", None)
+    only = code.edit_request("<|code_to_edit|>\nx<|cursor|>\n<|/code_to_edit|>")
+    assert (only.before, only.region, only.after, only.cursor) == ("", "x", "", 1)
+    # A file about the tags: the outermost count.
+    said = 'TAG = "<|/code_to_edit|>"'
+    held = code.edit_request(
+        f"<|current_file_content|>\na\n<|code_to_edit|>\n{said}\n<|/code_to_edit|>\nb\n<|/current_file_content|>"
+    )
+    assert (held.before, held.region, held.after) == ("a\n", said, "\nb")
+    for bad in ("", "fix my code", "<|code_to_edit|>\nx", "<|/code_to_edit|><|code_to_edit|>"):
+        with pytest.raises(Refused, match=r"messages\[0\].content has no <\|code_to_edit\|>") as refused:
+            code.edit_request(bad)
+        assert refused.value.param == "messages"
+
+
+NEW = "def f(x):\n    return x + 1"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"```\n{NEW}\n```",
+        f"```python\n{NEW}\n```\n",
+        f"Here it is:\n\n```py\n{NEW}\n```\nI added x.",
+        NEW,
+        f"\n{NEW}\n",
+        f"<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>",
+        f"```\n<|code_to_edit|>\n{NEW}\n<|/code_to_edit|>\n```",
+        f"<|code_to_edit|>\n```\n{NEW}\n```\n<|/code_to_edit|>",
+        f"```\n{NEW.replace('x +', '<|cursor|>x +')}\n```",
+        f"```\n{NEW}",
+    ],
+)
+def test_whatever_the_model_puts_around_it_editors_get_the_region(written: str):
+    reply = code.edit_reply(code.edit_request(DOCS), written, instruct=True)
+    assert reply == f"```\n{NEW}\n```"
+    assert zed(reply) == kilo(reply) == NEW
+
+
+@pytest.mark.parametrize("written", ["None", "```\nNone\n```", " None\n", "", f"```\n{REGION}\n```", REGION])
+def test_no_change_is_an_unfenced_none(written: str):
+    reply = code.edit_reply(code.edit_request(DOCS), written, instruct=True)
+    assert reply == "None" and zed(reply) is None and kilo(reply) is None
+
+
+def test_a_region_keeps_its_own_line_ends_fences_and_indentation():
+    for region in ("\n  a\n", "", "x\n", "# Title\n```py\ncode\n```\nmore", "        deep"):
+        request = code.edit_request(f"<|code_to_edit|>\nold\n<|/code_to_edit|>\n{region}")
+        reply = code.edit_reply(request, f"```\n{region}\n```", instruct=True)
+        assert zed(reply) == kilo(reply) == region
+        said = code.edit_reply(request._replace(region=f"{region}, old"), region, instruct=True)
+        assert zed(said) == region or not region.strip() or region != region.strip("\n")
+        filled = code.edit_reply(request._replace(before="b"), region, instruct=False)
+        assert zed(filled) == kilo(filled) == region
+
+
+def test_half_a_region_is_no_edit():
+    request = code.edit_request(DOCS)
+    assert code.edit_reply(request, "```\ndef f(x):", instruct=True, finish="length") == "None"
+    assert code.edit_reply(request, "def f(x):", instruct=False, finish="length") == "```\ndef f(x):\n```"
+
+
+def test_an_edit_is_a_conversation_or_a_hole():
+    request = code.edit_request(DOCS)
+    told = code.edit_ask(lm_of(), request, instruct=True)
+    assert told.chat and told.suffix is None and told.max_tokens is None
+    assert told.prompt[0] == SPECIAL.system and TOK.decode(told.prompt).endswith(DOCS)
+    asked = code.edit_ask(lm_of(), request, instruct=False)
+    assert (TOK.decode(asked.prompt), TOK.decode(asked.suffix or ())) == (ABOVE, BELOW)
+    assert asked.max_tokens == int(1.5 * len(TOK.encode(REGION))) + 16 and not asked.chat
+    # At the beginning of a file, what stands before the cursor is all there is to go on from.
+    first = request._replace(before="")
+    assert TOK.decode(code.edit_ask(lm_of(), first, instruct=False).prompt) == REGION[:AT]
+    assert zed(code.edit_reply(first, "new", instruct=False)) == REGION[:AT] + "new"
+    with pytest.raises(Refused, match="only its region"):
+        code.edit_ask(lm_of(), first._replace(region="", after="\n", cursor=0), instruct=False)
+
+
+def test_a_hole_is_short_holds_the_cursor_and_leaves_the_rest_of_the_region_alone():
+    lines = [f"line {n} = {'x' * (n % 7)}" for n in range(30)] + ["long " * 40, "", "end"]
+    region = "\n".join(lines)
+    request = code.edit_request(DOCS)._replace(region=region)
+    for cursor in (*range(0, len(region) + 1, 7), len(region), None):
+        start, end = hole(request._replace(cursor=cursor))
+        at = len(region) if cursor is None else cursor
+        assert 0 <= start <= at <= end <= len(region) and end - start <= 64
+        whole = [edge in (0, len(region)) or "\n" in region[edge - 1 : edge + 1] for edge in (start, end)]
+        assert all(whole) or "long" in region[start:end]
+        asked = code.edit_ask(lm_of(), request._replace(cursor=cursor), instruct=False)
+        assert (
+            TOK.decode(asked.prompt) + region[start:end] + TOK.decode(asked.suffix or ())
+            == ABOVE + region + BELOW
+        )
+        assert len(TOK.encode(region[start:end])) <= 64 and (asked.max_tokens or 0) <= 64 * 1.5 + 16
+        edited = zed(code.edit_reply(request._replace(cursor=cursor), "new", instruct=False))
+        assert edited == region[:start] + "new" + region[end:]
+
+
+def test_fim_is_a_hole_or_what_goes_on():
+    for suffix in (None, "", "<|endoftext|>"):
+        assert code.fim(lm_of(), "def f", suffix)[:2] == (tuple(TOK.encode("def f")), None)
+    gap = code.fim(lm_of(), "def f", "return")
+    assert gap[:2] == (tuple(TOK.encode("def f")), tuple(TOK.encode("return")))
+    first = code.fim(lm_of(), "", "return")  # the engine wants at least one token in front
+    assert first[:2] == (tuple(TOK.encode("\n")), tuple(TOK.encode("return")))
+    with pytest.raises(Refused, match="prompt is ''") as refused:
+        code.fim(lm_of(), "", "<|endoftext|>")
+    assert refused.value.param == "prompt"
+
+
+def test_a_text_that_begins_with_its_own_id_has_it_before_a_gap_too():
+    tok = foreign.untaught("gemma")
+    assert code.fim(lm_of(tok=tok), "fox", "the").prompt == (*tok.begin, *tok.encode("fox")) and tok.begin
+
+
+APPLY = "<|original_code|>\na = 1\nb = 2\n\n<|/original_code|>\n\n<|update_snippet|>\n{}\n<|/update_snippet|>"
+
+
+def test_apply_merges_by_itself_where_it_can_and_asks_where_it_cannot():
+    request = code.apply_request(APPLY.format("# ... existing code ...\nb = 2\nc = 3"))
+    assert code.apply_merged(request) == "a = 1\nb = 2\nc = 3\n"
+    fenced = code.apply_request(APPLY.format("```python\n# ... existing code ...\nb = 2\nc = 3\n```"))
+    assert code.apply_merged(fenced) == "a = 1\nb = 2\nc = 3\n"
+    unclear = code.apply_request(APPLY.format("# ... existing code ...\nc = 3\n# ... existing code ..."))
+    assert code.apply_merged(unclear) is None
+    asked = code.apply_ask(lm_of(), unclear)
+    assert (
+        asked.chat and asked.prompt[0] == SPECIAL.system and TOK.decode(asked.prompt).endswith(unclear.text)
+    )
+    with pytest.raises(
+        Refused, match="does not say where its update_snippet belongs, and tiny does not merge"
+    ):
+        code.apply_ask(lm_of(), unclear, instruct=False)
+    for written in ("```py\na\nb\n```", "a\nb", "a\nb\n", "<|original_code|>\na\nb\n<|/original_code|>"):
+        assert code.apply_reply(unclear, written) == "a\nb\n"
+    page = "# Title\n```py\ncode\n```\nmore\n"
+    held = code.apply_request(
+        f"<|original_code|>\n{page}\n<|/original_code|>\n<|update_snippet|>\n{{}}\n<|/update_snippet|>"
+    )
+    assert code.apply_reply(held, page) == code.apply_reply(held, f"```md\n{page}```") == page
+    for missing in ("<|original_code|>a<|/original_code|>", "<|update_snippet|>a<|/update_snippet|>", "x"):
+        with pytest.raises(Refused, match="has no"):
+            code.apply_request(missing)
