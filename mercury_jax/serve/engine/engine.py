@@ -64,7 +64,7 @@ class Engine:
         self._ends = (lm.model.config.eos, *lm.model.config.ends)
         self._news = threading.Condition()
         self._dirty, self._stopping = False, False
-        self._waiting = Waiting(settings.queue, self._wake)
+        self._waiting = Waiting(settings.queue, self._wake, self._free)
         self._programs = shapes.Programs(self.plan)
         self._prefixes = Prefixes(piece_of(lm.model.config), settings.prefix_bytes)
         self._fills = Fills(lm, self.plan.menu, settings.queue, self._filled)
@@ -131,6 +131,12 @@ class Engine:
             kv_bytes=bytes_of, kv_used=bytes_of * used // (rows * size), prefix_bytes=self._prefixes.bytes,
             **{name: count[name] for name in _COUNTS},
         )  # fmt: skip
+
+    def _free(self) -> int:
+        """Seats that nobody has."""
+        slots = self._slots
+        taken = 0 if slots is None else slots.running + (self._filling is not None)
+        return self.settings.slots - taken
 
     def _checked(self, job: Job) -> Job:
         job = in_order(self.lm, job)

@@ -61,7 +61,7 @@ class Fills:
     def __init__(self, lm: LM, menu: knobs.Menu, most: int, done: Callable[[Ticket, Snapshot], None]):
         self._lm, self._menu, self._done = lm, menu, done
         self._news = threading.Event()
-        self.waiting = Waiting(most, self._news.set)
+        self.waiting = Waiting(most, self._news.set, lambda: 1 - self.running)
         self.running = 0
         self._stop = False
         self._thread = threading.Thread(target=self._live, name="mercury-fill", daemon=True)

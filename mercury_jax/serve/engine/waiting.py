@@ -22,10 +22,13 @@ def may_sit(job: Job, running: Sequence[Job], slots: int) -> bool:
 
 
 class Waiting:
-    """Tickets that have no slot yet; every method may be called from any thread."""
+    """Tickets that have no slot yet; every method may be called from any thread.
 
-    def __init__(self, most: int, wake: Callable[[], None]):
-        self._most, self._wake = most, wake
+    most: that may wait. free: seats that nobody has; who takes one of them at the next step does not wait.
+    """
+
+    def __init__(self, most: int, wake: Callable[[], None], free: Callable[[], int] = lambda: 0):
+        self._most, self._wake, self._free = most, wake, free
         self._lock = threading.Lock()
         self._tickets: list[tuple[float, int, Ticket]] = []
         self._count = 0
@@ -40,8 +43,8 @@ class Waiting:
         with self._lock:
             if self.closed:
                 raise Busy("the server is closing", 5.0, closing=True)
-            if len(self._tickets) >= self._most:
-                raise Busy(f"{self._most} requests are waiting already", max(1.0, self.seconds))
+            if len(self._tickets) >= self._most + max(0, self._free()):
+                raise Busy(f"{len(self._tickets)} requests are waiting already", max(1.0, self.seconds))
             due = ticket.born + tokens_of(ticket.job) / PACE
             self._count += 1
             self._tickets.append((due, self._count, ticket))
