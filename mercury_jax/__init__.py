@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import load, train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import rules, shape, stop
+    from mercury_jax.decode import grammar, rules, shape, stop
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.effort import EFFORTS, Effort
     from mercury_jax.decode.infill import Hole, infill
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "api": ("load",),
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("rules", "shape", "stop"),
+    "decode": ("grammar", "rules", "shape", "stop"),
     "decode.edit": ("EditOutput", "edit"),
     "decode.effort": ("EFFORTS", "Effort"),
     "decode.infill": ("Hole", "infill"),
@@ -56,7 +56,7 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output", "Plan",
-    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "hub", "infill", "load", "logits",
+    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "grammar", "hub", "infill", "load", "logits",
     "mesh", "propose", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream", "train",
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
     home = importlib.import_module(f"mercury_jax.{_HOME[name]}")
     if name == "hub":
         value = home
-    elif name in ("rules", "shape", "stop"):
+    elif name in _PUBLIC["decode"]:
         value = importlib.import_module(f"mercury_jax.decode.{name}")
     else:
         value = getattr(home, name)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import defaults, effort as efforts, launch, shape
+from mercury_jax.decode import constrained, defaults, effort as efforts, launch, shape
 from mercury_jax.decode.output import Session
 from mercury_jax.decode.parts import Part, Sampler
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
@@ -32,6 +32,7 @@ class Ask(NamedTuple):
     logprobs: Any = None
     state: Session | None = None
     mesh: Mesh | None = None
+    schema: Any = None
 
 
 def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
@@ -53,8 +54,11 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         sampler, plan = sampler or effort.rule(), effort.plan(plan, lm.model.config.block)
     if sampler is None:
         sampler, plan = defaults.sampler(lm), defaults.plan(lm, plan, 1.0 if effort is None else effort.steps)
+    sampler = _biased(sampler, asked.logit_bias)
+    if asked.schema is not None:
+        sampler = constrained.opened(sampler, len(prompts), lm.model.config.vocab)
     job = launch.prepare(
-        lm, wanted, _biased(sampler, asked.logit_bias), plan, temperature=asked.temperature,
+        lm, wanted, sampler, plan, temperature=asked.temperature,
         close=None if marks is None else marks.close, logprobs=_logprobs(asked.logprobs),
         guidance=_guidance(lm, asked, len(prompts)), before=None if asked.state is None else asked.state.job.state,
         mesh=asked.mesh,

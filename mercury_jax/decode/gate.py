@@ -72,7 +72,8 @@ class Gate:
         rows.tokens[row, : len(some)] = some
         rows.front[row], rows.n[row] = front, len(some)
         self._told = self.over and not self._waiting
-        rows.clear[row], rows.ended[row] = self._clear, self._told
+        # An answer that the budget cuts off fills its row, and has no end of text behind it.
+        rows.clear[row], rows.ended[row] = self._clear, self._told and not self.walker.cut
         self._clear = bool(self._waiting) and self._clear
 
     def bits(self) -> np.ndarray:

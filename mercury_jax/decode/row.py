@@ -130,6 +130,8 @@ def decide(
         logits = forbid(blind, never)
         view = view._replace(blind=read(logits, view.canvas, logits.argmax(-1).astype(jnp.int32), view.eos))
     proposal, rule_memory = sampler.rule(sight.key, view, row.memory[0])
+    if not isinstance(knobs.gated, tuple):
+        proposal = _front_drawn(view, proposal, knobs.gated & (row.reserve == 0))
     settled = _place(program, row, view, sight.window, proposal)
     assert sampler.stop is not None
     stopped, stop_memory = sampler.stop(view, settled.proposal, row.memory[1])
@@ -148,6 +150,14 @@ def decide(
             row.nats, sight.raw, settled.proposal.answer, changed, sight.window.at[0], source
         )
     return fresh, shown, reading.p_argmax
+
+
+def _front_drawn(view: View, proposal: Proposal, gated: Bool[Array, ""]) -> Proposal:
+    """Of a gated row the first open token is drawn in every pass, though the rule may wait: the host takes it."""
+    first = gated & view.editable & (jnp.cumsum(view.editable) == 1)
+    waits = first & (proposal.canvas != proposal.answer)
+    put = lambda old: jnp.where(waits, view.reading.sample, old)
+    return proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
 
 
 def _place(program: Program, row: State, view: View, window: Window, proposal: Proposal) -> Settled:

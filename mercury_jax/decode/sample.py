@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.config import Plan
-from mercury_jax.decode import ask, launch
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import ask, constrained, launch
+from mercury_jax.decode.gate import Gate
 from mercury_jax.decode.output import LogProbs, Output, Session, collect
+from mercury_jax.decode.prompts import check_room, normalise
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
@@ -40,6 +42,7 @@ def sample(
     passes: int | None = None,
     history: bool = False,
     mesh: Mesh | None = None,
+    schema: Any = None,
 ) -> Output:
     """Decode an answer to each prompt.
 
@@ -55,6 +58,8 @@ def sample(
     state: go on from an earlier call's `Output.state`: `prompt` is what is said next, or None to finish a
         call that `passes` stopped. keep: fill `Output.state`. passes: stop after so many.
     history: keep a Frame of every pass. mesh: spread the rows over its `data` axis.
+    schema: what every answer obeys (its thinking is free): a JSON Schema, a spec of `mj.grammar`, or a list of
+        these with one, or None, for each prompt. Needs the extra `serve`. Not with state, passes, guidance, mesh.
     Raises ValueError naming the argument that does not fit before any compute, or row and pass where a
     model's logits turn out to be NaN.
     """
@@ -63,13 +68,28 @@ def sample(
     asked = ask.Ask(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan or Plan(), temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh,
+        mesh=mesh, schema=schema,
     )  # fmt: skip
+    gates = None if schema is None else _gates(lm, asked, passes)
     job, prompts = ask.prepare(lm, asked)
     before = np.zeros(job.state.length.shape[0], int) if state is None else ask.encoded_before(job, state)
-    job, frames, used = _run(lm, job, passes, history)
+    if gates is None:
+        job, frames, used = _run(lm, job, passes, history)
+    else:
+        job, frames, used = constrained.run(lm, constrained.gated(job, gates), gates, history)
     out = collect(lm, job, prompts, began, frames, before)
     return dataclasses.replace(out, passes=used, state=Session(job, prompts) if keep else None)
+
+
+def _gates(lm: LM, asked: ask.Ask, passes: int | None) -> list[Gate | None]:
+    """The grammars of a call, with what they cannot go along with refused before any compute."""
+    others = {"state": asked.state, "passes": passes, "guidance": asked.guidance, "mesh": asked.mesh}
+    for name, value in others.items():
+        if value is not None:
+            raise refuse(name, value, "None with schema=")
+    constrained.check(asked.sampler, asked.plan)
+    prompts, _ = normalise(lm, asked.prompt)
+    return constrained.gates(lm, asked.schema, len(prompts), check_room(lm, prompts, asked.max_tokens))
 
 
 def _run(lm: LM, job: launch.Job, passes: int | None, history: bool) -> tuple[launch.Job, list[Frame], int]:

@@ -18,12 +18,24 @@ from tests.tiny import PATTERNS, tiny
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
 
 
+def answers(lm, prompts=PROMPTS, seed=5, **more):
+    """Three prompts and one rule in most tests below: each pattern compiles few programs."""
+    return mj.sample(lm, prompts, max_tokens=12, sampler=mj.rules.ancestral(), seed=seed, **more)
+
+
+def begun(lm, prompts, seed=0, short=None):
+    """A job that has not made a pass; short: room of the first row, where it differs."""
+    asked = request([Prompt(lm.tokenizer.encode(p), False) for p in prompts], 12, seed)
+    if short is not None:
+        asked.total[0] = asked.known[0] + short
+    return launch.prepare(lm, asked, mj.rules.ancestral(), mj.Plan())
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_prompts_are_unchanged_and_answers_complete(pattern):
     lm = tiny(pattern)
     ids = [lm.tokenizer.encode(p) for p in PROMPTS]
-    job = launch.prepare(lm, request([Prompt(i, False) for i in ids], 12, 0), mj.rules.ancestral(), mj.Plan())
-    job, _, _ = launch.advance(lm, job, None)
+    job, _, _ = launch.advance(lm, begun(lm, PROMPTS), None)
     text, total = np.asarray(job.state.text), np.asarray(job.state.total)
     for row, prompt, end in zip(text, ids, total, strict=False):
         assert row[: len(prompt)].tolist() == prompt
@@ -36,16 +48,13 @@ def test_prompts_are_unchanged_and_answers_complete(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_finished_rows_stand_still_bit_for_bit(pattern):
     lm = tiny(pattern)
-    prompts = [Prompt(lm.tokenizer.encode(p), False) for p in PROMPTS[:2]]
-    asked = request(prompts, 12, 0)
-    asked = asked._replace(total=np.array([len(prompts[0].ids) + 2, asked.total[1]]))
-    job = launch.prepare(lm, asked, mj.rules.confidence(), mj.Plan())
+    job = begun(lm, PROMPTS, short=1)
     # One pass at a time, to look at the row in the very pass that finished it.
     for _ in range(8):
         job, _, _ = launch.advance(lm, job, 1)
         if np.asarray(job.state.done)[0]:
             break
-    assert np.asarray(job.state.done).tolist() == [True, False]
+    assert np.asarray(job.state.done).tolist() == [True, False, False, True]  # the last only fills the bucket
     # Typed keys are not numbers: compare their bits.
     bare = lambda s: jax.device_get(s._replace(key=jax.random.key_data(s.key)))
     before = jax.tree.map(np.copy, bare(job.state))
@@ -58,8 +67,7 @@ def test_finished_rows_stand_still_bit_for_bit(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_other_neighbours_same_text(pattern):
     lm = tiny(pattern)
-    first = mj.sample(lm, PROMPTS[:2], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
-    other = mj.sample(lm, [PROMPTS[0], PROMPTS[2]], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+    first, other = answers(lm), answers(lm, [PROMPTS[0], PROMPTS[2], "x y z"])
     np.testing.assert_array_equal(first.tokens[0], other.tokens[0])
     assert first.forwards[0] == other.forwards[0]
 
@@ -73,18 +81,15 @@ def wide(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_batch_size_changes_nothing_in_x64(pattern):
     with jax.enable_x64(True):
-        several = mj.sample(wide(pattern), PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
-        alone = mj.sample(wide(pattern), PROMPTS[0], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        several, alone = answers(wide(pattern)), answers(wide(pattern), PROMPTS[0])
     np.testing.assert_array_equal(several.tokens[0], alone.tokens[0])
 
 
 def test_four_devices_give_the_text_of_one_in_x64():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.enable_x64(True):
-        run = lambda **on: mj.sample(
-            wide("causal_encoder"), PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=5, **on
-        )
-        for a, b in zip(run().tokens, run(mesh=mesh).tokens, strict=True):
+        lm = wide("causal_encoder")
+        for a, b in zip(answers(lm).tokens, answers(lm, mesh=mesh).tokens, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -92,17 +97,15 @@ def test_how_a_prompt_is_chunked_changes_nothing_in_x64(monkeypatch):
     long = " ".join(PROMPTS * 2)
     with jax.enable_x64(True):
         lm = wide("causal_encoder")
-        quick = mj.sample(lm, long, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        quick = answers(lm, long)
         monkeypatch.setattr(launch, "_prefill", lambda program, params, state, width: state)
-        narrow = mj.sample(lm, long, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
+        narrow = answers(lm, long)
     np.testing.assert_array_equal(quick.tokens[0], narrow.tokens[0])
 
 
 def test_a_seed_repeats_and_another_differs():
-    lm = tiny()
-    run = lambda seed: mj.sample(lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.ancestral(), seed=seed)
-    np.testing.assert_array_equal(run(1).tokens[0], run(1).tokens[0])
-    assert run(1).texts != run(2).texts
+    first, again, other = (answers(tiny(), seed=seed).texts for seed in (1, 1, 4))
+    assert first == again != other
 
 
 def compiled() -> int:
@@ -112,11 +115,11 @@ def compiled() -> int:
 
 def test_one_program_serves_a_bucket_of_shapes_and_every_number():
     lm = tiny()
-    mj.sample(lm, PROMPTS[0], max_tokens=12, sampler=mj.rules.threshold(0.9))
+    mj.sample(lm, PROMPTS[:2], max_tokens=12, sampler=mj.rules.threshold(0.9))
     before = compiled()
-    for prompt, most, p in ((PROMPTS[1], 9, 0.5), (PROMPTS[2], 20, 0.99), ("x", 1, 0.0)):
+    for prompts, most, p in ((PROMPTS[1:], 9, 0.5), (PROMPTS[:2], 20, 0.99), (["x", "y"], 1, 0.0)):
         mj.sample(
-            lm, prompt, max_tokens=most, sampler=mj.rules.threshold(p), seed=most, plan=mj.Plan(steps=most)
+            lm, prompts, max_tokens=most, sampler=mj.rules.threshold(p), seed=most, plan=mj.Plan(steps=most)
         )
     assert compiled() == before
 
@@ -145,19 +148,18 @@ def test_an_end_of_text_ends_the_answer(pattern):
 
 def test_admit_replaces_one_row_and_leaves_its_neighbours():
     lm = tiny()
-    prompts = [Prompt(lm.tokenizer.encode(p), False) for p in PROMPTS[:2]]
-    job = launch.prepare(lm, request(prompts, 12, 5), mj.rules.ancestral(), mj.Plan())
-    job, _, _ = launch.advance(lm, job, 5)
-    one = launch.prepare(
-        lm, request([Prompt(lm.tokenizer.encode("x y z"), False)], 12, 9), mj.rules.ancestral(), mj.Plan()
-    )
+    job, one = begun(lm, PROMPTS, seed=5), begun(lm, ["x y z"], seed=9)
+    for _ in range(5):
+        job, _, _ = launch.advance(lm, job, 1)
     assert one.state.text.shape[1] == job.state.text.shape[1]
     job = job._replace(state=admit(job.state, 1, one.state))
     job, _, _ = launch.advance(lm, job, None)
-    alone = mj.sample(lm, [PROMPTS[0], "x y z"], max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
-    start = len(prompts[0].ids)
+    alone = answers(lm, [PROMPTS[0], "x y z", PROMPTS[2]])
     text = np.asarray(job.state.text)
-    np.testing.assert_array_equal(text[0, start : start + len(alone.tokens[0])], alone.tokens[0])
+    for row in (0, 2):
+        start = len(lm.tokenizer.encode(PROMPTS[row]))
+        said = alone.tokens[row]
+        np.testing.assert_array_equal(text[row, start : start + len(said)], said)
     assert text[1, :3].tolist() == lm.tokenizer.encode("x y z") and bool(job.state.done.all())
 
 
@@ -184,7 +186,7 @@ def test_rows_move_on_without_waiting_for_the_slowest_block():
         lm, prompts, max_tokens=32, sampler=by_turns(np.asarray(slow)), logit_bias={lm.tokenizer.eos: -1e4}
     )
     both = run([PROMPTS[0], PROMPTS[0]], [0.0, 1.0])
-    alone = [run([PROMPTS[0]], [s]).passes for s in (0.0, 1.0)]
+    alone = [run([PROMPTS[0], PROMPTS[0]], [s, s]).passes for s in (0.0, 1.0)]
     # Two slow blocks of 8 passes and two of 1 each, and the encoding of prompt and of three blocks.
     assert both.forwards.tolist() == [18, 18] and alone == [22, 22]
     assert both.passes == max(alone)

@@ -1,0 +1,192 @@
+"""A tokenizer's vocabulary, for llguidance in its own tokens and, for planning, in single bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mercury_jax.decode.grammar.library import library
+from mercury_jax.decode.grammar.source import special
+from mercury_jax.tokenizer import AnyTokenizer
+
+MOST_PIECE = 64  # bytes of a token that a plan uses
+KEPT = 4  # vocabularies
+
+Unit = int  # a byte, or 256 + the place of a special token in `specials`
+
+
+class Spelling(NamedTuple):
+    """The fewest tokens of a text that grows: to its end and to the places shortly before it."""
+
+    text: bytes  # the last bytes
+    costs: tuple[int, ...]  # to the place before each of them, and to the end
+
+
+NOTHING = Spelling(b"", (0,))
+_NEVER = 1 << 30
+
+
+class Vocabulary:
+    """Tokens and bytes of one tokenizer. `tokens` and `units` are llguidance's two views of it."""
+
+    def __init__(self, tokenizer: AnyTokenizer):
+        ends = tuple(int(i) for i in tokenizer.ends)
+        behind = max(ends) + 1 - len(tokenizer.pieces)
+        pieces = [*tokenizer.pieces, *[b""] * behind]  # an end may stand behind the last token with a text
+        for id in ends:
+            pieces[id] = b""
+        self.pieces = pieces
+        self.words = -(-len(pieces) // 32)
+        self.ends, self.end = frozenset(ends), ends[0]
+        self.specials = [i for i, piece in enumerate(pieces) if not piece]
+        self._unit = {id: 256 + n for n, id in enumerate(self.specials)}
+        self.end_unit = self._unit[self.end]
+        self._id: dict[bytes, int] = {}
+        for i, piece in enumerate(pieces):
+            # Of two tokens for the same bytes, the one that the tokenizer writes.
+            if 0 < len(piece) <= MOST_PIECE and (piece not in self._id or _writes(tokenizer, piece, i)):
+                self._id[piece] = i
+        self._longest = max(map(len, self._id), default=1)
+        self._single = [self._id.get(bytes([b]), -1) for b in range(256)] + self.specials
+        self.whole = min(self._single) >= 0  # every byte is a token
+        names = [b"\xff" + special(i).encode() for i in self.specials]
+        named = dict(zip(self.specials, names, strict=True))
+        self.tokens = _tokenizer(
+            [piece or named[i] for i, piece in enumerate(pieces)],
+            self.specials, sorted(self.ends), lambda text: self._encoded(tokenizer, text),
+        )  # fmt: skip
+        single = [bytes([b]) for b in range(256)]
+        stops = [self._unit[i] for i in sorted(self.ends)]
+        self.units = _tokenizer(
+            [*single, *names], list(self._unit.values()), stops, lambda text: list(_bytes(text))
+        )
+        self.fill = self._fillers()
+
+    def units_of(self, ids: Sequence[int]) -> list[Unit]:
+        """Tokens as bytes and special tokens."""
+        return [unit for i in ids for unit in (self.pieces[i] or (self._unit[i],))]
+
+    def spelt(self, units: Sequence[Unit]) -> list[int] | None:
+        """The fewest tokens that these units are; None where the vocabulary lacks a byte."""
+        found: list[int] = []
+        run = bytearray()
+        for unit in (*units, None):
+            if unit is not None and unit < 256:
+                run.append(unit)
+                continue
+            ids = self._fewest(bytes(run))
+            if ids is None:
+                return None
+            found += ids + ([] if unit is None else [self.specials[unit - 256]])
+            run.clear()
+        return found
+
+    def cost(self, units: Sequence[Unit], enough: int | None = None) -> int | None:
+        """How many tokens spell the units. enough: a bound that single bytes keep is a good enough answer."""
+        if enough is not None and self.whole and len(units) <= enough:
+            return len(units)
+        ids = self.spelt(units)
+        return None if ids is None else len(ids)
+
+    def extended(self, old: Spelling, units: Sequence[Unit]) -> Spelling:
+        """The spelling with some units behind it."""
+        text, costs = old
+        for unit in units:
+            if unit > 255:
+                text, costs = b"", (costs[-1] + 1,)
+                continue
+            text += bytes([unit])
+            sizes = range(1, min(len(text), self._longest) + 1)
+            ways = [costs[-size] + 1 for size in sizes if text[-size:] in self._id]
+            costs = (*costs, min(ways, default=_NEVER))[-self._longest - 1 :]
+            text = text[-self._longest :]
+        return Spelling(text, costs)
+
+    def bytewise(self, units: Sequence[Unit]) -> list[int] | None:
+        """Tokens of one byte each, which is quick; the fewest where the vocabulary lacks some."""
+        return [self._single[unit] for unit in units] if self.whole else self.spelt(units)
+
+    def _fewest(self, text: bytes) -> list[int] | None:
+        """Shortest path over the places in the text, from its end, so that the longest first token wins a tie."""
+        far = len(text) + 1
+        cost = [far] * len(text) + [0]
+        step = [0] * len(text)
+        for at in range(len(text) - 1, -1, -1):
+            for size in range(1, min(self._longest, len(text) - at) + 1):
+                if cost[at + size] + 1 <= cost[at] and text[at : at + size] in self._id:
+                    cost[at], step[at] = cost[at + size] + 1, size
+        if cost[0] >= far:
+            return None
+        ids, at = [], 0
+        while at < len(text):
+            ids.append(self._id[text[at : at + step[at]]])
+            at += step[at]
+        return ids
+
+    def _encoded(self, tokenizer: AnyTokenizer, text: str | bytes) -> list[int]:
+        """As the tokenizer writes it; where that adds to the text (a space in front), in the fewest tokens."""
+        wanted = _bytes(text)
+        ids = tokenizer.encode(wanted.decode("utf-8", errors="replace"))
+        if b"".join(self.pieces[i] for i in ids) == wanted:
+            return ids
+        return self._fewest(wanted) or []
+
+    def _fillers(self) -> list[int]:
+        """All bytes, those first whose repetition makes the longest token: filling is cheapest with them."""
+        run = np.zeros(256, int)
+        for piece in self._id:
+            if len(set(piece)) == 1:
+                run[piece[0]] = max(run[piece[0]], len(piece))
+        plain = b'1023456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz "'
+        place = {byte: n for n, byte in enumerate(plain)}
+        return sorted(range(256), key=lambda byte: (-run[byte], place.get(byte, 256 + byte)))
+
+
+class _Wrapped:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], specials: list[int], end: int, encode: Any):
+        self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, specials, end, encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text)
+
+
+def _tokenizer(
+    tokens: list[bytes], specials: list[int], ends: list[int], encode: Any, slices: list[str] | None = None
+) -> Any:
+    package = library()
+    wrapped = package.TokenizerWrapper(_Wrapped(tokens, specials, ends[0], encode))
+    return package.LLTokenizer(wrapped, eos_token=ends, slices=slices)
+
+
+def _writes(tokenizer: AnyTokenizer, piece: bytes, id: int) -> bool:
+    try:
+        return tokenizer.encode(piece.decode()) == [id]
+    except UnicodeDecodeError:
+        return False
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+_kept: OrderedDict[str, Vocabulary] = OrderedDict()
+_lock = threading.Lock()
+
+
+def vocabulary_of(tokenizer: AnyTokenizer) -> Vocabulary:
+    """The vocabulary of a tokenizer, kept for the last few of them."""
+    with _lock:
+        if tokenizer.fingerprint not in _kept:
+            _kept[tokenizer.fingerprint] = Vocabulary(tokenizer)
+        _kept.move_to_end(tokenizer.fingerprint)
+        while len(_kept) > KEPT:
+            _kept.popitem(last=False)
+        return _kept[tokenizer.fingerprint]

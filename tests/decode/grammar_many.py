@@ -1,0 +1,103 @@
+"""Thousands of constrained answers of a model that draws uniformly: `python -m tests.decode.grammar_many`.
+
+Prints one JSON line: how many answers there were, how many do not validate (to be 0), tokens, and the
+microseconds of CPU that a token took, masks and proposals included.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+
+from mercury_jax.decode.grammar import Grammar, JSONSchema, compile
+from mercury_jax.tokenizer import Tokenizer
+from tests.decode.grammar_schemas import SCHEMAS
+
+NANO = Path(__file__).parents[2] / "mercury_jax/assets/nano/tokenizer.model"
+WIDTH = 32  # tokens that the model proposes at once
+FORMATS = FormatChecker(["date", "email", "ipv4", "ipv6"])
+
+
+def nano_tokenizer() -> Tokenizer:
+    """The tokenizer of the embedded model, without its weights."""
+    return Tokenizer.load(NANO)
+
+
+class Run(NamedTuple):
+    """One answer, and what it took."""
+
+    tokens: list[int]
+    forced: int
+    passes: int
+
+
+def allowed(bits: np.ndarray) -> np.ndarray:
+    """The ids of a mask."""
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+
+
+def generate(grammar: Grammar, budget: int, rng: np.random.Generator, vocab: int, sure: float = 0.9) -> Run:
+    """Decode with uniform logits: the frontier's token drawn under the mask, what lies behind it without one."""
+    walker = grammar.walk(budget)
+    forced, passes, step = 0, 0, walker.advance()
+    while True:
+        forced += sum(step.forced)
+        if step.ended:
+            return Run(walker.written, forced, passes)
+        tokens = rng.integers(0, vocab, WIDTH)
+        tokens[0] = rng.choice(allowed(walker.bits()))
+        step = walker.advance(tokens.tolist(), (rng.random(WIDTH) < sure).tolist())
+        assert step.commit or step.ended, "a pass without progress"
+        passes += 1
+
+
+def fault(schema: Any, text: str) -> str | None:
+    """Why a text does not validate; None where it does."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"{error}: {text!r}"
+    kind = validator_for(schema, Draft202012Validator)
+    found = best_match(kind(schema, format_checker=FORMATS).iter_errors(value))
+    return None if found is None else f"{found.message}: {text!r}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer, rng = nano_tokenizer(), np.random.default_rng(args.seed)
+    grammars = {name: compile(tokenizer, JSONSchema(schema)) for name, schema in SCHEMAS.items()}
+    names, began = list(grammars), time.process_time()
+    tokens = forced = passes = drawing = 0.0
+    invalid: list[str] = []
+    for i in range(args.count):
+        name = names[i % len(names)]
+        grammar = grammars[name]
+        spare = (0, 1, 8, 64, 300)[rng.integers(5)]
+        run = generate(grammar, grammar.shortest + spare, rng, tokenizer.vocab_size)
+        tokens, forced, passes = tokens + len(run.tokens), forced + run.forced, passes + run.passes
+        before = time.process_time()
+        problem = fault(SCHEMAS[name], tokenizer.decode(run.tokens))
+        drawing += time.process_time() - before
+        if problem is not None or len(run.tokens) > grammar.shortest + spare:
+            invalid.append(f"{name}: {problem}")
+    seconds = time.process_time() - began - drawing
+    row = dict(
+        answers=args.count, schemas=len(names), invalid=len(invalid), tokens=int(tokens), forced=int(forced),
+        passes=int(passes), us_per_token=round(1e6 * seconds / tokens, 1), us_per_pass=round(1e6 * seconds / passes, 1),
+    )  # fmt: skip
+    print(json.dumps(row))
+    for line in invalid[:20]:
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What is refused, before anything is compiled or decoded, and the words for it."""
+
+import contextlib
+import importlib
+import json
+import math
+import sys
+import time
+
+import pytest
+
+from mercury_jax.decode.grammar import (
+    Choice,
+    FreeOr,
+    GrammarError,
+    JSONSchema,
+    Regex,
+    ToolCalls,
+    compile,
+)
+from tests.decode.grammar_many import nano_tokenizer
+from tests.decode.grammar_schemas import record
+
+TOK = nano_tokenizer()
+compiling = importlib.import_module("mercury_jax.decode.grammar.compile")
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+SCHEMAS = {
+    "no schema": ("text", "an object, true or false"),
+    "false": (False, "schema is false"),
+    "not": ({"not": {"type": "string"}}, '"not"'),
+    "if": ({"if": {}, "then": {}}, '"if"'),
+    "contains": ({"type": "array", "contains": {}}, '"contains"'),
+    "unique items": ({"type": "array", "uniqueItems": True}, '"uniqueItems"'),
+    "dependent": ({"dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+    "remote reference": (
+        {"$ref": "https://example.org/schema.json"},
+        r"schema/\$ref is 'https://example.org.*nothing is fetched",
+    ),
+    "file reference": (record(a={"$ref": "other.json#/a"}), "properties/a/.ref is 'other.json#/a'"),
+    "missing reference": ({"$ref": "#/$defs/none"}, "none' does not exist"),
+    "foreign dialect": ({"$schema": "https://example.org/dialect"}, "example.org/dialect"),
+    "too deep": (nested(70), "deeper than 64"),
+    "too many values": ({"enum": list(range(30_000))}, "more than 20000 values"),
+    "too many bytes": ({"const": "x" * 300_000}, "bytes of JSON"),
+    "endless list": ({"type": "array", "minItems": 10**9}, "minItems is 1000000000; allowed: at most 4096"),
+    "endless text": ({"type": "string", "minLength": 10**6}, "minLength is 1000000"),
+    "half a count": ({"type": "array", "maxItems": 1.5}, "maxItems is 1.5; allowed: a whole number"),
+    "twice the same key": ({"type": "object", "minProperties": 2}, "minProperties is 2; allowed: at most 1"),
+    "empty enum": ({"enum": []}, "(?i)unsatisfiable.*empty"),
+    "no such type": ({"type": "text"}, "Invalid type: text"),
+    "empty range": (
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        r"minimum \(3\) is greater than maximum \(2\)",
+    ),
+    "draft 4 bound": (
+        {"type": "integer", "minimum": 0, "exclusiveMinimum": True},
+        "exclusiveMinimum is True; allowed: a number",
+    ),
+    "fraction of ten": (
+        {"type": "number", "multipleOf": 0.01},
+        "multipleOf is 0.01; allowed: a whole number, or a power of two",
+    ),
+    "no number": ({"const": math.nan}, "const is nan; allowed: a finite number"),
+    "no JSON": ({"const": {1: "x"}}, "key is 1; allowed: a text"),
+    "required is no list": ({"required": "a"}, "required is 'a'; allowed: a list of names"),
+    "not a schema": (record(a=3), "properties/a is 3; allowed: a schema"),
+    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+    "back-reference": ({"type": "string", "pattern": r"(a)\1"}, "backreferences are not supported"),
+    "broken pattern": ({"type": "string", "pattern": "["}, "unclosed character class"),
+    "long pattern": ({"type": "string", "pattern": "a" * 3000}, "3000 characters.; allowed: at most 2048"),
+    "unknown format": ({"type": "string", "format": "colour"}, "Unknown format: colour"),
+    "overlapping options": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    "impossible property": (
+        {"type": "object", "required": ["x"], "additionalProperties": False},
+        "'x' is unsatisfiable",
+    ),
+    "never ends": (
+        {"$defs": {"n": record(n={"$ref": "#/$defs/n"})}, "$ref": "#/$defs/n"},
+        "nothing was found that satisfies it",
+    ),
+    "itself": ({"$ref": "#"}, "nothing satisfies it"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_that_cannot_be_guaranteed_is_refused(name):
+    schema, words = SCHEMAS[name]
+    with pytest.raises(GrammarError, match=words):
+        compile(TOK, JSONSchema(schema))
+
+
+def test_a_request_cannot_switch_the_refusals_off():
+    with pytest.raises(GrammarError, match='"not"'):
+        compile(TOK, JSONSchema({"not": {}, "x-guidance": {"lenient": True}}))
+
+
+CALL = {"open": TOK.special.tool_call, "close": TOK.special.end_tool_call}
+SPECS = {
+    "pattern": (Regex("["), "unclosed character class"),
+    "empty pattern": (Regex(""), "1..2048 characters"),
+    "counts of counts": (Regex("((a{1000}){1000}){1000}"), "a text of at most 4096 characters"),
+    "long pattern": (Regex("a" * 4000), "1..2048 characters"),
+    "look-behind": (Regex("(?<=a)b"), "look-behind"),
+    "no options": (Choice([]), "1..10000 texts"),
+    "a text for options": (Choice("yes"), "1..10000 texts"),
+    "empty option": (Choice(["a", ""]), r"options\[1\] is ''"),
+    "no tools": (ToolCalls([], **CALL), "1..256 tools"),
+    "nameless tool": (ToolCalls([{"parameters": {}}], **CALL), r"tools\[0\]"),
+    "arguments of no object": (
+        ToolCalls([{"name": "f", "parameters": {"type": "array"}}], **CALL),
+        r"tools\[0\].parameters",
+    ),
+    "refused arguments": (
+        ToolCalls([{"name": "f", "parameters": {"$ref": "x.json"}}], **CALL),
+        r"tools\[0\].parameters/\$ref",
+    ),
+    "no mark": (ToolCalls([{"name": "f"}], open="", close=13), "open is ''"),
+    "plain token as a mark": (ToolCalls([{"name": "f"}], open=500, close=13), "<.500.>"),
+    "too many calls": (ToolCalls([{"name": "f"}], **CALL, at_most=10**6), "at_most is 1000000"),
+    "fewest above most": (
+        ToolCalls([{"name": "f"}], **CALL, at_least=3, at_most=2),
+        "at_least is 3; allowed: 0..2",
+    ),
+    "no calls": (FreeOr(Regex("a")), "ToolCalls"),
+    "no spec": ({"type": "string"}, "a spec of mercury_jax.grammar"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_out_of_bounds_is_refused(name):
+    spec, words = SPECS[name]
+    with pytest.raises(GrammarError, match=words):
+        compile(TOK, spec)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        JSONSchema({"type": "array", "minItems": 4096, "items": nested(40)}),
+        Regex("((a{0,1000}b){0,1000}c){1000}"),
+        Regex("(a|b)*a(a|b){30}(a|b)*b(a|b){30}"),
+        JSONSchema({"type": "string", "pattern": "^((x{0,300}y?){0,300}z){300}$"}),
+    ],
+    ids=["lists in lists", "counts of counts", "a large automaton", "counts in a text"],
+)
+def test_a_bomb_takes_no_longer_than_its_time(hostile, monkeypatch):
+    monkeypatch.setattr(compiling, "SECONDS", 0.3)
+    began = time.monotonic()
+    with contextlib.suppress(GrammarError):
+        compile(TOK, hostile)
+    assert time.monotonic() - began < 3  # also where other work has the processor
+    deadline = time.monotonic() + 20
+    while compiling._workers._value < 4:
+        assert time.monotonic() < deadline, "a worker never came back"
+        time.sleep(0.05)
+
+
+def test_no_more_compile_at_once_than_there_are_workers(monkeypatch):
+    monkeypatch.setattr(compiling, "_workers", type(compiling._workers)(1))
+    compiling._workers.acquire()
+    with pytest.raises(GrammarError, match="still being compiled"):
+        compile(TOK, Choice(["never seen before"]))
+
+
+def test_the_same_content_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch):
+    monkeypatch.setattr(compiling, "KEPT", 2)
+    one = lambda text: compile(TOK, JSONSchema(json.loads(json.dumps({"const": text}))))
+    first = one("a")
+    assert one("a") is first
+    assert one("b") is not one("c")
+    assert len(compiling._kept) == 2 and one("a") is not first
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="schema.*llguidance.*serve"):
+        compile(TOK, Choice(["yes"]))
+    with pytest.raises(ValueError, match="schema.*llguidance.*serve"):
+        compile(TOK, Regex("a+"))
