@@ -8,7 +8,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types notebooks parity setup clean
+.PHONY: help demo test lint types notebooks parity browser load fuzz setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
@@ -34,6 +34,17 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \
 	if [ ! -e "$$1" ]; then echo "colab/ holds no notebook yet"; exit 0; fi; \
 	MPLBACKEND=Agg PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 "$$@" $(ARGS)
+
+browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
+	$(BIN)/python -m pytest tests/browser $(ARGS)
+
+LOAD ?= 1000
+load: $(VENV)/.test  ## so many clients at a real server (LOAD=60 for a short form)
+	MERCURY_LOAD=$(LOAD) $(BIN)/python -m pytest tests/load $(ARGS)
+
+FUZZ ?= 1000
+fuzz: $(VENV)/.test  ## so many hostile requests of each kind (FUZZ=40 for a short form)
+	MERCURY_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 setup: $(VENV)/.core  ## only make the environment
 
@@ -61,7 +72,12 @@ $(VENV)/.parity: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@$(INSTALL) -e '.[parity]'
 	@touch $@ $(VENV)/.core
 
+$(VENV)/.browser: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing mercury_jax[test,browser] into $(VENV)"
+	@$(INSTALL) -e '.[test,browser]'
+	@touch $@ $(VENV)/.test $(VENV)/.core
+
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax with every extra into $(VENV)"
-	@$(INSTALL) -e '.[serve,hub,plot,test,dev]'
-	@touch $@ $(VENV)/.test $(VENV)/.core
+	@$(INSTALL) -e '.[serve,hub,plot,test,browser,dev]'
+	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.core

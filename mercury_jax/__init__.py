@@ -55,9 +55,10 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output", "Plan",
-    "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "grammar", "hub", "infill", "load", "logits",
-    "mesh", "propose", "rule", "rules", "sample", "score", "settle", "shape", "shaper", "stop", "stream", "train",
+    "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output",
+    "Plan", "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "grammar",
+    "hub", "infill", "load", "logits", "mesh", "propose", "rule", "rules", "sample", "score", "settle",
+    "shape", "shaper", "stop", "stream", "train",
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "edit": ("edit", "write spans of a text anew, or let the model choose what to change"),
     "train": ("train", "train a model as a recipe says"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
+    "serve": ("serve", "serve a model over HTTP, behind Mercury's API and OpenAI's, with a playground"),
     "bench": ("bench", "measure the speed of decoding, and what it costs in accuracy"),
     "convert": ("convert", "write a Hugging Face checkpoint as a folder of ours, or ours as theirs"),
     "info": ("info", "what a model is, and which rules and tasks there are"),

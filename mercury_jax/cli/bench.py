@@ -22,6 +22,7 @@ BENCHES = {
     ),
     "peer": ("bench_peer", "DiffusionGemma against transformers, on the same checkpoint, by turns"),
     "prompt": ("bench_prompt", "encoding long prompts: time, memory, and whether they grow in proportion"),
+    "serve": ("bench_serve", "a server under load: latencies, batching against one at a time, agents"),
 }
 
 HELP = """\
@@ -37,6 +38,7 @@ examples:
   mercury bench repair --limit 512
   mercury bench overhead --json
   mercury bench prompt --lengths 8192 32768
+  mercury bench serve --concurrency 1 16 --agent 2
 
 `mercury bench WHAT --help` lists the options."""
 

@@ -44,7 +44,7 @@ class Grammar:
         self.tokens, self.units = (
             _matcher(view, text, source) for view in (vocabulary.tokens, vocabulary.units)
         )
-        self.search = Search(vocabulary, source.macros)
+        self.search = Search(vocabulary, [list(macro) for macro in source.macros], {})
         self.plan = tuple(self._shortest(source, deadline))
 
     def _shortest(self, source: Source, deadline: float) -> list[int]:

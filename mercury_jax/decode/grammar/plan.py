@@ -12,15 +12,15 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mercury_jax.decode.grammar.vocabulary import NOTHING, Spelling, Unit, Vocabulary
 
-_REMEMBERED = 4_096  # groups of allowed bytes
+_WAYS = 3  # of one state
 MOST_DEPTH = 96  # brackets that a completion opens inside of each other
 RUN = 64  # bytes of filler taken at once
 
@@ -90,17 +90,35 @@ class _Node(NamedTuple):
 
 
 class Search:
-    """Searches of one grammar; what they learn about its masks is shared.
+    """Searches for ends, and what they learn; a `branch` learns for itself, so that no answer depends on others.
 
     macros: texts to try as a whole, where the next byte alone does not show that it leads on.
     """
 
-    def __init__(self, vocabulary: Vocabulary, macros: Sequence[bytes]):
-        self.vocabulary = vocabulary
-        self.macros = [list(macro) for macro in macros]
+    def __init__(
+        self, vocabulary: Vocabulary, macros: Sequence[list[Unit]], known: Mapping[bytes, list[Unit]]
+    ):
+        self.vocabulary, self.macros, self._known = vocabulary, macros, known
         self.run = vocabulary.fill[:1] * RUN
         self.trouble = ""  # what llguidance said where a state was too much for it
-        self._known: dict[bytes, list[Unit]] = {}
+        self._new: dict[bytes, list[Unit]] = {}
+        self._led: dict[bytes, deque[list[Unit]]] = {}
+
+    def branch(self) -> Search:
+        """A search that begins with what this one knows."""
+        return Search(self.vocabulary, self.macros, self._new)
+
+    def ways(self, mask: bytes) -> Iterable[list[Unit]]:
+        """Units that led from a state of this mask to a bridge before, or to the end; the last ones first."""
+        return self._led.get(mask, ())
+
+    def learn(self, mask: bytes, plan: list[Unit], bridges: Sequence[list[Unit]]) -> None:
+        """Remember how a plan was found from a state of this mask."""
+        bridge = next((b for b in bridges if b and plan[-len(b) :] == b), [])
+        way = plan[: len(plan) - len(bridge)]
+        known = self._led.setdefault(mask, deque(maxlen=_WAYS))
+        if way not in known:
+            known.appendleft(way)
 
     def find(
         self,
@@ -129,7 +147,8 @@ class Search:
                 left -= 1
                 seen[node.mask] += 1
                 for units in self._completions(node, bridges):
-                    last = min(last, at + 4)  # a few bytes more may be fewer tokens
+                    # A few bytes more may be fewer tokens; where room is short, there is no time to see.
+                    last = min(last, at if effort.first else at + 4)
                     size = self.vocabulary.cost(units, None if not effort.first else room)
                     if size is not None and size < cost:
                         best, cost = units, size
@@ -160,9 +179,9 @@ class Search:
         if not node.allows(0x22) and node.allows(self.run[0]):
             macros.append(self.run)
         found = [(self._child(node, macro, macro=True), len(macro)) for macro in macros]
-        ways = self._known.get(node.mask)
+        ways = self._known.get(node.mask) or self._new.get(node.mask)
         if ways is None:
-            ways = self._learn(node)
+            ways = self._new[node.mask] = self._kinds_of(node)
         found += [(self._child(node, [unit]), 1) for unit in ways]
         return [(child, size) for child, size in found if child is not None]
 
@@ -182,7 +201,7 @@ class Search:
         spelling = None if node.spelling is None else self.vocabulary.extended(node.spelling, units)
         return _Node(matcher, lex, mask, chain, (node.path, units), spelling)
 
-    def _learn(self, node: _Node) -> list[Unit]:
+    def _kinds_of(self, node: _Node) -> list[Unit]:
         """One unit for each kind of state that the next one leads to."""
         bits = np.unpackbits(np.frombuffer(node.mask, np.uint8), bitorder="little")
         ends = {256 + n for n, id in enumerate(self.vocabulary.specials) if id in self.vocabulary.ends}
@@ -192,10 +211,7 @@ class Search:
                 child = self._child(node, [unit])
                 if child is not None:
                     kinds.setdefault(child.mask, unit)
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        self._known[node.mask] = list(kinds.values())
-        return self._known[node.mask]
+        return list(kinds.values())
 
 
 def _kept(nodes: list[_Node], effort: Effort, seen: Counter[bytes]) -> list[_Node]:

@@ -15,6 +15,7 @@ from mercury_jax.tokenizer import AnyTokenizer
 
 MOST_PIECE = 64  # bytes of a token that a plan uses
 KEPT = 4  # vocabularies
+_REMEMBERED = 4_096  # texts whose tokens are known
 
 Unit = int  # a byte, or 256 + the place of a special token in `specials`
 
@@ -52,6 +53,12 @@ class Vocabulary:
                 self._id[piece] = i
         self._longest = max(map(len, self._id), default=1)
         self._single = [self._id.get(bytes([b]), -1) for b in range(256)] + self.specials
+        # Lengths of the tokens that begin with each byte, short ones first.
+        sizes: list[set[int]] = [set() for _ in range(256)]
+        for piece in self._id:
+            sizes[piece[0]].add(len(piece))
+        self._sizes = [sorted(some) for some in sizes]
+        self._spelt: dict[bytes, list[int] | None] = {}
         self.whole = min(self._single) >= 0  # every byte is a token
         names = [b"\xff" + special(i).encode() for i in self.specials]
         named = dict(zip(self.specials, names, strict=True))
@@ -112,20 +119,23 @@ class Vocabulary:
 
     def _fewest(self, text: bytes) -> list[int] | None:
         """Shortest path over the places in the text, from its end, so that the longest first token wins a tie."""
+        if text in self._spelt:
+            return self._spelt[text]
         far = len(text) + 1
         cost = [far] * len(text) + [0]
         step = [0] * len(text)
         for at in range(len(text) - 1, -1, -1):
-            for size in range(1, min(self._longest, len(text) - at) + 1):
-                if cost[at + size] + 1 <= cost[at] and text[at : at + size] in self._id:
+            for size in self._sizes[text[at]]:
+                if at + size < far and cost[at + size] < cost[at] and text[at : at + size] in self._id:
                     cost[at], step[at] = cost[at + size] + 1, size
-        if cost[0] >= far:
-            return None
         ids, at = [], 0
-        while at < len(text):
+        while cost[0] < far and at < len(text):
             ids.append(self._id[text[at : at + step[at]]])
             at += step[at]
-        return ids
+        if len(self._spelt) >= _REMEMBERED:
+            self._spelt.clear()
+        self._spelt[text] = ids if cost[0] < far else None
+        return self._spelt[text]
 
     def _encoded(self, tokenizer: AnyTokenizer, text: str | bytes) -> list[int]:
         """As the tokenizer writes it; where that adds to the text (a space in front), in the fewest tokens."""
@@ -133,7 +143,7 @@ class Vocabulary:
         ids = tokenizer.encode(wanted.decode("utf-8", errors="replace"))
         if b"".join(self.pieces[i] for i in ids) == wanted:
             return ids
-        return self._fewest(wanted) or []
+        return list(self._fewest(wanted) or [])
 
     def _fillers(self) -> list[int]:
         """All bytes, those first whose repetition makes the longest token: filling is cheapest with them."""

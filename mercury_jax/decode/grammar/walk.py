@@ -45,6 +45,7 @@ class Walker:
         self.cut = False  # it ended where the budget did, and might have gone on
         self.overruled = 0  # tokens that the budget chose
         self._plan = grammar.vocabulary.units_of(grammar.plan)
+        self._search = grammar.search.branch()
         self._tokens = grammar.tokens.deep_copy()
         self._units, self._lex, self._behind = grammar.units.deep_copy(), START, 0
 
@@ -159,11 +160,19 @@ class Walker:
 
     def _plan_behind(self, taken: list[int]) -> list[Unit] | None:
         """A plan for what follows these tokens, of at most what the budget leaves; None where none is found."""
-        new = self.grammar.vocabulary.units_of(taken)
-        units, lex = self._synced(new)
+        search, room = self._search, self.room - len(taken)
         bridges = [self._plan[i:] for i in _cuts(self._plan)]
-        plan = self.grammar.search.find(units, lex, self.room - len(taken), QUICK, bridges)
-        return plan if plan is not None and self._completes(plan) else None
+        mask = self._tokens.compute_bitmask()
+        for way in search.ways(mask):
+            for bridge in (*bridges, []):
+                if self._fits(way + bridge, room) and self._completes(way + bridge):
+                    return way + bridge
+        units, lex = self._synced(self.grammar.vocabulary.units_of(taken))
+        plan = search.find(units, lex, room, QUICK, bridges)
+        if plan is None or not self._completes(plan):
+            return None
+        search.learn(mask, plan, bridges)
+        return plan
 
     def _fits(self, plan: list[Unit], room: int) -> bool:
         size = self.grammar.vocabulary.cost(plan, enough=room)

@@ -259,6 +259,8 @@ class Engine:
         slots.settle(job)
         row = self._prefixes.lay(shapes.row(self.plan, slots.shape.slots, job, cached), pieces)
         run = Running(ticket, cached, self.plan.menu.revises[self.plan.menu.find(job.rule)])
+        marks = self.lm.tokenizer.thinking
+        run.close = marks.close if job.thinking and marks is not None else -1
         if job.grammar is not None:
             run.gate = Gate(job.grammar.walk(job.max_tokens))
             if not job.thinking:

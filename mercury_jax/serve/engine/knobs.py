@@ -118,7 +118,8 @@ def _bias(table: Mapping[int, float], vocab: int) -> Part:
         if not math.isfinite(value):
             raise refuse(f"bias[{id}]", value, "a finite number")
     pad = lambda x, fill, kind: np.array([*x, *[fill] * (BIASES - len(table))], kind)
-    held = {"ids": pad(table, -1, np.int32), "values": pad(table.values(), 0.0, np.float32)}
+    arrays: Any = (pad(table, -1, np.int32), pad(table.values(), 0.0, np.float32))
+    held = {"ids": Whole(arrays[0]), "values": Whole(arrays[1])}
     return dataclasses.replace(shape.bias({0: 0.0}), knobs=held)
 
 

@@ -24,6 +24,7 @@ class Running:
     ticket: Ticket
     cached: int  # tokens of its prompt whose keys were there already
     revises: bool  # its rule may still change what is settled
+    close: int = -1  # the id that ends its thinking; -1: it does not think
     forwards: int = 0
     gate: Gate | None = None  # of a grammar
 
@@ -55,6 +56,10 @@ def _passed(run: Running, frame: Frame, text: np.ndarray, ends: tuple[int, ...])
     sure = np.concatenate([np.ones(first - run.prompt, np.float32), frame.confidence[here]])
     over = np.flatnonzero(np.isin(tokens, ends) & settled)
     size = int(over[0]) if len(over) else len(tokens)
+    if run.close >= 0 and run.close not in text[run.prompt : first]:
+        # It still thinks: behind the close the block is written anew, as the answer.
+        shut = np.flatnonzero((tokens == run.close) & settled)
+        size = min(size, int(shut[0]) + 1) if len(shut) else size
     start = min(first - run.prompt, size)
     fixed = start if run.revises else int(np.argmin(np.append(settled[:size], False)))
     return Snapshot(

@@ -218,7 +218,14 @@ def test_thinking_is_closed_and_the_answer_keeps_its_room(engine):
     want = sample(tiny(), asked, max_tokens=12, effort=effort, seed=2, temperature=1.0)
     prompt = tuple(tiny().tokenizer.render(asked, thinking=True))
     job = Job(prompt=prompt, max_tokens=12, thinking=20, seed=2, temperature=1.0, p=0.9, steps=4)
-    final = engine.submit(job).wait(60)
+    ticket = engine.submit(dataclasses.replace(job, frames=True))
+
+    async def collect():
+        return [s async for s in ticket]
+
+    *seen, final = asyncio.run(collect())
+    for s in seen:  # what was settled behind the close of the thinking was not final
+        assert s.tokens[: s.final].tolist() == final.tokens[: s.final].tolist()
     thought, said = tiny().tokenizer.split_answer(final.tokens.tolist())
     assert (thought, said) == (want.thinking[0], want.text) and said
 

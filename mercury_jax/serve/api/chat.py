@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mercury_jax.serve.api import body, errors, logprobs, numbers, tables, wire
+from mercury_jax.serve.api.constraint import Calls, calls, constraint
+from mercury_jax.serve.api.guard import key_of
+from mercury_jax.serve.api.numbers import Ask, Pace, Room
+from mercury_jax.serve.api.running import respond
+from mercury_jax.serve.api.service import Service
+from mercury_jax.serve.api.work import Work
+from mercury_jax.serve.chat.messages import checked, checked_tools
+from mercury_jax.serve.chat.prompt import opened, render
+from mercury_jax.serve.chat.refused import Refused
+from mercury_jax.serve.chat.reply import Reply
+from mercury_jax.serve.engine.types import Job
+
+
+async def chat(service: Service, request: Request) -> Response:
+    """Answer a conversation, as JSON or as events."""
+    data = body.merged(await body.read(request, service.options))
+    ask = tables.CHAT.read(data, "")
+    service.check(ask["model"])
+    salt = key_of(request.scope)
+    bound = bool(ask["tools"] or ask["response_format"])
+    return await respond(service, request, lambda: prepare(service, ask, data, salt), ask["n"], slow=bound)
+
+
+def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> tuple[Work, Sequence[Job]]:
+    """The jobs of a request. ApiError for what cannot be honoured. Takes a processor: not for the event loop."""
+    lm = service.engine.lm
+    messages, tools = _checked(service, data)
+    offered = calls(ask, tools)
+    bound = constraint(lm, ask, offered)
+    pace = numbers.pace(service, _effort(ask))
+    prompt, room = _prompt(service, messages, offered, ask, pace)
+    warmth, warning = numbers.temperature(ask, service.options.strict_temperature)
+    job = Job(
+        prompt=prompt,
+        max_tokens=room.answer,
+        thinking=room.thinking,
+        rule=pace.rule,
+        p=pace.p,
+        steps=pace.steps,
+        temperature=warmth,
+        seed=numbers.seed(ask),
+        logprobs=_alternatives(ask),
+        grammar=bound.grammar,
+        salt=salt,
+        frames=ask["diffusing"] and ask["stream"],
+        **numbers.sampling(ask, lm.model.config.vocab),
+    )
+    stops = () if bound.json else stop_texts(ask["stop"])
+    thinks = opened(lm, prompt)
+    work = Work(
+        form=wire.CHAT,
+        model=ask["model"],
+        prompt_tokens=len(prompt),
+        reply=lambda: Reply(lm, chat=True, tools=bool(offered.tools), stop=stops, thinking=thinks),
+        copies=ask["n"],
+        stream=ask["stream"],
+        include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
+        diffusing=ask["diffusing"] and ask["stream"],
+        summary=ask["reasoning_summary"],
+        thinks=thinks,
+        warning=warning,
+        check=bound.check,
+        logprobs=lambda snapshot, message: logprobs.chat(lm, snapshot, message, ask["top_logprobs"] or 0),
+    )
+    return work, copies(job, ask["n"])
+
+
+def copies(job: Job, n: int) -> list[Job]:
+    """The same job n times, each with a seed of its own."""
+    return [dataclasses.replace(job, seed=(job.seed + i) % (1 << 31)) for i in range(n)]
+
+
+def stop_texts(stop: Any) -> tuple[str, ...]:
+    """One text or several; an empty one ends nothing."""
+    return tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
+
+
+def _checked(service: Service, data: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    try:
+        tools = checked_tools(data.get("tools"))
+        messages = checked(data["messages"], tools)
+    except Refused as refused:
+        raise errors.invalid(refused.param, refused.message) from None
+    numbers.check_size(service, sum(len(message["content"]) for message in messages))
+    return messages, tools
+
+
+def _effort(ask: Ask) -> str | None:
+    return ask["reasoning_effort"] or ("instant" if ask["realtime"] else None)
+
+
+def _alternatives(ask: Ask) -> int | None:
+    if ask["top_logprobs"] is not None and not ask["logprobs"]:
+        raise errors.invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    return (ask["top_logprobs"] or 0) if ask["logprobs"] else None
+
+
+def _prompt(
+    service: Service, messages: Sequence[Mapping[str, Any]], offered: Calls, ask: Ask, pace: Pace
+) -> tuple[tuple[int, ...], Room]:
+    """(ids, room): open for thinking where there is room for it, else for the answer."""
+    lm, context = service.engine.lm, service.engine.context
+    wanted = ask["max_completion_tokens"] or ask["max_tokens"]
+    for thinking in sorted({pace.thinking, 0}, reverse=True):
+        try:
+            ids = render(lm, messages, offered.tools or None, thinking=thinking > 0)
+        except Refused as refused:
+            raise errors.invalid(refused.param, refused.message) from None
+        room = numbers.room(context, len(ids), wanted, thinking)
+        if room.thinking or not thinking:
+            return ids, room
+    raise AssertionError("thinking 0 always returns")

@@ -1,0 +1,134 @@
+"""What an answer is held to: a schema, or the tools that it may or must call; and the check that it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+
+from mercury_jax.decode import grammar as grammars
+from mercury_jax.serve.api import errors
+from mercury_jax.serve.api.errors import ApiError
+from mercury_jax.serve.chat.formats import ToolFormat, tool_format
+from mercury_jax.serve.chat.reply import Message
+from mercury_jax.types import LM
+
+Tools = Sequence[Mapping[str, Any]]
+Valid = Callable[[Any], bool]
+
+
+class Constraint(NamedTuple):
+    """grammar: what the engine enforces (None: nothing). check: whether an answer obeys it. json: its content is
+    JSON as a whole, so that no stop text may cut it."""
+
+    grammar: Any = None
+    check: Callable[[Message], bool] | None = None
+    json: bool = False
+
+
+class Calls(NamedTuple):
+    """The tools that an answer may call: at least so many calls of them, and at most (None: any number)."""
+
+    tools: Tools
+    least: int
+    most: int | None
+
+
+def calls(ask: Mapping[str, Any], tools: Tools) -> Calls:
+    """What `tool_choice` makes of the tools. ApiError where it asks for one that is not there."""
+    choice = ask["tool_choice"] or "auto"
+    named = choice["function"]["name"] if isinstance(choice, dict) else None
+    chosen = [t for t in tools if named is None or t["function"]["name"] == named]
+    if choice == "none":
+        return Calls((), 0, 0)
+    if not chosen and choice != "auto":
+        have = ", ".join(t["function"]["name"] for t in tools) or "none: there are no tools"
+        raise errors.refused("tool_choice", named or choice, f"auto, none, or a call of these tools: {have}")
+    most = 1 if named is not None or not ask["parallel_tool_calls"] else None
+    return Calls(chosen, int(choice != "auto"), most)
+
+
+def constraint(lm: LM, ask: Mapping[str, Any], offered: Calls) -> Constraint:
+    """The grammar of a request, compiled. ApiError 400 with the reason for what cannot be guaranteed."""
+    wanted = ask["response_format"] or {"type": "text"}
+    if offered.tools and (wanted["type"] == "text" or offered.least):
+        return _of_calls(lm, offered)
+    if wanted["type"] == "text":
+        return Constraint()
+    if offered.tools:
+        raise errors.invalid(
+            "response_format",
+            "response_format with tools needs a tool_choice of none, required, or a function",
+        )
+    return _of_format(lm, wanted)
+
+
+def _of_format(lm: LM, wanted: Mapping[str, Any]) -> Constraint:
+    schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else None
+    spec = grammars.JSONObject() if schema is None else grammars.JSONSchema(schema)
+    where = "response_format.json_schema.schema" if schema is not None else "response_format"
+    made = compiled(lm, spec, where)
+    valid = _validator({"type": "object"} if schema is None else schema)
+    return Constraint(made, lambda message: _obeys(message.content, valid), json=True)
+
+
+def _of_calls(lm: LM, offered: Calls) -> Constraint:
+    form = tool_format(lm.tokenizer)
+    if form.quote is not None:  # its calls are no JSON
+        if offered.least:
+            raise errors.invalid("tool_choice", f"{lm.name} cannot be held to calls; allowed: auto, none")
+        return Constraint()
+    spec = _spec(form, offered)
+    made = compiled(lm, spec if offered.least else grammars.FreeOr(spec), "tools")
+    valid = {
+        t["function"]["name"]: _validator(t["function"].get("parameters") or {"type": "object"})
+        for t in offered.tools
+    }
+
+    def check(message: Message) -> bool:
+        obeyed = all(c.name in valid and _obeys(c.arguments, valid[c.name]) for c in message.calls)
+        return obeyed and offered.least <= len(message.calls) <= (offered.most or len(message.calls))
+
+    return Constraint(made, check)
+
+
+def _spec(form: ToolFormat, offered: Calls) -> grammars.ToolCalls:
+    functions = [t["function"] for t in offered.tools]
+    return grammars.ToolCalls(
+        [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+        open=(form.open, form.lead),
+        close=(form.lead, form.close),
+        at_least=offered.least or 1,
+        at_most=offered.most,
+        separator=form.lead,
+    )
+
+
+def compiled(lm: LM, spec: Any, param: str) -> Any:
+    """The grammar, or ApiError 400 saying what of it is not offered."""
+    try:
+        return grammars.compile(lm.tokenizer, spec)
+    except grammars.GrammarError as error:
+        raise ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema") from None
+
+
+def _validator(schema: Any) -> Valid:
+    """Whether a value is valid, by another implementation than the one that made it; nothing is ever fetched."""
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ApiError(
+            400, f"schema: {error.message[:500]}", param="schema", code="invalid_json_schema"
+        ) from None
+    return kind(schema).is_valid
+
+
+def _obeys(text: str, valid: Valid) -> bool:
+    try:
+        return valid(json.loads(text))
+    except (ValueError, RecursionError):
+        return False

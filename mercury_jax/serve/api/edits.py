@@ -1,0 +1,129 @@
+"""POST /v1/edit/completions and /v1/apply/completions: a region written anew, an update merged into a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.serve.api import body, errors, numbers, tables, wire
+from mercury_jax.serve.api.guard import key_of
+from mercury_jax.serve.api.kinds import Record
+from mercury_jax.serve.api.numbers import Ask
+from mercury_jax.serve.api.ready import Ready
+from mercury_jax.serve.api.running import respond
+from mercury_jax.serve.api.service import Service
+from mercury_jax.serve.api.texts import answer_room
+from mercury_jax.serve.api.work import Work
+from mercury_jax.serve.chat import code
+from mercury_jax.serve.chat.messages import checked
+from mercury_jax.serve.chat.refused import Refused
+from mercury_jax.serve.chat.reply import Reply
+from mercury_jax.serve.engine.types import Job
+from mercury_jax.types import LM
+
+Whole = Callable[[str, str], str]
+
+
+async def edit(service: Service, request: Request) -> Response:
+    """Write the marked region of a file anew."""
+    return await _respond(service, request, tables.EDIT, prepare_edit)
+
+
+async def apply(service: Service, request: Request) -> Response:
+    """Merge an update snippet into a file."""
+    return await _respond(service, request, tables.APPLY, prepare_apply)
+
+
+async def _respond(service: Service, request: Request, table: Record, prepare: Any) -> Response:
+    data = body.merged(await body.read(request, service.options))
+    ask = table.read(data, "")
+    service.check(ask["model"])
+    salt = key_of(request.scope)
+    return await respond(service, request, lambda: prepare(service, ask, content(service, data), salt), 1)
+
+
+def content(service: Service, data: Any) -> str:
+    """The text of the one message."""
+    try:
+        text = checked(data["messages"])[0]["content"]
+    except Refused as refused:
+        raise errors.invalid(refused.param, refused.message) from None
+    numbers.check_size(service, len(text))
+    return text
+
+
+def prepare_edit(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work, Sequence[Job]]:
+    """The reply is known at its end alone: whether anything changed decides how it begins."""
+    lm = service.engine.lm
+    instruct = instructed(lm)
+    try:
+        request = code.edit_request(text)
+        asked = code.edit_ask(lm, request, instruct)
+    except Refused as refused:
+        raise errors.invalid(refused.param, refused.message) from None
+    whole = lambda text, finish: code.edit_reply(request, text, instruct, finish)
+    return _work(service, ask, asked, whole), [_job(service, ask, asked, salt)]
+
+
+def prepare_apply(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work, Sequence[Any]]:
+    """Where the snippet says unambiguously what to do, no model is asked."""
+    lm = service.engine.lm
+    try:
+        request = code.apply_request(text)
+        merged = code.apply_merged(request)
+        if merged is not None:
+            return _ready(service, ask, text, merged)
+        asked = code.apply_ask(lm, request)
+    except Refused as refused:
+        raise errors.invalid(refused.param, refused.message) from None
+    whole = lambda text, finish: code.apply_reply(request, text)
+    return _work(service, ask, asked, whole), [_job(service, ask, asked, salt)]
+
+
+def instructed(lm: LM) -> bool:
+    """Whether a model takes an edit as an instruction; others fill the region as a gap.
+
+    Its card may say so; else checkpoints of others are taken for chat models, ours for what they were trained on.
+    """
+    return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
+
+
+def _work(service: Service, ask: Ask, asked: code.Ask, whole: Whole | None) -> Work:
+    lm = service.engine.lm
+    return Work(
+        form=wire.EDIT,
+        model=ask["model"],
+        prompt_tokens=len(asked.prompt) + len(asked.suffix or ()),
+        reply=lambda: Reply(lm, chat=asked.chat),
+        stream=ask["stream"],
+        include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
+        whole=whole,
+    )
+
+
+def _ready(service: Service, ask: Ask, prompt: str, merged: str) -> tuple[Work, Sequence[Any]]:
+    count = lambda text: len(service.engine.lm.tokenizer.encode(text))
+    ready = Ready(merged, count(merged))
+    work = _work(service, ask, code.Ask((), None, None, False), None)
+    return work._replace(prompt_tokens=count(prompt), reply=lambda: ready), [ready]
+
+
+def _job(service: Service, ask: Ask, asked: code.Ask, salt: str) -> Job:
+    pace = numbers.pace(service, None)
+    warmth, _ = numbers.temperature(ask, False)
+    return Job(
+        prompt=asked.prompt,
+        suffix=asked.suffix,
+        max_tokens=answer_room(service, asked, ask["max_tokens"], "messages"),
+        rule=pace.rule,
+        p=pace.p,
+        steps=pace.steps,
+        temperature=warmth,
+        seed=numbers.seed(ask),
+        salt=salt,
+        **numbers.sampling(ask, service.engine.lm.model.config.vocab),
+    )

@@ -1,0 +1,189 @@
+"""The page and its routes on Starlette: one stream of frames, the top five of a cell, what there is to choose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from mercury_jax.serve.api import body, sse
+from mercury_jax.serve.api.errors import Json, invalid, refused, too_long, too_many, unavailable
+from mercury_jax.serve.api.guard import key_of
+from mercury_jax.serve.api.kinds import REQUIRED, Field, Integer, Items, Record
+from mercury_jax.serve.api.options import Options
+from mercury_jax.serve.api.service import closing, told
+from mercury_jax.serve.engine.types import Job, Snapshot
+from mercury_jax.serve.playground import about, frames, request as requests, top
+
+STATIC = Path(__file__).parent / "static"
+BEAT = 5.0  # seconds of silence after which the stream says that it lives
+LOOKS = 8  # clicks that may wait for their top five
+ALIVE = b": alive\n\n"
+
+# Everything comes from this server, nothing may frame the page, and no text can become markup or script.
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class Files(StaticFiles):
+    """Static files with the page's headers."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        made = super().file_response(*args, **kwargs)
+        made.headers.update(HEADERS)
+        return made
+
+
+class Playground:
+    """The routes of one engine."""
+
+    def __init__(self, engine: Any, options: Options):
+        self.engine, self.lm, self.options = engine, engine.lm, options
+        self.block = engine.settings.block or self.lm.model.config.block
+        self.fit = requests.Fit(engine.context, self.block)
+        self.info = about.info(self.lm, engine.context, self.block, bool(options.keys))
+        self.labels = frames.Labels(self.lm)
+        most = about.most_tokens(engine.context)
+        self.table = requests.table(tuple(r["name"] for r in self.info["rules"]), most)
+        self.look = _look(self.table, self.lm.model.config.vocab, 2 * most + requests.MOST_TOKENS)
+        self.looking, self.one = 0, CapacityLimiter(1)
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/", self.page, methods=["GET"]),
+            Mount("/playground/static", Files(directory=STATIC)),
+            Route("/playground/info", self.tell, methods=["GET"]),
+            Route("/playground/stream", self.stream, methods=["POST"]),
+            Route("/playground/top", self.best, methods=["POST"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
+
+    async def tell(self, request: Request) -> Response:
+        return Json(self.info, headers={"cache-control": "no-store"})
+
+    async def stream(self, request: Request) -> Response:
+        read = self.table.read(await body.read(request, self.options), "")
+        self._open()
+        asked = requests.asked(self.lm, read, self.fit)
+        job = await to_thread.run_sync(requests.with_grammar, self.lm, asked.job, read["schema"])
+        began = time.perf_counter()
+        try:
+            ticket = self.engine.submit(dataclasses.replace(job, salt=key_of(request.scope)))
+        except Exception as error:
+            raise told(error, self.engine.context) from None
+        return sse.EventStream(self._events(ticket, asked, began), ticket.cancel)
+
+    def _open(self) -> None:
+        """ApiError 503 while the engine takes nothing."""
+        if self.engine.closing:
+            raise closing()
+        if not self.engine.ready:
+            raise unavailable("The model is warming up.", 5)
+
+    async def _events(self, ticket: Any, asked: requests.Asked, began: float) -> AsyncGenerator[bytes, None]:
+        job, shown, step = asked.job, frames.NOTHING, 0
+        since = lambda: time.perf_counter() - began
+        yield sse.event({
+            "type": "start", "model": self.lm.name, "prompt_tokens": len(job.prompt), "max_tokens": job.max_tokens,
+            "thinking": job.thinking, "block": self.block, "rule": job.rule, "p": job.p, "steps": job.steps,
+            "seed": job.seed, "before": asked.before, "after": asked.after,
+        })  # fmt: skip
+        async with contextlib.aclosing(_beating(aiter(ticket))) as snapshots:
+            async for snapshot in snapshots:
+                if snapshot is None:
+                    yield ALIVE
+                    continue
+                shown, changed = frames.look(shown, snapshot)
+                if snapshot.finish is None or len(changed):
+                    step += 1
+                    more = {"step": step, "ms": round(1000 * since(), 3)}
+                    yield sse.event(frames.frame(self.labels, shown, changed, snapshot) | more)
+                if snapshot.finish is not None:
+                    yield sse.event(frames.ending(self.lm, snapshot, asked.chat, since()))
+
+    async def best(self, request: Request) -> Response:
+        read = self.look.read(await body.read(request, self.options), "")
+        self._open()
+        job = requests.asked(self.lm, read["request"], self.fit).job
+        self._check(job, read)
+        if self.looking >= LOOKS:
+            raise too_many(1.0, "Too many tokens are being looked at. Please try again.")
+        self.looking += 1
+        try:
+            found = await to_thread.run_sync(self._top, job, read, limiter=self.one)
+            # What a grammar took back after a pass is in no trace.
+            found["exact"] &= read["request"]["schema"] is None
+        finally:
+            self.looking -= 1
+        return Json(found, headers={"cache-control": "no-store"})
+
+    def _check(self, job: Job, read: Mapping[str, Any]) -> None:
+        """ApiError for a cell that no pass of this job could have looked at."""
+        most, start, cells = requests.cells(job), read["start"], len(read["tokens"])
+        if len(job.prompt) + most + len(job.suffix or ()) > self.engine.context:
+            raise too_long(self.engine.context)
+        if len(read["settled"]) != cells:
+            raise invalid("settled", f"settled has {len(read['settled'])} entries; allowed: {cells}")
+        if start > cells:
+            raise refused("start", start, f"at most {cells}, the cells that stood there")
+        whole = self.lm.model.config.pattern == "bidirectional" or job.suffix is not None
+        end = most if whole else min(most, start + self.block)
+        if not start <= read["index"] < end:
+            raise refused("index", read["index"], f"a cell from {start} to {end - 1}")
+
+    def _top(self, job: Job, read: Mapping[str, Any]) -> dict[str, Any]:
+        settled = [bool(x) for x in read["settled"]]
+        seen = top.canvas(self.lm, job, read["tokens"], settled, read["start"], read["index"], self.block)
+        best = top.best(self.lm, seen)
+        named = [(i, p, *self.labels.of(i)) for i, p in zip(best.ids, best.p, strict=True)]
+        return {
+            "top": [{"id": i, "text": text, "kind": kind, "p": p} for i, p, text, kind in named],
+            "exact": best.exact,
+        }
+
+
+def _look(request: Record, vocab: int, most: int) -> Record:
+    """The fields of a look at one cell."""
+    return Record((
+        Field("request", request, REQUIRED, "what the trace was asked with"),
+        Field("tokens", Items(Integer(0, vocab - 1), 0, most), REQUIRED, "what stood there before the pass"),
+        Field("settled", Items(Integer(0, 1), 0, most), REQUIRED, "which of them were settled"),
+        Field("start", Integer(0, most), REQUIRED, "first cell of the block of that pass"),
+        Field("index", Integer(0, most), REQUIRED, "the cell"),
+    ))  # fmt: skip
+
+
+async def _beating(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:
+    """The snapshots, and None after every BEAT seconds without one."""
+    nothing: Any = object()
+    while True:
+        following = asyncio.ensure_future(anext(snapshots, nothing))
+        try:
+            while not (await asyncio.wait({following}, timeout=BEAT))[0]:
+                yield None
+        finally:
+            if not following.done():
+                following.cancel()
+        if following.result() is nothing:
+            return
+        yield following.result()

@@ -1,0 +1,174 @@
+// The form: what the model offers goes in, a request comes out.
+
+import { element } from "./canvas.js";
+
+const $ = (id) => document.getElementById(id);
+const number = (id) => $(id).value.trim() === "" ? null : Number($(id).value);
+const PROMPT = { chat: "Message", text: "Text to go on with", edit: "Text with a gap" };
+
+export class Controls {
+  /** run(): Ctrl+Enter or the button; the other listeners stay in here. */
+  constructor({ run }) {
+    this.info = null;
+    this.hole = [0, 0];
+    $("compose").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+    $("kinds").addEventListener("change", () => this.kindChanged());
+    $("efforts").addEventListener("change", () => this.effortChanged());
+    $("rule").addEventListener("change", () => this.ruleChanged());
+    link("p-slide", "p");
+    link("temperature-slide", "temperature");
+    for (const name of ["select", "keyup", "pointerup", "input"]) {
+      $("prompt").addEventListener(name, () => this.noteHole());
+    }
+  }
+
+  get kind() { return document.querySelector("input[name=kind]:checked").value; }
+  get effort() { return document.querySelector("input[name=effort]:checked").value; }
+  get rule() { return this.info.rules.find((r) => r.name === $("rule").value); }
+  get compare() { return $("compare").checked && !$("compare").disabled; }
+
+  /** Fill in what `info` says of the model. */
+  offer(info) {
+    this.info = info;
+    $("rule").replaceChildren(...info.rules.map((r) => {
+      const option = element("option", "", r.name);
+      option.value = r.name;
+      return option;
+    }));
+    for (const name of Object.keys(info.efforts)) {
+      const item = element("label"), input = element("input");
+      Object.assign(input, { type: "radio", name: "effort", value: name });
+      item.append(input, element("span", "", name));
+      $("efforts").append(item);
+    }
+    $("examples").replaceChildren(...info.examples.map((e) => this.chip(e)));
+    $("max_tokens").max = info.limits.max_tokens;
+    $("steps").max = info.limits.steps;
+    $("temperature").placeholder = "own";
+    $("compare").disabled = info.baseline === null;
+    document.querySelector("input[name=kind][value=edit]").disabled = !info.holes;
+    this.ruleChanged();
+    this.load(info.examples[0]);
+  }
+
+  chip(example) {
+    const button = element("button", "chip", example.title);
+    button.type = "button";
+    button.addEventListener("click", () => this.load(example));
+    return button;
+  }
+
+  /** Put an example into the form. */
+  load(example) {
+    const hole = example.kind === "infill" || example.kind === "edit";
+    document.querySelector(`input[name=kind][value=${hole ? "edit" : example.kind}]`).checked = true;
+    const { before = "", selected = "", after = "" } = example, box = $("prompt");
+    box.value = hole ? before + selected + after : example.prompt;
+    box.setSelectionRange(before.length, before.length + selected.length);
+    $("max_tokens").value = example.max_tokens;
+    $("schema").value = example.schema ? JSON.stringify(example.schema) : "";
+    $("grammar").open = Boolean(example.schema);
+    document.querySelector("input[name=effort][value='']").checked = true;
+    $("rule").value = this.info.rules[0].name;
+    this.ruleChanged();
+    if (example.p !== undefined) this.setStrictness(example.p);
+    this.kindChanged();
+  }
+
+  kindChanged() {
+    const gap = this.kind === "edit";
+    $("prompt-label").textContent = PROMPT[this.kind];
+    $("max-label").textContent = gap ? "Tokens in gap" : "Most tokens";
+    $("max_tokens").placeholder = gap ? "as many" : "64";
+    $("grammar").hidden = gap;
+    $("hole").hidden = !gap;
+    this.noteHole();
+  }
+
+  /** What is selected in the text is what will be written anew; a bare caret is a gap. */
+  noteHole() {
+    const box = $("prompt");
+    this.hole = [box.selectionStart, box.selectionEnd];
+    const picked = box.value.slice(...this.hole);
+    const cut = (text) => text.length > 24 ? `${text.slice(0, 11)} … ${text.slice(-11)}` : text;
+    const line = box.value.slice(0, this.hole[0]).split("\n").length;
+    $("hole").textContent = picked
+      ? `To be rewritten: “${cut(picked).replaceAll("\n", "↵")}”`
+      : `The gap is at the caret, in line ${line}. Select text to rewrite it instead.`;
+  }
+
+  ruleChanged() {
+    const { about, knob, value } = this.rule;
+    $("about").textContent = about.replaceAll("`", "");
+    $("strict").hidden = knob === null;
+    $("p-label").textContent = knob === "p" ? "Threshold p" : `Its ${knob}`;
+    $("p-slide").hidden = knob !== "p";
+    this.setStrictness(value);
+  }
+
+  setStrictness(value) {
+    $("p").value = value ?? "";
+    $("p-slide").value = value ?? 0;
+  }
+
+  /** An effort is a threshold and a number of passes: both are shown, and both may be changed. */
+  effortChanged() {
+    const chosen = this.info.efforts[this.effort];
+    if (!chosen) return;
+    if (this.info.rules.some((r) => r.name === "threshold")) $("rule").value = "threshold";
+    this.ruleChanged();
+    if (this.rule.name === "threshold") this.setStrictness(chosen.p);
+    $("steps").value = Math.max(1, Math.round(chosen.steps * this.info.block));
+  }
+
+  /** The request that the form stands for. Throws an Error in words for a schema that is no JSON object. */
+  request() {
+    const text = $("prompt").value, [from, to] = this.hole, gap = this.kind === "edit";
+    const selected = gap ? text.slice(from, to) : "";
+    const base = { kind: gap && !selected ? "infill" : this.kind, ...this.knobs() };
+    if (this.kind === "chat") base.messages = [{ role: "user", content: text }];
+    else if (this.kind === "text") base.prompt = text;
+    else Object.assign(base, { before: text.slice(0, from), after: text.slice(to), ...(selected && { selected }) });
+    const schema = gap ? null : this.schema();
+    return { ...base, ...(schema && { schema }), max_tokens: number("max_tokens") };
+  }
+
+  knobs() {
+    return {
+      rule: this.rule.name, p: this.rule.knob === null ? null : number("p"), steps: number("steps"),
+      temperature: number("temperature"), effort: this.effort || null, seed: number("seed") ?? 0,
+    };
+  }
+
+  schema() {
+    const text = $("schema").value.trim();
+    if (!text) return null;
+    let value = null;
+    try {
+      value = JSON.parse(text);
+    } catch (error) {
+      throw new Error(`The schema is no JSON: ${error.message}`);
+    }
+    if (typeof value !== "object" || value === null || Array.isArray(value)) {
+      throw new Error("The schema must be a JSON object.");
+    }
+    return value;
+  }
+
+  /** Show that a run is under way: the button stops it. */
+  busy(on) {
+    $("run").classList.toggle("stop", on);
+    $("run").replaceChildren(...(on ? ["Stop ", element("kbd", "", "Esc")] : ["Run ", element("kbd", "", "Ctrl ⏎")]));
+  }
+}
+
+/** A slider and a number that say the same. */
+function link(slide, field) {
+  $(slide).addEventListener("input", () => { $(field).value = $(slide).value; });
+  $(field).addEventListener("input", () => { if ($(field).value) $(slide).value = $(field).value; });
+}
+
+/** The same request, one token a step, the surest first. */
+export function baseline(request, rule) {
+  return { ...request, rule, p: null, steps: 0 };
+}

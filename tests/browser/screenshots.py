@@ -1,0 +1,56 @@
+"""Pictures of the page for the README: `python -m tests.browser.screenshots [FOLDER]`, by default docs/results.
+
+The embedded model adds two numbers and solves a Sudoku, beside the same model at one token a step; the figures
+in the pictures are those of that run. Needs playwright, and Debian's Chromium or the one that CHROMIUM names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import mercury_jax as mj
+from mercury_jax.serve.engine.engine import Engine
+from mercury_jax.serve.engine.types import Settings
+from tests.browser.conftest import ARGS, Served
+from tests.browser.seeing import open_page, run, seek
+
+SIZE = {"width": 1400, "height": 860}
+
+
+def main(folder: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    with (
+        Served(Engine(mj.load(), Settings(slots=4, programs="one"))) as served,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=path, args=ARGS)
+        light, dark = (
+            browser.new_page(viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
+            for scheme in ("light", "dark")
+        )
+        for page, name in ((light, "Addition"), (dark, "Sudoku")):
+            open_page(page, served)
+            page.get_by_role("button", name=name).click()
+            run(page)
+            run(page)  # the first one may have waited for something
+        seek(light, 2)
+        choose(light, "main", 25)
+        light.screenshot(path=folder / "playground-denoising.png")
+        choose(dark, "main", 6)
+        dark.screenshot(path=folder / "playground-finished.png")
+        browser.close()
+
+
+def choose(page, run: str, index: int) -> None:
+    """Click a cell, and wait for its five likeliest tokens."""
+    page.locator(f".{run} .cell").nth(index).click()
+    page.wait_for_selector(".bars li", timeout=120_000)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results"))

@@ -1,0 +1,37 @@
+"""A server to attack: a real process on the loopback, with a small random model.
+
+MERCURY_FUZZ says how many cases there are of an operation; where it is not set, none of this is run.
+"""
+
+import dataclasses
+import os
+
+import pytest
+
+from mercury_jax.bench import serve_process
+
+ENOUGH = os.environ.get("MERCURY_FUZZ", "")
+collect_ignore_glob = [] if ENOUGH else ["test_*.py"]
+
+MODEL = "tiny"
+SETTINGS = {
+    "slots": 4, "queue": 256, "context": 96, "programs": "one", "rules": ["threshold"], "prefix_bytes": 4 << 20,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cases():
+    """Cases of an operation: 1,000 in full, some dozens for a short form."""
+    return int(ENOUGH)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    from mercury_jax import hub
+    from mercury_jax.config import NoiseConfig
+    from tests.tiny import tiny
+
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    hub.save(folder, dataclasses.replace(tiny(), name=MODEL), NoiseConfig(kind="absorbing"))
+    with serve_process.server(str(folder), SETTINGS, {"read_timeout": 2.0}) as own:
+        yield own

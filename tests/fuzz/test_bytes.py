@@ -1,0 +1,116 @@
+"""Whatever bytes come, the server says no in its own words, at once, and holds on to nothing."""
+
+import asyncio
+import json
+import random
+from typing import NamedTuple
+
+from mercury_jax.bench.serve_client import Broken
+from tests.fuzz import bodies, heads
+from tests.load.crowd import held, run
+
+HANG = 10.0  # seconds
+TOGETHER = 6
+GROWTH = 50 << 20
+
+
+class Told(NamedTuple):
+    """What a request was, and what came back; status 0: nothing, -1: not in time."""
+
+    sent: bytes
+    status: int
+    body: bytes
+
+    @property
+    def wrong(self):
+        """Neither an answer nor a refusal in the API's envelope."""
+        if 200 <= self.status < 300:
+            return False
+        return not 400 <= self.status < 500 or not refusal(self.body)
+
+
+def refusal(body):
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return {"message", "type", "param", "code"} == set(error) and isinstance(error["message"], str)
+
+
+async def several(client, cases, one):
+    """What `one(client, case)` makes of every case, some at a time."""
+    todo, told = iter(cases), []
+
+    async def worker():
+        for case in todo:
+            told.append(await one(client, case))
+
+    await asyncio.gather(*(worker() for _ in range(TOGETHER)))
+    return told
+
+
+async def sent(client, case):
+    """A body through a kept connection, as a client sends it."""
+    path, body = case
+    try:
+        async with asyncio.timeout(HANG):
+            answer = await client.ask("POST", path, body)
+        return Told(body, answer.status, answer.body)
+    except Broken:
+        return Told(body, 0, b"")
+    except TimeoutError:
+        return Told(body, -1, b"")
+
+
+async def raw(client, data):
+    """Bytes on a connection of their own, whose sending end is closed behind them; the first answer counts."""
+    wire = await client.wire()
+    try:
+        async with asyncio.timeout(HANG):
+            wire.writer.write(data)
+            wire.writer.write_eof()
+            reply = await wire.read()
+            answer = await reply.read() if not data.startswith(b"HEAD ") else None
+        return Told(data, reply.status, b"" if answer is None else answer.body)
+    except TimeoutError:
+        return Told(data, -1, b"")
+    except (Broken, OSError):
+        return Told(data, 0, b"")
+    finally:
+        wire.drop()
+
+
+async def alive(client):
+    return (await client.ask("GET", "/ready")).status == 200
+
+
+def test_no_body_is_too_odd_to_be_refused(server, cases):
+    draw = random.Random(5)
+    mutants = [bodies.mutated(draw) for _ in range(10 * cases)]
+    first, rest = mutants[: len(mutants) // 5], mutants[len(mutants) // 5 :]
+    told = run(server.url, lambda client: several(client, first, sent))
+    before = held(server.process.pid)
+    told += run(server.url, lambda client: several(client, rest, sent))
+    assert [(one.status, one.sent[:400], one.body[:200]) for one in told if one.wrong] == []
+    refused = sum(one.status >= 400 for one in told)
+    assert refused > len(told) / 3 and refused < len(told)  # chance leaves some of them right
+    now = held(server.process.pid)
+    assert now.bytes < before.bytes + GROWTH and now.threads <= before.threads + 8
+    assert run(server.url, alive)
+
+
+def test_no_head_is_too_odd_to_be_refused(server, cases):
+    """Where a request is not complete, closing the connection is an answer, too."""
+    draw = random.Random(6)
+    odd = [heads.odd(draw) for _ in range(max(cases, 200))]
+    before = held(server.process.pid)
+    told = run(server.url, lambda client: several(client, odd, raw))
+    silent = [one for one in told if one.status == 0]
+    bad = [one for one in told if one.status and one.wrong and not one.sent.startswith(b"HEAD ")]
+    assert [(one.status, one.sent[:400], one.body[:200]) for one in bad] == []
+    assert len(silent) < len(told) / 3
+    assert {one.status for one in told} >= {200, 400, 403, 404, 415}
+    now = held(server.process.pid)
+    assert now.bytes < before.bytes + GROWTH and now.files <= before.files + 2
+    assert run(server.url, alive)
+    assert "Traceback" not in server.said.read_text(errors="replace")

@@ -1,0 +1,432 @@
+"""Answers on the wire, from snapshots that a script shows: shapes, order, ends, and what is cancelled."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from jsonschema.validators import Draft202012Validator
+from starlette.testclient import TestClient
+
+from mercury_jax.serve.api import Options, create_app, openapi
+from mercury_jax.tokenizer import SPECIAL
+from tests.serve.api.knock import Line
+from tests.serve.api.scripted import Scripted, saying, snapshot
+
+DOCUMENT = openapi.build()
+ASK = {"model": "mercury-2", "messages": [{"role": "user", "content": "347+585="}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FIM = {"model": "mercury-edit", "prompt": "def f(", "suffix": "):\n"}
+
+
+def client_of(engine, **options):
+    return TestClient(create_app(engine, Options(playground=False, **options)), base_url="http://localhost")
+
+
+def valid(name, value):
+    """Whether our own document allows an answer."""
+    root = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+    problems = [
+        f"{error.json_path}: {error.message}" for error in Draft202012Validator(root).iter_errors(value)
+    ]
+    assert problems == []
+    return value
+
+
+def post(engine, ask, path="/v1/chat/completions", name="ChatCompletion", **options):
+    answer = client_of(engine, **options).post(path, json=ask)
+    assert answer.status_code == 200, answer.text
+    return valid(name, answer.json())
+
+
+def events(engine, ask, path="/v1/chat/completions", name="ChatCompletionChunk", **options):
+    """The chunks of a stream, each as the document allows it; the last event is [DONE]."""
+    answer = client_of(engine, **options).post(path, json={**ask, "stream": True})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return [valid("Error" if "error" in chunk else name, chunk) for chunk in chunks]
+
+
+def choices(chunks, index=0):
+    return [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+
+
+def said(chunks, index=0):
+    return "".join(c["delta"].get("content", "") for c in choices(chunks, index))
+
+
+@pytest.fixture(scope="module")
+def talking(nano):
+    return Scripted(nano, saying(nano, "347+5", "347+585 is", "347+585 is 932.\nYes"))
+
+
+TEXT = "347+585 is 932.\nYes"
+
+
+def test_a_conversation_is_answered(talking):
+    body = post(talking, ASK)
+    assert body["model"] == "mercury-2" and body["id"].startswith("chatcmpl-")
+    [choice] = body["choices"]
+    assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": TEXT}}
+
+
+def test_a_stream_is_the_same_answer_in_pieces(talking):
+    chunks = events(talking, ASK)
+    assert chunks[0]["choices"] == [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]
+    assert said(chunks) == TEXT and "usage" not in chunks[-1]
+    assert [c["finish_reason"] for c in choices(chunks)] == [None] * (len(chunks) - 1) + ["stop"]
+    assert chunks[-1]["choices"][0]["delta"] == {} and len({(c["id"], c["created"]) for c in chunks}) == 1
+
+
+def test_usage_is_flat_and_nested_and_streamed_if_asked_for(talking, nano):
+    usage = post(talking, ASK)["usage"]
+    assert usage["completion_tokens"] == len(nano.tokenizer.encode(TEXT))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["cached_input_tokens"]}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": usage["reasoning_tokens"]}
+    last = events(talking, {**ASK, "stream_options": {"include_usage": True}})[-1]
+    assert last["choices"] == [] and last["usage"] == usage
+
+
+def test_diffusing_shows_the_whole_text_each_time_and_ends_with_the_answer(nano):
+    ids = nano.tokenizer.encode("one two three four")
+    drafts = [ids[::-1][:4], [*ids[:1], *ids[4:6]], [*ids[:2], *ids[5:]], [*ids[:3], ids[0]]]
+    script = [snapshot(shown, final=i) for i, shown in enumerate(drafts)] + [snapshot(ids, finish="stop")]
+    chunks = events(Scripted(nano, script, pause=0.01), {**ASK, "diffusing": True})
+    shown = [c["delta"]["content"] for c in choices(chunks) if "content" in c["delta"]]
+    assert shown[-1] == "one two three four" and len(shown) == 5
+    assert len(set(shown)) == 5 and not shown[1].startswith(shown[0])
+    progress = [c["diffusion_meta"]["diffusion_progress"] for c in chunks if "diffusion_meta" in c]
+    assert progress == sorted(progress) and [p for p in progress if p >= 1.0] == [1.0]
+    body = post(Scripted(nano, script), {**ASK, "diffusing": True})
+    assert body["choices"][0]["message"]["content"] == "one two three four"
+
+
+def test_an_empty_answer_still_ends(nano):
+    for finish in ("stop", "length"):
+        chunks = events(Scripted(nano, [snapshot([], finish=finish)]), ASK)
+        assert said(chunks) == "" and choices(chunks)[-1]["finish_reason"] == finish
+        body = post(Scripted(nano, [snapshot([], finish=finish)]), ASK)
+        assert (
+            body["choices"][0]["finish_reason"] == finish and body["choices"][0]["message"]["content"] == ""
+        )
+
+
+def called(nano, *payloads, before=""):
+    ids = nano.tokenizer.encode(before) if before else []
+    for payload in payloads:
+        ids += [SPECIAL.tool_call, *nano.tokenizer.encode(payload), SPECIAL.end_tool_call]
+    return [snapshot(ids[:n]) for n in range(1, len(ids), 3)] + [snapshot(ids, finish="stop")]
+
+
+def test_a_call_is_told_its_id_once_and_its_arguments_in_pieces(nano):
+    script = called(
+        nano, '{"name": "add", "arguments": {"a": 347, "b": [585]}}', '{"name": "add", "arguments": {}}'
+    )
+    ask = {**ASK, "tools": [TOOL]}
+    body = post(Scripted(nano, script), ask)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    whole = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in whole] == [{"a": 347, "b": [585]}, {}]
+    assert [call["index"] for call in whole] == [0, 1] and len({call["id"] for call in whole}) == 2
+    chunks = events(Scripted(nano, script, pause=0.002), ask)
+    deltas = [call for c in choices(chunks) for call in c["delta"].get("tool_calls", [])]
+    for i, call in enumerate(whole):
+        mine = [d for d in deltas if d["index"] == i]
+        assert [("id" in d, "type" in d, "name" in d["function"]) for d in mine] == [(True,) * 3] + [
+            (False,) * 3
+        ] * (len(mine) - 1)
+        assert "".join(d["function"]["arguments"] for d in mine) == call["function"]["arguments"]
+    assert choices(chunks)[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_cancels_its_job(nano, stream):
+    engine = Scripted(
+        nano, saying(nano, "347+585", "347+585 is 932.\nYes", "347+585 is 932.\nYes and no"), pause=0.05
+    )
+    ask = {**ASK, "stop": "\nY"}
+    content = said(events(engine, ask)) if stream else post(engine, ask)["choices"][0]["message"]["content"]
+    assert content == "347+585 is 932." and engine.tickets[0].cancelled
+
+
+def test_n_answers_are_n_jobs_with_seeds_of_their_own(nano):
+    engine = Scripted(nano, lambda job: saying(nano, f"seed {job.seed % 10}"))
+    body = post(engine, {**ASK, "n": 3, "seed": 2**63 - 1})
+    told = [choice["message"]["content"] for choice in body["choices"]]
+    assert told == ["seed 7", "seed 8", "seed 9"] or len(set(told)) == 3
+    chunks = events(engine, {**ASK, "n": 3, "seed": 2**63 - 1})
+    assert [said(chunks, i) for i in range(3)] == told
+    assert all([c["finish_reason"] for c in choices(chunks, i)][-1] == "stop" for i in range(3))
+    one, usage = post(engine, {**ASK, "seed": 0})["usage"], body["usage"]
+    assert (
+        usage["prompt_tokens"] == one["prompt_tokens"]
+        and usage["completion_tokens"] == 3 * one["completion_tokens"]
+    )
+
+
+def test_the_same_seed_is_the_same_job_and_no_seed_is_a_fresh_one(talking):
+    talking.tickets.clear()
+    for ask in ({**ASK, "seed": 5}, {**ASK, "seed": 5}, {**ASK, "seed": -5}, ASK, ASK):
+        post(talking, ask)
+    seeds = [ticket.job.seed for ticket in talking.tickets]
+    assert seeds[0] == seeds[1] == 5 and len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_thinking_is_told_if_asked_for_and_counted_either_way(nano):
+    tok = nano.tokenizer
+    ids = [*tok.encode("carry the one"), SPECIAL.end_think, *tok.encode("932")]
+    engine = Scripted(nano, [snapshot(ids[:4]), snapshot(ids, finish="stop")])
+    ask = {**ASK, "reasoning_effort": "high", "reasoning_summary": True, "reasoning_summary_wait": True}
+    body = post(engine, ask)
+    assert body["reasoning_summary"] == {"content": "carry the one", "status": "complete"}
+    assert body["choices"][0]["message"]["content"] == "932" and 0 < body["usage"]["reasoning_tokens"] < len(
+        ids
+    )
+    last = events(engine, ask)[-1]
+    assert (
+        last["reasoning_summary"]["content"] == "carry the one"
+        and last["choices"][0]["finish_reason"] == "stop"
+    )
+    assert "reasoning_summary" not in post(engine, {**ask, "reasoning_summary": False})
+    skipped = post(Scripted(nano, saying(nano, "932")), {**ask, "reasoning_effort": "none"})
+    assert skipped["reasoning_summary"] == {"content": None, "status": "skipped"}
+
+
+@pytest.mark.parametrize(
+    "finish, status, code", [("error", 500, "server_error"), ("cancelled", 503, "overloaded")]
+)
+def test_a_job_that_fails_is_one_error_and_tells_nothing_of_the_inside(nano, finish, status, code):
+    secret = "0xdeadbeef in /root/engine.py"
+    script = [*saying(nano, "347+5", "347+58")[:1], snapshot([], finish=finish, message=secret)]
+    answer = client_of(Scripted(nano, script)).post("/v1/chat/completions", json=ASK)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        status,
+        code,
+    ) and secret not in answer.text
+    chunks = events(Scripted(nano, script, pause=0.01), ASK)
+    assert [("error" in chunk) for chunk in chunks].count(True) == 1 and chunks[-1]["error"]["code"] == code
+    assert secret not in str(chunks) and not any(
+        c["finish_reason"] for chunk in chunks[:-1] for c in chunk["choices"]
+    )
+    if finish == "error":
+        assert answer.headers["x-request-id"] in answer.json()["error"]["message"]
+
+
+def test_what_is_not_foreseen_is_500_with_an_id_and_no_more(nano):
+    def explode(job):
+        raise RuntimeError("the secret of the house")
+
+    engine = Scripted(nano)
+    engine.submit = explode
+    answer = client_of(engine).post("/v1/chat/completions", json=ASK, headers={"x-request-id": "mine-7"})
+    assert (
+        answer.status_code == 500
+        and "secret" not in answer.text
+        and "mine-7" in answer.json()["error"]["message"]
+    )
+    assert answer.headers["x-request-id"] == "mine-7"
+    for odd in ("a b", "x" * 65, "é".encode(), "a\nb: c"):
+        made = client_of(engine).get("/health", headers={"x-request-id": odd}).headers["x-request-id"]
+        assert made.startswith("req_")
+
+
+def test_not_yet_warm_and_about_to_end_are_503_with_a_time_to_come_again(nano):
+    for ready, closing in ((False, False), (True, True), (False, True)):
+        engine = Scripted(nano)
+        engine.ready, engine.closing = ready, closing
+        client = client_of(engine)
+        answer = client.post("/v1/chat/completions", json=ASK)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+        assert client.post("/v1/chat/completions", json={**ASK, "model": "gpt-9"}).status_code == 404
+
+
+def test_the_excess_is_refused_at_once_and_nothing_is_rendered_for_it(nano):
+    engine = Scripted(nano, saying(nano, "932"), slots=2, queue=3)
+    app = create_app(engine, Options(playground=False))
+    engine.gate.clear()
+
+    async def go():
+        running = [Line(app, ASK) for _ in range(5)]
+        await asyncio.gather(*(line.open() for line in running))
+        while len(engine.tickets) < 5:
+            await asyncio.sleep(0.01)
+        began = time.perf_counter()
+        excess = [await Line(app, ASK).whole() for _ in range(20)]
+        seconds = (time.perf_counter() - began) / len(excess)
+        large = await Line(app, {**ASK, "n": 6}).whole()
+        engine.gate.set()
+        return [await line.whole() for line in running], excess, seconds, large
+
+    answers, excess, seconds, large = asyncio.run(go())
+    assert [a.status for a in answers] == [200] * 5 and len(engine.tickets) == 5
+    assert {(a.status, a.json["error"]["code"]) for a in excess} == {(429, "rate_limit_reached")}
+    assert all(int(a.headers["retry-after"]) >= 1 for a in excess) and seconds < 0.1
+    assert large.status == 400 and large.json["error"]["param"] == "n"
+    assert app.state.service.gate.inside == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_client_that_leaves_cancels_its_jobs(nano, stream, after):
+    engine = Scripted(nano, saying(nano, *[TEXT[:n] for n in range(4, len(TEXT))]), pause=0.03)
+    app = create_app(engine, Options(playground=False))
+
+    async def go():
+        line = Line(app, {**ASK, "stream": stream, "n": 2})
+        await line.open()
+        while not engine.tickets or (stream and len(line.sent) < after):
+            await asyncio.sleep(0.005)
+        line.leave()
+        await line.end()
+
+    asyncio.run(go())
+    freed = lambda: app.state.service.gate.inside == 0 and all(ticket.cancelled for ticket in engine.tickets)
+    until = time.monotonic() + 5  # the thread that submits may not have noticed yet
+    while not freed() and time.monotonic() < until:
+        time.sleep(0.01)
+    ends = [ticket.latest.finish for ticket in engine.tickets if ticket.latest is not None]
+    assert len(engine.tickets) in (1, 2) and freed() and "stop" not in ends
+
+
+def test_a_reader_that_stalls_is_left_behind_and_still_gets_the_end(nano):
+    """What waits for a slow reader is one chunk, not the backlog of all passes."""
+    text = "x" * 600
+    engine = Scripted(nano, saying(nano, *[text[:n] for n in range(1, 600, 3)], text), pause=0.001)
+    app = create_app(engine, Options(playground=False))
+
+    async def go():
+        line = Line(app, {**ASK, "stream": True}, gap=0.05)
+        await line.open()
+        await line.end()
+        return line
+
+    line = asyncio.run(go())
+    chunks = [json.loads(e.removeprefix("data: ")) for e in line.text.split("\n\n")[:-2]]
+    assert said(chunks) == text and len(chunks) < 60
+
+
+def test_fill_in_the_middle_has_its_own_shapes(nano):
+    engine = Scripted(nano, saying(nano, "a, ", "a, b"))
+    body = post(engine, FIM, "/v1/fim/completions", "TextCompletion")
+    assert body["choices"] == [{"index": 0, "finish_reason": "stop", "text": "a, b"}]
+    assert body["id"].startswith("cmpl-") and engine.tickets[0].job.presence == 1.5
+    chunks = events(engine, FIM, "/v1/fim/completions", "TextChunk")
+    assert (
+        "".join(c["text"] for c in choices(chunks)) == "a, b"
+        and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    )
+    for empty in ("", None, "<|endoftext|>"):
+        post(engine, {**FIM, "suffix": empty}, "/v1/fim/completions", "TextCompletion")
+        assert engine.tickets[-1].job.suffix is None
+    stopped = post(Scripted(nano, saying(nano, "a\n\nb")), FIM, "/v1/fim/completions", "TextCompletion")
+    assert stopped["choices"][0]["text"] == "a"
+
+
+def test_completions_take_several_prompts(nano):
+    engine = Scripted(nano, lambda job: saying(nano, f"{len(job.prompt)}"))
+    ask = {"model": "nano", "prompt": ["a", "def f(x):"], "n": 2}
+    body = post(engine, ask, "/v1/completions", "TextCompletion")
+    told = [choice["text"] for choice in body["choices"]]
+    assert told[0] == told[1] != told[2] == told[3] and [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    refused = client_of(engine).post("/v1/completions", json={**ask, "n": 9})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+    for bad in (
+        {"prompt": [1, 2, 3]},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [""]},
+        {"echo": True},
+        {"best_of": 2},
+    ):
+        assert client_of(engine).post("/v1/completions", json={**ask, **bad}).status_code == 400, bad
+
+
+def test_what_the_context_cannot_hold_is_refused_in_the_vendors_words(nano):
+    engine = Scripted(nano, saying(nano, "932"))
+    words = "You exceeded the maximum context length for this model of 512. Please reduce the length of the messages " \
+            "or completion."  # fmt: skip
+    for size in (3000, 10**6):
+        long = [{"role": "user", "content": "1+1= " * (size // 5)}]
+        answer = client_of(engine).post("/v1/chat/completions", json={**ASK, "messages": long})
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": words, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"
+        }  # fmt: skip
+    for fields in ({}, {"max_tokens": 50000}, {"max_completion_tokens": 9000}):
+        post(engine, {**ASK, **fields})
+        job = engine.tickets[-1].job
+        assert len(job.prompt) + job.max_tokens == engine.context
+
+
+def test_the_vendors_temperature_is_a_choice_of_the_server(nano):
+    for wanted, strict, used in ((None, False, None), (0, False, 0), (1.7, False, 1.7), (None, True, 0.75),
+                                 (0, True, 0.75), (0.6, True, 0.6)):  # fmt: skip
+        engine = Scripted(nano, saying(nano, "932"))
+        body = post(engine, {**ASK, "temperature": wanted}, strict_temperature=strict)
+        assert engine.tickets[0].job.temperature == used and ("warning" in body) == (strict and wanted == 0)
+
+
+def test_fields_of_extra_body_count_and_the_shorter_name_gives_way(nano):
+    engine = Scripted(nano, saying(nano, "932"))
+    post(
+        engine,
+        {**ASK, "max_tokens": 7, "max_completion_tokens": 9, "extra_body": {"top_k": 3, "max_tokens": 5}},
+    )
+    assert (engine.tickets[0].job.max_tokens, engine.tickets[0].job.top_k) == (9, 3)
+    bad = client_of(engine).post("/v1/chat/completions", json={**ASK, "extra_body": {"top_k": "3"}})
+    assert bad.status_code == 400
+
+
+def test_efforts_are_numbers_and_realtime_is_the_quickest(nano):
+    engine = Scripted(nano, saying(nano, "932"))
+    used = {}
+    for name in ("instant", "low", "medium", "high", None, "realtime"):
+        more = {"realtime": True} if name == "realtime" else {"reasoning_effort": name}
+        post(engine, {**ASK, "max_tokens": 100, **more})
+        job = engine.tickets[-1].job
+        used[name] = (job.p, job.steps, job.thinking)
+        assert job.max_tokens == 100
+    assert used["realtime"] == used["instant"] == (0.7, 8, 0) and used["low"][:2] == (0.8, 16)
+    assert 0 < used["low"][2] < used["medium"][2] <= used["high"][2] and used[None] == (None, 0, 0)
+
+
+def test_metrics_count_what_happened(nano):
+    engine = Scripted(nano, saying(nano, "932"))
+    client = client_of(engine)
+    for path in ("/v1/chat/completions", "/v1/x", "/v1/y"):
+        client.post(path, json=ASK)
+    text = client.get("/metrics").text
+    for line in (
+        'mercury_http_responses_total{path="/v1/chat/completions",status="200"} 1.0',
+        'mercury_http_responses_total{path="other",status="404"} 2.0',
+        "mercury_submitted_total 1.0",
+        "mercury_structured_output_failures_total 0.0",
+        "mercury_first_frame_seconds_count 1.0",
+        "mercury_last_token_seconds_count 1.0",
+        "mercury_tokens_per_forward_count 1.0",
+        "mercury_ready 1.0",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_an_answer_that_broke_its_promise_is_counted_and_never_sent(nano):
+    """The script obeys no grammar; what leaves the server validates, or does not leave."""
+    engine = Scripted(nano, saying(nano, '{"a": "one"}'))
+    client = client_of(engine)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    held = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = client.post("/v1/chat/completions", json={**ASK, "response_format": held})
+    assert answer.status_code == 500 and "one" not in answer.text
+    stream = client.post("/v1/chat/completions", json={**ASK, "response_format": held, "stream": True})
+    assert '"server_error"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
+    assert "mercury_structured_output_failures_total 2.0" in client.get("/metrics").text
+    free = {**ASK, "response_format": {"type": "json_object"}, "stop": '"'}
+    assert (
+        client.post("/v1/chat/completions", json=free).json()["choices"][0]["message"]["content"]
+        == '{"a": "one"}'
+    )

@@ -1,0 +1,211 @@
+"""Who may come in: every route, with no key, a wrong one, a poisoned Host, a crooked path, another method."""
+
+import base64
+import hmac
+from types import SimpleNamespace
+
+import pytest
+from starlette.testclient import TestClient
+
+from mercury_jax.serve.api import Options, create_app, guard
+from mercury_jax.serve.api.app import GET, OPEN, POST
+from mercury_jax.serve.api.errors import ApiError
+from tests.serve.api.knock import knock
+from tests.serve.api.scripted import Scripted
+
+KEYS = ("first-key-123", "second-key-456")
+SECRET = "nano-the-secret"  # the model's name: what no answer without a key may hold
+
+
+def model():
+    return SimpleNamespace(name=SECRET, parameters=5, tokenizer=None, card={}, decoding={})
+
+
+def app_of(**options):
+    return create_app(Scripted(model()), Options(playground=False, **options))
+
+
+@pytest.fixture(scope="module")
+def locked():
+    return TestClient(app_of(keys=KEYS), base_url="http://localhost")
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def routes_of(app):
+    """(open, guarded) paths."""
+    return [r.path for r in app.router.routes], [r.path for r in app.router.default.app.routes]
+
+
+ROUTES = [path for paths in routes_of(app_of()) for path in paths]
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+CROOKED = (
+    "/{0}", "//{0}", "/./{0}", "/x/../{0}", "/health/../{0}", "/%2e%2e/{0}", "/{0}/", "/{0}%00", "/{0}?x=/health",
+    "/%2f{0}", "/health/{0}", "/health%2f..%2f{0}", "/health;/{0}", "/health%00/{0}", "/ready/{0}", "@localhost/{0}",
+    "http://localhost/health/{0}", "", "/health/", "//health", "/Health",
+)  # fmt: skip
+
+
+def test_the_app_has_the_routes_that_are_listed():
+    assert routes_of(app_of()) == ([*OPEN], [*GET, *POST]) and set(OPEN) == {"/health", "/ready"}
+
+
+def auth(value):
+    return [(b"authorization", value.encode("latin-1"))]
+
+
+WRONG = (
+    [], auth("Bearer first-key-12"), auth("Bearer first-key-1234"), auth("Bearer"), auth("Bearer é"), auth(KEYS[0]),
+    [(b"x-api-key", KEYS[0].encode())], auth("Basic !"), auth("Basic Zm9v"), auth(f"Bearer {KEYS[0]},{KEYS[1]}"),
+    [*auth(f"Bearer {KEYS[0]}"), *auth("Bearer x")],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in ROUTES if p not in OPEN] + ["/", "/nothing", "/v1/invocations", "/docs"]
+)
+def test_without_a_key_nothing_but_health_answers(path):
+    """Also what does not exist, with every method and spelling of the path."""
+    app = app_of(keys=KEYS)
+    path = path.replace("{id:path}", SECRET)
+    for method in METHODS:
+        for headers in WRONG:
+            answer = knock(app, method, path, headers)
+            assert answer.status == 401 and SECRET.encode() not in answer.body, (method, headers)
+            assert answer.json["error"]["code"] == "invalid_api_key"
+    for shape in CROOKED:
+        answer = knock(app, "GET", shape.format(path.lstrip("/")))
+        assert answer.status == 401, shape
+
+
+def test_the_playground_is_behind_the_guard_too(nano):
+    app = create_app(Scripted(nano), Options(keys=KEYS))
+    _, guarded = routes_of(app)
+    assert {"/", "/playground/info", "/playground/stream", "/playground/top"} <= set(guarded)
+    for path in (*guarded, "/playground/static/main.js", "/playground/static/../app.py"):
+        for method in METHODS:
+            assert knock(app, method, path, WRONG[1]).status == 401
+    assert knock(app, "GET", "/", auth(f"Bearer {KEYS[0]}")).status == 200
+
+
+POISON = (
+    "localhost/health", "localhost/health?", "localhost#/health", "a@localhost", "@localhost", "localhost:80@evil",
+    "localhost:", "localhost:99999999", "localhost\\x", "local host", "[::1", "::1", "localhost,evil", "", "/",
+    "%6cocalhost", "localhost:8000:8000", "..", "-", "localhost\t", "é",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("host", POISON)
+def test_a_malformed_host_is_refused_with_a_key_and_without(host):
+    for app in (app_of(), app_of(keys=KEYS, hosts=("*",))):
+        for headers in ([], auth(f"Bearer {KEYS[0]}")):
+            answer = knock(app, "GET", "/v1/models", headers, host=host.encode("latin-1"))
+            assert answer.status == 400 and SECRET.encode() not in answer.body
+    for hosts in (None, b"localhost"):
+        twice = [] if hosts is None else [(b"host", b"localhost")]
+        assert knock(app_of(), "GET", "/v1/models", twice, host=hosts).status == 400
+
+
+def test_a_foreign_name_is_refused_as_a_page_that_rebinds_it_would_send_it():
+    plain = TestClient(app_of(), base_url="http://localhost")
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "localhost."):
+        assert plain.get("/v1/models", headers={"host": host}).status_code == 200
+    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1:8000"):
+        answer = plain.get("/v1/models", headers={"host": host})
+        assert answer.status_code == 403 and SECRET not in answer.text
+    named = TestClient(app_of(hosts=("gpu.example",)), base_url="http://gpu.example")
+    assert named.get("/v1/models").status_code == 200
+    assert named.get("/v1/models", headers={"host": "localhost"}).status_code == 403
+    anyone = TestClient(app_of(hosts=("*",)), base_url="http://whatever.example")
+    assert anyone.get("/v1/models").status_code == 200
+
+
+def test_every_key_opens_and_a_browser_may_show_it_as_a_password(locked):
+    for key in KEYS:
+        assert locked.get("/v1/models", headers=bearer(key)).status_code == 200
+        word = base64.b64encode(f"anyone:{key}".encode()).decode()
+        assert locked.get("/v1/models", headers={"authorization": f"Basic {word}"}).status_code == 200
+    asked = locked.get("/", headers={"accept": "text/html"}).headers["www-authenticate"]
+    assert asked.startswith("Basic") and locked.get("/").headers["www-authenticate"].startswith("Bearer")
+
+
+def test_health_and_readiness_need_no_key_and_say_nothing(locked):
+    for path in OPEN:
+        answer = locked.get(path, headers={"host": "10.0.0.7:8000"})  # as a probe of a cluster asks
+        assert answer.status_code == 200 and set(answer.json()) == {"status"}
+
+
+def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
+    """The first key that fits ends nothing early, and no comparison is Python's own."""
+    seen = []
+
+    def compare(a, b):
+        seen.append((a, b))
+        return hmac.compare_digest(a, b)
+
+    door = guard.Guard(None, Options(keys=KEYS))
+    monkeypatch.setattr(guard, "hmac", SimpleNamespace(compare_digest=compare))
+    for key in (*KEYS, "wrong"):
+        seen.clear()
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        if key == "wrong":
+            with pytest.raises(ApiError):
+                door._known(headers)
+        else:
+            assert door._known(headers) == guard.digest(key).hex()
+        assert [b for _, b in seen] == [guard.digest(k) for k in KEYS]
+        assert all(isinstance(a, bytes) and len(a) == 32 for a, _ in seen)
+
+
+def test_no_answer_allows_another_origin(locked):
+    """No CORS: a page elsewhere can neither read an answer nor get a preflight through."""
+    foreign = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    for method in ("GET", "OPTIONS", "POST"):
+        for headers in (foreign, {**foreign, **bearer(KEYS[0])}):
+            answer = locked.request(method, "/v1/models", headers=headers)
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+    answer = locked.options("/v1/chat/completions", headers={**foreign, **bearer(KEYS[0])})
+    assert answer.status_code == 405
+
+
+def test_a_key_has_so_many_requests_a_minute_and_its_own():
+    now = [0.0]
+    rate = guard.Rate(60, lambda: now[0])
+    for _ in range(60):
+        rate.take("a")
+    with pytest.raises(ApiError) as told:
+        rate.take("a")
+    assert told.value.status == 429 and told.value.headers["retry-after"] == "1"
+    rate.take("b")
+    now[0] += 1.01
+    rate.take("a")
+    with pytest.raises(ApiError):
+        rate.take("a")
+
+
+def test_the_limit_counts_requests_that_are_let_in(locked):
+    client = TestClient(app_of(keys=KEYS, rate=2), base_url="http://localhost")
+    for _ in range(5):
+        assert client.post("/v1/chat/completions", headers=bearer("wrong-key")).status_code == 401
+    codes = [client.post("/v1/chat/completions", headers=bearer(KEYS[0])).status_code for _ in range(4)]
+    assert codes == [415, 415, 429, 429]
+    assert client.get("/v1/models", headers=bearer(KEYS[0])).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "short", "with space", "tab\tkey--", "schlüssel"])
+def test_a_weak_or_unsendable_key_is_refused_at_the_start(key):
+    with pytest.raises(ValueError, match="API key") as told:
+        Options(keys=(key,))
+    assert not key or key not in str(told.value)
+
+
+def test_aliases_name_the_model_that_is_there():
+    client = TestClient(app_of(aliases={"mercury-2": SECRET}), base_url="http://localhost")
+    names = [m["id"] for m in client.get("/v1/models").json()["data"]]
+    assert names == [SECRET, "mercury-2"]
+    assert client.get("/v1/models/mercury-2").json()["id"] == "mercury-2"
+    assert client.get("/v1/models/mercury-9/x").json()["error"]["code"] == "model_not_found"
+    with pytest.raises(ValueError, match="gpt"):
+        app_of(aliases={"gpt": "another"})

@@ -1,0 +1,282 @@
+"""Whole requests against nano: what clients send, through the engine, to what they read."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from jsonschema.validators import Draft202012Validator
+from starlette.testclient import TestClient
+
+from mercury_jax.serve.api import Options, create_app, openapi
+from tests.serve.api.knock import Line
+
+DOCUMENT = openapi.build()
+CHAT = "/v1/chat/completions"
+SUM = [{"role": "user", "content": "347+585="}]
+ASK = {"model": "mercury-2", "messages": SUM, "max_tokens": 64}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "maximum": 99}, "on": {"type": "boolean"}},
+    "required": ["x", "on"],
+    "additionalProperties": False,
+}
+ADD = {"type": "function", "function": {"name": "add", "parameters": POINT}}
+EDIT = """<|current_file_content|>
+current_file_path: a.py
+def f(x):
+<|code_to_edit|>
+    retrun x<|cursor|>
+<|/code_to_edit|>
+<|/current_file_content|>
+
+<|edit_diff_history|>
+<|/edit_diff_history|>
+"""
+APPLY = """<|original_code|>
+def f(x):
+    return x
+<|/original_code|>
+
+<|update_snippet|>
+def f(x):
+    return x + 1
+<|/update_snippet|>"""
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+SCHEMAS = {
+    CHAT: ("ChatCompletion", "ChatCompletionChunk"),
+    "/v1/completions": ("TextCompletion", "TextChunk"),
+    "/v1/fim/completions": ("TextCompletion", "TextChunk"),
+    "/v1/edit/completions": ("EditCompletion", "EditChunk"),
+    "/v1/apply/completions": ("EditCompletion", "EditChunk"),
+}
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return create_app(engine, Options(playground=False))
+
+
+@pytest.fixture(scope="module")
+def client(app):
+    return TestClient(app, base_url="http://localhost")
+
+
+def valid(name, value):
+    root = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+    assert [f"{e.json_path}: {e.message}" for e in Draft202012Validator(root).iter_errors(value)] == []
+    return value
+
+
+def post(client, ask, path=CHAT):
+    answer = client.post(path, json=ask)
+    assert answer.status_code == 200, answer.text
+    return valid(SCHEMAS[path][0], answer.json())
+
+
+def stream(client, ask, path=CHAT):
+    answer = client.post(path, json={**ask, "stream": True})
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    assert "error" not in str(chunks)
+    return [valid(SCHEMAS[path][1], chunk) for chunk in chunks]
+
+
+def text_of(chunks):
+    parts = [c.get("delta", c) for chunk in chunks for c in chunk["choices"]]
+    return "".join(part.get("content", "") + part.get("text", "") for part in parts)
+
+
+def test_a_question_is_answered(client, nano):
+    body = post(client, ASK)
+    assert body["choices"][0]["message"]["content"] == "932" == text_of(stream(client, ASK))
+    assert body["usage"]["prompt_tokens"] == len(nano.tokenizer.render(SUM))
+    assert body["usage"]["completion_tokens"] > body["usage"]["reasoning_tokens"] > 0
+
+
+def test_diffusing_ends_with_the_answer(client):
+    chunks = stream(client, {**ASK, "diffusing": True, "max_tokens": 40})
+    shown = [c["delta"]["content"] for chunk in chunks for c in chunk["choices"] if "content" in c["delta"]]
+    assert shown[-1] == post(client, {**ASK, "max_tokens": 40})["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("effort", ["instant", "low", "medium", "high", "none", None])
+@pytest.mark.parametrize("most", [None, 40])
+def test_no_effort_ends_in_an_empty_reply(client, effort, most):
+    ask = {**ASK, "reasoning_effort": effort, "reasoning_summary": True, "max_tokens": most}
+    body, chunks = post(client, ask), stream(client, ask)
+    assert body["choices"][0]["message"]["content"] and body["choices"][0]["finish_reason"] == "stop"
+    assert text_of(chunks) == body["choices"][0]["message"]["content"]
+    if effort in ("low", "medium", "high"):
+        assert body["reasoning_summary"]["status"] == "complete" and body["usage"]["reasoning_tokens"] > 5
+        assert chunks[-1]["reasoning_summary"] == body["reasoning_summary"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_leaves_the_server_obeys_its_schema(client, streamed):
+    held = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+    for more in (
+        {},
+        {"temperature": 2, "seed": 1},
+        {"max_tokens": 24, "temperature": 1.5, "stop": ["}", '"']},
+    ):
+        ask = {**ASK, "response_format": held, **more}
+        if streamed:
+            content = text_of(stream(client, ask))
+        else:
+            content = post(client, ask)["choices"][0]["message"]["content"]
+        Draft202012Validator(POINT).validate(json.loads(content))
+    tight = client.post(CHAT, json={**ASK, "response_format": held, "max_tokens": 3})
+    assert tight.status_code == 400 and "token" in tight.json()["error"]["message"]
+    some = post(client, {**ASK, "response_format": {"type": "json_object"}, "max_tokens": 24})
+    assert isinstance(json.loads(some["choices"][0]["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", named("add")])
+def test_a_call_that_is_asked_for_is_made(client, choice):
+    other = {"type": "function", "function": {"name": "other"}}
+    tools = [other, ADD] if choice != "required" else [ADD]
+    ask = {**ASK, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    [made] = post(client, ask)["choices"]
+    [call] = made["message"]["tool_calls"]
+    assert made["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
+    Draft202012Validator(POINT).validate(json.loads(call["function"]["arguments"]))
+    deltas = [
+        d for chunk in stream(client, ask) for c in chunk["choices"] for d in c["delta"].get("tool_calls", [])
+    ]
+    assert "id" in deltas[0] and not any("id" in d for d in deltas[1:])
+    Draft202012Validator(POINT).validate(json.loads("".join(d["function"]["arguments"] for d in deltas)))
+
+
+def test_tools_that_need_not_be_called_change_nothing_else(client):
+    for more in (
+        {"tools": []},
+        {"tools": [ADD], "tool_choice": "none"},
+        {"tools": None, "tool_choice": "auto"},
+    ):
+        assert post(client, {**ASK, **more})["choices"][0]["message"]["content"] == "932"
+    auto = post(client, {**ASK, "tools": [ADD]})["choices"][0]
+    for call in auto["message"].get("tool_calls", ()):
+        Draft202012Validator(POINT).validate(json.loads(call["function"]["arguments"]))
+    for bad in ({"tool_choice": "required"}, {"tools": [ADD], "tool_choice": named("x")},
+                {"tools": [ADD, ADD]}, {"tools": [ADD], "response_format": {"type": "json_object"}}):  # fmt: skip
+        assert client.post(CHAT, json={**ASK, **bad}).status_code == 400, bad
+
+
+def test_log_probabilities_are_those_of_the_answers_tokens(client, nano):
+    ask = {**ASK, "logprobs": True, "top_logprobs": 3, "reasoning_effort": "low"}
+    made = post(client, ask)["choices"][0]
+    entries = made["logprobs"]["content"]
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode().strip() == made["message"]["content"]
+    assert all(e["logprob"] <= 0 and len(e["top_logprobs"]) == 3 for e in entries)
+    assert all(e["top_logprobs"][0]["logprob"] >= e["top_logprobs"][2]["logprob"] for e in entries)
+    assert stream(client, ask)[-1]["choices"][0]["logprobs"] == made["logprobs"]
+    plain = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "logprobs": 2}
+    told = post(client, plain, "/v1/completions")["choices"][0]
+    assert "".join(told["logprobs"]["tokens"]) == told["text"] and len(told["logprobs"]["text_offset"]) == 8
+
+
+def test_seeds_and_temperatures_do_what_they_say(client):
+    ask = {"model": "nano", "prompt": "def f(x):", "max_tokens": 16, "temperature": 1.2}
+    texts = [post(client, {**ASK_TEXT, **ask}, "/v1/completions")["choices"][0]["text"] for ASK_TEXT in
+             ({"seed": 1}, {"seed": 1}, {"seed": 2}, {"temperature": 0}, {"seed": 9})]  # fmt: skip
+    assert texts[0] == texts[1] != texts[2]
+    greedy = [
+        post(client, {**ask, "temperature": 0}, "/v1/completions")["choices"][0]["text"] for _ in range(2)
+    ]
+    assert greedy[0] == greedy[1]
+    several = post(client, {**ask, "n": 3, "seed": 1}, "/v1/completions")["choices"]
+    assert several[0]["text"] == texts[0] and several[1]["text"] == texts[2] and len(several) == 3
+
+
+def test_shapers_are_data(client):
+    ask = {"model": "nano", "prompt": "def f(x):", "max_tokens": 12, "seed": 3}
+    plain = post(client, ask, "/v1/completions")["choices"][0]["text"]
+    for more in ({"top_p": 0.5}, {"top_p": 0}, {"top_k": 1, "temperature": 2}, {"min_p": 1, "temperature": 2},
+                 {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1e-9}):  # fmt: skip
+        post(client, {**ask, **more}, "/v1/completions")
+    banned = {str(i): -100 for i in range(512)}
+    assert post(client, {**ask, "logit_bias": banned}, "/v1/completions")["choices"][0]["text"] != plain
+
+
+def test_a_gap_is_filled(client):
+    ask = {
+        "model": "mercury-edit",
+        "prompt": "def area(r):\n",
+        "suffix": "\n    return a",
+        "max_tokens": 12,
+        "stop": [],
+    }
+    body = post(client, {**ask, "seed": 0}, "/v1/fim/completions")
+    assert body["choices"][0]["text"] and body["usage"]["completion_tokens"] <= 12
+    assert text_of(stream(client, {**ask, "seed": 0}, "/v1/fim/completions")) == body["choices"][0]["text"]
+    assert post(client, {**ask, "stop": None, "top_k": 5}, "/v1/completions")["choices"][0]["text"]
+
+
+def test_an_edit_comes_in_a_bare_fence_or_as_nothing(client):
+    ask = {"model": "mercury-coder", "messages": [{"role": "user", "content": EDIT}], "seed": 0}
+    content = post(client, ask, "/v1/edit/completions")["choices"][0]["message"]["content"]
+    assert content == "None" or (content.startswith("```\n") and content.endswith("\n```"))
+    assert text_of(stream(client, ask, "/v1/edit/completions")) == content
+    missing = client.post(
+        "/v1/edit/completions", json={**ask, "messages": [{"role": "user", "content": "fix it"}]}
+    )
+    assert missing.status_code == 400 and "code_to_edit" in missing.json()["error"]["message"]
+
+
+def test_an_update_is_merged(client):
+    ask = {"model": "mercury-edit", "messages": [{"role": "user", "content": APPLY}]}
+    body = post(client, ask, "/v1/apply/completions")
+    assert body["choices"][0]["message"]["content"].strip() == "def f(x):\n    return x + 1"
+    assert text_of(stream(client, ask, "/v1/apply/completions")) == body["choices"][0]["message"]["content"]
+    assert body["usage"]["completion_tokens"] > 0
+
+
+def test_many_requests_at_once_each_get_one_end(app, client):
+    """At several times the capacity: what was accepted is what it is alone, the rest is refused at once."""
+    alone = post(client, {**ASK, "temperature": 0})["choices"][0]["message"]["content"]
+
+    async def go():
+        lines = [Line(app, {**ASK, "temperature": 0, "stream": bool(i % 2)}) for i in range(60)]
+        return await asyncio.gather(*(line.whole() for line in lines))
+
+    answers = asyncio.run(go())
+    accepted = [a for a in answers if a.status == 200]
+    assert {a.status for a in answers} == {200, 429} and len(accepted) >= 12
+    for answer in accepted:
+        if answer.body.startswith(b"data"):
+            assert answer.body.count(b'"finish_reason":"stop"') == 1 and answer.body.count(b"[DONE]") == 1
+            events = [json.loads(part[6:]) for part in answer.body.decode().split("\n\n")[:-2]]
+            assert text_of(events) == alone
+        else:
+            assert answer.json["choices"][0]["message"]["content"] == alone
+    assert app.state.service.gate.inside == 0
+
+
+def test_clients_that_leave_free_their_slots(app, engine):
+    before = engine.stats()
+
+    async def go():
+        lines = [Line(app, {**ASK, "stream": bool(i % 2), "messages": [{"role": "user", "content": f"{i}+1="}]})
+                 for i in range(12)]  # fmt: skip
+        for line in lines:
+            await line.open()
+        for i, line in enumerate(lines):
+            await asyncio.sleep(0.01 * (i % 5))
+            line.leave()
+        await asyncio.gather(*(line.end() for line in lines))
+
+    asyncio.run(go())
+    until = time.monotonic() + 10
+    while engine.stats().running + engine.stats().waiting and time.monotonic() < until:
+        time.sleep(0.02)
+    after = engine.stats()
+    assert after.running == after.waiting == 0 and app.state.service.gate.inside == 0
+    assert after.submitted - before.submitted == (after.finished - before.finished) + (
+        after.cancelled - before.cancelled
+    )
