@@ -9,6 +9,7 @@ import mercury_jax as mj
 from mercury_jax.decode import gate
 from mercury_jax.decode.grammar import Choice, FreeOr, Regex, ToolCalls
 from mercury_jax.decode.rules import self_speculation
+from mercury_jax.tokenizer import SPECIAL
 from tests.decode.grammar_many import fault
 from tests.decode.grammar_schemas import SCHEMAS, record
 from tests.decode.test_machine import compiled
@@ -90,7 +91,7 @@ def test_thinking_is_free_and_the_answer_obeys():
 
 
 def test_calls_come_between_their_marks():
-    special = tiny().tokenizer.special
+    special = SPECIAL
     calls = ToolCalls([{"name": "now"}], special.tool_call, special.end_tool_call, at_most=2)
     (one, two) = run([calls, FreeOr(calls)]).tokens
     assert one[0] == special.tool_call and one[-1] == special.end_tool_call

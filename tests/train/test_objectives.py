@@ -13,8 +13,8 @@ from mercury_jax.config import ModelConfig
 from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
 from mercury_jax.types import Batch
 
-STATES, LENGTH, FIRST, MASK = 5, 12, 4, 3
-CHAIN = np.full((STATES, STATES), 0.05) + 0.75 * np.roll(np.eye(STATES), 1, axis=1)
+STATES, LENGTH, FIRST, MASK = 3, 6, 4, 3
+CHAIN = np.full((STATES, STATES), 0.1) + 0.7 * np.roll(np.eye(STATES), 1, axis=1)
 
 
 def entropy() -> float:
@@ -33,22 +33,26 @@ def sequences(seed: int, count: int) -> np.ndarray:
     return x + FIRST
 
 
-def batch(model, seed: int, count: int) -> Batch:
+def batch(model, texts) -> Batch:
+    """Texts [N, LENGTH] as rows of the model's layout."""
     laid = model.layout(np.zeros(LENGTH, np.int32) + FIRST, 0)
-    wide = lambda x: jnp.asarray(np.broadcast_to(x, (count, *x.shape)))
-    tokens = jnp.asarray(sequences(seed, count)[:, laid.positions])
-    return Batch(tokens, *(wide(x) for x in laid[1:]))
+    wide = lambda x: jnp.broadcast_to(x, (len(texts), *x.shape))
+    return Batch(jnp.asarray(texts)[:, laid.positions], *(wide(x) for x in laid[1:]))
 
 
 def config(pattern: str, block: int) -> ModelConfig:
     return ModelConfig(
-        vocab=FIRST + STATES, width=32, layers=2, heads=2, kv_heads=2, head_dim=16, ffn=64,
+        vocab=FIRST + STATES, width=16, layers=2, heads=2, kv_heads=2, head_dim=8, ffn=32,
         pattern=pattern, block=block, mask=MASK,
     )  # fmt: skip
 
 
+def initial(model):
+    return jax.jit(model.init)(jax.random.key(0))
+
+
 @functools.cache
-def trained(pattern: str, block: int, steps: int = 1200):
+def trained(pattern: str, block: int, steps: int = 600):
     model = models.build(config(pattern, block))
     corruption = noise.absorbing(MASK, forbidden=(0, 1, 2))
     objective = masked_elbo(clip=4.0) if block > 1 else autoregressive()
@@ -59,16 +63,21 @@ def trained(pattern: str, block: int, steps: int = 1200):
         return found.per_example.sum() / found.weight.sum()
 
     @jax.jit
-    def update(params, state, key, data):
-        grads = jax.grad(loss)(params, key, data)
-        moves, state = tx.update(grads, state)
-        return optax.apply_updates(params, moves), state
+    def train(params, texts):
+        def update(i, both):
+            params, state = both
+            grads = jax.grad(loss)(params, jax.random.key(i), batch(model, texts[i]))
+            moves, state = tx.update(grads, state)
+            return optax.apply_updates(params, moves), state
 
-    params = model.init(jax.random.key(0))
-    state = tx.init(params)
-    for i in range(steps):
-        params, state = update(params, state, jax.random.key(i), batch(model, i, 64))
-    return model, params
+        return jax.lax.fori_loop(0, steps, update, (params, tx.init(params)))[0]
+
+    return model, train(initial(model), sequences(0, steps * 32).reshape(steps, 32, LENGTH))
+
+
+def found_by(objective, model, params, data, corruption, seed=0):
+    """The objective's Loss, compiled whole."""
+    return jax.jit(lambda p, d: objective(jax.random.key(seed), model, p, d, corruption))(params, data)
 
 
 def estimate(model, params, corruption, objective, chunks=8) -> tuple[float, float]:
@@ -79,21 +88,20 @@ def estimate(model, params, corruption, objective, chunks=8) -> tuple[float, flo
         found = objective(key, model, params, data, corruption)
         return found.per_example / found.weight
 
-    nats = np.concatenate(
-        [each(jax.random.key(i), batch(model, i, 4096)) for i in range(10**6, 10**6 + chunks)]
-    )
+    seeds = range(10**6, 10**6 + chunks)
+    nats = np.concatenate([each(jax.random.key(i), batch(model, sequences(i, 4096))) for i in seeds])
     return float(nats.mean()), float(nats.std(ddof=1) / np.sqrt(len(nats)))
 
 
 @pytest.mark.parametrize(
-    ("pattern", "block"), [("bidirectional", 4), ("causal_encoder", 6), ("block_causal", 1)]
+    ("pattern", "block"), [("bidirectional", 4), ("causal_encoder", 3), ("block_causal", 1)]
 )
 def test_the_nelbo_is_never_under_the_entropy_and_a_trained_model_is_near_it(pattern, block):
     model, params = trained(pattern, block)
     mean, se = estimate(model, params, noise.absorbing(MASK), masked_elbo())
     assert mean > entropy() - se
     assert mean < 1.05 * entropy()
-    untrained, error = estimate(model, model.init(jax.random.key(0)), noise.absorbing(MASK), masked_elbo(), 1)
+    untrained, error = estimate(model, initial(model), noise.absorbing(MASK), masked_elbo(), 1)
     assert untrained > 1.2 * entropy() - error
 
 
@@ -109,9 +117,9 @@ def test_the_bound_is_the_same_under_every_schedule():
 
 def test_lladas_normalisation_is_the_bound_itself_where_answers_are_equally_long():
     model, params = trained("bidirectional", 4)
-    corruption, data = noise.absorbing(MASK), batch(model, 5, 256)
-    key = jax.random.key(3)
-    token, answer = (o(key, model, params, data, corruption) for o in (masked_elbo(least=1e-3), llada()))
+    data = batch(model, sequences(5, 256))
+    run = lambda objective: found_by(objective, model, params, data, noise.absorbing(MASK), seed=3)
+    token, answer = run(masked_elbo(least=1e-3)), run(llada())
     a, b = (float(x.per_example.sum() / x.weight.sum()) for x in (token, answer))
     assert a == pytest.approx(b, rel=1e-5)
 
@@ -124,15 +132,14 @@ def test_lladas_normalisation_weighs_answers_not_tokens():
     for a, b, fill in zip(long, short, (0, 0, 0, False, -1), strict=True):
         b = np.pad(b, [(0, more)] + [(0, 0)] * (b.ndim - 1), constant_values=fill)
         rows.append(jnp.stack([jnp.asarray(a), jnp.asarray(b)]))
-    both, params = Batch(*rows), model.init(jax.random.key(0))
-    found = llada()(jax.random.key(0), model, params, both, noise.absorbing(MASK))
+    found = found_by(llada(), model, initial(model), Batch(*rows), noise.absorbing(MASK))
     np.testing.assert_allclose(found.weight, [1.0, 1.0], rtol=1e-6)
 
 
 def test_at_block_one_the_nelbo_is_the_autoregressive_loss():
     model, params = trained("block_causal", 1)
-    data, corruption = batch(model, 7, 2048), noise.absorbing(MASK)
-    exact = autoregressive()(jax.random.key(0), model, params, data, corruption)
+    data, corruption = batch(model, sequences(7, 4096)), noise.absorbing(MASK)
+    exact = found_by(autoregressive(), model, params, data, corruption)
     exact = float(exact.per_example.sum() / exact.weight.sum())
     mean, se = estimate(model, params, corruption, masked_elbo())
     assert abs(mean - exact) < 4 * se + 0.01
@@ -141,9 +148,9 @@ def test_at_block_one_the_nelbo_is_the_autoregressive_loss():
 
 
 def test_times_are_one_a_canvas_and_spread_over_the_batch():
-    model = models.build(config("causal_encoder", 4))
-    data = batch(model, 0, 32)
-    t = np.asarray(canvas_times(jax.random.key(0), data, 1e-4))
+    model = models.build(config("causal_encoder", 2))
+    data = batch(model, sequences(0, 32))
+    t = np.asarray(jax.jit(canvas_times)(jax.random.key(0), data, 1e-4))
     canvas = np.asarray(data.canvas)
     assert (t[canvas < 0] == 1.0).all()
     each = np.array([np.unique(t[b][canvas[b] == c]) for b in range(32) for c in range(3)])
@@ -153,19 +160,18 @@ def test_times_are_one_a_canvas_and_spread_over_the_batch():
 
 def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
     model = models.build(config("causal_encoder", 4))
-    laid = model.layout(np.arange(FIRST, FIRST + 5), 2)
+    laid = model.layout(FIRST + np.arange(5) % STATES, 2)
     data = Batch(*(jnp.asarray(x)[None] for x in laid))
-    params = model.init(jax.random.key(0))
-    found = autoregressive()(jax.random.key(0), model, params, data, noise.absorbing(MASK))
-    assert float(found.weight.sum()) == 3.0
-    data_other = data._replace(tokens=data.tokens.at[0, 0].set(FIRST + 4))
-    other = autoregressive()(jax.random.key(0), model, params, data_other, noise.absorbing(MASK))
-    assert float(found.per_example[0]) != float(other.per_example[0])
+    other = data._replace(tokens=data.tokens.at[0, 0].set(FIRST + 2))
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), data, other)
+    found = found_by(autoregressive(), model, initial(model), both, noise.absorbing(MASK))
+    assert found.weight.tolist() == [3.0, 3.0]
+    assert float(found.per_example[0]) != float(found.per_example[1])
 
 
 def test_objectives_refuse_what_they_cannot_bound():
     model = models.build(config("causal_encoder", 4))
-    params, data = model.init(jax.random.key(0)), batch(model, 0, 2)
+    params, data = initial(model), batch(model, sequences(0, 2))
     for objective in (masked_elbo(), autoregressive()):
         with pytest.raises(ValueError, match="absorbing"):
             objective(jax.random.key(0), model, params, data, noise.uniform(9))
