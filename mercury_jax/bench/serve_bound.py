@@ -82,9 +82,9 @@ def alone(lm: LM, rows: int, tokens: int) -> Alone:
 
 def passes(part: Alone) -> float:
     """Seconds of a pass, the mean of a turn; the one that encodes the prompt is left out."""
-    nobody = np.zeros(part.rows, bool)
+    nobody, one = np.zeros(part.rows, bool), np.int32(1)
     held = jax.device_put(part.knobs)
-    step = lambda state: device.run(part.program, part.params, state, held, nobody, 1).state
+    step = lambda state: device.run(part.program, part.params, state, held, nobody, one, 1).state
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 

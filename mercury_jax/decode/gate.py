@@ -50,7 +50,7 @@ class Gate:
 
     def look(self, start: int, answer: Sequence[int], sure: Sequence[bool]) -> None:
         """Take what stands of a proposal. answer: the window's tokens from position `start` on."""
-        if not self.begun or self.over:
+        if not self.begun or self.over or start > self.front:
             return
         skip = self.front - start
         self._take([int(i) for i in answer[skip:]], [bool(s) for s in sure[skip:]])

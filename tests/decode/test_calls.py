@@ -1,5 +1,7 @@
 """sample, stream, infill, score, logits: what agrees with what, and what is refused."""
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -13,20 +15,25 @@ from tests.tiny import PATTERNS, tiny
 PROMPT = "for value in range"
 
 
+@functools.cache
+def moments_of(pattern):
+    return list(
+        mj.stream(tiny(pattern), PROMPT, max_tokens=16, sampler=mj.rules.ancestral(), seed=5, every=2)
+    )
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_last_moment_of_a_stream_is_the_sample(pattern):
-    lm = tiny(pattern)
-    moments = list(mj.stream(lm, PROMPT, max_tokens=12, sampler=mj.rules.ancestral(), seed=5, every=2))
-    out = mj.sample(lm, PROMPT, max_tokens=12, sampler=mj.rules.ancestral(), seed=5)
-    assert moments[-1].done and not moments[0].done
-    assert moments[-1].text == out.text and moments[-1].forwards == out.forwards[0]
-    assert moments[-1].settled.all()
+    first, *_, last = moments_of(pattern)
+    out = mj.sample(tiny(pattern), PROMPT, max_tokens=16, sampler=mj.rules.ancestral(), seed=5)
+    assert last.done and not first.done and last.settled.all()
+    assert last.text == out.text and last.forwards == out.forwards[0]
+    np.testing.assert_array_equal(last.tokens, out.tokens[0])
 
 
-def test_settled_tokens_of_masked_decoding_never_change():
-    lm = tiny()
-    moments = list(mj.stream(lm, PROMPT, max_tokens=16, sampler=mj.rules.random(), plan=mj.Plan(steps=4)))
-    for a, b in itertools.pairwise(moments):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_settled_tokens_of_masked_decoding_never_change(pattern):
+    for a, b in itertools.pairwise(moments_of(pattern)):
         n = min(len(a.tokens), len(b.tokens))
         kept = a.settled[:n]
         assert (b.settled[:n] | ~kept).all()
@@ -60,33 +67,43 @@ def test_infill_keeps_known_text_and_fills_every_hole(pattern):
     assert len(out.holes) == 3 and out.text.startswith("def x") and 1 <= out.forwards[0] <= 10
 
 
+def by_tokens():
+    """(a model that decodes token by token, log p of the id after ids), in float64; call under x64."""
+    lm = tiny("block_causal", block=1, dtype="float64")
+    lm = dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.float64), lm.params))
+    return lm, lambda ids: next_of(
+        lm.model, lm.corruption.forbidden, lm.params, np.pad(ids, (0, 32 - len(ids))), len(ids)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def next_of(model, forbidden, params, ids, n):
+    """What a mask behind n encoded tokens says: one program for every n."""
+    one, n = jnp.ones(1, jnp.int32), jnp.full(1, n)
+    _, cache = model.forward(params, ids[None], model.empty_cache(1, 33), 0 * one, n, n, one > 0, ())
+    mask = jnp.full((1, 1), model.config.mask)
+    hidden, _ = model.forward(params, mask, cache, n, one, n + 1, one < 0, ())
+    return jax.nn.log_softmax(model.head(params, hidden)[0, 0].at[jnp.asarray(forbidden)].set(-jnp.inf))
+
+
 def test_score_is_the_autoregressive_likelihood_at_block_one():
     with jax.enable_x64(True):
-        lm = tiny("block_causal", block=1, dtype="float64")
-        lm = mj.LM(
-            lm.model, jax.tree.map(lambda x: x.astype(jnp.float64), lm.params), lm.tokenizer, lm.corruption
-        )
+        lm, says = by_tokens()
         prompt, completion = "def x", "(y): return total"
         found = mj.score(lm, prompt, completion, samples=2)
         ids, after = lm.tokenizer.encode(prompt), lm.tokenizer.encode(completion)
-        chain = 0.0
-        for token in after:
-            logits = mj.logits(lm, [lm.tokenizer.mask], ids)[0, 0]
-            logits = logits.at[jnp.asarray(lm.corruption.forbidden)].set(-jnp.inf)
-            chain += float(jax.nn.log_softmax(logits)[token])
-            ids = [*ids, token]
+        chain = sum(float(says([*ids, *after[:i]])[token]) for i, token in enumerate(after))
     assert abs(found.log_p - chain) < 1e-6 and found.se == 0.0 and found.tokens == len(after)
 
 
 def test_autoregressive_decoding_is_the_block_causal_pattern_at_block_one():
-    lm = tiny("block_causal", block=1)
-    out = mj.sample(lm, PROMPT, max_tokens=5, sampler=mj.rules.confidence())
-    ids = lm.tokenizer.encode(PROMPT)
-    for token in out.tokens[0]:
-        logits = mj.logits(lm, [lm.tokenizer.mask], ids)[0, 0]
-        logits = logits.at[jnp.asarray(lm.corruption.forbidden)].set(-jnp.inf)
-        assert int(logits.argmax()) == token
-        ids = [*ids, int(token)]
+    with jax.enable_x64(True):
+        lm, says = by_tokens()
+        out = mj.sample(lm, PROMPT, max_tokens=5, sampler=mj.rules.confidence())
+        ids = lm.tokenizer.encode(PROMPT)
+        for token in out.tokens[0]:
+            assert int(says(ids).argmax()) == token
+            ids.append(int(token))
     assert out.forwards.tolist() == [5]
 
 
@@ -106,8 +123,8 @@ def test_logits_are_the_same_with_a_cache_and_without(pattern):
         prompt = prompt[:8]
     laid = lm.model.layout(np.asarray(prompt + canvas), len(prompt))
     row = lambda x: jnp.asarray(x)[None]
-    hidden = lm.model.apply(lm.params, row(laid.tokens), row(laid.positions), row(laid.ranges), ())
-    want = lm.model.head(lm.params, hidden)[0, laid.editable]
+    whole = jax.jit(lambda *laid: lm.model.head(lm.params, lm.model.apply(lm.params, *laid, ())))
+    want = whole(row(laid.tokens), row(laid.positions), row(laid.ranges))[0, laid.editable]
     got = mj.logits(lm, canvas, prompt)[0]
     np.testing.assert_allclose(got, want, atol=2e-5)
 

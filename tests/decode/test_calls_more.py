@@ -40,40 +40,22 @@ def test_a_session_goes_on_as_if_all_had_been_one_prompt(pattern):
         assert (more.encoded < whole.encoded).all()
 
 
-def test_a_stopped_call_goes_on_where_it_stood():
-    lm = tiny()
-    whole = mj.sample(lm, PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=2)
-    part = mj.sample(lm, PROMPTS, max_tokens=12, sampler=mj.rules.ancestral(), seed=2, passes=5)
-    assert part.finish == ["paused", "paused"] and part.state is not None and not part.state.done
-    rest = mj.sample(lm, None, state=part.state)
-    assert rest.texts == whole.texts and rest.forwards.tolist() == whole.forwards.tolist()
-    with pytest.raises(ValueError, match="finish"):
-        mj.sample(lm, PROMPTS, state=part.state)
-
-
 def test_effort_thinks_within_its_room_and_keeps_the_answers():
     lm = tiny()
     own = mj.Effort(thinking=10, p=0.5, steps=0.5)
-    out = mj.sample(lm, [CHAT, CHAT], max_tokens=8, effort=own)
-    close = SPECIAL.end_think
-    for tokens, thought in zip(out.tokens, out.thinking, strict=True):
-        at = tokens.tolist().index(close)
-        assert at <= 10 and thought is not None
-        assert len(tokens) - at - 1 <= 8
+    out = mj.sample(lm, CHAT, max_tokens=8, effort=own)
+    at = out.tokens[0].tolist().index(SPECIAL.end_think)
+    assert at <= 10 and out.thinking[0] is not None
+    assert len(out.tokens[0]) - at - 1 <= 8
+    # A stream's last moment is the same.
+    *_, last = mj.stream(lm, CHAT, max_tokens=8, every=2, effort=own)
+    assert (last.text, last.thinking, last.done) == (out.text, out.thinking[0], True)
+    np.testing.assert_array_equal(last.tokens, out.tokens[0])
     # The answer to "instant" has no thinking, and its plan is the one that can be read.
     quick = mj.sample(lm, CHAT, max_tokens=8, effort="instant")
     assert quick.thinking == [None] and quick.forwards[0] <= mj.EFFORTS["instant"].steps * 8
     with pytest.raises(ValueError, match="instant, low, medium, high"):
         mj.sample(lm, CHAT, effort="huge")
-
-
-def test_the_last_moment_of_a_stream_is_what_sample_returns():
-    lm = tiny()
-    for more in (dict(effort=mj.Effort(10, 0.5, 0.5)), dict(sampler=mj.rules.confidence())):
-        out = mj.sample(lm, CHAT, max_tokens=8, **more)
-        *_, last = mj.stream(lm, CHAT, max_tokens=8, every=2, **more)
-        assert (last.text, last.thinking, last.done) == (out.text, out.thinking[0], True)
-        np.testing.assert_array_equal(last.tokens, out.tokens[0])
 
 
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
@@ -96,16 +78,20 @@ def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
 @pytest.mark.parametrize("kind", ["absorbing", "uniform"])
 def test_bias_and_constraints_reach_canvas_models_as_masked_ones(kind):
     lm = tiny(kind=kind)
-    always = mj.sample(lm, PROMPTS, max_tokens=8, logit_bias={300: 1e4}, sampler=_rule(kind))
-    assert all((t == 300).all() for t in always.tokens)
-    per_row = mj.sample(lm, PROMPTS, max_tokens=8, logit_bias=[{300: 1e4}, {301: 1e4}], sampler=_rule(kind))
-    assert [set(t.tolist()) for t in per_row.tokens] == [{300}, {301}]
     allow = mj.shape.allow({0: [310, 311], 5: [312]})
-    out = mj.sample(lm, PROMPTS, max_tokens=8, sampler=mj.Sampler(_rule(kind), allow=(allow,)))
-    assert all(t[0] in (310, 311) and t[5] == 312 for t in out.tokens)
+    sampler = mj.Sampler(_rule(kind), allow=(allow,))
+    out = mj.sample(lm, PROMPTS, max_tokens=8, logit_bias=[{300: 1e4}, {301: 1e4}], sampler=sampler)
+    for tokens, always in zip(out.tokens, (300, 301), strict=True):
+        assert tokens[0] in (310, 311) and tokens[5] == 312
+        assert set(np.delete(tokens, [0, 5]).tolist()) == {always}
     tamed = mj.Sampler(_rule(kind), shape=(mj.shape.frequency(1e3),))
     out = mj.sample(lm, PROMPTS, max_tokens=8, sampler=tamed, plan=mj.Plan(block=1))
     assert all(len(set(t.tolist())) == len(t) for t in out.tokens)  # nothing twice, one token at a time
+
+
+def test_a_bias_may_be_one_for_all_rows():
+    out = mj.sample(tiny(), PROMPTS, max_tokens=8, logit_bias={300: 1e4})
+    assert all((t == 300).all() for t in out.tokens)
 
 
 def _rule(kind):

@@ -53,10 +53,8 @@ def test_edit_by_the_models_own_choice_ends_for_every_kind_of_noise():
         assert not np.isin(out.tokens[0], [lm.tokenizer.mask, lm.tokenizer.pad]).any()
 
 
-def test_plain_rules_leave_a_settled_text_alone():
-    lm = tiny()
-    for rule in (mj.rules.threshold(), mj.rules.confidence(), mj.rules.ancestral()):
-        assert mj.edit(lm, TEXT, sampler=rule).changes == [[]]
+def test_a_plain_rule_leaves_a_settled_text_alone():
+    assert mj.edit(tiny(), TEXT, sampler=mj.rules.threshold()).changes == [[]]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ SCHEMAS = {
     ),
     "never ends": (
         {"$defs": {"n": record(n={"$ref": "#/$defs/n"})}, "$ref": "#/$defs/n"},
-        "nothing was found that satisfies it",
+        "nothing satisfies it",
     ),
     "itself": ({"$ref": "#"}, "nothing satisfies it"),
 }

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode import gate
 from mercury_jax.decode.grammar import Choice, FreeOr, Regex, ToolCalls
 from mercury_jax.decode.rules import self_speculation
 from mercury_jax.tokenizer import SPECIAL
@@ -126,22 +125,3 @@ def test_what_cannot_be_guaranteed_is_refused_before_any_compute(wrong, words, m
     monkeypatch.setattr("mercury_jax.decode.launch.prepare", None)
     with pytest.raises(ValueError, match=words):
         mj.sample(tiny(), PROMPTS, **({"max_tokens": 30} | wrong))
-
-
-def test_the_gate_is_told_of_tokens_once():
-    """What does not fit into one write waits for the next one, in order."""
-    from mercury_jax.decode.amend import nothing
-    from mercury_jax.decode.grammar import compile
-
-    door = gate.Gate(compile(tiny().tokenizer, Choice(["for value in range(count): total"])).walk(60))
-    assert not door.begun and not door.over
-    door.begin(10)
-    written, fronts = [], []
-    while door.news:
-        change = nothing(2, 8)
-        door.fill(change, 1)
-        n = int(change.n[1])
-        written += change.tokens[1, :n].tolist()
-        fronts.append(int(change.front[1]))
-        assert change.n[0] == 0 and bool(change.ended[1]) == (len(written) == len(door.committed))
-    assert written == door.committed and door.over and fronts == list(range(10, 10 + len(written), 8))

@@ -23,8 +23,8 @@ SPECIAL = {"expand": dict(expand=300, delete=301), "levenshtein": dict(delete=30
 def model_for(sampler):
     """The tiny model that a rule is made for."""
     if sampler.verify is not None:
-        return causal()
-    return tiny(kind="uniform") if "masked" not in sampler.rule.fits else tiny()
+        return causal(layers=1)
+    return tiny(kind="uniform" if "masked" not in sampler.rule.fits else "absorbing", layers=1)
 
 
 def made(name):

@@ -108,6 +108,16 @@ def test_a_seed_repeats_and_another_differs():
     assert first == again != other
 
 
+def test_a_stopped_call_goes_on_where_it_stood():
+    lm = tiny()
+    whole, part = answers(lm), answers(lm, passes=5)
+    assert part.finish == ["paused"] * 3 and part.state is not None and not part.state.done
+    rest = mj.sample(lm, None, state=part.state)
+    assert rest.texts == whole.texts and rest.forwards.tolist() == whole.forwards.tolist()
+    with pytest.raises(ValueError, match="finish"):
+        mj.sample(lm, PROMPTS, state=part.state)
+
+
 def compiled() -> int:
     """How many programs of the decoding loop there are."""
     return launch._run._cache_size()  # pyright: ignore[reportAttributeAccessIssue]

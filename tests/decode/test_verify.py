@@ -18,9 +18,9 @@ PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if 
 
 
 @functools.cache
-def causal(dtype="float32"):
+def causal(dtype="float32", layers=2):
     """A tiny causal encoder whose encoding pass is taken to predict the next token."""
-    lm = tiny(dtype=dtype)
+    lm = tiny(dtype=dtype, layers=layers)
     model = models.build(dataclasses.replace(lm.model.config, predicts_next=True))
     params = lm.params
     if dtype == "float64":

@@ -51,6 +51,8 @@ class Grammar:
         """Something first, which takes a narrow search however long it is; then as short as can be found."""
         plans = [self.search.find(self.units, START, MOST_TOKENS, ANY, deadline=deadline)]
         try:
+            if plans[0] is None and not self.search.missed:
+                raise GrammarError(f"{source.name}: nothing satisfies it{self._trouble()}")
             plans.append(
                 self.search.find(self.units, START, MOST_TOKENS, BEST, deadline=deadline - SECONDS / 2)
             )
@@ -60,9 +62,11 @@ class Grammar:
         spelt = [self.vocabulary.spelt(plan) for plan in plans if plan is not None]
         found = [ids for ids in spelt if ids is not None and self.completes(ids)]
         if not found:
-            why = f" ({_plain(self.search.trouble)})" if self.search.trouble else ""
-            raise GrammarError(f"{source.name}: nothing was found that satisfies it{why}")
+            raise GrammarError(f"{source.name}: nothing was found that satisfies it{self._trouble()}")
         return min(found, key=len)
+
+    def _trouble(self) -> str:
+        return f" ({_plain(self.search.trouble)})" if self.search.trouble else ""
 
     @property
     def shortest(self) -> int:

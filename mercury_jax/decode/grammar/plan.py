@@ -100,6 +100,9 @@ class Search:
     ):
         self.vocabulary, self.macros, self._known = vocabulary, macros, known
         self.run = vocabulary.fill[:1] * RUN
+        self.missed = (
+            False  # something was left out: that nothing was found does not say that there is nothing
+        )
         self.trouble = ""  # what llguidance said where a state was too much for it
         self._new: dict[bytes, list[Unit]] = {}
         self._led: dict[bytes, deque[list[Unit]]] = {}
@@ -143,7 +146,9 @@ class Search:
             if time.monotonic() > deadline:
                 raise TimeoutError
             at = heapq.heappop(heap)
-            for node in _kept(levels.pop(at), effort, seen):
+            level = levels.pop(at)
+            self.missed |= len({(node.mask, node.chain) for node in level}) > effort.width
+            for node in _kept(level, effort, seen):
                 left -= 1
                 seen[node.mask] += 1
                 for units in self._completions(node, bridges):
@@ -159,6 +164,7 @@ class Search:
                         if at + size not in levels:
                             heapq.heappush(heap, at + size)
                         levels.setdefault(at + size, []).append(child)
+        self.missed |= left <= 0
         return best
 
     def _completions(self, node: _Node, bridges: Sequence[list[Unit]]) -> Iterable[list[Unit]]:

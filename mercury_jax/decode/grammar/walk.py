@@ -45,6 +45,7 @@ class Walker:
         self.cut = False  # it ended where the budget did, and might have gone on
         self.overruled = 0  # tokens that the budget chose
         self._plan = grammar.vocabulary.units_of(grammar.plan)
+        self._tight = False  # the plan is as short as a search makes it
         self._search = grammar.search.branch()
         self._tokens = grammar.tokens.deep_copy()
         self._units, self._lex, self._behind = grammar.units.deep_copy(), START, 0
@@ -63,7 +64,7 @@ class Walker:
         """uint32 [words]: bit v % 32 of word v // 32 says whether id v may stand at the frontier."""
         words = np.zeros(self.grammar.words, np.uint32)
         mask = np.frombuffer(self._tokens.compute_bitmask(), np.uint32)
-        if self._tokens.is_error() and not self._tokens.is_accepting():
+        if self._tokens.is_error():
             self._restore()
             for id in self.plan[:1]:
                 words[id // 32] = np.uint32(1) << np.uint32(id % 32)
@@ -122,7 +123,7 @@ class Walker:
             plan = self._followed(plan, new)
             taken += new
             forced += [bool(must)] * len(new)
-            if not fits and at < len(tokens):
+            if not fits and at < len(tokens) and list(tokens[at : at + len(new)]) != new:
                 return _Legal(taken, forced, False, True, plan)
         return _Legal(taken, forced, False, True, plan)
 
@@ -137,21 +138,40 @@ class Walker:
 
     def _affordable(self, taken: list[int], plan: list[Unit] | None) -> int:
         """How many of the tokens leave room for a plan; the matcher stands behind so many, the plan fits them."""
-        if plan is not None and self._fits(plan, self.room - len(taken)) and not self._tokens.is_error():
+        broken = self._tokens.is_error()
+        if plan is not None and not broken and self._fits(plan, self.room - len(taken)):
             self._plan = plan
             return len(taken)
+        if self._tight and plan == self._plan and not broken:
+            return self._spared(taken)
         consumed = count = len(taken)
         while True:
-            if consumed > count:
-                self._tokens.rollback(consumed - count)
-            if self._tokens.is_error():
-                self._restore(taken[:count])
+            self._back(taken, consumed, count)
             consumed = count
-            plan = self._plan_behind(taken[:count]) if count else self._plan
-            if plan is not None:
-                self._plan = plan
+            found = self._plan_behind(taken[:count]) if count else self._plan
+            if found is not None:
+                # Where no token is left that a search finds an end behind, there is no other end to find.
+                self._tight = count == 0
+                self._plan = found
                 return count
             count //= 2
+
+    def _spared(self, taken: list[int]) -> int:
+        """How many of the tokens fit before the plan as it is."""
+        size = self.grammar.vocabulary.cost(self._plan)
+        count = 0 if size is None else min(len(taken), self.room - size)
+        self._back(taken, len(taken), count)
+        if count and not self._completes(self._plan):
+            self._back(taken, count, 0)
+            return 0
+        return count
+
+    def _back(self, taken: list[int], consumed: int, count: int) -> None:
+        """Take the matcher back from behind `consumed` of the tokens to behind `count` of them."""
+        if consumed > count:
+            self._tokens.rollback(consumed - count)
+        if self._tokens.is_error():
+            self._restore(taken[:count])
 
     def _restore(self, more: Sequence[int] = ()) -> None:
         """A matcher that ran into its limits never leaves them: begin anew."""

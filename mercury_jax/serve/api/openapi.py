@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -51,12 +51,14 @@ READ = ("400", "401", "403", "404", "405", "431", "500", "503")
 
 
 async def document(service: Service, request: Request) -> Response:
-    return errors.Json(build(keys=bool(service.options.keys)))
+    return errors.Json(build(bool(service.options.keys), tuple(service.names)))
 
 
-def build(keys: bool = True) -> Json:
-    """The document. keys: whether the server asks for one."""
+def build(keys: bool = True, models: Sequence[str] = ()) -> Json:
+    """The document. keys: whether the server asks for one. models: the names that it knows (none: any text)."""
     named = {name: table.schema() for name, table in _requests().items()}
+    for schema in named.values() if models else ():
+        schema["properties"]["model"]["enum"] = list(models)
     return {
         "openapi": "3.1.0",
         "info": {"title": "mercury_jax", "version": _version(), "description": __doc__},

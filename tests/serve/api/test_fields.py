@@ -151,3 +151,5 @@ def test_the_document_is_whole():
     paths = {path.replace("{id:path}", "{id}") for path in (*app.OPEN, *app.GET, *app.POST)}
     assert paths == set(document["paths"])
     assert "security" not in openapi.build(keys=False)
+    asked = openapi.build(models=("nano", "x"))["components"]["schemas"]["ChatCompletionsRequest"]
+    assert asked["properties"]["model"]["enum"] == ["nano", "x"]
