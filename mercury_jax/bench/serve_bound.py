@@ -63,10 +63,10 @@ def bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> Bound:
     return Bound(middle, gain, rates, matmul(lm) / 1e9)
 
 
-def alone(lm: LM, rows: int, tokens: int) -> Alone:
-    """Rows that write one token a pass and come to no end."""
+def alone(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) -> Alone:
+    """Rows that write one token a pass and come to no end. rules: that the program offers (None: as a server's)."""
     lm = endless(lm)
-    plan = shapes.plan(lm, Settings(slots=rows, context=tokens))
+    plan = shapes.plan(lm, Settings(slots=rows, context=tokens, rules=rules))
     prompt = tuple(prompts(lm, 1)[0][: max(1, tokens // 4)])
     slow = "confidence" if "confidence" in plan.menu.names else plan.menu.names[0]
     job = Job(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)

@@ -39,11 +39,12 @@ def server(
     *,
     drain: float = 30.0,
     within: float = 1800.0,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Own]:
     """A server on a free port of the loopback, every program compiled. RuntimeError where it does not get there.
 
     model: a folder (None: the embedded one). settings, options: of `serve.engine.Settings`, `serve.api.Options`.
-    within: seconds for loading and compiling.
+    within: seconds for loading and compiling. env: what its environment has beside ours.
     """
     asked = {"model": model, "settings": dict(settings or {}), "options": dict(options or {}), "drain": drain}
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +52,7 @@ def server(
         with said.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, str(WORKER), json.dumps(asked)], stdout=subprocess.PIPE, stderr=file,
-                text=True, env=os.environ | {"PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"},
+                text=True, env=os.environ | {"PYTHONPATH": _path()} | dict(env or {}),
             )  # fmt: skip
         late = threading.Timer(within, process.kill)
         late.start()

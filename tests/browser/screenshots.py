@@ -1,6 +1,6 @@
 """Pictures of the page for the README: `python -m tests.browser.screenshots [FOLDER]`, by default docs/results.
 
-The embedded model adds two numbers and solves a Sudoku, beside the same model at one token a step; the figures
+The embedded model solves a Sudoku and adds two numbers, beside the same model at one token a step; the figures
 in the pictures are those of that run. Needs playwright, and Debian's Chromium or the one that CHROMIUM names.
 """
 
@@ -33,15 +33,15 @@ def main(folder: Path) -> None:
             browser.new_page(viewport=SIZE, color_scheme=scheme, reduced_motion="reduce")
             for scheme in ("light", "dark")
         )
-        for page, name in ((light, "Addition"), (dark, "Sudoku")):
+        for page, name in ((light, "Sudoku"), (dark, "Addition")):
             open_page(page, served)
             page.get_by_role("button", name=name).click()
             run(page)
             run(page)  # the first one may have waited for something
-        seek(light, 2)
-        choose(light, "main", 25)
+        seek(light, 1)
+        choose(light, "main", 15)
         light.screenshot(path=folder / "playground-denoising.png")
-        choose(dark, "main", 6)
+        choose(dark, "main", 28)
         dark.screenshot(path=folder / "playground-finished.png")
         browser.close()
 

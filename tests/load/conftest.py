@@ -14,6 +14,8 @@ collect_ignore_glob = [] if ENOUGH else ["test_*.py"]
 
 # One program for all requests: their texts do not depend on what runs beside them, bit for bit.
 SETTINGS = {"slots": 8, "programs": "one", "rules": ["threshold"], "context": 192}
+# The test session compiles quickly what then runs slowly; a server under load is compiled for its work.
+FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"}
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +27,12 @@ def clients():
 @pytest.fixture(scope="module")
 def wide(clients):
     """A server whose queue has room for everyone."""
-    with serve_process.server(settings=SETTINGS | {"queue": 2 * clients}) as own:
+    with serve_process.server(settings=SETTINGS | {"queue": 2 * clients}, env=FLAGS) as own:
         yield own
 
 
 @pytest.fixture(scope="module")
 def narrow():
     """A server of four slots and a short queue."""
-    with serve_process.server(settings=SETTINGS | {"slots": 4, "queue": 12}) as own:
+    with serve_process.server(settings=SETTINGS | {"slots": 4, "queue": 12}, env=FLAGS) as own:
         yield own

@@ -117,6 +117,11 @@ class Vocabulary:
         """Tokens of one byte each, which is quick; the fewest where the vocabulary lacks some."""
         return [self._single[unit] for unit in units] if self.whole else self.spelt(units)
 
+    def begins(self, units: Sequence[Unit], mask: bytes) -> bool:
+        """Whether a mask of tokens allows the first of the units; what is no token of its own is not ruled out."""
+        id = self._single[units[0]] if units else -1
+        return id < 0 or bool(mask[id >> 3] >> (id & 7) & 1)
+
     def _fewest(self, text: bytes) -> list[int] | None:
         """Shortest path over the places in the text, from its end, so that the longest first token wins a tie."""
         if text in self._spelt:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.grammar.compile import Grammar
 
 _BRIDGES = 6  # ends of the plan that a search looks out for
+_NEAR = 12  # units of the plan that may have been written in another way
 
 
 class Step(NamedTuple):
@@ -180,14 +181,15 @@ class Walker:
 
     def _plan_behind(self, taken: list[int]) -> list[Unit] | None:
         """A plan for what follows these tokens, of at most what the budget leaves; None where none is found."""
-        search, room = self._search, self.room - len(taken)
+        search, vocabulary, room = self._search, self.grammar.vocabulary, self.room - len(taken)
         bridges = [self._plan[i:] for i in _cuts(self._plan)]
         mask = self._tokens.compute_bitmask()
-        for way in search.ways(mask):
-            for bridge in (*bridges, []):
-                if self._fits(way + bridge, room) and self._completes(way + bridge):
-                    return way + bridge
-        units, lex = self._synced(self.grammar.vocabulary.units_of(taken))
+        guesses = [self._plan[i:] for i in range(min(_NEAR, len(self._plan)))]
+        guesses += [way + bridge for way in search.ways(mask) for bridge in (*bridges, [])]
+        for guess in guesses:
+            if vocabulary.begins(guess, mask) and self._fits(guess, room) and self._completes(guess):
+                return guess
+        units, lex = self._synced(vocabulary.units_of(taken))
         plan = search.find(units, lex, room, QUICK, bridges)
         if plan is None or not self._completes(plan):
             return None

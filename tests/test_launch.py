@@ -1,0 +1,133 @@
+"""The manifests of launch/gke say of the server what is true of it."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+GKE = Path(__file__).resolve().parents[1] / "launch" / "gke"
+FILES = sorted(GKE.glob("*.yaml"))
+
+
+def documents() -> dict[str, dict]:
+    found = itertools.chain.from_iterable(yaml.safe_load_all(file.read_text()) for file in FILES)
+    return {one["kind"]: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, dict]:
+    return documents()
+
+
+@pytest.fixture(scope="module")
+def pod(kinds) -> dict:
+    return kinds["Deployment"]["spec"]["template"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def container(pod) -> dict:
+    (one,) = pod["containers"]
+    return one
+
+
+@pytest.fixture(scope="module")
+def words(container):
+    """The arguments, read as the command reads them: one that it does not know ends the test."""
+    from mercury_jax.cli.serve import parser
+
+    command, *rest = container["args"]
+    assert command == "serve"
+    return parser().read(rest)
+
+
+def test_every_part_is_there(kinds):
+    wanted = {
+        "Deployment",
+        "Service",
+        "BackendConfig",
+        "PodDisruptionBudget",
+        "PodMonitoring",
+        "HorizontalPodAutoscaler",
+    }
+    assert set(kinds) == wanted
+    assert {one["metadata"]["name"] for one in kinds.values()} == {"mercury"}
+
+
+def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words, kinds):
+    pytest.importorskip("starlette")
+    from mercury_jax.serve.api.app import OPEN
+
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    probes = {
+        name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health",
+    }  # fmt: skip
+    for probe in probes.values():
+        assert probe["path"] in OPEN and ports[probe["port"]] == words.port
+    balanced = kinds["BackendConfig"]["spec"]["healthCheck"]
+    assert balanced["requestPath"] in OPEN and balanced["port"] == words.port
+    (port,) = kinds["Service"]["spec"]["ports"]
+    assert ports[port["targetPort"]] == words.port
+
+
+def test_a_pod_ends_behind_its_last_answer(pod, container, words, kinds):
+    pytest.importorskip("uvicorn")
+    from mercury_jax.serve.api.server import FLUSH, NOTICE
+
+    waited = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    needed = waited + NOTICE + words.drain + FLUSH
+    assert needed < pod["terminationGracePeriodSeconds"]
+    assert kinds["BackendConfig"]["spec"]["connectionDraining"]["drainingTimeoutSec"] >= words.drain
+
+
+def test_it_asks_for_a_key(container, words, kinds):
+    from mercury_jax.cli.serve import KEYS
+
+    secrets = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container["env"] if "valueFrom" in e}
+    assert (
+        words.host == "0.0.0.0"
+        and not words.api_key
+        and secrets[KEYS] == {"name": "mercury", "key": "api-keys"}
+    )
+    (endpoint,) = kinds["PodMonitoring"]["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"]["secret"] == {"name": "mercury", "key": "metrics-key"}
+    told = (GKE / "README.md").read_text()
+    assert all(f"--from-literal={key}=" in told for key in ("api-keys", "metrics-key"))
+
+
+def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
+    pytest.importorskip("prometheus_client")
+    from mercury_jax.serve.api.app import GET
+    from mercury_jax.serve.api.metrics import GAUGES
+
+    (metric,) = kinds["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    name = re.fullmatch(
+        r"prometheus\.googleapis\.com\|mercury_(\w+)\|gauge", metric["pods"]["metric"]["name"]
+    )
+    assert name is not None and name[1] in GAUGES
+    (endpoint,) = kinds["PodMonitoring"]["spec"]["endpoints"]
+    assert endpoint["path"] in GET
+
+
+def test_everything_means_the_same_pods(kinds, container, pod):
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    selectors = [
+        kinds["Service"]["spec"]["selector"],
+        *(
+            kinds[kind]["spec"]["selector"]["matchLabels"]
+            for kind in ("Deployment", "PodDisruptionBudget", "PodMonitoring")
+        ),
+    ]
+    assert all(selector.items() <= labels.items() for selector in selectors)
+    aim = kinds["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    assert (aim["kind"], aim["name"]) == ("Deployment", kinds["Deployment"]["metadata"]["name"])
+    assert "replicas" not in kinds["Deployment"]["spec"]
+    mounts = {m["name"] for m in container["volumeMounts"]}
+    assert mounts == {v["name"] for v in pod["volumes"]}
+    gpu = "nvidia.com/gpu"
+    assert container["resources"]["requests"][gpu] == container["resources"]["limits"][gpu]
