@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.serve.api import body, errors, logprobs, numbers, tables, wire
-from mercury_jax.serve.api.constraint import Calls, calls, constraint
+from mercury_jax.serve.api.constraint import Calls, Constraint, calls, constraint
 from mercury_jax.serve.api.guard import key_of
 from mercury_jax.serve.api.numbers import Ask, Pace, Room
 from mercury_jax.serve.api.running import respond
@@ -21,6 +21,7 @@ from mercury_jax.serve.chat.prompt import opened, render
 from mercury_jax.serve.chat.refused import Refused
 from mercury_jax.serve.chat.reply import Reply
 from mercury_jax.serve.engine.types import Job
+from mercury_jax.types import LM
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -35,10 +36,9 @@ async def chat(service: Service, request: Request) -> Response:
 
 def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> tuple[Work, Sequence[Job]]:
     """The jobs of a request. ApiError for what cannot be honoured. Takes a processor: not for the event loop."""
-    lm = service.engine.lm
     messages, tools = _checked(service, data)
     offered = calls(ask, tools)
-    bound = constraint(lm, ask, offered)
+    bound = constraint(service.engine.lm, ask, offered)
     pace = numbers.pace(service, _effort(ask))
     prompt, room = _prompt(service, messages, offered, ask, pace)
     warmth, warning = numbers.temperature(ask, service.options.strict_temperature)
@@ -55,26 +55,30 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
         grammar=bound.grammar,
         salt=salt,
         frames=ask["diffusing"] and ask["stream"],
-        **numbers.sampling(ask, lm.model.config.vocab),
+        **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )
+    work = _work(service.engine.lm, ask, prompt, bool(offered.tools), bound)
+    return work._replace(warning=warning), copies(job, ask["n"])
+
+
+def _work(lm: LM, ask: Ask, prompt: tuple[int, ...], tools: bool, bound: Constraint) -> Work:
+    """How the answers to a conversation are read and told."""
     stops = () if bound.json else stop_texts(ask["stop"])
     thinks = opened(lm, prompt)
-    work = Work(
+    return Work(
         form=wire.CHAT,
         model=ask["model"],
         prompt_tokens=len(prompt),
-        reply=lambda: Reply(lm, chat=True, tools=bool(offered.tools), stop=stops, thinking=thinks),
+        reply=lambda: Reply(lm, chat=True, tools=tools, stop=stops, thinking=thinks),
         copies=ask["n"],
         stream=ask["stream"],
         include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
         diffusing=ask["diffusing"] and ask["stream"],
         summary=ask["reasoning_summary"],
         thinks=thinks,
-        warning=warning,
         check=bound.check,
         logprobs=lambda snapshot, message: logprobs.chat(lm, snapshot, message, ask["top_logprobs"] or 0),
     )
-    return work, copies(job, ask["n"])
 
 
 def copies(job: Job, n: int) -> list[Job]:

@@ -7,192 +7,42 @@ accepted as well. A field that stands in no table is ignored.
 from __future__ import annotations
 
 from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.serve.api.fields import (
+    ALTERNATIVES,
+    BIAS,
+    CHOICES,
+    EXTRA,
+    FORMAT,
+    LENGTH,
+    MAX_TOKENS,
+    MESSAGES_FIELD,
+    MIN_P,
+    MODEL,
+    NAMED,
+    ONE_MESSAGE,
+    REPETITION,
+    SEED,
+    STOP,
+    STREAM,
+    STREAM_OPTIONS,
+    TOOL,
+    TOOLS,
+    TOP_P,
+    N,
+    penalties,
+    temperature,
+)
 from mercury_jax.serve.api.kinds import (
     REQUIRED,
-    Anything,
     Choice,
     Either,
     Field,
     Flag,
     Integer,
     Items,
-    Mapped,
-    Number,
     Only,
     Record,
-    Tagged,
     Text,
-)
-
-MOST_TOKENS = 1 << 20  # of an answer; what the context leaves is less, and larger wishes are cut to that
-MESSAGES, TOOLS, CHOICES, ALTERNATIVES = 2048, 128, 16, 20
-NAME = r"[a-zA-Z0-9_-]{1,64}"
-
-MODEL = Field("model", Text(1, 256), REQUIRED, "The model, by its name or one of its aliases.")
-MAX_TOKENS = Integer(1, MOST_TOKENS)
-LENGTH = "Most tokens of the answer. More than the context leaves is cut to that."
-STREAM = Field("stream", Flag(), False, "Send the answer as server-sent events while it is written.")
-STREAM_OPTIONS = Field(
-    "stream_options",
-    Record((Field("include_usage", Flag(), False, "Send one more chunk, with the usage and no choices."),)),
-    None,
-    "How to stream; used where `stream` is true.",
-)
-TOP_P = Field("top_p", Number(0, 1), 1.0, "Draw among the likeliest tokens that make up this probability.")
-STOPS = Items(Text(1, 256), most=32)
-STOP = Field(
-    "stop",
-    Either((Text(0, 256), STOPS)),
-    None,
-    "Texts that end the answer and are no part of it; not applied where `response_format` is enforced.",
-)
-SEED = Field(
-    "seed",
-    Integer(-(1 << 63), (1 << 63) - 1),
-    None,
-    "The same seed gives the same text (default: a fresh one).",
-)
-REPETITION = Field(
-    "repetition_penalty",
-    Number(0, 1000, open=True),
-    1.0,
-    "Divides the logits of tokens that occurred; 1: none.",
-)
-MIN_P = Field("min_p", Number(0, 1), 0.0, "Draw among tokens at least so many times as likely as the best.")
-BIAS = Field(
-    "logit_bias",
-    Mapped(r"(0|[1-9][0-9]{0,9})", Number(-100, 100), most=512),
-    None,
-    "What to add to the logits of tokens, by their ids.",
-)
-N = Field("n", Integer(1, CHOICES), 1, "How many answers to write; answer i draws from seed + i.")
-EXTRA = Field("extra_body", Anything(), None, "Further fields of this table; those given outside of it win.")
-
-
-def penalties(frequency: float, presence: float) -> tuple[Field, Field]:
-    """The two additive penalties, whose defaults differ between the endpoints."""
-    return (
-        Field(
-            "frequency_penalty", Number(-2, 2), frequency, "Subtracted for each time that a token was said."
-        ),
-        Field("presence_penalty", Number(-2, 2), presence, "Subtracted from tokens that were said."),
-    )
-
-
-def temperature(default: float | None, told: str = "") -> Field:
-    return Field("temperature", Number(0, 2), default, "Of the drawn tokens; 0: always the likeliest." + told)
-
-
-CALL = Record(
-    (
-        Field("id", Text(0, 256), "", "What the result refers to."),
-        Field("type", Only("function"), "function", "Always function."),
-        Field(
-            "function",
-            Record(
-                (
-                    Field("name", Text(1, 64), REQUIRED, "The function's name."),
-                    Field("arguments", Text(), REQUIRED, "The arguments as the text of a JSON object."),
-                )
-            ),
-            REQUIRED,
-            "What was called.",
-        ),
-    )
-)
-CONTENT = Either((Text(), Items(Anything(), most=1024)))
-MESSAGE = Record(
-    (
-        Field(
-            "role",
-            Choice(("system", "user", "assistant", "tool", "function", "developer")),
-            REQUIRED,
-            "Who speaks; developer counts as system.",
-        ),
-        Field("content", CONTENT, None, "A text, or a list of parts of type text."),
-        Field("name", Text(0, 256), None, "The speaker's name, or the function's."),
-        Field("tool_calls", Items(CALL, most=TOOLS), None, "The calls of an assistant's turn."),
-        Field("tool_call_id", Text(0, 256), None, "The call that a tool's message answers."),
-    )
-)
-MESSAGES_FIELD = Field("messages", Items(MESSAGE, 1, MESSAGES), REQUIRED, "The conversation so far.")
-# Editors send the texts of files here, as one message.
-ONE_MESSAGE = Field(
-    "messages",
-    Items(
-        Record(
-            (
-                Field("role", Only("user"), REQUIRED, "Always user."),
-                Field("content", CONTENT, REQUIRED, "The prompt with its tags."),
-            )
-        ),
-        1,
-        1,
-    ),
-    REQUIRED,
-    "Exactly one message of the user.",
-)
-
-TOOL = Tagged(
-    "type",
-    {
-        "function": Record(
-            (
-                Field(
-                    "function",
-                    Record(
-                        (
-                            Field("name", Text(1, 64, NAME), REQUIRED, "The function's name."),
-                            Field("description", Text(), None, "What it does."),
-                            Field("parameters", Anything(), None, "JSON Schema of its arguments."),
-                            Field("strict", Flag(), False, "The schema is enforced either way."),
-                        )
-                    ),
-                    REQUIRED,
-                    "What may be called.",
-                ),
-            )
-        )
-    },
-)
-NAMED = Tagged(
-    "type",
-    {
-        "function": Record(
-            (
-                Field(
-                    "function",
-                    Record((Field("name", Text(1, 64, NAME), REQUIRED, "One of the tools."),)),
-                    REQUIRED,
-                    "The function that must be called.",
-                ),
-            )
-        )
-    },
-)
-FORMAT = Tagged(
-    "type",
-    {
-        "text": Record(()),
-        "json_object": Record(()),
-        "json_schema": Record(
-            (
-                Field(
-                    "json_schema",
-                    Record(
-                        (
-                            Field("name", Text(1, 64, NAME), REQUIRED, "The format's name."),
-                            Field("description", Text(), None, "What the format is for."),
-                            Field("schema", Anything(), None, "The JSON Schema (none: any object)."),
-                            Field("strict", Flag(), False, "The schema is enforced either way."),
-                        )
-                    ),
-                    REQUIRED,
-                    "The schema that the answer obeys.",
-                ),
-            )
-        ),
-    },
 )
 
 CHAT = Record(

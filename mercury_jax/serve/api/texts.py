@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mercury_jax.serve.api import body, errors, logprobs, numbers, tables, wire
 from mercury_jax.serve.api.chat import copies, stop_texts
+from mercury_jax.serve.api.fields import CHOICES
 from mercury_jax.serve.api.guard import key_of
 from mercury_jax.serve.api.numbers import Ask
 from mercury_jax.serve.api.running import respond
@@ -37,10 +38,8 @@ async def completions(service: Service, request: Request) -> Response:
     service.check(ask["model"])
     prompts = [ask["prompt"]] if isinstance(ask["prompt"], str) else ask["prompt"]
     count = len(prompts) * ask["n"]
-    if count > tables.CHOICES:
-        raise errors.invalid(
-            "n", f"{len(prompts)} prompts times n = {ask['n']}; allowed: {tables.CHOICES} answers"
-        )
+    if count > CHOICES:
+        raise errors.invalid("n", f"{len(prompts)} prompts times n = {ask['n']}; allowed: {CHOICES} answers")
     salt = key_of(request.scope)
     return await respond(service, request, lambda: prepare(service, ask, prompts, salt), count)
 

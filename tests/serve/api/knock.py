@@ -65,6 +65,11 @@ class Line:
     def leave(self):
         self._left.set()
 
+    def cancel(self):
+        """As a server does that cannot wait any longer."""
+        assert self._task is not None
+        self._task.cancel()
+
     async def end(self):
         await asyncio.wait_for(self._task, 30)
 
