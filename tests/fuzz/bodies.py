@@ -52,22 +52,21 @@ PIECES = [
 ]  # fmt: skip
 
 
-def body(draw, max_tokens=4):
-    """(path, bytes) of a right request."""
-    path, more = draw.choice(RIGHT)
-    if path.startswith("/v1"):
-        more = {"model": MODEL, "max_tokens": max_tokens, **more}
-    return path, json.dumps(more).encode()
-
-
-def mutated(draw):
-    """(path, bytes): one to three things are changed, in the JSON or in its bytes."""
-    path, data = body(draw)
+def mutated(draw, right=RIGHT):
+    """(path, bytes) of a right request, with one to three things changed, in the JSON or in its bytes."""
+    path, data = _body(draw, right)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         data = draw.choice((_replaced, _replaced, _renamed, _flipped, _cut, _put, _twice, _spliced))(
             draw, data
         )
     return path, data
+
+
+def _body(draw, right):
+    path, more = draw.choice(right)
+    if path.startswith("/v1"):
+        more = {"model": MODEL, "max_tokens": 4, **more}
+    return path, json.dumps(more).encode()
 
 
 def _replaced(draw, data):
@@ -150,5 +149,5 @@ def _twice(draw, data):
 
 
 def _spliced(draw, data):
-    other = body(draw)[1]
+    other = _body(draw, RIGHT[:9])[1]
     return data[: draw.randrange(len(data) + 1)] + other[draw.randrange(len(other)) :] or b" "

@@ -33,6 +33,6 @@ def server(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / MODEL
     hub.save(folder, dataclasses.replace(tiny(), name=MODEL), NoiseConfig(kind="absorbing"))
-    options = {"read_timeout": 2.0, "effort": "instant"}  # fewer passes: what is asked for matters here
+    options = {"read_timeout": 1.0, "effort": "instant"}  # fewer passes: what is asked for matters here
     with serve_process.server(str(folder), SETTINGS, options) as own:
         yield own

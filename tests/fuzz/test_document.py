@@ -44,7 +44,7 @@ def test_every_answer_is_one_that_the_document_tells(server, cases, tmp_path):
         [
             command, "run", str(file), "--url", server.url, "--max-examples", str(cases), "--checks", ",".join(CHECKS),
             "--phases", "examples,coverage,fuzzing", "--mode", "all", "--seed", "7", "--continue-on-failure",
-            "--request-timeout", "30", "--max-response-time", "30", "--suppress-health-check", "all", "--workers", "2",
+            "--request-timeout", "120", "--suppress-health-check", "all", "--workers", "2",
         ],
         capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"NO_COLOR": "1"},
     )  # fmt: skip
