@@ -5,7 +5,7 @@ import numpy as np
 from mercury_jax import models
 from mercury_jax.hub import families
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
-from tests.hub.test_diffusion_gemma import denoise
+from tests.hub.test_diffusion_gemma import told
 from tests.models.test_dit import apply, whole
 
 HEAD = (
@@ -18,10 +18,10 @@ def difference(name: str) -> float:
     """Largest absolute difference of our fp32 logits from the reference's."""
     g = golden(name)
     if "canvas" in g.said:
-        run = lambda told: denoise(
-            g.opened.model, g.params, g.said["tokens"], g.said["canvas"], g.said["carry_logits"], told
-        )
-        pairs = [(run(False), g.said["logits"]), (run(True), g.said["logits_conditioned"])]
+        pairs = [
+            (told(g, False)[1], g.said["logits"]),
+            (told(g, True)[1], g.said["logits_conditioned"]),
+        ]
         return max(float(np.abs(a - b).max()) for a, b in pairs)
     want = g.said["logits"]
     if (c := g.opened.config).alignment == "shifted" and c.pattern == "bidirectional":

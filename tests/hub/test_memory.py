@@ -1,18 +1,24 @@
 """Memory: what a model needs is told from shapes, and loading takes little beyond the parameters themselves."""
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
-from mercury_jax import models
 from mercury_jax.hub import assemble, describe, memory, reading
 from mercury_jax.sharding import spec
 
 CONFIG_26B = Path(__file__).with_name("diffusiongemma_26b.json")
+
+
+@functools.cache
+def model_26b():
+    """Its shapes take seconds to find, once for each model object."""
+    return reading.open_config(CONFIG_26B).model
+
 
 # Without memory_stats a CPU tells its peak only for the whole process: hence a process of its own.
 LOAD = """
@@ -68,20 +74,20 @@ def test_loading_takes_the_parameters_and_little_more(tmp_path):
 
 def test_the_26b_model_is_built_abstractly_as_published():
     """25.2B parameters of which a token meets 3.8B; on 8 devices each holds an eighth, but for a few norms."""
-    opened = reading.open_config(CONFIG_26B)
-    assert round(memory.parameters(opened.model) / 1e9, 1) in (25.2, 25.3)
-    assert abs(memory.parameters(opened.model) / 1e9 - 25.2) < 0.06
-    assert round(memory.active(opened.model) / 1e9, 1) == 3.8
-    plan = memory.plan(opened.model, "bfloat16")
+    model = model_26b()
+    assert round(memory.parameters(model) / 1e9, 1) in (25.2, 25.3)
+    assert abs(memory.parameters(model) / 1e9 - 25.2) < 0.06
+    assert round(memory.active(model) / 1e9, 1) == 3.8
+    plan = memory.plan(model, "bfloat16")
     for n, need in plan.items():
         assert plan[1].params / n <= need.params <= 1.02 * plan[1].params / n
-    assert plan[1].params == 2 * memory.parameters(opened.model)
+    assert plan[1].params == 2 * memory.parameters(model)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "expert", "fsdp"])
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_every_rule_of_the_26b_model_fits_its_array(devices, axis):
-    model = reading.open_config(CONFIG_26B).model
+    model = model_26b()
     mesh = memory.mesh_shape(devices, axis)
     for path, like in assemble.shapes_of(model).items():
         found = spec(path, like.shape, model.shardings, mesh)
@@ -98,4 +104,3 @@ def test_a_description_needs_no_tensor_and_says_what_is_asked_first():
         and found["licence"] == "Apache-2.0"
     )
     assert found["bytes_per_device"][8]["params"] < 6.5e9
-    assert jax.eval_shape(models.build(reading.open_config(CONFIG_26B).config).init, jax.random.key(0))
