@@ -100,7 +100,7 @@ class Gate:
         with self._lock:
             if self.inside + count > self.most:
                 message = f"{self.inside} requests are running or waiting already. Please try again later."
-                raise errors.too_many(self.seconds * self.inside / self.slots, message)
+                raise errors.too_many(self.seconds / self.slots, message)  # then a place is free, on average
             self.inside += count
 
     def leave(self, count: int, seconds: float | None = None) -> None:

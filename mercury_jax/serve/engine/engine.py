@@ -19,6 +19,7 @@ from mercury_jax.serve.engine import device, knobs, moments, shapes
 from mercury_jax.serve.engine.fill import BEHIND, Fills, in_order
 from mercury_jax.serve.engine.moments import Running
 from mercury_jax.serve.engine.prefix import Prefixes, piece_of
+from mercury_jax.serve.engine.programs import Programs
 from mercury_jax.serve.engine.slots import Slots
 from mercury_jax.serve.engine.ticket import Ticket
 from mercury_jax.serve.engine.types import Job, Settings, Snapshot, Stats, TooLong
@@ -65,7 +66,7 @@ class Engine:
         self._news = threading.Condition()
         self._dirty, self._stopping = False, False
         self._waiting = Waiting(settings.queue, self._wake, self._free)
-        self._programs = shapes.Programs(self.plan)
+        self._programs = Programs(self.plan)
         self._prefixes = Prefixes(piece_of(lm.model.config), settings.prefix_bytes)
         self._fills = Fills(lm, self.plan.menu, settings.queue, self._filled)
         self._slots: Slots | None = None
@@ -75,8 +76,7 @@ class Engine:
 
     def start(self) -> None:
         """Compile what every job fits into, then serve; the programs for fewer and shorter jobs follow."""
-        self._programs.start()
-        self._slots = Slots(self.plan, self._programs)
+        self._slots = Slots(self.plan, self._programs, self._programs.start())
         self._thread.start()
         self._fills.start()
         self.ready = True
@@ -195,7 +195,8 @@ class Engine:
         for seat in (*slots.seats, *filling):
             if seat is not None and not seat.ticket.over:
                 self._over(seat.ticket, "error", "the engine failed")
-        self._filling, self._slots = None, Slots(self.plan, self._programs)
+        empty = shapes.seated(self.plan, shapes.idle(self.plan, self._programs.largest))
+        self._filling, self._slots = None, Slots(self.plan, self._programs, empty)
         return self._slots
 
     def _turn(self, slots: Slots) -> None:

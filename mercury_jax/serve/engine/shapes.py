@@ -1,8 +1,7 @@
-"""The shapes that the slots come in, and the compiled program of each."""
+"""The shapes that the slots come in."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +16,6 @@ from mercury_jax.types import LM
 
 FIRST = 256  # positions of the smallest slot; each next size has twice as many
 WIDE = 256  # tokens of an encoding pass over a long prompt; whole blocks, for models whose blocks are powers of two
-
-
-SPARE = 256 << 20  # bytes that a state may take which is made only to compile
 
 
 class Shape(NamedTuple):
@@ -139,73 +135,3 @@ def seated(plan: Plan, state: State) -> State:
     """The state laid onto the model's mesh; as it is on a single device."""
     where = placed(plan, state)
     return state if where is None else jax.device_put(state, where)
-
-
-class Programs:
-    """Compiled steps by shape: the largest one at once, the others behind it, in a thread of their own."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self._made: dict[Shape, Any] = {}
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.largest = Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
-
-    def start(self) -> None:
-        """Compile what fits every job, and go on with the rest in the background."""
-        self._made[self.largest] = self._compile(self.largest)
-        if self.plan.settings.programs == "all":
-            self._thread = threading.Thread(target=self._rest, name="mercury-compile", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Compile nothing more; waits for what is being compiled."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to compile."""
-        return bool(self._made) and (self._thread is None or not self._thread.is_alive())
-
-    def fitting(self, rows: int, slots: int, level: int) -> Shape:
-        """The cheapest shape that is compiled and has room."""
-        fits = [s for s in list(self._made) if s.rows >= rows and s.slots >= slots and s.level >= level]
-        return min(fits, key=lambda s: (s.level, s.rows * s.slots, s.rows))
-
-    def step(self, shape: Shape) -> Any:
-        """The compiled step: (params, state, knobs, leave) -> device.Result."""
-        return self._made[shape]
-
-    def _rest(self) -> None:
-        levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
-        for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
-            if self._stop.is_set():
-                return
-            self._made[shape] = self._compile(shape)
-            self._warm(shape)
-
-    def _warm(self, shape: Shape) -> None:
-        """Compile the small programs around the step too, where a second state is no burden."""
-        like = jax.eval_shape(lambda: idle(self.plan, shape))
-        if device.bytes_of(like.cache) < SPARE:
-            one = row(self.plan, shape.slots, Job(prompt=(0,), max_tokens=1), 0)
-            device.place(idle(self.plan, shape), np.int32(0), one)
-
-    def _compile(self, shape: Shape) -> Any:
-        plan = self.plan
-        empty = Job(prompt=(0,), max_tokens=1)
-        one = knobs.row(plan.menu, empty, shape.level, plan.lm, plan.block)
-        state = jax.eval_shape(lambda: idle(plan, shape))
-        where = placed(plan, state)
-        run = device.run
-        if where is not None:  # what goes out must lie where the next dispatch expects it
-            lay = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
-            state = jax.tree.map(lay, state, where)
-            run = device.run_on(where)
-        lowered = run.lower(
-            program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
-            np.zeros(shape.rows, bool), np.int32(0), plan.settings.passes,
-        )  # fmt: skip
-        return lowered.compile()

@@ -12,6 +12,7 @@ import numpy as np
 from mercury_jax.decode.amend import nothing
 from mercury_jax.decode.state import Knobs, State
 from mercury_jax.serve.engine import device, knobs, moments, shapes
+from mercury_jax.serve.engine.programs import Programs
 from mercury_jax.serve.engine.shapes import Shape
 from mercury_jax.serve.engine.types import Job
 
@@ -27,12 +28,12 @@ class Pending(NamedTuple):
 
 @dataclass
 class Slots:
-    """Every method is for the engine's thread alone."""
+    """Every method is for the engine's thread alone. state: an idle one of the largest shape."""
 
     plan: shapes.Plan
-    programs: shapes.Programs
+    programs: Programs
+    state: State
     shape: Shape = field(init=False)
-    state: State = field(init=False)
     seats: list[moments.Running | None] = field(init=False)
     pending: deque[Pending] = field(default_factory=deque)
     _knobs: list[Knobs] = field(init=False)  # by level, on the host
@@ -41,7 +42,6 @@ class Slots:
 
     def __post_init__(self) -> None:
         self._seat(self.programs.largest)
-        self.state = shapes.seated(self.plan, shapes.idle(self.plan, self.shape))
 
     @property
     def running(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from mercury_jax import sample
 from mercury_jax.config import Plan
-from mercury_jax.decode import infill, rules
+from mercury_jax.decode import grammar, infill, rules
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.holes import Hole
 from mercury_jax.serve.engine.engine import Engine
@@ -46,6 +46,35 @@ def text(ticket):
     return ticket.wait(60).tokens.tolist()
 
 
+def compilations():
+    """A list that grows with every program that is compiled from now on."""
+    found = []
+    note = lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return found
+
+
+def test_nothing_that_a_job_asks_for_compiles(engine):
+    """The first test: nobody has asked this engine for anything yet."""
+    compiled = compilations()
+    varied = [
+        dict(rule=name, p=p) for name, p in (("factor", 0.5), ("threshold", 0.2), ("entropy_bound", None))
+    ]
+    varied += [
+        dict(temperature=0.7, top_p=0.9),
+        dict(bias={50: 1.0, 51: -3}),
+        dict(steps=3),
+        dict(repetition=1.3),
+        dict(prompt=ids(4, 90)),
+        dict(prompt=(*ids(4, 90), 44)),  # what it shares with the one before is there already
+        dict(logprobs=1),
+        dict(grammar=grammar.compile(tiny().tokenizer, grammar.Choice(["def", "return"]))),
+    ]
+    for fields in varied:
+        assert text(engine.submit(Job(**{"prompt": ids(2, 11), "max_tokens": 9, "seed": 3} | fields)))
+    assert engine.stats().cached_tokens and compiled == []
+
+
 def test_an_answer_is_what_sample_gives(engine):
     for job in jobs(3):
         want = sample(tiny(), list(job.prompt), max_tokens=job.max_tokens, seed=job.seed, temperature=0.0)
@@ -62,26 +91,6 @@ def test_an_answer_does_not_depend_on_what_runs_beside_it(engine):
     alone = [text(engine.submit(job)) for job in mixed]
     together = [engine.submit(job) for job in mixed]
     assert [text(ticket) for ticket in together] == alone
-
-
-def test_what_a_job_asks_for_compiles_nothing(engine):
-    text(engine.submit(Job(prompt=ids(1), max_tokens=8, logprobs=1)))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
-    varied = [
-        dict(rule=name, p=p) for name, p in (("factor", 0.5), ("threshold", 0.2), ("entropy_bound", None))
-    ]
-    varied += [
-        dict(temperature=0.7, top_p=0.9),
-        dict(bias={50: 1.0, 51: -3}),
-        dict(steps=3),
-        dict(repetition=1.3),
-    ]
-    for fields in varied:
-        text(engine.submit(Job(prompt=ids(2, 11), max_tokens=9, seed=3, **fields)))
-    assert compiled == []
 
 
 def test_the_numbers_of_a_job_reach_its_row(engine):
@@ -235,7 +244,8 @@ def test_the_slots_change_their_shape_while_rows_decode():
     engine = Engine(tiny(), dataclasses.replace(SMALL, slots=5, rules=("confidence",)))
     engine.start()
     for shape in (Shape(1, 64, 2), Shape(1, engine.plan.slots[-1], 2)):
-        engine._programs._made[shape] = engine._programs._compile(shape)
+        engine._programs.add(shape)
+    compiled = compilations()
     sizes = (45, 100, 20, 9, 5)
     several = [Job(prompt=ids(i, 5), max_tokens=size, rule="confidence") for i, size in enumerate(sizes)]
     alone = [text(engine.submit(job)) for job in several]
@@ -249,7 +259,7 @@ def test_the_slots_change_their_shape_while_rows_decode():
     while not all(ticket.over for ticket in tickets):
         seen.append(slots.shape)
         time.sleep(0.001)
-    assert [text(ticket) for ticket in tickets] == alone
+    assert [text(ticket) for ticket in tickets] == alone and compiled == []
     most = engine.plan.slots[-1]
     assert list(dict.fromkeys(seen))[-3:] == [(1, 64, 2), (5, most, 2), (1, most, 2)]
     engine.stop()
