@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,8 +98,15 @@ def _checked(service: Service, data: Mapping[str, Any]) -> tuple[list[dict[str, 
         messages = checked(data["messages"], tools)
     except Refused as refused:
         raise errors.invalid(refused.param, refused.message) from None
-    numbers.check_size(service, sum(len(message["content"]) for message in messages))
+    numbers.check_size(service, sum(map(_size, messages)))
     return messages, tools
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters of what a template tells of a message at least; one that only calls has no content."""
+    given = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    written = (json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in given)
+    return len(message["content"] or "") + sum(map(len, written))
 
 
 def _effort(ask: Ask) -> str | None:

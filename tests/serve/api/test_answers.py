@@ -95,6 +95,26 @@ def test_a_call_is_told_its_id_once_and_its_arguments_in_pieces(nano):
     assert choices(chunks)[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("content", [None, "", "I add."])
+def test_a_call_and_its_result_go_back_into_the_conversation(nano, content):
+    engine = Scripted(nano, saying(nano, "932"))
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 347, "b": [585]}'},
+    }
+    asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "932"}
+    post(engine, {**ASK, "messages": [*ASK["messages"], asked, result], "tools": [TOOL]})
+    prompt = nano.tokenizer.decode(engine.tickets[-1].job.prompt)
+    assert prompt.index("347+585=") < prompt.index('"a": 347') < prompt.index("932")
+    call["function"]["arguments"] = json.dumps({"a": "1" * 100_000})
+    answer = client_of(engine).post(
+        "/v1/chat/completions", json={**ASK, "messages": [*ASK["messages"], asked, result]}
+    )
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_text_ends_the_answer_and_cancels_its_job(nano, stream):
     engine = Scripted(
