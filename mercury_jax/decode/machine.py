@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import passes as forwards, row as rows_of, verify
 from mercury_jax.decode.read import draw
+from mercury_jax.decode.sight import look
 from mercury_jax.decode.state import Frame, Knobs, Program, State, memory, row_key
 from mercury_jax.decode.window import cut, offset_of, window_of
 from mercury_jax.types import Key, Params
@@ -146,7 +147,7 @@ def _denoise(
     program: Program, params: Params, state: State, knobs: Knobs, logits: Array, blind: Any, rows: Array
 ) -> tuple[State, Frame]:
     seen = state._replace(cache=(), carry=())  # what a row's own step may look at
-    sight = jax.vmap(functools.partial(rows_of.look, program))(seen, logits, knobs)
+    sight = jax.vmap(functools.partial(look, program))(seen, logits, knobs)
     drawn = _draw(sight.view.logits, sight.uniforms, knobs.sampler.temperature)
     shadow = None if blind is None else program.model.head(params, blind)
     decide = functools.partial(rows_of.decide, program)

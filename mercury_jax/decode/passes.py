@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode import row as rows_of
+from mercury_jax.decode import sight
 from mercury_jax.decode.state import Knobs, Program, State
 from mercury_jax.decode.window import cut_rows, offset_of, window_of
 from mercury_jax.types import Cache, Params
@@ -56,8 +56,8 @@ def times(program: Program, state: State, knobs: Knobs, causal: Bool[Array, "B"]
         return {}
 
     def one(row: State, knobs: Knobs) -> Array:
-        steps = rows_of.steps_of(window_of(program, row), knobs)
-        return jnp.clip(rows_of.time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
+        steps = sight.steps_of(window_of(program, row), knobs)
+        return jnp.clip(sight.time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
 
     seen = state._replace(cache=(), carry=())
     return {"time": jnp.where(causal, 0.0, jax.vmap(one)(seen, knobs))}

@@ -1,4 +1,4 @@
-"""One row's denoising step: shape the logits, read them, apply the rule, stop, commit. No batch axis."""
+"""One row's denoising step: read what it sees, apply the rule, stop, commit. No batch axis."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import nats
-from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.read import NEVER, forbid, read
-from mercury_jax.decode.state import Knobs, Program, State, row_key, uniforms_at
-from mercury_jax.decode.window import Window, cut, paste, window_of
-from mercury_jax.types import Key, Proposal, View
-
-
-class Sight(NamedTuple):
-    """What a row sees before its tokens are drawn."""
-
-    view: View  # no readings yet
-    window: Window
-    raw: Float[Array, "L V"]
-    uniforms: Float[Array, "L"]  # to draw with
-    key: Key  # for the rule
+from mercury_jax.decode.read import forbid, read
+from mercury_jax.decode.sight import Sight, ends_text
+from mercury_jax.decode.state import Knobs, Program, State
+from mercury_jax.decode.window import Window, paste
+from mercury_jax.types import Proposal, View
 
 
 class Settled(NamedTuple):
@@ -34,85 +24,6 @@ class Settled(NamedTuple):
     open: Bool[Array, "L"]  # still noise
     total: Int[Array, ""]
     end: Int[Array, ""]
-
-
-def look(program: Program, row: State, logits: Float[Array, "L V"], knobs: Knobs) -> Sight:
-    """Shape one row's logits."""
-    window = window_of(program, row)
-    steps = steps_of(window, knobs)
-    draw_key, noise_key, rule_key = jax.random.split(row_key(row.key, row.known, row.step), 3)
-    view = _view(program, row, window, logits, steps, knobs, noise_key)
-    view = view._replace(logits=shaped(program, knobs.sampler, view))
-    if program.verify:  # a draft is drawn with the uniforms of its check
-        uniforms = uniforms_at(row.key, window.at)
-    else:
-        uniforms = jax.random.uniform(draw_key, (program.window,))
-    return Sight(view, window, logits, uniforms, rule_key)
-
-
-def steps_of(window: Window, knobs: Knobs) -> Int[Array, ""]:
-    """Steps that one row's block may take."""
-    return jnp.where(knobs.steps > 0, knobs.steps, jnp.maximum(window.editable.sum(), 1))
-
-
-def time_of(step: Int[Array, ""], steps: Int[Array, ""]) -> Float[Array, ""]:
-    """The time of a canvas after so many steps, 1 = noise."""
-    return 1.0 - step / steps
-
-
-def shaped(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]:
-    """The logits after every shaper; what may not be emitted stays impossible, and all stay finite."""
-    never = (*program.corruption.forbidden, *program.forbidden)
-    view = view._replace(logits=forbid(view.logits, never))
-    # Constraints first too: a truncation must choose among what is allowed.
-    for part in (*sampler.allow, *sampler.shape, *sampler.allow):
-        view = view._replace(logits=jnp.maximum(part(view.logits, view), NEVER))
-    return forbid(view.logits, never) if sampler.shape else view.logits
-
-
-def counts(row: State, vocab: int) -> tuple[Int[Array, "V"], Int[Array, "V"]]:
-    """(how often each id stands in the answer before the window, in the prompt)."""
-    at = jnp.arange(row.text.shape[0])
-    tally = lambda which: jnp.zeros((vocab,), jnp.int32).at[row.text].add(which.astype(jnp.int32))
-    return tally((at >= row.prompt) & (at < row.known)), tally(at < row.prompt)
-
-
-def _view(
-    program: Program, row: State, window: Window, logits: Array, steps: Array, knobs: Knobs, key: Key
-) -> View:
-    c = program.corruption
-    t = time_of(row.step, steps)
-    s = jnp.maximum(time_of(row.step + 1, steps), 0.0)
-    canvas = cut(row.canvas, window.offset, program.window)
-    if c.mask is None:
-        masked, noise = window.editable, c.prior(key, jnp.broadcast_to(s, canvas.shape))
-    else:
-        # Also for hybrid noise: what is not yet settled waits as the mask.
-        masked, noise = window.editable & (canvas == c.mask), jnp.full_like(canvas, c.mask)
-    said, told = counts(row, program.model.config.vocab)
-    most = jnp.minimum(row.most, row.length + program.width)
-    return View(
-        canvas=canvas,
-        answer=cut(row.answer, window.offset, program.window),
-        reading=None,  # type: ignore[arg-type]  # shapers run before it exists
-        blind=None,  # type: ignore[arg-type]
-        logits=logits,
-        editable=window.editable,
-        masked=masked,
-        n=window.n,
-        room=jnp.maximum(most - row.total, 0) if program.grows else jnp.zeros_like(window.n),
-        noise=noise.astype(jnp.int32),
-        t=t,
-        s=s,
-        keep_t=c.alpha(t),
-        keep_s=c.alpha(s),
-        step=row.step,
-        steps=steps,
-        eos=jnp.where(row.reserve > 0, knobs.close, knobs.eos),
-        at=window.at[0] - row.prompt,
-        said=said,
-        told=told,
-    )
 
 
 def decide(
@@ -259,14 +170,6 @@ def _ends(program: Program, tokens: Array, row: State, knobs: Knobs) -> Array:
     """Tokens that end what is being written: the end of text, and while thinking also its close."""
     thinking = (row.reserve > 0) & (knobs.close >= 0) & (tokens == knobs.close)
     return thinking | ends_text(program, tokens, knobs)
-
-
-def ends_text(program: Program, tokens: Array, knobs: Knobs) -> Array:
-    """Whether each token ends an answer: the id that knobs name, or, of those a model has beside it, any."""
-    ends = tokens == knobs.eos
-    for other in program.model.config.ends:
-        ends |= tokens == other
-    return ends & (knobs.eos >= 0)
 
 
 def _ended(program: Program, row: State, knobs: Knobs, settled: Settled, editable: Array, at: Array) -> Array:

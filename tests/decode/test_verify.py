@@ -12,6 +12,7 @@ import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.decode.read import draw, forbid
 from mercury_jax.decode.state import uniforms_at
+from mercury_jax.tokenizer import SPECIAL
 from tests.tiny import tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
@@ -113,3 +114,15 @@ def test_what_cannot_be_verified_is_refused():
         mj.sample(tiny(), "x", sampler=mj.rules.autoregressive())
     with pytest.raises(ValueError, match="draft"):
         mj.rules.self_speculation(0)
+
+
+@pytest.mark.parametrize("sampler", [mj.rules.threshold(), mj.rules.self_speculation(3, 1.0)])
+def test_no_effort_ends_in_an_empty_answer(sampler):
+    """A model that has said everything in its thinking would end its answer at once."""
+    lm = causal()
+    asked_for = [{"role": "user", "content": "def x"}]
+    asked = dict(max_tokens=8, sampler=sampler, logit_bias={SPECIAL.eos: 1e4})
+    out = mj.sample(lm, asked_for, effort=mj.Effort(thinking=10, p=0.5, steps=0.5), **asked)
+    *closed, said = out.tokens[0].tolist()
+    assert set(closed) == {SPECIAL.end_think} and said not in (SPECIAL.end_think, SPECIAL.eos)
+    assert len(mj.sample(lm, asked_for, **asked).tokens[0]) == 0  # an answer without a thinking may be empty
