@@ -4,11 +4,12 @@ PYTHON      ?= python3
 VENV        ?= .venv
 CONSTRAINTS ?= constraints.txt
 ARGS        ?=
+CLIENTS     ?= .venv-clients
 BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types notebooks parity browser load fuzz setup clean
+.PHONY: help demo test lint types notebooks parity browser clients load fuzz setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
@@ -38,18 +39,22 @@ notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 browser: $(VENV)/.browser  ## the playground in a Chromium; CHROMIUM=/path/to/one
 	$(BIN)/python -m pytest tests/browser $(ARGS)
 
+clients: $(VENV)/.test $(CLIENTS)/.openai3 $(CLIENTS)/.openai2 $(CLIENTS)/.node  ## clients of others at a real server
+	$(BIN)/python -m tests.clients.run $(CLIENTS) $(ARGS)
+
 LOAD ?= 1000
 load: $(VENV)/.test  ## so many clients at a real server (LOAD=60 for a short form)
 	MERCURY_LOAD=$(LOAD) $(BIN)/python -m pytest tests/load $(ARGS)
 
 FUZZ ?= 1000
-fuzz: $(VENV)/.test  ## so many hostile requests of each kind (FUZZ=40 for a short form)
-	MERCURY_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/fuzz $(ARGS)
+fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## so many hostile requests of each kind (FUZZ=40 for a short form)
+	MERCURY_FUZZ=$(FUZZ) MERCURY_SCHEMATHESIS=$(abspath $(CLIENTS))/fuzz/bin/schemathesis \
+	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -81,3 +86,17 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax with every extra into $(VENV)"
 	@$(INSTALL) -e '.[serve,hub,plot,test,browser,dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.core
+
+# What others wrote stays out of our own environment, each with the versions that it asks for.
+$(CLIENTS)/.%: tests/clients/requirements-%.txt
+	@echo "Installing the clients of $*"
+	@$(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+$(CLIENTS)/.node: tests/clients/node/package.json
+	@echo "Installing the clients for Node"
+	@mkdir -p $(CLIENTS)/node
+	@cp $< $(CLIENTS)/node/
+	@npm install --prefix $(CLIENTS)/node --no-package-lock --no-audit --no-fund --loglevel=error
+	@touch $@

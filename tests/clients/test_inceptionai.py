@@ -71,7 +71,6 @@ def test_diffusing_shows_whole_texts_and_ends_in_the_answer(client):
         temperature=0,
         stream=True,
         diffusing=True,
-        reasoning_effort="high",
     )
     shown = [
         c.choices[0].delta.content for c in stream if c.choices and c.choices[0].delta.content is not None
