@@ -12,6 +12,8 @@ from mercury_jax.serve.api.numbers import DEFAULT_TOKENS
 from mercury_jax.serve.api.service import Service
 
 FEATURES = ("tools", "json_mode", "structured_outputs")
+# In the words of the vendor's client, whose types ask for them.
+ENDPOINTS = ("chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions")
 SAMPLING = (
     "temperature", "stop", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "logprobs", "max_tokens",
@@ -36,6 +38,7 @@ def model(service: Service, name: str, features: tuple[str, ...] = FEATURES) -> 
         "pricing": {"prompt": "0", "completion": "0", "input_cache_reads": "0", "input_cache_writes": "0"},
         "supported_sampling_parameters": list(SAMPLING),
         "supported_features": list(features),
+        "supported_endpoints": list(ENDPOINTS),
     }
 
 

@@ -117,6 +117,7 @@ ANSWERS: Json = {
             ),
             "supported_sampling_parameters": many(TEXT),
             "supported_features": many(TEXT),
+            "supported_endpoints": many(TEXT),
         }
     ),
     "Status": record({"status": TEXT}),
