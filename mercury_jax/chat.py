@@ -39,13 +39,15 @@ def render(
     thinking: bool = False,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    at_once: bool = False,
 ) -> list[int]:
     """Ids of a conversation of `{"role", "content"}` messages, open for an answer unless told otherwise.
 
     An assistant's message may have `tool_calls` of `{"function": {"name", "arguments"}}`, arguments a mapping, and
     then content None; a tool's answers one by its `tool_call_id`. tools: what may be called,
     `{"function": {"name", "description", "parameters"}}` each.
-    `thinking` also opens the thinking, so that the answer must begin with it; without it the model decides.
+    `thinking` also opens the thinking, so that the answer must begin with it; without it the model decides, but with
+    `at_once` a template of another is told that there is none.
     ValueError for no messages, an unknown role, or content that is missing or no text.
     """
     if isinstance(messages, (str, Mapping)) or not messages:
@@ -53,9 +55,8 @@ def render(
     special = _special(tok)
     if special is None:
         foreign: Any = tok
-        return foreign.render(
-            messages, thinking, add_generation_prompt, **({"tools": tools} if tools else {})
-        )
+        more = ({"tools": tools} if tools else {}) | ({"at_once": True} if at_once else {})
+        return foreign.render(messages, thinking, add_generation_prompt, **more)
     ids: list[int] = []
     for i, message in enumerate(messages):
         role, said = _checked(i, message), _said(tok, special, f"messages[{i}]", message)

@@ -60,21 +60,25 @@ class Conversation:
     def end_turn(self) -> int:
         """What the template writes behind an answer; the end of text where there is no template."""
         try:
-            behind = self._encoded(self._behind([], False, False), [])
+            behind = self._encoded(self._behind([], None, False), [])
         except ValueError:  # no template, or one that cannot say
             return self.ends[0]
         control = set(self.spelt.control.values())
         return next((i for i in behind if i in control), self.ends[0])
 
     def render(
-        self, messages: Messages, thinking: bool, add_generation_prompt: bool, tools: Messages | None = None
-    ) -> list[int]:
-        ids = self._encoded(self._text(messages, thinking, add_generation_prompt, tools), [messages, tools])
-        return self._opened(ids) if thinking and add_generation_prompt else ids
+        self, messages: Messages, thinking: bool, add_generation_prompt: bool, tools: Messages | None = None,
+        at_once: bool = False,
+    ) -> list[int]:  # fmt: skip
+        thinks = True if thinking else False if at_once else None
+        ids = self._encoded(self._text(messages, thinks, add_generation_prompt, tools), [messages, tools])
+        if not add_generation_prompt or thinks is None:
+            return ids
+        return self._opened(ids) if thinks else self._shut(ids)
 
     def follow(self, messages: Messages, thinking: bool) -> list[int]:
         """The end of an answer's turn, and the messages behind it."""
-        ids = self._encoded(self._behind(messages, thinking, True), messages)
+        ids = self._encoded(self._behind(messages, thinking or None, True), messages)
         return self._opened(ids) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None) -> tuple[list[int], list[int]]:
@@ -112,13 +116,28 @@ class Conversation:
     def _opened(self, ids: list[int]) -> list[int]:
         """The ids, behind which the model can only think."""
         marks = self._needed()
+        return [*ids[: self._opening(ids, marks)], *marks.opening]
+
+    def _shut(self, ids: list[int]) -> list[int]:
+        """The ids, behind which the model need not think: a thinking that the template opened holds nothing."""
+        marks = self._marks
+        at = len(ids) if marks is None else self._opening(ids, marks)
+        if marks is None or at == len(ids):
+            return ids
+        encode, line = self.spelt.encode, "\n" if marks.tail else ""
+        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
+
+    def _opening(self, ids: list[int], marks: _Marks) -> int:
+        """Where thinking is opened: some templates do so themselves, at the end of the prompt; else behind it."""
         last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
-        # Some templates open the thinking themselves, at the end of the prompt.
         at = last.get(marks.opening[0], -1)
         opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
-        return [*ids[:at], *marks.opening] if opened else [*ids, *marks.opening]
+        return at if opened else len(ids)
 
-    def _text(self, messages: Messages, thinking: bool, prompt: bool, tools: Messages | None = None) -> str:
+    def _text(
+        self, messages: Messages, thinking: bool | None, prompt: bool, tools: Messages | None = None
+    ) -> str:
+        """thinking: what the template is told of it (None: nothing)."""
         if thinking:
             self._needed()
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
@@ -127,12 +146,12 @@ class Conversation:
             raise refuse("messages", "a conversation", f"a text: this checkpoint has no chat template{has}")
         if name not in self._made:
             self._made[name] = Template(self.templates[name])
-        more = {"enable_thinking": True, "thinking": True} if thinking else {}
+        more = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         return self._made[name].render(
             messages, self.named, tools=tools, documents=None, add_generation_prompt=prompt, **more
         )
 
-    def _behind(self, messages: Messages, thinking: bool, prompt: bool) -> str:
+    def _behind(self, messages: Messages, thinking: bool | None, prompt: bool) -> str:
         """What the template writes behind an answer: a stand-in for it shows where that begins."""
         held = list(strings(list(messages)))
         answer = next(

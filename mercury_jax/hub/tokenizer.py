@@ -212,14 +212,16 @@ class HFTokenizer:
         thinking: bool = False,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        at_once: bool = False,
     ) -> list[int]:
         """Ids of a conversation by the chat template, open for an answer unless told otherwise.
 
         thinking: also open the thinking, so that the answer must begin with it; without it the template
-        decides. tools: what the model may call, as JSON schemas. ValueError naming the message that does
-        not fit, or saying what the template did.
+        decides, but with `at_once` it is told that there is none, and what it opens all the same is closed.
+        tools: what the model may call, as JSON schemas. ValueError naming the message that does not fit, or
+        saying what the template did.
         """
-        return self.chat.render(messages, thinking, add_generation_prompt, tools)
+        return self.chat.render(messages, thinking, add_generation_prompt, tools, at_once)
 
     def follow(self, messages: Sequence[Mapping[str, Any]], thinking: bool = False) -> list[int]:
         """Ids that go on behind an answer: the end of its turn, then the messages, open for the next answer."""

@@ -65,7 +65,9 @@ class Ids:
     def encode(self, text: str) -> NoReturn:
         raise refuse("prompt", text, "ids: the checkpoint has no tokenizer.json beside it")
 
-    def render(self, messages: Any, thinking: bool = False, add_generation_prompt: bool = True) -> NoReturn:
+    def render(
+        self, messages: Any, thinking: bool = False, add_generation_prompt: bool = True, **more: Any
+    ) -> NoReturn:
         self.encode(messages)
 
     def follow(self, messages: Any, thinking: bool = False) -> NoReturn:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.serve.api import body, errors, logprobs, numbers, tables, wire
+from mercury_jax.serve.api.again import thought_on
 from mercury_jax.serve.api.constraint import Calls, Constraint, calls, constraint
 from mercury_jax.serve.api.guard import key_of
 from mercury_jax.serve.api.numbers import Ask, Pace, Room
@@ -59,7 +60,8 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
         **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )
     work = _work(service.engine.lm, ask, prompt, bool(offered.tools), bound)
-    return work._replace(warning=warning), copies(job, ask["n"])
+    then = thought_on(service.engine.lm, service.engine.context, work.thinks)
+    return work._replace(warning=warning, then=then), copies(job, ask["n"])
 
 
 def _work(lm: LM, ask: Ask, prompt: tuple[int, ...], tools: bool, bound: Constraint) -> Work:

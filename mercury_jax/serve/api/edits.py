@@ -70,14 +70,15 @@ def prepare_edit(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work
 
 
 def prepare_apply(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work, Sequence[Any]]:
-    """Where the snippet says unambiguously what to do, no model is asked."""
+    """Where the snippet says what to do, no model is asked; one that takes no instructions never is."""
     lm = service.engine.lm
+    instruct = instructed(lm)
     try:
         request = code.apply_request(text)
-        merged = code.apply_merged(request)
+        merged = code.apply_merged(request, guess=not instruct)
         if merged is not None:
             return _ready(service, ask, text, merged)
-        asked = code.apply_ask(lm, request)
+        asked = code.apply_ask(lm, request, instruct)
     except Refused as refused:
         raise errors.invalid(refused.param, refused.message) from None
     whole = lambda text, finish: code.apply_reply(request, text)
@@ -85,7 +86,7 @@ def prepare_apply(service: Service, ask: Ask, text: str, salt: str) -> tuple[Wor
 
 
 def instructed(lm: LM) -> bool:
-    """Whether a model takes an edit as an instruction; others fill the region as a gap.
+    """Whether a model takes an edit or a merge as an instruction; others fill the region as a gap, and merge nothing.
 
     Its card may say so; else checkpoints of others are taken for chat models, ours for what they were trained on.
     """

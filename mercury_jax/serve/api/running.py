@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.serve.api import errors, sse, wire
+from mercury_jax.serve.api.again import Again
 from mercury_jax.serve.api.metrics import Timing
 from mercury_jax.serve.api.ready import Ready
 from mercury_jax.serve.api.service import Flight, Service, closing
@@ -35,6 +36,8 @@ async def respond(
         work, flight = await sse.unless_gone(request.receive, service.flight(prepare, count, slow))
     except sse.Gone:
         return Response(status_code=499)
+    if work.then is not None:
+        flight.tickets = [Again(service.engine, ticket, work.then) for ticket in flight.tickets]
     run = Run(service, work, began, request.scope[REQUEST_ID])
     if work.stream:
         return sse.EventStream(run.events(flight), flight.close)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mercury_jax.serve.api import wire
+from mercury_jax.serve.api.again import Next
 from mercury_jax.serve.api.ready import Ready
 from mercury_jax.serve.chat.reply import Message, Reply
 from mercury_jax.serve.engine.types import Snapshot
@@ -18,7 +19,8 @@ class Work(NamedTuple):
 
     reply: a fresh parser of snapshots. prompt_tokens: of all prompts; copies: answers to each of them. whole:
     content of (text, finish), where it is known at the end alone. check: whether an answer obeys what was
-    promised. logprobs: the answer's log-probabilities in the endpoint's form.
+    promised. logprobs: the answer's log-probabilities in the endpoint's form. then: the job that goes on where one
+    ended too early.
     """
 
     form: wire.Form
@@ -35,6 +37,7 @@ class Work(NamedTuple):
     whole: Callable[[str, str], str] | None = None
     check: Callable[[Message], bool] | None = None
     logprobs: Callable[[Snapshot, Message], Json] | None = None
+    then: Next | None = None
 
 
 class Answer(NamedTuple):

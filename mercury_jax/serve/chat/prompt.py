@@ -21,13 +21,14 @@ def render(
     """Ids of a conversation, open for an answer.
 
     messages: as `checked` leaves them; tools: as `checked_tools` does. thinking: the answer begins with its thinking,
-    for which the tokenizer must have marks (`lm.tokenizer.thinking`). No text of any of them becomes a token of
-    control. Refused with what the template says of them.
+    for which the tokenizer must have marks (`lm.tokenizer.thinking`); without it a template that can leave thinking out
+    is asked to (`enable_thinking`), since there is no room for it. No text of any of them becomes a token of control.
+    Refused with what the template says of them.
     """
     if not tool_format(lm.tokenizer).native:
         messages, tools = written(messages, tools), None
     try:
-        return tuple(chat.render(lm.tokenizer, messages, thinking, tools=tools or None))
+        return tuple(chat.render(lm.tokenizer, messages, thinking, tools=tools or None, at_once=not thinking))
     except ValueError as error:
         raise Refused("messages", str(error)) from error
 

@@ -106,7 +106,8 @@ def test_diffusing_ends_with_the_answer(client):
 
 
 @pytest.mark.parametrize(
-    "effort, most", [("instant", None), ("low", 40), ("medium", None), ("high", 40), (None, 40)]
+    "effort, most",
+    [("instant", None), ("instant", 6), ("low", 40), ("medium", None), ("high", 40), (None, 40), (None, 6)],
 )
 def test_no_effort_ends_in_an_empty_reply(client, effort, most):
     ask = {**ASK, "reasoning_effort": effort, "reasoning_summary": True, "max_tokens": most}

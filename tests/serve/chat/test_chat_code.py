@@ -9,6 +9,7 @@ from mercury_jax.serve.chat.edit import hole
 from mercury_jax.serve.chat.refused import Refused
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import foreign
+from tests.serve.chat.editors import kilo, zed
 from tests.tiny import tokenizer
 
 TOK = tokenizer()
@@ -52,23 +53,6 @@ def lm_of(pattern: str = "causal_encoder", tok=TOK):
     return SimpleNamespace(
         tokenizer=tok, name="tiny", model=SimpleNamespace(config=SimpleNamespace(pattern=pattern))
     )
-
-
-def zed(reply: str) -> str | None:
-    """Zed's rule: exactly these two are stripped, and a lone None is no prediction."""
-    reply = reply.removeprefix("```\n").removesuffix("\n```")
-    return None if reply == "None" else reply
-
-
-def kilo(reply: str) -> str | None:
-    """Kilo's rule: from the line behind the first fence to the last fence, without echoed tags."""
-    first = reply.find("```")
-    begin = reply.find("\n", first + 3)
-    end = reply.rfind("```")
-    if first < 0 or begin < 0 or end <= begin:
-        return None
-    body = reply[begin + 1 : end].removesuffix("\n")
-    return body.removeprefix("<|code_to_edit|>").removesuffix("<|/code_to_edit|>")
 
 
 @pytest.mark.parametrize(("text", "path"), [(DOCS, "src/f.py"), (EXAMPLE, "")])

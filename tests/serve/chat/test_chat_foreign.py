@@ -6,6 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
+from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve.chat.formats import tool_format
 from mercury_jax.serve.chat.messages import checked, checked_tools
 from mercury_jax.serve.chat.prompt import opened, render
@@ -149,6 +150,26 @@ def test_what_the_template_says_of_the_messages_is_refused_in_its_words():
     with pytest.raises(Refused, match="Conversation roles must alternate") as refused:
         render(answers.lm_of(tok), checked([{"role": "assistant", "content": "fox"}]))
     assert refused.value.param == "messages"
+
+
+def test_a_template_is_told_where_there_is_no_room_for_thinking():
+    """As transformers would with enable_thinking false; one that opens it all the same has an empty one."""
+    tok, chat = foreign.untaught(), CHAT[:2]
+    names = json.loads(tok.files["tokenizer_config.json"])
+    settings = dict(add_generation_prompt=True, enable_thinking=False, **names)
+    text = reference(tok.files["chat_template.jinja"].decode(), chat, **settings)
+    library = Tokenizer.from_str(tok.files["tokenizer.json"].decode())
+    shut = list(render(answers.lm_of(tok), chat))
+    assert shut == library.encode(text, add_special_tokens=False).ids
+    empty = foreign.written(tok, "<think>\n\n</think>\n\n")
+    assert shut[-len(empty) :] == empty and not opened(answers.lm_of(tok), shut)
+    opens = foreign.HERMES.replace(
+        "assistant\\n' }}{%- endif %}\n", "assistant\\n<think>\\n' }}{%- endif %}\n"
+    )
+    always = answers.lm_of(HFTokenizer.of(foreign.with_tokens(dict(tok.files), opens)))
+    ids = list(render(always, chat))
+    assert ids[-len(empty) :] == empty and ids.count(empty[0]) == 1
+    assert opened(always, render(always, chat, thinking=True))
 
 
 def test_a_prompt_knows_whether_it_ends_in_thinking():
