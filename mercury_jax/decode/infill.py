@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, fim, launch, lengths
 from mercury_jax.decode.holes import Filled, Hole, InfillOutput, Row, output, segments
+from mercury_jax.decode.lengths import Grid
 from mercury_jax.decode.parts import complete
-from mercury_jax.decode.program import bucket
+from mercury_jax.decode.program import QUANTUM, bucket
 from mercury_jax.decode.prompts import check_seed
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
@@ -67,16 +68,20 @@ def fill(
     temperature: Any = None,
     mesh: Mesh | None = None,
     watch: Watch | None = None,
+    grid: Grid = Grid(),
 ) -> Filled:
-    """`infill` of rows of ids and Holes. watch: called after every pass (not of holes in FIM order)."""
+    """`infill` of rows of ids and Holes. watch: called after every pass (not of holes in FIM order).
+
+    grid: how finely shapes and the lengths of open holes are told apart.
+    """
     settings: dict[str, Any] = dict(plan=plan, temperature=temperature, mesh=mesh)
     if lm.model.config.pattern == "block_causal":
         return fim.fill(lm, rows, sampler, seed, **settings)
-    settings["watch"] = watch
+    settings |= dict(watch=watch, grid=grid)
     if complete(sampler, lm.corruption).rule.grows:
         return _fill(lm, [_sized(row, lambda hole: 1) for row in rows], sampler, seed, grows=True, **settings)
     sized = lambda rows, seed: _fill(lm, rows, sampler, seed, **settings)
-    return lengths.fill(lm, rows, seed, sized) if any(_open(r) for r in rows) else sized(rows, seed)
+    return lengths.fill(lm, rows, seed, sized, grid) if any(_open(r) for r in rows) else sized(rows, seed)
 
 
 def _open(row: Row) -> bool:
@@ -116,12 +121,14 @@ def _fill(
     mesh: Mesh | None,
     grows: bool = False,
     watch: Watch | None = None,
+    grid: Grid = Grid(),
 ) -> Filled:
     """Rows whose holes have a size, in one job; a rule that grows may go on to each hole's `most`."""
-    asked = _request(lm, rows, seed, grows)
+    asked = _request(lm, rows, seed, grows, grid.quantum)
     full = lm.model.config.pattern == "bidirectional"
     width = int(asked.total.max()) if full else int((asked.total - asked.known).max())
-    block = bucket(width) if full else bucket(width, lm.model.config.block)
+    few = grid.quantum if full else grid.quantum // 2  # a canvas costs more than the text before it
+    block = bucket(width, lm.model.config.block if not full and grid.quantum == QUANTUM else few)
     job = launch.prepare(
         lm, asked, sampler, plan, temperature=temperature, block=block, infilling=True, mesh=mesh
     )
@@ -138,12 +145,13 @@ def _fill(
     return Filled(fillings, forwards[: job.rows])
 
 
-def _request(lm: LM, rows: Sequence[Row], seed: int, grows: bool) -> launch.Request:
+def _request(lm: LM, rows: Sequence[Row], seed: int, grows: bool, quantum: int) -> launch.Request:
     mask = lm.model.config.mask or 0  # without a mask the canvas is laid with noise there
     flat = [_flat(row, mask) for row in rows]
     total = np.array([len(ids) for ids, _ in flat])
     room = np.array([sum(p.most for p in row if isinstance(p, Hole)) if grows else 0 for row in rows])
-    text = np.zeros((len(rows), int((total + room).max())), np.int32)
+    longest = int((total + room).max())
+    text = np.zeros((len(rows), longest if quantum == QUANTUM else bucket(longest, quantum)), np.int32)
     given = np.zeros(text.shape, bool)
     known = np.zeros(len(rows), np.int64)
     for i, (ids, hole) in enumerate(flat):

@@ -8,10 +8,12 @@ wrong length leaves the text behind it improbable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mercury_jax.decode.holes import Filled, Hole, Row, whole
+from mercury_jax.decode.program import QUANTUM
 from mercury_jax.decode.score import masks, weighted_nats
 from mercury_jax.types import LM
 
@@ -21,15 +23,25 @@ SAMPLES = 8  # draws of each bound
 Fill = Callable[[Sequence[Row], int], Filled]
 
 
-def candidates(most: int) -> list[int]:
-    """Lengths to try: every one up to 8, then in steps of about a quarter, and `most` itself."""
-    sizes = list(range(1, min(8, most) + 1))
+class Grid(NamedTuple):
+    """How finely shapes and lengths are told apart; a coarse one is quick, and few programs do for all.
+
+    quantum: texts and canvases take multiples of so many positions. growth: from one length to try to the next.
+    """
+
+    quantum: int = QUANTUM
+    growth: float = 1.25
+
+
+def candidates(most: int, growth: float = Grid().growth) -> list[int]:
+    """Lengths to try: 1, each next one by `growth` longer (1.25: every one up to 8), and `most` itself."""
+    sizes = [1]
     while sizes[-1] < most:
-        sizes.append(min(most, max(sizes[-1] + 1, sizes[-1] * 5 // 4)))
+        sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * growth))))
     return sizes
 
 
-def fill(lm: LM, rows: Sequence[Row], seed: int, fill_sized: Fill) -> Filled:
+def fill(lm: LM, rows: Sequence[Row], seed: int, fill_sized: Fill, grid: Grid = Grid()) -> Filled:
     """Rows with open holes, filled; each open hole is decided from left to right."""
     chosen = [[_start(p) for p in row] for row in rows]
     forwards = np.zeros(len(rows), int)
@@ -37,10 +49,12 @@ def fill(lm: LM, rows: Sequence[Row], seed: int, fill_sized: Fill) -> Filled:
     for i, row in enumerate(rows):
         opens = [j for j, p in enumerate(row) if isinstance(p, Hole) and p.tokens is None]
         for j in opens or [-1]:
-            sizes = candidates(row[j].most) if j >= 0 else [0]
+            sizes = candidates(row[j].most, grid.growth) if j >= 0 else [0]
             tries = [_with(chosen[i], j, n) for n in sizes]
             tried = fill_sized(tries, seed)
-            nats = [_nats(lm, t, f, max(j, 0)) for t, f in zip(tries, tried.fillings, strict=True)]
+            nats = [
+                _nats(lm, t, f, max(j, 0), grid.quantum) for t, f in zip(tries, tried.fillings, strict=True)
+            ]
             best = int(np.argmin(nats)) if len(tries) > 1 else 0
             chosen[i] = tries[best]
             forwards[i] += int(tried.forwards.sum())
@@ -57,7 +71,7 @@ def _with(row: Row, at: int, size: int) -> Row:
     return [Hole(size) if j == at else p for j, p in enumerate(row)] if at >= 0 else list(row)
 
 
-def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int) -> float:
+def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int, quantum: int) -> float:
     """-log p(filling and what follows it | what stands before it), a bound."""
     parts, left = [], iter(fillings)
     for p in row:
@@ -70,4 +84,4 @@ def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int) -> float:
         return 0.0
     laid = lm.model.layout(ids, len(before), whole=False)
     hidden, weight = masks(laid, SAMPLES, np.random.default_rng(0))
-    return float(weighted_nats(lm, laid, hidden, weight).mean())
+    return float(weighted_nats(lm, laid, hidden, weight, quantum).mean())

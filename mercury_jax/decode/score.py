@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode.program import bucket
+from mercury_jax.decode.program import QUANTUM, bucket
 from mercury_jax.decode.prompts import check_seed, normalise
 from mercury_jax.decode.read import forbid
 from mercury_jax.types import LM, Laid, Model, Params
@@ -92,10 +92,12 @@ def times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
 ROWS = 16  # samples of one pass
 
 
-def weighted_nats(lm: LM, laid: Laid, hidden: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def weighted_nats(
+    lm: LM, laid: Laid, hidden: np.ndarray, weight: np.ndarray, quantum: int = QUANTUM
+) -> np.ndarray:
     """Sum over masked positions of weight * cross-entropy, one number a sample, float64."""
     samples, width = hidden.shape
-    size, rows = bucket(width), min(ROWS, 1 << (samples - 1).bit_length())
+    size, rows = bucket(width, quantum), min(ROWS, 1 << (samples - 1).bit_length())
     assert lm.corruption.mask is not None
     pad = lambda x, n: np.pad(x, [(0, n - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     fixed = [jnp.asarray(pad(x, size)) for x in (laid.tokens, laid.positions, laid.ranges)]

@@ -17,6 +17,7 @@ import numpy as np
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import infill
 from mercury_jax.decode.holes import Hole, Row
+from mercury_jax.decode.lengths import Grid
 from mercury_jax.decode.state import Frame
 from mercury_jax.serve.engine import knobs, moments
 from mercury_jax.serve.engine.ticket import Ticket
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 OPEN = 64  # most tokens of a hole whose length the model chooses: each length is a row of a batch
 BEHIND = 256  # tokens of the suffix that a canvas takes in
+# Lengths that double, in a few passes, and texts of any length in a few programs: somebody waits for the answer.
+GRID = Grid(quantum=256, growth=2.0)
+PASSES = 16
 
 
 class Left(Exception):
@@ -63,12 +67,17 @@ class Fills:
         self._news = threading.Event()
         self.waiting = Waiting(most, self._news.set, lambda: 1 - self.running)
         self.running = 0
-        self._stop = False
+        self._stop, self._cold = False, False
         self._thread = threading.Thread(target=self._live, name="mercury-fill", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
+
+    def warm(self) -> None:
+        """Fill a hole for nobody once nothing else is to do: the first request need not wait for its programs."""
+        self._cold = self._lm.model.config.pattern == "bidirectional" or _both_sides(self._lm)
+        self._news.set()
 
     def stop(self) -> None:
         """End behind the hole that is being filled; the others are cancelled."""
@@ -83,6 +92,11 @@ class Fills:
         while not self._stop:
             ticket = self.waiting.take(lambda _: True)
             if ticket is None:
+                if self._cold:
+                    self._cold = False
+                    nobody = Job(prompt=(self._lm.model.config.eos,), suffix=(0,), max_tokens=OPEN, steps=1)
+                    self._filled(Ticket(nobody, self._news.set))
+                    continue
                 self._news.wait()
                 self._news.clear()
                 continue
@@ -97,7 +111,13 @@ class Fills:
         watch = lambda frames: self._shown(ticket, row, jax.tree.map(lambda x: x[0], frames))
         try:
             out = infill.fill(
-                self._lm, [row], chosen, job.seed, plan=Plan(steps=job.steps or None), watch=watch
+                self._lm,
+                [row],
+                chosen,
+                job.seed,
+                plan=Plan(steps=job.steps or PASSES),
+                watch=watch,
+                grid=GRID,
             )
         except Left:
             return moments.ended(ticket, "cancelled")

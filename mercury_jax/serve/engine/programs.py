@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +25,11 @@ class Programs:
         self._thread: threading.Thread | None = None
         self.largest = Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
 
-    def start(self) -> State:
-        """Compile what fits every job, go on with the rest in the background, and give an idle state."""
+    def start(self, behind: Callable[[], None] = lambda: None) -> State:
+        """Compile what fits every job, go on with the rest in the background, and give an idle state.
+
+        behind: called once all are compiled.
+        """
         state = shapes.seated(self.plan, shapes.idle(self.plan, self.largest))
         encoding = threading.Thread(target=warm.row, args=(self.plan, self.largest.slots))
         encoding.start()  # beside the step: each of the two takes about one core
@@ -33,7 +37,9 @@ class Programs:
         encoding.join()
         state = warm.around(self.plan, self.largest, state)
         if self.plan.settings.programs == "all":
-            self._thread = threading.Thread(target=self._rest, name="mercury-compile", daemon=True)
+            self._thread = threading.Thread(
+                target=self._rest, args=(behind,), name="mercury-compile", daemon=True
+            )
             self._thread.start()
         return state
 
@@ -64,12 +70,13 @@ class Programs:
         """The compiled step: (params, state, knobs, leave) -> device.Result."""
         return self._made[shape]
 
-    def _rest(self) -> None:
+    def _rest(self, behind: Callable[[], None]) -> None:
         levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
         for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
             if self._stop.is_set():
                 return
             self.add(shape)
+        behind()
 
     def _compile(self, shape: Shape) -> Any:
         plan = self.plan
