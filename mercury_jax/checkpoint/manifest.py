@@ -1,4 +1,8 @@
-"""A manifest of a folder: size and SHA-256 of every file. Written last, verified first."""
+"""A manifest of a folder: size and SHA-256 of every file. Written last, verified first.
+
+A stranger may have written folder and manifest alike: what leads out of the folder, by a name or by a link, is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,37 @@ def verify(folder: str | Path, only: str | None = None) -> None:
     """
     folder = Path(folder)
     files = _read(folder)
+    links = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())
+    for name in (*files, *links):
+        _check_inside(folder, name)
     if only is not None and only not in files:
         raise CheckpointError(f"{folder / NAME} does not list {only}: the folder is damaged or not ours")
     for name in files if only is None else [only]:
         _check(folder / name, files[name])
+
+
+def places(root: Path) -> list[Path]:
+    """Where the files of a folder may lie: in it, or, of a snapshot in Hugging Face's cache, among its blobs.
+
+    root: resolved. The blobs are `models--org--name/blobs`, if it is, or lies in, `models--org--name/snapshots/x`.
+    """
+    for place in (root, *root.parents):
+        repository = place.parent.parent
+        if place.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return [root, repository / "blobs"]
+    return [root]
+
+
+def _check_inside(folder: Path, name: str) -> None:
+    root, path = folder.resolve(), folder / name
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop was a RuntimeError until Python 3.13; a NUL
+        raise CheckpointError(f"{folder}: {name[:200]!r} leads nowhere: {error}") from None
+    if not any(real.is_relative_to(place) for place in places(root)):
+        raise CheckpointError(
+            f"{folder}: {name[:200]!r} leads to {str(real)!r}; allowed: a file of the folder"
+        )
 
 
 def _read(folder: Path) -> Mapping[str, Any]:

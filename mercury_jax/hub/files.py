@@ -82,7 +82,7 @@ def find(folder: str | Path, name: str) -> Path | None:
         root, real = folder.resolve(strict=True), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # a loop was a RuntimeError until Python 3.13
         raise CheckpointError(f"{path} is a symbolic link that leads nowhere: {error}") from None
-    if not any(real.is_relative_to(place) for place in (root, *_blobs(root))):
+    if not any(real.is_relative_to(place) for place in manifest.places(root)):
         where = "a file of the folder; copy the file there to use it"
         raise CheckpointError(f"{path} is a symbolic link to {str(real)!r}; allowed: {where}")
     if not real.is_file():
@@ -108,15 +108,6 @@ def read_json(folder: str | Path, name: str) -> dict[str, Any]:
     if not isinstance(about, dict):
         wrong(path, "its value", about, "a JSON object")
     return about
-
-
-def _blobs(root: Path) -> list[Path]:
-    """`models--org--name/blobs`, if `root` is, or lies in, `models--org--name/snapshots/revision`."""
-    for place in (root, *root.parents):
-        repository = place.parent.parent
-        if place.parent.name == "snapshots" and repository.name.startswith("models--"):
-            return [repository / "blobs"]
-    return []
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:

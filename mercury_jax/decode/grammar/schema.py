@@ -29,6 +29,16 @@ _ONE = (
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_YEAR = "^([1-9]|0[1-9]|00[1-9]|000[1-9])"  # many calendars have no year 0
+_LEAP = "[0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00"
+_DAY = f"^([0-9]{{4}}-(0[13-9]|1[0-2])|[0-9]{{4}}-02-([01][0-9]|2[0-8])|({_LEAP})-02-29)"
+# RFC 3339 has a second 60 at the end of a few days alone, and readers refuse it anywhere else.
+_SECONDS = "[0-9]{2}:[0-9]{2}:[0-5]"
+_EXACT = {  # what a text of a format begins with, beyond what the package asks of it
+    "date": (_YEAR, _DAY),
+    "time": (f"^{_SECONDS}",),
+    "date-time": (_YEAR, _DAY, f"^[0-9-]{{10}}[Tt]{_SECONDS}"),
+}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
@@ -98,6 +108,7 @@ def _rewritten(schema: Any, where: str, patterns: list[str]) -> dict[str, Any] |
     patterns += _patterns(new, where)
     for key in new:
         new[key] = _inner(key, new[key], f"{where}/{key}", patterns)
+    _date(new)
     return new
 
 
@@ -141,6 +152,9 @@ def _check_numbers(schema: dict[str, Any], where: str) -> None:
 
 
 def _check_reference(schema: dict[str, Any], where: str) -> None:
+    # Of its keywords (`extends`, `disallow`) a generator knows nothing and would hold to nothing.
+    if "draft-03" in str(schema.get("$schema")):
+        raise wrong(f"{where}/$schema", schema["$schema"], "a dialect from draft 4 on")
     target = schema.get("$ref", "#")
     if not isinstance(target, str) or not target.startswith("#"):
         raise wrong(
@@ -161,6 +175,13 @@ def _tighten(schema: dict[str, Any]) -> None:
             pick = max if sign > 0 else min
             schema[bound] = pick(edge, schema[bound]) if bound in schema else edge
             del schema[key]
+
+
+def _date(schema: dict[str, Any]) -> None:
+    """Dates and times that exist: no 29 February in other years, no second 60."""
+    format, every = schema.get("format"), schema.get("allOf", [])
+    if isinstance(format, str) and format in _EXACT and isinstance(every, list | tuple):
+        schema["allOf"] = [*every, *({"pattern": pattern} for pattern in _EXACT[format])]
 
 
 def _patterns(schema: dict[str, Any], where: str) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from mercury_jax.decode import grammar as grammars
 from mercury_jax.serve.api import errors
@@ -16,6 +18,8 @@ from mercury_jax.serve.chat.formats import ToolFormat, tool_format
 from mercury_jax.serve.chat.reply import Message
 from mercury_jax.types import LM
 
+# What a schema may refer to beside itself: nothing. jsonschema's own registry asks the network for what it lacks.
+NOTHING: Registry[Any] = Registry()
 Tools = Sequence[Mapping[str, Any]]
 Valid = Callable[[Any], bool]
 
@@ -124,11 +128,11 @@ def _validator(schema: Any) -> Valid:
         raise ApiError(
             400, f"schema: {error.message[:500]}", param="schema", code="invalid_json_schema"
         ) from None
-    return kind(schema).is_valid
+    return kind(schema, registry=NOTHING).is_valid
 
 
 def _obeys(text: str, valid: Valid) -> bool:
     try:
         return valid(json.loads(text))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, Unresolvable):
         return False

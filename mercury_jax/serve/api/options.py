@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.effort import EFFORTS
@@ -32,7 +32,7 @@ class Options:
     read_timeout: seconds that a body may take to arrive. playground: whether `/` shows it.
     """
 
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = field(default=(), repr=False)  # no log and no error shows them
     hosts: tuple[str, ...] = LOOPBACK
     aliases: Mapping[str, str] | None = None
     rate: float | None = None

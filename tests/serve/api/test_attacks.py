@@ -1,126 +1,102 @@
-"""Known attacks on servers of language models, each refused. Those that others test as well, or alone, stand there:
+"""Known attacks on servers of language models, each refused; a test that stands here begins with the attack's number.
 
-1  a malformed Host skips the key       test_guard: test_a_malformed_host, test_without_a_key
-2  "@host" in the path or in Host       test_guard: POISON, CROOKED
-3  a side door without a key            test_guard: test_without_a_key, test_the_app_has_the_routes
-4  timing of the key                    test_guard: test_keys_are_compared_in_constant_time
+1  a malformed Host skips the key       test_guard: test_a_malformed_host_is_refused_with_a_key_and_without;
+                                        test_attacks_code: test_01_02_nothing_is_decided_by_the_url,
+                                        test_01_26_every_package_is_pinned_and_none_of_the_poisoned_ones_is
+2  "@host" in the path or in Host       test_guard: test_a_malformed_host_is_refused_with_a_key_and_without,
+                                        test_without_a_key_nothing_but_health_answers;
+                                        test_attacks_code: test_01_02_nothing_is_decided_by_the_url
+3  a side door without a key            test_guard: test_without_a_key_nothing_but_health_answers,
+                                        test_the_app_has_the_routes_that_are_listed,
+                                        test_the_playground_is_behind_the_guard_too, test_a_websocket_is_closed
+4  timing of the key                    test_guard: test_keys_are_compared_in_constant_time_and_all_of_them
 5  a huge n and other large numbers     here
-6  negative and overflowing integers    here; test_fields: test_a_number_is_a_finite_number
+6  negative and overflowing integers    here; test_fields: test_a_number_is_a_finite_number_and_nothing_else;
+                                        test_body: test_what_is_no_json_object_is_refused
 7  an empty prompt                      here
-8  oversized headers and bodies         test_server: test_headers; test_body: test_size, test_a_body_that_trickles
-9  a bad schema or expression           here
-10 schemas and expressions as bombs     here
+8  oversized headers and bodies         test_server: test_headers_are_bounded_and_malformed_bytes_get_400,
+                                        test_headers_without_an_end_are_refused_by_their_size,
+                                        test_headers_that_trickle_are_cut_off_and_idle_connections_too,
+                                        test_a_body_larger_than_the_limit_is_refused_before_it_is_read;
+                                        test_body: test_size_is_counted_while_reading_and_believed_of_no_header,
+                                        test_depth_is_bounded, test_a_body_that_trickles_ends
+9  a bad schema or expression           test_attacks_schemas
+10 schemas and expressions as bombs     test_attacks_schemas;
+                                        test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused,
+                                        test_a_bomb_takes_no_longer_than_its_time,
+                                        test_no_more_compile_at_once_than_there_are_workers
 11 a template in the request            here
-12 a template of a model                here (who may make one); tests/hub/test_template.py (what it may do)
-13 pickles                              here; tests/hub/test_files.py: test_pickles_and_empty_folders
-14 code that a checkpoint names         here; tests/hub/test_files.py: test_code_that_a_config_names
-15 weights with a lying header          tests/hub/test_tensors.py, tests/hub/test_tensors_fuzz.py
+12 a template of a model                test_attacks_code (who may make one); test_template (what it may do):
+                                        test_a_template_that_does_not_end_is_ended,
+                                        test_a_template_that_reaches_for_attributes_is_refused
+13 pickles                              test_attacks_code; test_files: test_pickles_and_empty_folders_are_refused
+14 code that a checkpoint names         test_attacks_code;
+                                        test_files: test_code_that_a_config_names_is_not_run_but_noted
+15 weights with a lying header          test_tensors: test_a_wrong_header_is_refused_in_words;
+                                        test_tensors_fuzz: test_a_mutated_file_is_refused_or_read_intact
 16 a path in an upload's name           here
-17 a path out of a checkpoint's folder  tests/hub/test_files.py: test_a_symbolic_link, test_an_index_names_bare_files
+17 a path out of a checkpoint's folder  test_files: test_a_symbolic_link_out_of_the_folder_is_refused,
+                                        test_an_index_names_bare_files_of_its_folder_only;
+                                        test_checkpoint_links: test_what_leads_out_of_a_checkpoints_folder_is_refused
 18 an image's address is fetched        here
 19 a request chooses the model          here
-20 a remote $ref                        here
-21 special tokens in a user's text      here; tests/serve/chat
+20 a remote $ref                        test_attacks_schemas;
+                                        test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused
+21 special tokens in a user's text      here; test_chat_foreign: test_nothing_that_a_user_writes_becomes_control;
+                                        test_hf_tokenizer: test_every_text_comes_back_and_holds_no_control
 22 tensors and ids from a client        here
-23 an error tells of the inside         here; test_answers: test_what_is_not_foreseen, test_a_job_that_fails
-24 DNS rebinding, foreign pages         test_guard: test_a_foreign_name, test_no_answer_allows_another_origin;
-                                        test_body: test_what_a_foreign_page_may_send; test_server: test_an_open_address
-25 a cache shared between keys          here; tests/serve/engine (what the salt does)
-26 a poisoned package                   here
+23 an error tells of the inside         here; test_ends: test_what_is_not_foreseen_is_500_with_an_id_and_no_more,
+                                        test_a_job_that_fails_is_one_error_and_tells_nothing_of_the_inside
+24 DNS rebinding, foreign pages         test_guard:
+                                        test_a_foreign_name_is_refused_as_a_page_that_rebinds_it_would_send_it,
+                                        test_no_answer_allows_another_origin;
+                                        test_body: test_what_a_foreign_page_may_send_is_not_taken_for_json;
+                                        test_server: test_an_open_address_needs_a_key,
+                                        test_an_open_address_without_a_key_ends_the_command_before_a_model_is_loaded
+25 a cache shared between keys          here; test_engine: test_a_prompt_is_encoded_once_and_only_its_sender_shares_it
+26 a poisoned package                   test_attacks_code
 """
 
 import re
-import socket
-import time
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
-from mercury_jax.serve.api import Options, create_app
-from tests.serve.api.scripted import Scripted, saying
+from mercury_jax.serve.api import tables
+from mercury_jax.serve.api.errors import ApiError
+from mercury_jax.serve.chat.messages import Refused, checked
+from mercury_jax.serve.engine.prefix import links
+from tests.serve.api.door import ASK, CHAT, LEAST, Door, schema_of, tool_of
 
 ROOT = Path(__file__).parents[3]
-CHAT = "/v1/chat/completions"
-ASK = {"model": "nano", "messages": [{"role": "user", "content": "347+585="}]}
-LEAST = {
-    CHAT: ASK,
-    "/v1/completions": {"model": "nano", "prompt": "a"},
-    "/v1/fim/completions": {"model": "nano", "prompt": "a"},
-    "/v1/edit/completions": ASK,
-    "/v1/apply/completions": ASK,
-}
-
-
-class Door:
-    """An app in front of a script, and what reached the engine behind it."""
-
-    def __init__(self, nano, **options):
-        self.engine = Scripted(nano, saying(nano, "932"))
-        self.client = TestClient(
-            create_app(self.engine, Options(playground=False, **options)), base_url="http://localhost"
-        )
-
-    def post(self, ask, path=CHAT, **more):
-        return self.client.post(path, json=ask, **more)
-
-    def refuses(self, ask, path=CHAT, status=400, within=5.0):
-        """Whether a request is refused in words, in time, and before anything reaches the engine."""
-        before, began = len(self.engine.tickets), time.perf_counter()
-        answer = self.post(ask, path)
-        assert answer.status_code == status, answer.text[:300]
-        assert isinstance(answer.json()["error"]["message"], str) and len(answer.text) < 2000
-        assert len(self.engine.tickets) == before and time.perf_counter() - began < within
-        return answer.json()["error"]
-
-    def serves(self):
-        """Whether it still answers."""
-        assert self.post(ASK).json()["choices"][0]["message"]["content"] == "932"
-
-
-@pytest.fixture
-def door(nano):
-    return Door(nano)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """Whoever opens a connection is caught."""
-    tried = []
-
-    def refuse(*args, **kwargs):
-        tried.append(args)
-        raise OSError("no network in this test")
-
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    yield tried
-    assert tried == []
-
-
-def schema_of(schema):
-    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-
-
-def tool_of(parameters, name="f"):
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
+# The first value beyond each bound, and one far beyond it: a bound behind the first one is larger.
 TOO_MUCH = {
-    "n": 10**6, "max_tokens": 10**9, "max_completion_tokens": 10**9, "top_logprobs": 10**6, "top_k": 10**9,
-    "logit_bias": {str(i): 1 for i in range(513)}, "stop": ["x"] * 33, "tools": [tool_of({})] * 129,
-    "messages": [{"role": "user", "content": "a"}] * 5000, "temperature": 1e9, "seed": 2**80,
-    "repetition_penalty": 1e9, "presence_penalty": 3,
+    "n": (17, 10**6), "max_tokens": ((1 << 20) + 1, 10**9), "max_completion_tokens": ((1 << 20) + 1, 10**9),
+    "top_logprobs": (21, 10**6), "top_k": ((1 << 20) + 1, 10**9), "logit_bias": ({str(i): 1 for i in range(513)},),
+    "stop": (["x"] * 33, "x" * 257, ["x" * 257]), "tools": ([tool_of({}, f"f{i}") for i in range(129)],),
+    "messages": ([{"role": "user", "content": "a"}] * 2049,), "temperature": (2.01, 1e9), "seed": (2**63, 2**80),
+    "repetition_penalty": (1001, 1e9), "presence_penalty": (2.01,), "frequency_penalty": (2.01,), "top_p": (1.01,),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", TOO_MUCH)
-def test_05_large_numbers_are_refused_before_anything_is_copied(door, field):
-    assert door.refuses({**ASK, field: TOO_MUCH[field]})["param"] == field
-    assert door.refuses({**ASK, "stop": ["x" * 257]})["param"].startswith("stop")
+def test_05_large_numbers_are_refused_before_anything_is_copied(nano, field):
+    # Where many answers have room, the number itself is refused; an answer of no code is not: too long a prompt.
+    door = Door(nano, slots=2 * 10**6)
+    more = {"logprobs": True} if field == "top_logprobs" else {}
+    for value in TOO_MUCH[field]:
+        error = door.refuses({**ASK, **more, field: value})
+        assert error["param"].split("[")[0] == field and error["code"] is None
     door.serves()
+
+
+def test_05_many_answers_are_bounded_however_they_are_asked_for(nano):
+    door, ask = Door(nano, slots=2 * 10**6), LEAST["/v1/completions"]
+    for many in ({"n": 17}, {"n": 10**6}, {"prompt": ["a"] * 17}, {"prompt": ["a"] * 4, "n": 5}, {"best_of": 2},
+                 {"logprobs": 21}):  # fmt: skip
+        assert door.refuses({**ask, **many}, "/v1/completions")["param"] in many
+    few = Door(nano)  # 4 slots and a queue of 8
+    assert few.refuses({**ASK, "n": 13})["param"] == "n"
 
 
 @pytest.mark.parametrize("bad", [-1, 0, -(2**63), 2**63, 10**30, 1.5, True, "1", [1]])
@@ -155,69 +131,9 @@ def test_07_an_empty_prompt_is_refused_and_the_server_lives(door):
         "/v1/apply/completions": [{"messages": []}, {"messages": [{"role": "user", "content": ""}]}],
     }.items():
         for ask in asks:
-            door.refuses({**LEAST[path], **ask}, path)
-    door.serves()
-
-
-BAD_SCHEMAS = (
-    {"type": "nothing"}, {"type": 5}, {"properties": []}, {"pattern": "("}, {"type": "string", "pattern": "(?<=a)b"},
-    {"type": "string", "pattern": "[z-a]"}, {"enum": []}, {"required": "a"}, {"minItems": -1}, {"$ref": "#/nowhere"},
-    {"type": "string", "format": "no-such-format", "pattern": "*"}, {"not": {}}, {"anyOf": []}, {"items": 7},
-    {"type": "array", "minItems": 10**9}, {"type": "string", "minLength": 10**9}, {"multipleOf": 0}, {"allOf": [False]},
-    {"type": "object", "patternProperties": {"(": {}}},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
-def test_09_a_bad_schema_is_refused_and_takes_nothing_down(door, schema):
-    error = door.refuses({**ASK, "response_format": schema_of(schema)})
-    assert "response_format" in error["param"] and error["code"] == "invalid_json_schema"
-    door.refuses({**ASK, "tools": [tool_of({"type": "object", "properties": {"a": schema}, "required": ["a"]})],
-                  "tool_choice": "required"})  # fmt: skip
-    door.serves()
-
-
-def nested(depth, key):
-    schema = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema} if key == "items" else {"properties": {"a": schema}}
-    return schema
-
-
-def doubling(levels):
-    """Each definition holds the next one twice: 2 ** levels places."""
-    defs = {
-        f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)
-    }
-    return {"$defs": {**defs, f"d{levels}": {"type": "null"}}, "$ref": "#/$defs/d0"}
-
-
-BOMBS = {
-    "deep lists": nested(90, "items"),
-    "deep objects": nested(45, "properties"),
-    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(12_000)}},
-    "many choices": {"enum": [f"choice {i}" for i in range(25_000)]},
-    "many alternatives": {"anyOf": [{"const": i} for i in range(12_000)]},
-    "a long expression": {"type": "string", "pattern": "a?" * 50_000},
-    "repeats of repeats": {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"},
-    "backtracking": {"type": "string", "pattern": "^(a+)+$"},
-    "doubling": doubling(60),
-    "itself": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-    "itself within itself": {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}},
-                             "$ref": "#/$defs/a"},
-    "large counts": {"type": "array", "items": {"type": "string", "minLength": 4000}, "minItems": 4000},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_10_a_bomb_ends_in_bounded_time(door, name):
-    """Refused or compiled, but soon; what the script says to those that compile obeys no schema and is not sent."""
-    began = time.perf_counter()
-    tool = tool_of({"type": "object", "properties": {"a": BOMBS[name]}})
-    for ask in ({"response_format": schema_of(BOMBS[name])}, {"tools": [tool], "tool_choice": "auto"}):
-        answer = door.post({**ASK, **ask})
-        assert answer.status_code in (200, 400, 500) and len(answer.text) < 2000
-    assert time.perf_counter() - began < 20
+            told = door.refuses({**LEAST[path], **ask}, path)
+            # The first who looks refuses: what stands behind would, too, but each in its own way.
+            assert [] not in ask.values() or re.search(r"a list of 1 to \d+", told["message"])
     door.serves()
 
 
@@ -261,6 +177,12 @@ def test_18_what_is_no_text_is_refused_and_nothing_is_fetched(door, part, no_net
     for role in ("user", "system", "assistant"):
         error = door.refuses({**ASK, "messages": [*ASK["messages"], {"role": role, "content": [part]}]})
         assert error["param"].startswith("messages[1].content")
+        # By the table of fields, and by the one who reads the messages, each alone.
+        told = {**ASK, "messages": [{"role": role, "content": [part]}]}
+        with pytest.raises(ApiError):
+            tables.CHAT.read(told, "")
+        with pytest.raises(Refused):
+            checked(told["messages"])
     door.serves()
 
 
@@ -278,18 +200,6 @@ def test_19_a_request_chooses_among_names_and_loads_nothing(door, no_network):
         assert door.client.get(f"/v1/models/{name.strip()}x").status_code == 404
     door.refuses({**ASK, "model": None})
     door.refuses({**ASK, "model": ""})
-
-
-@pytest.mark.parametrize(
-    "target",
-    ["http://evil.example/s.json", "file:///etc/passwd", "//evil.example/x", "other.json#/a", "urn:x", 5],
-)
-def test_20_a_reference_out_of_the_schema_is_refused(door, target, no_network):
-    for schema in ({"$ref": target}, {"type": "object", "properties": {"a": {"$ref": target}}}):
-        assert door.refuses({**ASK, "response_format": schema_of(schema)})["code"] == "invalid_json_schema"
-        door.refuses({**ASK, "tools": [tool_of({"type": "object", "properties": {"b": schema}})]})
-    remote = {"$schema": "http://evil.example/meta", "$id": "http://evil.example/id", "type": "object"}
-    door.post({**ASK, "response_format": schema_of(remote)})
 
 
 def test_21_a_users_text_never_becomes_a_token_of_control(door, nano):
@@ -353,9 +263,42 @@ def test_23_no_answer_tells_of_the_inside(door):
 
 def test_25_keys_of_one_customer_are_not_found_by_another(nano):
     keys = ("first-key-123", "second-key-456")
-    door, salts = Door(nano, keys=keys), {}
+    door, salts = Door(nano, keys=keys, playground=True), {}
+    edit = "<|code_to_edit|>\na = 1\n<|/code_to_edit|>"
+    asks = {**LEAST, "/v1/edit/completions": {**ASK, "messages": [{"role": "user", "content": edit}]},
+            "/playground/stream": {"kind": "text", "prompt": "a"}}  # fmt: skip
+    asks.pop("/v1/apply/completions")  # this model is not asked for it; its jobs are made as those of an edit
     for key in (*keys, *keys):
-        door.post(ASK, headers={"authorization": f"Bearer {key}"})
-        salts.setdefault(key, set()).add(door.engine.tickets[-1].job.salt)
+        for path, ask in asks.items():
+            before = len(door.engine.tickets)
+            said = door.post(ask, path, headers={"authorization": f"Bearer {key}"})
+            assert said.status_code == 200 and len(door.engine.tickets) == before + 1, said.text
+            salts.setdefault(key, set()).add(door.engine.tickets[-1].job.salt)
     assert all(len(found) == 1 for found in salts.values()) and salts[keys[0]] != salts[keys[1]]
     assert not any(key in str(salts.values()) for key in keys)
+
+
+def test_25_what_was_kept_is_found_by_all_of_its_text_and_its_salt():
+    """Two texts of the same end, or of the same beginning, or of two keys, share no link that they should not."""
+    chain = lambda ids, salt: list(links(ids, 4, salt))
+    mine = chain(range(12), "a")
+    assert len(set(mine)) == 3 and mine == chain([*range(12), 99], "a")
+    assert set(mine).isdisjoint(chain(range(12), "b")) and set(mine).isdisjoint(chain(range(12), ""))
+    assert set(mine).isdisjoint(chain([50, *range(1, 12)], "a"))
+    assert chain([*range(11), 99], "a")[:2] == mine[:2] and chain([*range(11), 99], "a")[2] != mine[2]
+
+
+def test_the_table_above_names_tests_that_there_are():
+    rows = re.split(r"\n(?=\d+ )", (__doc__ or "").split("\n\n")[1])
+    assert [int(row.split()[0]) for row in rows] == list(range(1, 27))
+    for row in rows:
+        number, told = int(row.split()[0]), row[40:]
+        here = Path(__file__).read_text()
+        assert not re.search(r"\bhere\b", told) or f"\ndef test_{number:02d}_" in here, row
+        for part in filter(None, (p.strip() for p in told.replace("\n", " ").split(";"))):
+            file, _, names = part.partition(": ")
+            if file.startswith("here"):
+                continue
+            (path,) = (ROOT / "tests").rglob(f"{file.split()[0]}.py")
+            wanted = re.findall(r"test_\w+", names) or [rf"test_\w*{number:02d}_\w+"]
+            assert all(re.search(rf"\ndef {name}\(", path.read_text()) for name in wanted), part

@@ -1,5 +1,6 @@
 """Who may come in: every route, with no key, a wrong one, a poisoned Host, a crooked path, another method."""
 
+import asyncio
 import base64
 import hmac
 from types import SimpleNamespace
@@ -88,6 +89,26 @@ def test_the_playground_is_behind_the_guard_too(nano):
         for method in METHODS:
             assert knock(app, method, path, WRONG[1]).status == 401
     assert knock(app, "GET", "/", auth(f"Bearer {KEYS[0]}")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/chat/completions", "/playground/stream"])
+def test_a_websocket_is_closed(path):
+    """There is none here, so whoever opens one is not let any further; with a key no more than without."""
+    seen, sent = [], []
+
+    async def inner(scope, receive, send):
+        seen.append(scope)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+             "headers": [(b"host", b"localhost"), *auth(f"Bearer {KEYS[0]}")], "subprotocols": []}  # fmt: skip
+    asyncio.run(guard.Guard(inner, Options(keys=KEYS))(scope, None, send))
+    assert seen == [] and [message["type"] for message in sent] == ["websocket.close"]
+    sent.clear()
+    asyncio.run(app_of(keys=KEYS)({**scope, "headers": []}, None, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 POISON = (

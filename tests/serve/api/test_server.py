@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import threading
@@ -92,6 +93,21 @@ def test_headers_are_bounded_and_malformed_bytes_get_400(live, nano):
     assert one.get("/v1/models").status == 200
 
 
+def test_headers_without_an_end_are_refused_by_their_size(live, nano):
+    """Not by the clock alone: what is kept of them is bounded, however fast they come."""
+    one = live(Scripted(nano))
+    with socket.create_connection(("127.0.0.1", one.port), timeout=5) as line:
+        line.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: ")
+        with contextlib.suppress(OSError):
+            for _ in range(30):
+                line.sendall(b"a" * 1000)
+                time.sleep(0.005)
+        said = b""
+        with contextlib.suppress(OSError):
+            said = line.recv(65536)
+    assert said.startswith(b"HTTP/1.1 4") and b'{"error":{"message":' in said
+
+
 def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(live, nano):
     one = live(Scripted(nano), max_body=1000)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -158,6 +174,17 @@ def test_an_open_address_needs_a_key(host, fits):
     else:
         with pytest.raises(ValueError, match="API key"):
             server.check_address(host, Options())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.5"])
+def test_an_open_address_without_a_key_ends_the_command_before_a_model_is_loaded(host, monkeypatch):
+    monkeypatch.delenv(serve.KEYS, raising=False)
+    monkeypatch.setattr(serve.show, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(server, "listen", lambda *a: pytest.fail("it listened"))
+    for keys in ("", " , "):
+        monkeypatch.setenv(serve.KEYS, keys)
+        with pytest.raises(ValueError, match=f"host is '{re.escape(host)}'; allowed: 127.0.0.1.*API key"):
+            serve.run(["--host", host, "--port", "0"])
 
 
 def test_a_port_that_is_taken_is_told_at_once():
@@ -246,6 +273,7 @@ def arguments(*words):
 def test_what_the_command_line_says_reaches_the_app(monkeypatch):
     monkeypatch.setenv(serve.KEYS, " one-more-key, ")
     told = serve.options_of(arguments("--api-key", "first-key-123", "--rate", "60", "--strict-temperature"))
+    assert "key" not in repr(told) and "first" not in repr(told)
     assert told.keys == ("first-key-123", "one-more-key") and told.rate == 60 and told.strict_temperature
     assert "localhost" in told.hosts and "*" not in told.hosts
     assert serve.options_of(arguments("--host", "0.0.0.0")).hosts == ("*",)
