@@ -1,6 +1,7 @@
 """Laws of grammars, without a model: whatever is proposed, what comes out obeys, and fits the budget."""
 
 import json
+from datetime import date
 
 import numpy as np
 import pytest
@@ -160,6 +161,45 @@ def test_a_matcher_that_gives_up_is_replaced_and_the_answer_still_ends():
     while not walker.ended:
         walker.advance([first], [True])
     assert fault(SCHEMAS["person"], TOK.decode(walker.written)) is None
+
+
+def test_a_matcher_that_gives_up_behind_a_complete_answer_leaves_the_end():
+    walker = grammar({"type": "integer"}).walk(9)
+    digit = walker.plan
+    walker.advance(digit, [True])
+    walker._tokens.consume_token(OPEN)
+    assert walker._tokens.is_error() and walker.plan == [] and not walker.ended
+    assert allowed(walker.bits()).tolist() == [TOK.eos]
+    assert walker.advance([TOK.eos], [True]).ended and walker.written == digit
+
+
+def exists(kind, text):
+    """Whether the calendar has this date, or the clock this time of day."""
+    try:
+        return bool(kind.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+def test_dates_are_those_of_the_calendar():
+    made = grammar({"type": "string", "format": "date"})
+    years = (0, 1, 4, 99, 100, 400, 1000, 1900, 2000, 2023, 2024, 2100, 9996, 9999)
+    dates = [
+        f"{y:04}-{m:02}-{d:02}"
+        for y in years
+        for m in (0, 1, 2, 4, 12, 13)
+        for d in (0, 1, 28, 29, 30, 31, 32)
+    ]
+    for text in dates:
+        assert made.completes(TOK.encode(f'"{text}"')) == exists(date, text), text
+
+
+def test_a_minute_has_sixty_seconds():
+    for kind, before in (("time", ""), ("date-time", "2016-12-31T")):
+        made = grammar({"type": "string", "format": kind})
+        for text in ("23:59:59Z", "00:00:00.5Z", "12:30:09+02:00", "23:59:60Z", "12:30:60Z", "24:00:00Z"):
+            wanted = "60" not in text and not text.startswith("24")
+            assert made.completes(TOK.encode(f'"{before}{text}"')) == wanted, text
 
 
 def test_calls_are_written_between_their_marks():

@@ -67,7 +67,7 @@ class Walker:
         mask = np.frombuffer(self._tokens.compute_bitmask(), np.uint32)
         if self._tokens.is_error():
             self._restore()
-            for id in self.plan[:1]:
+            for id in self.plan[:1] or [self.grammar.vocabulary.end]:  # no plan: the answer is complete
                 words[id // 32] = np.uint32(1) << np.uint32(id % 32)
             return words
         words[: len(mask)] = mask[: len(words)]
@@ -189,6 +189,8 @@ class Walker:
         for guess in guesses:
             if vocabulary.begins(guess, mask) and self._fits(guess, room) and self._completes(guess):
                 return guess
+        if self._tight and not self._fits(self._plan, self.room - 1):
+            return None  # no room beside the plan, and the last search found nothing: nor do 98 of 100 others
         units, lex = self._synced(vocabulary.units_of(taken))
         plan = search.find(units, lex, room, QUICK, bridges)
         if plan is None or not self._completes(plan):

@@ -80,6 +80,8 @@ def judged(run: Running, shown: Snapshot) -> Snapshot:
     if gate is None or gate.first is None:
         return shown
     begun, front = gate.first - run.prompt, gate.front - run.prompt
+    if len(shown.tokens) < begun:  # thinking that filled its room is closed behind the pass that was shown
+        shown = _closed(run, shown, begun - len(shown.tokens))
     join = lambda old, new, kind: np.concatenate([old[:begun], new, old[front:]]).astype(kind)
     n = len(gate.committed)
     return shown._replace(
@@ -89,6 +91,15 @@ def judged(run: Running, shown: Snapshot) -> Snapshot:
         forced=join(shown.forced, gate.forced, bool),
         final=front,
     )
+
+
+def _closed(run: Running, shown: Snapshot, n: int) -> Snapshot:
+    """A snapshot with n more tokens: the close of its thinking."""
+    join = lambda old, value: np.concatenate([old, np.full(n, value, old.dtype)])
+    return shown._replace(
+        tokens=join(shown.tokens, run.close), settled=join(shown.settled, True),
+        confidence=join(shown.confidence, 1.0), forced=join(shown.forced, False),
+    )  # fmt: skip
 
 
 def _sure(known: np.ndarray, n: int) -> np.ndarray:

@@ -81,6 +81,22 @@ def test_thinking_is_free_and_the_answer_obeys(engine, obeyed):
     assert thought and set(json.loads(said)) == {"x", "y"}
 
 
+def test_the_close_of_a_thinking_is_never_missing(engine, obeyed):
+    """Also where the room for thinking was used up, and the engine closes it between two passes."""
+    prompt = tuple(tiny().tokenizer.render([{"role": "user", "content": "x in y"}], thinking=True))
+    for room in (9, 12, 16):  # a block, and parts of one
+        asked = Job(prompt=prompt, max_tokens=obeyed.shortest + 5, thinking=room, grammar=obeyed, frames=True)
+        ticket = engine.submit(asked)
+
+        async def collect(ticket=ticket):
+            return [s async for s in ticket]
+
+        seen = asyncio.run(collect())
+        for s in seen:
+            assert s.tokens[: s.final].tolist() == seen[-1].tokens[: s.final].tolist()
+            assert {len(s.tokens)} == {len(s.settled), len(s.confidence), len(s.forced)}
+
+
 def test_room_that_no_answer_fits_is_refused_before_any_compute(engine, obeyed):
     with pytest.raises(ValueError, match="tokens"):
         engine.submit(job(obeyed, more=-1))
