@@ -15,7 +15,8 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 SAY: list[Any] = [{"role": "user", "content": "1+1="}]
 EDIT = "<|code_to_edit|>\nx = 1\n<|/code_to_edit|>"
-APPLY = "<|original_code|>\nx = 1\n<|/original_code|>\n\n<|update_snippet|>\nx = 2\n<|/update_snippet|>"
+FILE, NEW = "a = 1\nx = 1\nb = 2", "a = 1\nx = 2\nb = 2"
+APPLY = f"<|original_code|>\n{FILE}\n<|/original_code|>\n\n<|update_snippet|>\n{NEW}\n<|/update_snippet|>"
 
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": SAY, "temperature": 0.5, "stop": ["x"], "seed": 3, "top_p": 0.9}),
@@ -24,8 +25,10 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": SAY, "logprobs": True, "top_logprobs": 2, "logit_bias": {"40": 3}}),
     ("/v1/chat/completions", {"messages": SAY, "tools": [TOOL], "tool_choice": "auto"}),
     ("/v1/chat/completions", {"messages": SAY, "response_format": {"type": "json_schema", "json_schema": {
-        "name": "n", "schema": SCHEMA, "strict": True}}}),
+        "name": "n", "schema": SCHEMA, "strict": True}}, "max_tokens": 16}),
     ("/v1/chat/completions", {"messages": SAY, "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"messages": SAY, "reasoning_effort": "low", "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"messages": SAY, "tools": [TOOL], "tool_choice": "required", "max_tokens": 40}),
     ("/v1/chat/completions", {"messages": [*SAY, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                                            {"role": "tool", "tool_call_id": "1", "content": "2"}]}),
     ("/v1/chat/completions", {"messages": [{"role": "system", "content": [{"type": "text", "text": "be"}]}, *SAY],
@@ -35,7 +38,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("/v1/fim/completions", {"prompt": "def f(", "suffix": "return", "top_k": 5, "stream": True}),
     ("/v1/edit/completions", {"messages": [{"role": "user", "content": EDIT}], "temperature": 0.2}),
     ("/v1/apply/completions", {"messages": [{"role": "user", "content": APPLY}], "stream": True}),
-    ("/playground/stream", {"messages": SAY}),
+    ("/playground/stream", {"kind": "chat", "messages": SAY}),
 ]  # fmt: skip
 
 ODD = [
@@ -63,7 +66,11 @@ def mutated(draw, right=RIGHT):
 
 
 def _body(draw, right):
-    path, more = draw.choice(right)
+    return whole(*draw.choice(right))
+
+
+def whole(path, more):
+    """(path, bytes) of a right request, with what all of its kind have."""
     if path.startswith("/v1"):
         more = {"model": MODEL, "max_tokens": 4, **more}
     return path, json.dumps(more).encode()
@@ -149,5 +156,5 @@ def _twice(draw, data):
 
 
 def _spliced(draw, data):
-    other = _body(draw, RIGHT[:9])[1]
+    other = _body(draw, RIGHT[:11])[1]
     return data[: draw.randrange(len(data) + 1)] + other[draw.randrange(len(other)) :] or b" "

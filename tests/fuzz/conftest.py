@@ -15,7 +15,7 @@ collect_ignore_glob = [] if ENOUGH else ["test_*.py"]
 
 MODEL = "tiny"
 SETTINGS = {
-    "slots": 4, "queue": 256, "context": 96, "programs": "one", "rules": ["threshold"], "prefix_bytes": 4 << 20,
+    "slots": 4, "queue": 256, "context": 256, "programs": "one", "rules": ["threshold"], "prefix_bytes": 4 << 20,
 }  # fmt: skip
 
 
@@ -33,6 +33,6 @@ def server(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / MODEL
     hub.save(folder, dataclasses.replace(tiny(), name=MODEL), NoiseConfig(kind="absorbing"))
-    options = {"read_timeout": 1.0, "effort": "instant"}  # fewer passes: what is asked for matters here
+    options = {"read_timeout": 8.0, "effort": "instant"}  # fewer passes: what is asked for matters here
     with serve_process.server(str(folder), SETTINGS, options) as own:
         yield own

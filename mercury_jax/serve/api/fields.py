@@ -5,7 +5,6 @@ from __future__ import annotations
 from mercury_jax.serve.api.kinds import (
     REQUIRED,
     Anything,
-    Choice,
     Either,
     Field,
     Flag,
@@ -79,37 +78,43 @@ def temperature(default: float | None, told: str = "") -> Field:
     return Field("temperature", Number(0, 2), default, "Of the drawn tokens; 0: always the likeliest." + told)
 
 
+FUNCTION = Record(
+    (
+        Field("name", Text(1, 64, NAME), REQUIRED, "The function's name."),
+        Field("arguments", Either((Text(), Anything())), "", "An object, or its JSON as a text."),
+    )
+)
 CALL = Record(
     (
         Field("id", Text(1, 256), REQUIRED, "What the result refers to."),
         Field("type", Only("function"), "function", "Always function."),
-        Field(
-            "function",
-            Record(
-                (
-                    Field("name", Text(1, 64, NAME), REQUIRED, "The function's name."),
-                    Field("arguments", Either((Text(), Anything())), "", "An object, or its JSON as a text."),
-                )
-            ),
-            REQUIRED,
-            "What was called.",
-        ),
+        Field("function", FUNCTION, REQUIRED, "What was called."),
     )
 )
-CONTENT = Either((Text(), Items(Anything(), most=1024)))
-MESSAGE = Record(
-    (
-        Field(
-            "role",
-            Choice(("system", "user", "assistant", "tool", "function", "developer")),
-            REQUIRED,
-            "Who speaks; developer counts as system.",
+PART = Tagged("type", {"text": Record((Field("text", Text(), REQUIRED, "What it says."),))})
+CONTENT = Either((Text(), Items(PART, most=1024)))
+SAID = Field("content", CONTENT, None, "A text, or a list of parts of type text.")
+SPEAKER = Field("name", Text(0, 256), None, "The speaker's name.")
+SPOKEN = Record((SAID, SPEAKER))
+MESSAGE = Tagged(
+    "role",
+    {
+        "system": SPOKEN,
+        "developer": SPOKEN,  # counts as system
+        "user": SPOKEN,
+        "assistant": Record(
+            (
+                SAID,
+                SPEAKER,
+                Field("tool_calls", Items(CALL, most=TOOLS), None, "The calls of its turn."),
+                Field("function_call", FUNCTION, None, "A call in the older form."),
+            )
         ),
-        Field("content", CONTENT, None, "A text, or a list of parts of type text."),
-        Field("name", Text(0, 256), None, "The speaker's name, or the function's."),
-        Field("tool_calls", Items(CALL, most=TOOLS), None, "The calls of an assistant's turn."),
-        Field("tool_call_id", Text(0, 256), None, "The call that a tool's message answers."),
-    )
+        "tool": Record((SAID, Field("tool_call_id", Text(1, 256), REQUIRED, "The earlier call it answers."))),
+        "function": Record(
+            (SAID, Field("name", Text(1, 64, NAME), None, "Of the function, in the older form."))
+        ),
+    },
 )
 MESSAGES_FIELD = Field("messages", Items(MESSAGE, 1, MESSAGES), REQUIRED, "The conversation so far.")
 # Editors send the texts of files here, as one message.

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mercury_jax.serve.api import errors, schemas, tables
+from mercury_jax.serve.api import errors, examples, schemas, tables
 from mercury_jax.serve.api.kinds import Record
 from mercury_jax.serve.api.service import Service
 
@@ -62,7 +62,7 @@ def build(keys: bool = True, models: Sequence[str] = ()) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "mercury_jax", "version": _version(), "description": __doc__},
-        "paths": {**_posts(), **_gets()},
+        "paths": {**_posts(models[0] if models else "mercury-2"), **_gets()},
         "components": {
             "schemas": {**named, **schemas.ANSWERS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -86,13 +86,13 @@ def _name(path: str) -> str:
     return "".join(part.capitalize() for part in path.split("/")[2:]) + "Request"
 
 
-def _posts() -> Json:
+def _posts(model: str) -> Json:
     return {
         path: {
             "post": {
                 "summary": about,
                 "operationId": "create" + _name(path).removesuffix("Request"),
-                "requestBody": {"required": True, "content": _json(_name(path))},
+                "requestBody": {"required": True, "content": _asked(path, model)},
                 "responses": {"200": _answer(whole, chunk), **_failures(ERRORS)},
             }
         }
@@ -136,6 +136,12 @@ def _metrics() -> Json:
 
 def _json(name: str) -> Json:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
+def _asked(path: str, model: str) -> Json:
+    """The schema of a request, and one that is right."""
+    example = {"model": model, **examples.REQUESTS[path]}
+    return {kind: about | {"example": example} for kind, about in _json(_name(path)).items()}
 
 
 def _answer(whole: str, chunk: str) -> Json:

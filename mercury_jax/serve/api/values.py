@@ -151,20 +151,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class Only:
-    """One value: what would ask for something that is not offered has no other."""
+    """One value: what would ask for something that is not offered has no other. 1.0 is 1, true is not."""
 
     value: str | int | bool
 
     def fits(self, value: Any) -> bool:
-        return type(value) is type(self.value)
+        return _json_type(value) is _json_type(self.value)
 
     def read(self, value: Any, at: str) -> Any:
         if not self.fits(value) or value != self.value:
             raise refused(at, value, self.allowed())
-        return value
+        return self.value
 
     def schema(self) -> Schema:
         return {"const": self.value}
 
     def allowed(self) -> str:
         return str(self.value).lower()
+
+
+def _json_type(value: Any) -> type:
+    """JSON has one type of numbers."""
+    return int if isinstance(value, float) else type(value)
