@@ -39,7 +39,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise refuse("port", port, "0 to 65535; 0 finds a free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        # Named as TCP, asyncio sends each event at once; unnamed, it waits for the last one's receipt, some 40 ms.
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:

@@ -198,6 +198,14 @@ def test_a_port_that_is_taken_is_told_at_once():
             server.listen("127.0.0.1", bad)
 
 
+def test_what_is_sent_does_not_wait_for_the_receipt_of_what_went_before(nano, live):
+    one = live(Scripted(nano))
+    with socket.create_connection(("127.0.0.1", one.port)):
+        while not (held := list(one.server.server_state.connections)):
+            time.sleep(0.01)
+        assert held[0].transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_model_that_cannot_be_warmed_up_ends_the_server(nano):
     engine = Scripted(nano)
     engine.start = lambda: (_ for _ in ()).throw(RuntimeError("no memory"))
