@@ -18,7 +18,7 @@ from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import evaluator
 from mercury_jax.types import LM, Model, Params
 
-NANO = Path(__file__).parent / "assets" / "nano"
+NANO = hub.NANO
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
@@ -138,7 +138,7 @@ def load(
 ) -> LM:
     """A model to talk to: the embedded default, a folder, or a checkpoint of the Hugging Face hub by its id.
 
-    source: None; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
+    source: None or "nano"; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
         "google/diffusiongemma-26B-A4B-it", "org/name@revision".
     dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" keeps
     matrices as int8 with a scale for each output. mask: the mask id, where the checkpoint does not say it or says

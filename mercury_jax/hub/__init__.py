@@ -17,6 +17,7 @@ from mercury_jax.hub import describe, fetch, native, reading, writing
 from mercury_jax.hub.native import save
 from mercury_jax.types import LM
 
+NANO = Path(__file__).parents[1] / "assets" / "nano"  # the embedded default, which "nano" names everywhere
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
 
 
@@ -107,10 +108,12 @@ def folder_of(source: str | Path) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    if source == NANO.name:
+        return NANO
     if isinstance(source, str) and ID.fullmatch(source) and not path.exists():
         return fetch.folder(source)
     raise CheckpointError(
-        f"source is {str(source)!r}; allowed: a folder of a saved model, or an id such as 'org/name'; "
+        f"source is {str(source)!r}; allowed: a folder of a saved model, an id such as 'org/name', or nano; "
         "this one does not exist"
     )
 

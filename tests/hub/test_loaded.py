@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,13 @@ def test_what_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(CheckpointError, match="could not be fetched"):
         mj.load("org/name-that-nobody-has")
+
+
+def test_the_embedded_model_goes_by_its_name_unless_a_folder_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub.folder_of("nano") == hub.NANO and hub.info("nano")["name"] == "nano"
+    (tmp_path / "nano").mkdir()
+    assert hub.folder_of("nano") == Path("nano")
 
 
 def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
