@@ -27,10 +27,12 @@ class Grid(NamedTuple):
     """How finely shapes and lengths are told apart; a coarse one is quick, and few programs do for all.
 
     quantum: texts and canvases take multiples of so many positions. growth: from one length to try to the next.
+    rows: the lengths of an open hole are tried in batches of a multiple of so many.
     """
 
     quantum: int = QUANTUM
     growth: float = 1.25
+    rows: int = 1
 
 
 def candidates(most: int, growth: float = Grid().growth) -> list[int]:
@@ -51,13 +53,12 @@ def fill(lm: LM, rows: Sequence[Row], seed: int, fill_sized: Fill, grid: Grid = 
         for j in opens or [-1]:
             sizes = candidates(row[j].most, grid.growth) if j >= 0 else [0]
             tries = [_with(chosen[i], j, n) for n in sizes]
-            tried = fill_sized(tries, seed)
-            nats = [
-                _nats(lm, t, f, max(j, 0), grid.quantum) for t, f in zip(tries, tried.fillings, strict=True)
-            ]
+            spare = -len(tries) % grid.rows if j >= 0 else 0
+            tried = fill_sized(tries + spare * tries[-1:], seed)
+            nats = [_nats(lm, t, f, max(j, 0), grid.quantum) for t, f in zip(tries, tried.fillings)]
             best = int(np.argmin(nats)) if len(tries) > 1 else 0
             chosen[i] = tries[best]
-            forwards[i] += int(tried.forwards.sum())
+            forwards[i] += int(tried.forwards[: len(tries)].sum())
             done[i] = Filled([tried.fillings[best]], forwards[i : i + 1])
     return Filled([f.fillings[0] for f in done], forwards)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode import lengths
+from mercury_jax.decode import infill, lengths
 from mercury_jax.decode.fim import _asked
 from mercury_jax.decode.holes import segments, whole
 from mercury_jax.tokenizer import SPECIAL
@@ -100,6 +100,16 @@ def test_candidates_reach_the_most_and_grow():
     for most in (1, 5, 8, 33, 100):
         sizes = lengths.candidates(most)
         assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
+
+
+def test_spare_rows_of_a_batch_change_nothing():
+    lm, row = tiny("bidirectional"), [[20, 21], mj.Hole(most=3), [22]]
+    made = lambda rows: infill.fill(
+        lm, [row], mj.rules.threshold(), 0, plan=mj.Plan(steps=2), grid=lengths.Grid(rows=rows)
+    )
+    one, four = made(1), made(4)
+    assert one.fillings[0][0].tolist() == four.fillings[0][0].tolist()
+    assert one.forwards.tolist() == four.forwards.tolist()
 
 
 def test_fillings_are_found_wherever_the_texts_have_moved():

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 OPEN = 64  # most tokens of a hole whose length the model chooses: each length is a row of a batch
 BEHIND = 256  # tokens of the suffix that a canvas takes in
 # Lengths that double, in a few passes, and texts of any length in a few programs: somebody waits for the answer.
-GRID = Grid(quantum=256, growth=2.0)
+GRID = Grid(quantum=256, growth=2.0, rows=8)
 PASSES = 16
 
 
