@@ -110,19 +110,19 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
     import dataclasses
 
     from mercury_jax.serve.api import create_app
-    from mercury_jax.serve.api.server import Server
+    from mercury_jax.serve.api.server import Server, settle
     from mercury_jax.serve.engine.engine import Engine
 
     lm = show.load(args.model, mesh=mesh_of(args.mesh), **options.reading(args))
     told = dataclasses.replace(told, aliases=aliases(args.alias, lm.name))
     engine = Engine(lm, settings)
     began = time.perf_counter()
-    server = Server(
-        create_app(engine, told),
-        engine,
-        args.drain,
-        lambda: show.say(f"ready in {time.perf_counter() - began:.1f} s"),
-    )
+
+    def ready() -> None:
+        settle()
+        show.say(f"ready in {time.perf_counter() - began:.1f} s")
+
+    server = Server(create_app(engine, told), engine, args.drain, ready)
     host, port = socket.getsockname()[:2]
     _greet(lm.name, host, port, told)
     server.run(sockets=[socket])
