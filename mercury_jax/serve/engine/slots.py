@@ -101,8 +101,9 @@ class Slots:
         for i, gate in gates:
             seat = self.seats[i]
             if not gate.over and seat is not None:
+                words = gate.bits()
                 for rows in self._knobs[knobs.SHAPED :]:
-                    knobs.constrain(rows, i, gate.bits(), gate.front - seat.prompt)
+                    knobs.constrain(rows, i, words, gate.front - seat.prompt)
         if gates and self._sent is not None:
             self._sent = knobs.with_constraints(self._sent, self._knobs[self.shape.level])
 
