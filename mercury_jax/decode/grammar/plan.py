@@ -53,14 +53,16 @@ def lexed(lex: Lex, units: Iterable[Unit]) -> Lex:
 
 
 class Effort(NamedTuple):
-    """How far to search. first: take the first completion that fits, not the shortest."""
+    """How far to search. first: take the first completion that fits, not the shortest. leaps: what is forced is a
+    single step, however long; a quarter fewer nodes for a completion of a few bytes more."""
 
     width: int
     nodes: int
     first: bool = False
+    leaps: bool = False
 
 
-QUICK = Effort(4, 400, first=True)
+QUICK = Effort(4, 400, first=True, leaps=True)
 ANY = Effort(3, 12_000, first=True)  # at the start of a grammar
 BEST = Effort(24, 4_000)
 
@@ -160,6 +162,7 @@ class Search:
                 if best is not None and effort.first:
                     return best
                 for child, size in self._children(node):
+                    size = 1 if effort.leaps else size
                     if child.lex[0] - lex[0] <= MOST_DEPTH:
                         if at + size not in levels:
                             heapq.heappush(heap, at + size)
