@@ -29,6 +29,7 @@ def pytest_configure(config):
     # JAX reads both variables when it is first imported, and subprocesses of tests inherit them.
     assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could choose its platform"
     os.environ["JAX_PLATFORMS"] = config.getoption("--platform")
+    os.environ["MERCURY_CACHE"] = ""  # what a test compiles is not kept in the user's home
     if config.getoption("--platform") == "cpu":
         given = os.environ.get("XLA_FLAGS", "").split()  # what the user has set stands
         names = {flag.split("=")[0] for flag in given}

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from mercury_jax.cli import compiled
 from mercury_jax.cli.parser import nearest
 from mercury_jax.config import refuse
 
@@ -43,7 +44,8 @@ Try:
   mercury eval sudoku4 --limit 64
 
 Every command has --help. --json prints one object a line, for programs; --debug shows where an error
-arose. Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else."""
+arose. Compiled programs are kept in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none (empty).
+Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +94,7 @@ def _run(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise refuse("command", words[0], nearest(words[0], list(COMMANDS)))
+    compiled.keep()
     module = importlib.import_module(f"mercury_jax.cli.{COMMANDS[words[0]][0]}")
     return module.run(words[1:])
 
