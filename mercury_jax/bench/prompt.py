@@ -140,7 +140,9 @@ def _attention(config: ModelConfig, job: launch.Job, length: int, samples: int =
 def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
     stop = start + jnp.arange(queries.shape[1]) + 1
     ranges = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[None, :, None]
-    return attend(queries, keys, values, jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2))
+    return attend(
+        queries, keys, values, jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2), cached=True
+    )
 
 
 def _peak(call: Callable[[], Any]) -> int:

@@ -1,18 +1,39 @@
-"""attend(): one signature for every attention pattern; backends refuse and fall through."""
+"""attend(): one signature for every attention pattern; backends refuse with a reason and fall through."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.reference import attend as reference
+from mercury_jax.kernels import reference, walk
+from mercury_jax.kernels.rounded import Keys
 
-Backend = Callable[..., Array | None]  # None: this backend refuses the shapes it was given
 
-# Fastest first. The plain one is last and takes everything; GPU kernels go in front of it.
-_BACKENDS: dict[str, Backend] = {"reference": reference}
+class Backend(NamedTuple):
+    """One way to compute it.
+
+    refuses(q, k, v, ranges, *, scale, softcap, residual): why it does not take these shapes and dtypes, or None.
+    run: the same arguments. platforms: of lowering on which it is tried. cached: without a gradient, for passes
+    over a cache alone.
+    """
+
+    refuses: Callable[..., str | None]
+    run: Callable[..., Any]
+    platforms: tuple[str, ...]
+    cached: bool = False
+
+
+EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
+# Fastest first. The plain one is last and takes everything.
+_BACKENDS: dict[str, Backend] = {
+    "walk": Backend(walk.refuses, walk.run, ("cpu",), cached=True),
+    "reference": Backend(reference.refuses, reference.run, EVERYWHERE),
+}
 
 
 def backends() -> tuple[str, ...]:
@@ -22,22 +43,57 @@ def backends() -> tuple[str, ...]:
 
 def attend(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    k: Keys,
+    v: Keys,
     ranges: Int[Array, "B T R 2"],
     *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    residual: bool = False,
+    cached: bool = False,
     backend: str | None = None,
-) -> Float[Array, "B T H K"]:
+) -> Any:
     """Attention in which query row (b, t) sees the keys of its R ranges [start, end), and no others.
 
-    Ranges of one row must not overlap. A row whose ranges are all empty gets zeros. H must be a
-    multiple of G (grouped queries: head h reads key head h // (H / G)). Softmax is in fp32.
+    Ranges of one row must not overlap. A row whose ranges are all empty gets zeros. H must be a multiple of G
+    (grouped queries: head h reads key head h // (H / G)). Softmax is in fp32.
+
+    k, v [B, S, G, K]: arrays, or `Rounded` (int8). scale: of the scores (None: 1 / sqrt(K)). softcap: scores become
+    softcap * tanh(scores / softcap). cached: the keys are a cache, longer than what it holds, and nobody asks for a
+    gradient. backend: one by its name; None takes the first that does not refuse, for the platform that the program
+    is lowered for.
+    Returns [B, T, H, K] in q's dtype; with `residual` also the log-sum-exp of each row's scores [B, T, H] in fp32,
+    -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where a backend that
+    was named refuses.
     """
-    if backend is not None and backend not in _BACKENDS:
-        raise refuse("backend", backend, ", ".join(_BACKENDS))
-    for name, run in _BACKENDS.items():
-        if backend in (None, name):
-            out = run(q, k, v, ranges)
-            if out is not None:
-                return out
-    raise refuse("backend", backend, "one that takes these shapes; None picks the first that does")
+    asked: dict[str, Any] = dict(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, residual=residual
+    )
+    if backend is not None:
+        return _named(backend, q, k, v, ranges, asked)
+    found = {name: _first(name, cached, q, k, v, ranges, asked) for name in EVERYWHERE}
+    if len(set(found.values())) == 1:
+        return found["cpu"].run(q, k, v, ranges, **asked)
+    each = {name: functools.partial(one.run, **asked) for name, one in found.items()}
+    return jax.lax.platform_dependent(q, k, v, ranges, default=each.pop("tpu"), **each)
+
+
+def _first(platform: str, cached: bool, *args: Any) -> Backend:
+    """The first backend of a platform that takes it."""
+    *arrays, asked = args
+    return next(
+        one
+        for one in _BACKENDS.values()
+        if platform in one.platforms and (cached or not one.cached) and one.refuses(*arrays, **asked) is None
+    )
+
+
+def _named(name: str, q: Any, k: Any, v: Any, ranges: Any, asked: dict[str, Any]) -> Any:
+    if name not in _BACKENDS:
+        raise refuse("backend", name, ", ".join(_BACKENDS))
+    why = _BACKENDS[name].refuses(q, k, v, ranges, **asked)
+    if why is not None:
+        raise refuse(
+            "backend", name, f"one that takes these arguments ({why}); None picks the first that does"
+        )
+    return _BACKENDS[name].run(q, k, v, ranges, **asked)

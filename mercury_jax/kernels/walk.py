@@ -7,12 +7,14 @@ Gimelshein, arXiv 1805.02867). The loop's length is known on the device only, so
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.kernels.reference import capped, folded, unfolded
+from mercury_jax.kernels.rounded import Keys, plain, span
 from mercury_jax.types import wide
 
 CHUNK = 64  # keys of one step: five steps over 320 keys cost what one product with 320 does
@@ -26,18 +28,26 @@ class Running(NamedTuple):
     total: Float[Array, "P M 1"]
 
 
-def walk(
+def refuses(q: Any, k: Any, *_: object, **__: object) -> str | None:
+    """Few keys, which one product serves as well."""
+    slots = k.shape[1]
+    return None if slots > 4 * CHUNK else f"{slots} keys; it takes more than {4 * CHUNK}"
+
+
+def run(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
+    k: Keys,
+    v: Keys,
     ranges: Int[Array, "B T R 2"],
-) -> Float[Array, "B T H K"]:
-    """What `attend` gives, in as many steps as the ranges need; not differentiable."""
+    *,
+    scale: float,
+    softcap: float | None = None,
+    residual: bool = False,
+) -> Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """What the reference gives, in as many steps as the ranges need; not differentiable."""
     b, t, h, width = q.shape
     slots, g = k.shape[1], k.shape[2]
-    chunk = min(CHUNK, slots)
-    queries = (q * width**-0.5).reshape(b, t, g, h // g, width).transpose(0, 2, 3, 1, 4)
-    queries = queries.reshape(b * g, h // g * t, width)
+    chunk, queries = min(CHUNK, slots), folded(q, g, scale)
     seen = ranges[..., 1] > ranges[..., 0]
     first = jnp.min(jnp.where(seen, ranges[..., 0], slots)) // chunk
     last = -(-jnp.minimum(jnp.max(jnp.where(seen, ranges[..., 1], 0)), slots) // chunk)
@@ -45,26 +55,26 @@ def walk(
     def step(i: Array, run: Running) -> Running:
         # The last chunk may not fit: it starts earlier, and what the one before has had is hidden.
         start = jnp.minimum(i * chunk, slots - chunk)
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (k, v))
+        keys, values = (plain(span(x, start, chunk), q.dtype) for x in (k, v))
         keys = keys.transpose(0, 2, 3, 1).reshape(b * g, width, chunk)
         values = values.transpose(0, 2, 1, 3).reshape(b * g, chunk, width)
-        scores = jnp.matmul(queries, keys, preferred_element_type=wide(q.dtype))
+        scores = capped(jnp.matmul(queries, keys, preferred_element_type=wide(q.dtype)), softcap)
         at = start + jnp.arange(chunk)
         see = ((at >= ranges[..., :1]) & (at < ranges[..., 1:]) & (at >= i * chunk)).any(axis=2)
         scores = jnp.where(see[:, None, None], scores.reshape(b, g, h // g, t, chunk), -jnp.inf)
         return _join(run, scores.reshape(b * g, -1, chunk), values)
 
-    rows = (b * g, h // g * t)
-    exact = wide(q.dtype)
+    done = jax.lax.fori_loop(first, last, step, _nothing(b * g, h // g * t, width, wide(q.dtype)))
+    apart = lambda x: unfolded(x.reshape(b, g, h // g, t, -1), t)
+    out = apart(done.sum / jnp.where(done.total > 0, done.total, 1.0)).astype(q.dtype)
+    # A row that saw nothing has a total of 0: its logarithm is what it should be.
+    return (out, apart(done.most + jnp.log(done.total))[..., 0]) if residual else out
+
+
+def _nothing(products: int, rows: int, width: int, dtype: Any) -> Running:
     # A finite floor keeps rows without keys free of inf - inf.
-    start = Running(
-        jnp.zeros((*rows, width), exact), jnp.full((*rows, 1), -1e30, exact), jnp.zeros((*rows, 1), exact)
-    )
-    run = jax.lax.fori_loop(first, last, step, start)
-    out = run.sum / jnp.where(run.total > 0, run.total, 1.0)
-    return (
-        out.reshape(b, g, h // g, t, width).transpose(0, 3, 1, 2, 4).reshape(b, t, h, width).astype(q.dtype)
-    )
+    one = jnp.full((products, rows, 1), -1e30, dtype)
+    return Running(jnp.zeros((products, rows, width), dtype), one, jnp.zeros_like(one))
 
 
 def _join(run: Running, scores: Float[Array, "P M C"], values: Float[Array, "P C K"]) -> Running:

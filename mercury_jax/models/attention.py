@@ -36,7 +36,7 @@ class Attention(nn.Module):
         q, k = turn(q), turn(k)
         if kv is not None and slots is not None:
             kv = kv_cache.write(kv, k, v, slots)
-            k, v = kv_cache.read(kv, q.dtype)
-        out = attend(q, k.astype(q.dtype), v.astype(q.dtype), ranges)
+            k, v = kv
+        out = attend(q, k, v, ranges, cached=kv is not None)
         scale = 1.0 / (2 * c.layers)
         return Linear((c.heads, c.head_dim), (c.width,), scale, name="o")(out), kv

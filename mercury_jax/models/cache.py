@@ -7,23 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int
 
-from mercury_jax.types import Cache, Model, wide
-
-
-class Rounded(NamedTuple):
-    """Vectors as int8: x = values * scale, one scale for each position and head."""
-
-    values: Int8[Array, "B S G K"]
-    scale: Float[Array, "B S G"]
+from mercury_jax.kernels.rounded import Keys, Rounded, rounded
+from mercury_jax.types import Cache, Model
 
 
 class KV(NamedTuple):
     """Keys and values of one layer; as they are, or rounded."""
 
-    k: Float[Array, "B S G K"] | Rounded
-    v: Float[Array, "B S G K"] | Rounded
+    k: Keys
+    v: Keys
 
 
 def empty(layers: int, batch: int, slots: int, heads: int, width: int, dtype: jnp.dtype) -> tuple[KV, ...]:
@@ -43,21 +37,6 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
         return jax.tree.map(lambda all, some: jax.vmap(row)(all, some, slots), old, fresh)
 
     return KV(store(kv.k, k), store(kv.v, v))
-
-
-def read(kv: KV, dtype: Any) -> tuple[Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-    """All keys and values of a layer in the dtype of its arithmetic."""
-    k, v = (
-        (x.values * x.scale[..., None] if isinstance(x, Rounded) else x).astype(dtype) for x in (kv.k, kv.v)
-    )
-    return k, v
-
-
-def rounded(x: Float[Array, "*s K"]) -> Rounded:
-    """255 levels a vector, its largest number 127 of them."""
-    x = x.astype(wide(x.dtype))
-    scale = jnp.maximum(jnp.abs(x).max(-1), 1e-12) / 127.0
-    return Rounded(jnp.rint(x / scale[..., None]).astype(jnp.int8), scale.astype(jnp.float32))
 
 
 def int8(model: Model) -> Model:

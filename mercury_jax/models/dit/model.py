@@ -58,8 +58,8 @@ class Block(nn.Module):
         q, k = rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta)
         if kv is not None and slots is not None:
             kv = kv_cache.write(kv, k, v, slots)
-            k, v = kv_cache.read(kv, q.dtype)
-        out = attend(q, k.astype(q.dtype), v.astype(q.dtype), ranges)
+            k, v = kv
+        out = attend(q, k, v, ranges, cached=kv is not None)
         x = x + gate * Linear((c.heads, c.head_dim), (c.width,), name="o")(out)
         y = Norm(c.norm_eps, name="mlp_norm")(x, mlp_shift, mlp_scale)
         y = jax.nn.gelu(Linear((c.width,), (c.ffn,), bias=True, name="up")(y), approximate=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.kernels import attend
-from mercury_jax.kernels.walk import walk
 from mercury_jax.models import cache as kv_cache
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, Rotation, rms
@@ -37,12 +35,7 @@ class Attention(nn.Module):
         q = rotate(Norm(c.norm_eps, name="q_norm")(q))
         if shared is None:
             shared = self._keys(x, rotate, kv, slots)
-        k, v = kv_cache.read(shared, q.dtype)
-        q = q * width**0.5  # `attend` divides by it, and this architecture's scores are not divided
-        if slots is None:
-            out = attend(q, k, v, ranges)
-        else:  # a cache is longer than what it holds
-            out = jax.lax.platform_dependent(q, k, v, ranges, cpu=walk, default=attend)
+        out = attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
         return Linear((c.heads, width), (c.width,), 1.0 / (2 * c.layers), name="o")(out), shared
 
     def _keys(self, x: Array, rotate: Rotation, kv: kv_cache.KV | None, slots: Array | None) -> kv_cache.KV:

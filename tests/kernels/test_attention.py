@@ -1,0 +1,100 @@
+"""Each backend of attention against the definition, written with dense masks in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.kernels import attend, backends
+from mercury_jax.kernels.rounded import plain, rounded
+
+SLOTS = {"reference": 9, "walk": 300}
+HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own
+
+
+def dense(q, k, v, see, scale=None, softcap=None):
+    """(softmax over the seen keys, one query at a time; the log-sum-exp of their scores)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, nats = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    group = q.shape[2] // k.shape[2]
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        keys = np.flatnonzero(see[b, t])
+        if len(keys):
+            s = k[b, keys, h // group] @ q[b, t, h] * (q.shape[-1] ** -0.5 if scale is None else scale)
+            s = s if softcap is None else softcap * np.tanh(s / softcap)
+            w = np.exp(s - s.max())
+            out[b, t, h], nats[b, t, h] = (w / w.sum()) @ v[b, keys, h // group], s.max() + np.log(w.sum())
+    return out, nats
+
+
+def case(seed=0, b=2, t=5, s=9, h=4, g=2, width=8):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(b, n, m, width)).astype(np.float32) for n, m in ((t, h), (s, g), (s, g)))
+    cut = rng.integers(0, s + 1, (b, t, 3))
+    cut.sort(axis=-1)
+    # Two ranges that do not overlap, often empty; the last row of each batch sees nothing at all.
+    ranges = np.stack([np.stack([cut[..., 0] * 0, cut[..., 0]], -1), cut[..., 1:]], axis=2)
+    ranges[:, -1] = 0
+    return jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(ranges, jnp.int32)
+
+
+def seen(ranges, s):
+    at, ranges = np.arange(s), np.asarray(ranges)
+    return ((at >= ranges[..., 0, None]) & (at < ranges[..., 1, None])).any(axis=2)
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("more", [{}, {"scale": 1.0}, {"softcap": 2.0}, {"scale": 0.7, "softcap": 0.5}])
+def test_each_backend_is_the_definition(backend, seed, more):
+    q, k, v, ranges = case(seed, s=SLOTS[backend])
+    out, nats = attend(q, k, v, ranges, residual=True, backend=backend, **more)
+    want, told = dense(q, k, v, seen(ranges, k.shape[1]), **more)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    np.testing.assert_allclose(nats, told, atol=2e-6)
+    assert not np.asarray(out)[:, -1].any() and np.isneginf(nats[:, -1]).all()
+    np.testing.assert_array_equal(attend(q, k, v, ranges, backend=backend, **more), out)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_rounded_keys_are_what_they_stand_for(backend):
+    q, k, v, ranges = case(s=SLOTS[backend])
+    k, v = rounded(k), rounded(v)
+    exact = attend(q, plain(k, q.dtype), plain(v, q.dtype), ranges, backend=backend)
+    np.testing.assert_allclose(attend(q, k, v, ranges, backend=backend), exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_parts_of_the_keys_are_merged_by_their_log_sum_exp(backend):
+    slots = SLOTS[backend]
+    q, k, v, ranges = case(3, s=slots)
+    cut = slots // 3
+    halves = [jnp.clip(ranges, 0, cut), jnp.clip(ranges, cut, slots)]
+    (a, x), (b, y) = (attend(q, k, v, half, residual=True, backend=backend) for half in halves)
+    both = jnp.logaddexp(x, y)
+    share = lambda part: jnp.where(jnp.isneginf(both), 0.0, jnp.exp(part - both))[..., None]
+    whole, nats = attend(q, k, v, ranges, residual=True, backend=backend)
+    np.testing.assert_allclose(a * share(x) + b * share(y), whole, atol=2e-6)
+    np.testing.assert_allclose(both, nats, atol=2e-6)
+
+
+def test_gradients_are_finite_where_nothing_is_seen():
+    q, k, v, ranges = case()
+    grads = jax.grad(lambda *x: attend(*x, ranges, softcap=1.0).sum(), argnums=(0, 1, 2))(q, k, v)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_a_gradient_is_never_given_to_a_backend_without_one():
+    q, k, v, ranges = case(s=SLOTS["walk"])
+    through = lambda cached: jax.jit(jax.grad(lambda q, to: attend(q, k, v, to, cached=cached).sum()))
+    assert jnp.isfinite(through(False)(q, ranges)).all()
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        through(True)(q, ranges)
+
+
+def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
+    q, k, v, ranges = case()
+    with pytest.raises(ValueError, match="backend is 'abacus'; allowed: .*reference"):
+        attend(q, k, v, ranges, backend="abacus")
+    with pytest.raises(ValueError, match="backend is 'walk'; .*9 keys; it takes more than 256"):
+        attend(q, k, v, ranges, backend="walk")
