@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import reference, walk
+from mercury_jax.kernels import chip, reference, walk
 from mercury_jax.kernels.rounded import Keys
 
 
@@ -19,19 +19,35 @@ class Backend(NamedTuple):
 
     refuses(q, k, v, ranges, *, scale, softcap, residual): why it does not take these shapes and dtypes, or None.
     run: the same arguments. platforms: of lowering on which it is tried. cached: without a gradient, for passes
-    over a cache alone.
+    over a cache alone. chip: the one that it is written for.
     """
 
     refuses: Callable[..., str | None]
     run: Callable[..., Any]
     platforms: tuple[str, ...]
     cached: bool = False
+    chip: str | None = None
+
+
+def _hopper_refuses(*args: Any, **asked: Any) -> str | None:
+    if chip.present() != chip.HOPPER:
+        return "the device is no Hopper (sm_90a)"
+    from mercury_jax.kernels import hopper  # where there is no GPU, nobody pays for Mosaic's import
+
+    return hopper.refuses(*args, **asked)
+
+
+def _hopper(*args: Any, **asked: Any) -> Any:
+    from mercury_jax.kernels import hopper
+
+    return hopper.run(*args, **asked)
 
 
 EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
 # Fastest first. The plain one is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
     "walk": Backend(walk.refuses, walk.run, ("cpu",), cached=True),
+    "hopper": Backend(_hopper_refuses, _hopper, ("cuda",), cached=True, chip=chip.HOPPER),
     "reference": Backend(reference.refuses, reference.run, EVERYWHERE),
 }
 
@@ -84,7 +100,10 @@ def _first(platform: str, cached: bool, *args: Any) -> Backend:
     return next(
         one
         for one in _BACKENDS.values()
-        if platform in one.platforms and (cached or not one.cached) and one.refuses(*arrays, **asked) is None
+        if platform in one.platforms
+        and (cached or not one.cached)
+        and one.chip in (None, chip.chip())
+        and one.refuses(*arrays, **asked) is None
     )
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, backends
+from mercury_jax.kernels import attend, attention, backends, chip, reference
 from mercury_jax.kernels.rounded import plain, rounded
 
 SLOTS = {"reference": 9, "walk": 300}
@@ -98,3 +98,27 @@ def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
         attend(q, k, v, ranges, backend="abacus")
     with pytest.raises(ValueError, match="backend is 'walk'; .*9 keys; it takes more than 256"):
         attend(q, k, v, ranges, backend="walk")
+
+
+def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
+    """Traced for a Hopper its kernel is chosen, over a cache and where it takes the shapes; nowhere else."""
+    q, k, v, ranges = (
+        x.astype(jnp.bfloat16) if x.ndim == 4 and x.dtype != jnp.int32 else x for x in case(width=64)
+    )
+    monkeypatch.setitem(
+        attention._BACKENDS, "hopper", attention._BACKENDS["hopper"]._replace(run=lambda *a, **k: "ours")
+    )
+    chosen = lambda q=q, **more: (
+        attention._first(
+            "cuda", more.pop("cached", True), q, k, v, ranges, dict(scale=1.0, softcap=None, residual=False)
+        ).run
+    )
+    plain = reference.run
+    with pytest.raises(ValueError, match="no Hopper"):
+        attend(q, k, v, ranges, backend="hopper")
+    assert chosen() is plain
+    with chip.traced_for(chip.HOPPER):
+        assert chosen()() == "ours" and chosen(cached=False) is plain
+        assert chosen(q.astype(jnp.float32)) is plain
+    with chip.traced_for(chip.BLACKWELL):
+        assert chosen() is plain

@@ -1,0 +1,127 @@
+"""grouped(): rows sorted by expert, each times its expert's matrix, few rows an expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.config import refuse
+from mercury_jax.kernels.chip import HOPPER, chip
+from mercury_jax.kernels.tiles import plan, tile_of
+
+SMALL = (jnp.int8, jnp.float8_e4m3fn)
+
+
+def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None) -> str | None:
+    """Why the kernel does not take x [M, I], w [E, I, O] and scale [E, O] or None; None: it does.
+
+    From shapes and dtypes alone (arrays or `jax.ShapeDtypeStruct`) and the chip that is traced for.
+    """
+    if chip() != HOPPER:
+        return f"the kernel is for {HOPPER}, not for {chip() or 'this machine'}"
+    if x.dtype != jnp.bfloat16:
+        return f"rows are {x.dtype}, not bfloat16"
+    if w.dtype not in (jnp.bfloat16, *SMALL):
+        return f"matrices are {w.dtype}, not bfloat16, int8 or float8_e4m3fn"
+    if (w.dtype in SMALL) != (scale is not None):
+        return "8-bit matrices have a scale, and no others have"
+    if dtype is not None and dtype not in (jnp.bfloat16, jnp.float32):
+        return f"out is {dtype}, neither bfloat16 nor float32"
+    if w.shape[1] % 64 or w.shape[2] % 64:
+        return f"a matrix is {w.shape[1]} by {w.shape[2]}, not in multiples of 64"
+    if x.shape[0] == 0:
+        return "there are no rows"
+    return None
+
+
+def grouped(
+    x: Float[Array, "M I"],
+    w: Array,
+    sizes: Int[Array, "E"],
+    scale: Float[Array, "E O"] | None = None,
+    dtype: Any = None,
+) -> Float[Array, "M O"]:
+    """y_m = x_m w_e (* scale_e), e the expert of row m: rows are sorted, `sizes` of each expert, sum(sizes) = M.
+
+    w [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale. Sums in fp32; out in `dtype` (bfloat16 or float32;
+    None: x's). Differentiable in x and in w; 8-bit matrices and their scales are constants. ValueError where
+    `refuses` has a reason.
+    """
+    why = refuses(x, w, scale, dtype)
+    if why is not None:
+        raise refuse("x, w", f"{x.dtype}{list(x.shape)}, {w.dtype}{list(w.shape)}", f"others: {why}")
+    return _grouped(jnp.dtype(dtype or x.dtype), x, w, sizes, scale)
+
+
+def _each(scale: Float[Array, "E O"], sizes: Int[Array, "E"], rows: int) -> Float[Array, "M O"]:
+    """The scale of each row's expert."""
+    return scale[jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows)]
+
+
+def _forward(dtype: Any, x: Array, w: Array, sizes: Array, scale: Array | None) -> tuple[Array, Any]:
+    y = _product(x, w, sizes, dtype)
+    if scale is not None:
+        y = (y * _each(scale, sizes, len(x))).astype(dtype)
+    return y, (x, w, sizes, scale)
+
+
+def _backward(dtype: Any, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
+    """dx = dy w^T by the same kernel; dw by `outer`."""
+    x, w, sizes, scale = saved
+    none = np.zeros(sizes.shape, jax.dtypes.float0)
+    if scale is None:
+        dy = dy.astype(x.dtype)
+        return _product(dy, w, sizes, x.dtype, turned=True), outer(x, dy, sizes), none, None
+    told = (dy * _each(scale, sizes, len(x))).astype(x.dtype)
+    dx = _product(told, w, sizes, x.dtype, turned=True)
+    return dx, np.zeros(w.shape, jax.dtypes.float0), none, jnp.zeros_like(scale)
+
+
+_grouped = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
+_grouped.defvjp(_forward, _backward)
+
+
+def _product(x: Array, w: Array, sizes: Array, dtype: Any, turned: bool = False) -> Float[Array, "M O"]:
+    from mercury_jax.kernels import grouped_hopper  # where there is no GPU, nobody pays for Mosaic's import
+
+    tile = tile_of(len(x), len(sizes))
+    padded = jnp.pad(x, ((0, max(tile - len(x), 0)), (0, 0)))
+    visits = _visits(sizes, len(x), tile, len(padded))
+    return grouped_hopper.run(padded, w, visits, tile, turned, dtype)[: len(x)]
+
+
+def _visits(sizes: Int[Array, "E"], rows: int, tile: int, room: int) -> Int[Array, "4 t"]:
+    """The plan's tiles as the kernel wants them: none reaches past the last row, and unused ones write no row."""
+    p = plan(sizes, rows, tile)
+    used = jnp.arange(len(p.start)) < p.count
+    high = jnp.where(used, jnp.minimum(p.start + tile, p.end), 0)
+    low = jnp.where(used, p.start, 0)
+    return jnp.stack([p.expert, jnp.clip(p.start, 0, room - tile), low, high]).astype(jnp.int32)
+
+
+def outer(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int[Array, "E"]) -> Float[Array, "E I O"]:
+    """sum over an expert's rows of x_m dy_m^T, for each expert, in fp32 and then in x's dtype: in plain jnp.
+
+    An expert's tiles in a loop, in a loop over experts: nothing of the size of all matrices but the result.
+    """
+    tile = tile_of(len(x), len(sizes))
+    xs, dys = (jnp.pad(a, ((0, tile), (0, 0))) for a in (x, dy))
+    ends = jnp.cumsum(sizes)
+
+    def one(e: Array) -> Float[Array, "I O"]:
+        start = ends[e] - sizes[e]
+
+        def step(i: Array, total: Array) -> Array:
+            at = start + i * tile
+            a, b = (jax.lax.dynamic_slice_in_dim(v, at, tile) for v in (xs, dys))
+            a = jnp.where((at + jnp.arange(tile) < ends[e])[:, None], a, 0)
+            return total + jnp.matmul(a.T, b, preferred_element_type=jnp.float32)
+
+        total = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
+        return jax.lax.fori_loop(0, -(-sizes[e] // tile), step, total).astype(x.dtype)
+
+    return jax.lax.map(one, jnp.arange(len(sizes)))

@@ -1,0 +1,70 @@
+"""The warpgroup that feeds the others: tiles of keys and values into shared memory, as they are or out of int8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch, Walk
+
+RAW = 2  # int8 tiles in flight
+BYTES = (
+    plgpu.Layout.WGMMA_UPCAST_2X
+)  # four neighbours a thread: one load of int8, one store of what it becomes
+
+
+def feed(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...]) -> None:
+    """All tiles of a walk. sources: keys and values [B, S, G, K]; int8: also their scales [B, G, S]."""
+    if not p.rounded:
+        jax.lax.fori_loop(0, walk.steps, lambda i, _: _load(p, s, walk, sources, i), None)
+        return
+    for i in range(RAW):
+        pl.when(i < walk.steps)(lambda i=i: _load_raw(p, s, walk, sources, i))
+    jax.lax.fori_loop(0, walk.steps, lambda i, _: _widen(p, s, walk, sources, i), None)
+
+
+def _load(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:
+    slot = jax.lax.rem(i, jnp.int32(p.stages))
+    at = (walk.batch, pl.ds(walk.start(p, i), p.keys), walk.group)
+    for source, tile, full, free in zip(sources, *_tiles(s), strict=True):
+        pl.when(i >= p.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        plgpu.copy_gmem_to_smem(source.at[at], tile.at[slot], full.at[slot])
+
+
+def _tiles(s: Scratch) -> tuple[tuple[Any, Any], ...]:
+    """Of keys and of values: the tiles, where they are full and where they are free."""
+    return (s.k, s.v), (s.k_full, s.v_full), (s.k_free, s.v_free)
+
+
+def _load_raw(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:
+    slot, keys = jax.lax.rem(jnp.int32(i), jnp.int32(RAW)), pl.ds(walk.start(p, i), p.keys)
+    for x in (0, 1):
+        plgpu.copy_gmem_to_smem(
+            sources[x].at[walk.batch, keys, walk.group], s.raw.at[x, slot], s.raw_full.at[slot]
+        )
+        plgpu.copy_gmem_to_smem(
+            sources[2 + x].at[walk.batch, walk.group, keys], s.scales.at[x, slot], s.raw_full.at[slot]
+        )
+
+
+def _widen(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:
+    """values * scale of one tile of keys and one of values, for the others to read as if it had been loaded."""
+    raw, slot = jax.lax.rem(i, jnp.int32(RAW)), jax.lax.rem(i, jnp.int32(p.stages))
+    plgpu.barrier_wait(s.raw_full.at[raw])
+    for x, (tile, full, free) in enumerate(zip(*_tiles(s), strict=True)):
+        pl.when(i >= p.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        for row in range(0, p.keys, ROWS):
+            rows = pl.ds(row, ROWS)
+            scale = plgpu.layout_cast(s.scales[x, raw, rows], BYTES.reduce(1))
+            for column in range(0, tile.shape[-1], 64):
+                at = (rows, pl.ds(column, 64))
+                values = plgpu.layout_cast(s.raw[x, raw, *at], BYTES).astype(jnp.float32)
+                values = values * plgpu.layout_cast(jax.lax.broadcast_in_dim(scale, values.shape, [0]), BYTES)
+                tile[slot, *at] = values.astype(tile.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full.at[slot])
+    pl.when(i + RAW < walk.steps)(lambda: _load_raw(p, s, walk, sources, i + RAW))

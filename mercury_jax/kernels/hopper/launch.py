@@ -1,0 +1,153 @@
+"""The door of the Hopper kernel: what it refuses, its plan for given shapes, its launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.kernels import parts
+from mercury_jax.kernels.hopper.feed import RAW
+from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch
+from mercury_jax.kernels.hopper.program import program
+from mercury_jax.kernels.interpret import interpreting
+from mercury_jax.kernels.rounded import Keys, Rounded
+
+PROCESSORS = 132  # of an H100 and an H200
+SHARED = (
+    227 * 1024 - 1024
+)  # bytes of shared memory that a program may have, but those for barriers and alignment
+KEYS = {64: 128, 128: 128, 256: 64}  # head size: keys of a tile, as registers allow
+
+
+def refuses(
+    q: Any, k: Any, v: Any, ranges: Any, *, scale: float, softcap: float | None, residual: bool
+) -> str | None:
+    """Why this kernel does not take these shapes and dtypes, or None."""
+    if isinstance(k, Rounded) != isinstance(v, Rounded):
+        return "of keys and values one is int8 and the other is not"
+    dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k, v) if not isinstance(x, Rounded)]
+    if dtypes[0] not in ("bfloat16", "float16") or len(set(dtypes)) > 1:
+        return f"of {', '.join(dtypes)}; the tensor cores take bfloat16 or float16, one for all"
+    if q.shape[-1] not in KEYS:
+        return f"head size {q.shape[-1]} is not one of {', '.join(map(str, KEYS))}"
+    if ranges.shape[2] > 3:
+        return f"{ranges.shape[2]} ranges a row; registers suffice for 3"
+    if q.shape[2] % k.shape[2]:
+        return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
+    return None if scale > 0 else f"scale {scale} is not above 0"
+
+
+def run(
+    q: Float[Array, "B T H K"],
+    k: Keys,
+    v: Keys,
+    ranges: Int[Array, "B T R 2"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    residual: bool = False,
+) -> Any:
+    """What `kernels.attend` gives; not differentiable.
+
+    Keys that no row sees may hold anything, NaN as well. Values too, unless they lie between the lowest start and the
+    highest end that one range has over the rows of a tile: there they must be finite.
+    """
+    batch, queries, heads, _ = q.shape
+    p = _plan(q, k, ranges, scale, softcap)
+    rows = p.workers * ROWS
+    edges = parts.fold_ranges(ranges, heads // p.groups, rows)
+    bounds = parts.bounds(edges, rows, p.keys, p.slots)
+    outs, lses = _launch(p, parts.fold(q, p.groups, rows), edges, bounds, _sources(p, k, v))
+    out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
+    out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
+    return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
+
+
+def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> Plan:
+    _, queries, heads, width = q.shape
+    batch, slots, groups, _ = k.shape
+    rows, keys, int8 = queries * (heads // groups), KEYS[width], isinstance(k, Rounded)
+    # Who widens int8 needs more registers than two that compute could leave.
+    workers = 1 if rows <= ROWS or int8 else 2
+    line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
+    room = SHARED - workers * ROWS * (line + edge) - (RAW * keys * (line + 8) if int8 else 0)
+    slots = max(slots, keys)
+    return Plan(
+        workers,
+        keys,
+        stages=min(4, room // (2 * keys * line)),
+        splits=parts.splits(batch * groups * -(-rows // (workers * ROWS)), -(-slots // keys), PROCESSORS),
+        slots=slots,
+        groups=groups,
+        ranges=ranges.shape[2],
+        scale=scale,
+        softcap=softcap,
+        rounded=int8,
+        interpreted=interpreting(),
+    )
+
+
+def _sources(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
+    """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
+
+    def filled(x: Array, multiple: int = 1) -> Array:
+        more = p.slots + -p.slots % multiple - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+
+    if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
+        return tuple(filled(jnp.asarray(x)) for x in (k, v))
+    # A line of what is copied by TMA has a multiple of 16 bytes.
+    scales = [filled(x.scale, 4).transpose(0, 2, 1) for x in (k, v)]
+    return filled(k.values), filled(v.values), *scales
+
+
+def _launch(
+    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    """The kernel over its grid: outputs [splits, P, M, K], fp32 where parts, and log-sum-exp [splits, P, M]."""
+    pairs, rows, width = q.shape
+    out = jax.ShapeDtypeStruct((p.splits, *q.shape), q.dtype if p.splits == 1 else jnp.float32)
+    return plgpu.kernel(
+        functools.partial(program, p, 3 + len(sources)),
+        out_type=(out, jax.ShapeDtypeStruct((p.splits, pairs, rows), jnp.float32)),
+        scratch_types=[x for x in _scratch(p, width, q.dtype) if x is not None],
+        grid=(p.splits, rows // (p.workers * ROWS), pairs),
+        grid_names=("split", "tile", "pair"),
+        num_threads=p.workers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(q, edges, bounds, *sources)
+
+
+def _scratch(p: Plan, width: int, dtype: Any) -> Scratch:
+    def tile(*shape: int, dtype: Any = dtype) -> Any:
+        line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers of either kind
+        how = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line))
+        return plgpu.SMEM((*shape, width), dtype, transforms=how)
+
+    arrivals = lambda n, count=1: plgpu.Barrier(num_arrivals=count, num_barriers=n)
+    tiles, full, free = tile(p.stages, p.keys), arrivals(p.stages), arrivals(p.stages, p.workers)
+    scratch = Scratch(
+        q=tile(p.workers, ROWS),
+        edges=plgpu.SMEM((p.workers, 2 * p.ranges, ROWS), jnp.int32),
+        k=tiles,
+        v=tiles,
+        q_full=arrivals(p.workers, 2),
+        k_full=full,
+        v_full=full,
+        k_free=free,
+        v_free=free,
+        cleared=arrivals(1, p.workers),
+    )
+    if not p.rounded:
+        return scratch
+    return scratch._replace(
+        raw=tile(2, RAW, p.keys, dtype=jnp.int8),
+        scales=plgpu.SMEM((2, RAW, p.keys), jnp.float32),
+        raw_full=arrivals(RAW, 4),  # keys, values and the scales of both
+    )

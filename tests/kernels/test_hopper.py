@@ -1,0 +1,100 @@
+"""The Hopper kernel under the Mosaic GPU interpreter, on a CPU: the definition, over shapes, dtypes and ranges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.kernels import hopper
+from mercury_jax.kernels.hopper import launch
+from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.rounded import Rounded, plain, rounded
+
+
+def dense(q, k, v, see, scale, softcap):
+    """(softmax over the seen keys, the log-sum-exp of their scores) in fp64; zeros and -inf where none is seen."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(np.where(see.any(1)[:, :, None, None], x, 0), group, axis=2) for x in (k, v))
+    s = np.einsum("bthk,bshk->bhts", q, k) * scale
+    s = np.where(see[:, None], s if softcap is None else softcap * np.tanh(s / softcap), -np.inf)
+    with np.errstate(divide="ignore"):
+        nats = np.log(np.exp(s).sum(axis=-1))
+    w = np.exp(s - np.where(np.isinf(nats), 0, nats)[..., None])
+    return np.einsum("bhts,bshk->bthk", w, v), nats.transpose(0, 2, 1)
+
+
+def case(b, t, h, g, s, width, r, dtype, seed=0):
+    """q, k, v, ranges and who sees whom; the last query sees nothing, and keys that no query sees are NaN."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(b, n, m, width)).astype(np.float32) for n, m in ((t, h), (s, g), (s, g)))
+    ranges = np.zeros((b, t, r, 2), np.int32)
+    prefix = rng.integers(s // 3, s // 2, (b, 1))
+    ranges[:, :, 0] = np.stack([np.arange(b)[:, None] * 5, prefix], axis=-1)
+    for i in range(1, r):  # further ranges grow from query to query, behind a gap that nobody sees
+        start = prefix + 7 + (s // 4) * (i - 1)
+        ranges[:, :, i] = np.stack(
+            np.broadcast_arrays(start, start + 1 + np.arange(t) * 3 % (s // 5)), axis=-1
+        )
+    ranges[:, -1] = 0
+    at = np.arange(s)
+    see = ((at >= ranges[..., 0, None]) & (at < ranges[..., 1, None])).any(axis=2)
+    k, v = (np.where(see.any(1)[:, :, None, None], x, np.nan) for x in (k, v))
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(ranges), see
+
+
+CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no split)
+    "one query, one short tile": (1, 2, 2, 1, 40, 64, 1, jnp.bfloat16, 0.125, None, 1),
+    "two warpgroups, two batches": (2, 40, 2, 1, 70, 128, 2, jnp.bfloat16, 0.1, None, 1),
+    "three ranges, capped, split in two": (1, 3, 4, 1, 128, 256, 3, jnp.float16, 0.0625, 2.0, 132),
+    "a last tile that does not fit": (1, 5, 2, 2, 200, 64, 2, jnp.float16, 0.2, None, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_the_definition(name, monkeypatch):
+    *shape, scale, softcap, processors = CASES[name]
+    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    q, k, v, ranges, see = case(*shape)
+    more = dict(scale=scale, softcap=softcap, residual=True)
+    check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
+
+
+def check(q, k, v, ranges, more, expected):
+    assert hopper.refuses(q, k, v, ranges, **more) is None
+    with interpreted():
+        out, nats = jax.jit(lambda *xs: hopper.run(*xs, **more))(q, k, v, ranges)
+    want, told = expected
+    assert out.dtype == q.dtype and nats.dtype == jnp.float32
+    got = np.asarray(out, np.float64)
+    assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
+    np.testing.assert_allclose(nats, told, atol=5e-3)  # -inf where nothing is seen
+    assert not got[:, -1].any()
+
+
+def test_int8_keys_are_what_they_stand_for(monkeypatch):
+    monkeypatch.setattr(launch, "PROCESSORS", 1)
+    q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
+    seen = jnp.asarray(see.any(1))[:, :, None]
+    k, v = (rounded(jnp.where(seen[..., None], x, 0)) for x in (k, v))
+    expected = dense(q, plain(k, q.dtype), plain(v, q.dtype), see, 0.125, None)
+    k, v = (Rounded(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
+    check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
+
+
+def test_it_says_what_it_does_not_take():
+    shape = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype)
+    q, k = shape((1, 4, 4, 64), jnp.bfloat16), shape((1, 9, 2, 64), jnp.bfloat16)
+    ranges = shape((1, 4, 2, 2), jnp.int32)
+    refused = lambda q=q, k=k, ranges=ranges, scale=0.1: hopper.refuses(
+        q, k, k, ranges, scale=scale, softcap=None, residual=False
+    )
+    told = lambda *args, **more: str(refused(*args, **more))
+    assert refused() is None
+    wide = lambda n, dtype=jnp.bfloat16: (shape((1, 4, 4, n), dtype), shape((1, 9, 2, n), dtype))
+    assert "512" in told(*wide(512)) and "96" in told(*wide(96))
+    assert "float32" in told(*wide(64, jnp.float32)) and "float16" in told(wide(64, jnp.float16)[0])
+    assert refused(k=jax.eval_shape(rounded, k)) is None
+    assert "4 ranges" in told(ranges=shape((1, 4, 4, 2), jnp.int32))
+    assert "scale" in told(scale=0.0)
+    assert "3 heads" in told(shape((1, 4, 3, 64), jnp.bfloat16))
