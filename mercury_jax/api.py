@@ -132,6 +132,7 @@ def load(
     *,
     dtype: str | None = None,
     quantise: str | None = None,
+    kv: str | None = None,
     mask: int | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
@@ -140,8 +141,9 @@ def load(
 
     source: None or "nano"; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
         "google/diffusiongemma-26B-A4B-it", "org/name@revision".
-    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" keeps
-    matrices as int8 with a scale for each output. mask: the mask id, where the checkpoint does not say it or says
+    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" or
+    "fp8" keeps matrices as that, with a scale for each output. kv: "int8", "4bit" or "3bit" keeps keys and values of
+    a cache in so few bits (None: as the arithmetic). mask: the mask id, where the checkpoint does not say it or says
     it wrong. mesh: the devices it lies on (`sharding.mesh(tensor=8)`; None: the first device). progress: called
     with the bytes of each parameter that was loaded.
     Raises ValueError for a model that we do not build or that does not fit into memory, CheckpointError naming the
@@ -151,6 +153,7 @@ def load(
         NANO if source is None else source,
         dtype=dtype,
         quantise=quantise,
+        kv=kv,
         mask=mask,
         mesh=mesh,
         progress=progress,

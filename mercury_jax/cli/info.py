@@ -90,8 +90,8 @@ def _print(record: Mapping[str, Any]) -> None:
 
 
 def _print_memory(record: Mapping[str, Any]) -> None:
-    """Each number of devices: parameters as stored and as int8, and one row's keys over the whole context."""
-    print(f"\nmemory of each device   {'parameters':>12} {'as int8':>12} {'one full row':>14}")
+    """Each number of devices: parameters as stored and as int8 or fp8, and one row's keys over the whole context."""
+    print(f"\nmemory of each device   {'parameters':>12} {'as 8 bits':>12} {'one full row':>14}")
     for count, need in record["bytes_per_device"].items():
         sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
         mesh = f"on {count} ({need['axis']}={count})" if int(count) > 1 else "on 1"

@@ -33,13 +33,18 @@ def loaded(parser: Parser) -> None:
     group.add_argument(
         "--dtype", metavar="NAME", help="of parameters and arithmetic (default: the checkpoint's)"
     )
-    group.add_argument("--quantise", metavar="KIND", help="int8: matrices as int8, a scale for each output")
+    group.add_argument("--quantise", metavar="KIND", help="matrices as int8 or fp8, a scale for each output")
+    group.add_argument(
+        "--kv",
+        metavar="KIND",
+        help="keys and values as int8, 4bit or 3bit: a quarter, an eighth, a tenth of fp32",
+    )
     mask(group)
 
 
 def reading(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `load` that `loaded` reads; those that were not given stay out."""
-    asked = {name: getattr(args, name) for name in ("dtype", "quantise", "mask")}
+    asked = {name: getattr(args, name) for name in ("dtype", "quantise", "kv", "mask")}
     return {name: value for name, value in asked.items() if value is not None}
 
 

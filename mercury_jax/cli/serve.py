@@ -78,7 +78,6 @@ def _engine(group: Any) -> None:
         "--context", type=whole, metavar="N", help="tokens of prompt and answer (default: the model's)"
     )
     group.add_argument("--block", type=whole, metavar="N", help="tokens of a block (default: the model's)")
-    group.add_argument("--kv", metavar="KIND", help="int8: keys and values in a quarter of fp32's memory")
     group.add_argument("--mesh", metavar="AXIS=N,...", help="devices the model lies on: tensor=8, or data=2,expert=4 "
                        "(default: the first one)")  # fmt: skip
     group.add_argument("--prefix-cache", type=whole, default=64, metavar="MIB", help="memory for the keys of prompts "
@@ -137,19 +136,18 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
 def settings_of(args: argparse.Namespace) -> Settings:
     """The engine's settings; ValueError for a number that is none."""
     from mercury_jax.config.checks import at_least
+    from mercury_jax.models.cache import check_kind
     from mercury_jax.serve.engine.types import Settings
 
     at_least(1, slots=args.slots, context=args.context or 1, block=args.block or 1)
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
-    if args.kv not in (None, "int8"):
-        raise refuse("--kv", args.kv, "int8")
+    check_kind(args.kv)
     return Settings(
         slots=args.slots,
         queue=args.queue,
         context=args.context,
         block=args.block,
         prefix_bytes=args.prefix_cache << 20,
-        kv=args.kv,
     )
 
 

@@ -15,6 +15,7 @@ from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import describe, fetch, native, reading, writing
 from mercury_jax.hub.native import save
+from mercury_jax.models import cache
 from mercury_jax.types import LM
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"  # the embedded default, which "nano" names everywhere
@@ -26,21 +27,24 @@ def load(
     *,
     dtype: str | None = None,
     quantise: str | None = None,
+    kv: str | None = None,
     mask: int | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
     """An LM from a folder of ours, one in Hugging Face's layout, or an id such as "org/name" or "org/name@revision".
 
-    dtype, quantise, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
+    dtype, quantise, kv, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
     """
+    cache.check_kind(kv)
     folder = folder_of(source)
+    how: dict[str, Any] = dict(dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
     if is_native(folder):
-        return native.load(folder, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
-    name = str(source) if Path(source) != folder else None
-    return reading.load(
-        folder, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh, name=name, progress=progress
-    )
+        lm = native.load(folder, **how)
+    else:
+        name = str(source) if Path(source) != folder else None
+        lm = reading.load(folder, **how, name=name, progress=progress)
+    return dataclasses.replace(lm, model=cache.kept(lm.model, kv))
 
 
 def convert(

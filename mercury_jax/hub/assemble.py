@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub.family import Family, Leaf
-from mercury_jax.models.quantise import Int8, int8
+from mercury_jax.models.quantise import KINDS, Scaled
 from mercury_jax.sharding import Rule, name_of, spec
 from mercury_jax.types import Model, Params
 
 Shapes = Mapping[str, tuple[int, ...]]
-QUANTISED = ("w", "gate_up", "down")  # last names of the matrices that int8 applies to
+QUANTISED = ("w", "gate_up", "down")  # last names of the matrices that int8 and fp8 apply to
 
 
 def shapes_of(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
@@ -120,13 +120,13 @@ def params(
     read: Callable[[str], np.ndarray],
     *,
     dtype: Any = None,
-    quantise: bool = False,
+    quantise: str | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Params:
     """The parameters on their devices, from a family's tensors; at most one leaf stands in host memory at a time.
 
-    dtype: of floating arrays (None: the files'). quantise: matrices as int8 with a scale for each output.
+    dtype: of floating arrays (None: the files'). quantise: matrices as "int8" or "fp8", a scale for each output.
     """
     shapes = {path: like.shape for path, like in shapes_of(model).items()}
     return own(
@@ -140,7 +140,7 @@ def own(
     read: Callable[[str], np.ndarray],
     *,
     dtype: Any = None,
-    quantise: bool = False,
+    quantise: str | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Params:
@@ -149,10 +149,10 @@ def own(
     for path in shapes_of(model):
         host = read(path)
         put = lambda x, path=path: place(x, path, model.shardings, mesh)
-        matrix = inputs_of(path) if quantise else None
-        if matrix is not None:
-            small = int8(host, *matrix)
-            value: Any = Int8(put(small.values), _whole(small.scale, mesh))
+        matrix = inputs_of(path)
+        if quantise is not None and matrix is not None:
+            small = KINDS[quantise](host, *matrix)
+            value: Any = Scaled(put(small.values), _whole(small.scale, mesh))
         else:
             value = put(host if dtype is None else host.astype(dtype, copy=False))
         # Wait: a copy under way keeps the host's array alive.
@@ -162,8 +162,14 @@ def own(
     return tree
 
 
+def check_kind(quantise: str | None) -> None:
+    """Refuse what matrices cannot be kept as."""
+    if quantise is not None and quantise not in KINDS:
+        raise refuse("quantise", quantise, f"{', '.join(map(repr, KINDS))}, or None")
+
+
 def inputs_of(path: str) -> tuple[int, int] | None:
-    """(axes that are contracted, axes of experts before them) of a matrix that int8 applies to; None for others."""
+    """(axes that are contracted, axes of experts before them) of a matrix that may be 8 bits; None for others."""
     *stems, last = path.split("/")
     if last not in QUANTISED or "router" in stems:  # which expert a token goes to is decided exactly
         return None

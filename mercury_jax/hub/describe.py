@@ -80,7 +80,7 @@ def _sizes(model: Model, kind: Any) -> dict[str, Any]:
         "eos": [c.eos, *c.ends],
     }
     plan = {n: need._asdict() for n, need in memory.plan(model, kind).items()}
-    small = {n: need.params for n, need in memory.plan(model, kind, quantise=True).items()}
+    small = {n: need.params for n, need in memory.plan(model, kind, quantise="int8").items()}
     for n, need in plan.items():
         need["params_int8"] = small[n]
     return found | {"bytes_per_device": plan, "room": memory.room_here()}

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from mercury_jax.config import refuse
-from mercury_jax.hub.assemble import QUANTISED, shapes_of
+from mercury_jax.hub.assemble import inputs_of, shapes_of
 from mercury_jax.sharding import AXES, Rule, spec
 from mercury_jax.types import Model
 
@@ -26,7 +26,7 @@ class Need(NamedTuple):
     axis: str = ""  # of the mesh, along which the devices stand
 
 
-def per_device(model: Model, mesh: Any, dtype: Any, quantise: bool = False, rows: int = 1) -> Need:
+def per_device(model: Model, mesh: Any, dtype: Any, quantise: str | None = None, rows: int = 1) -> Need:
     """What the parameters and the cache of `rows` rows take on each device of a mesh (its shape is enough)."""
     sizes = shapes_of(model)
     total = sum(
@@ -37,12 +37,16 @@ def per_device(model: Model, mesh: Any, dtype: Any, quantise: bool = False, rows
 
 
 def _bytes(
-    path: str, shape: Sequence[int], rules: Sequence[Rule], mesh: Any, dtype: Any, quantise: bool
+    path: str, shape: Sequence[int], rules: Sequence[Rule], mesh: Any, dtype: Any, quantise: str | None
 ) -> int:
     axes = spec(path, shape, rules, mesh)
     ways = math.prod(mesh.shape[axis] for axis in axes if axis is not None)
-    small = quantise and path.rsplit("/", 1)[-1] in QUANTISED
-    return math.prod(shape) // ways * (1 if small else jnp.dtype(dtype).itemsize)
+    matrix = None if quantise is None else inputs_of(path)
+    if matrix is None:
+        return math.prod(shape) // ways * jnp.dtype(dtype).itemsize
+    inputs, batch = matrix
+    scales = math.prod(shape[:batch]) * math.prod(shape[batch + inputs :])
+    return math.prod(shape) // ways + 4 * scales  # these lie whole on every device
 
 
 def mesh_shape(devices: int, axis: str = "tensor") -> AbstractMesh:
@@ -50,7 +54,7 @@ def mesh_shape(devices: int, axis: str = "tensor") -> AbstractMesh:
     return AbstractMesh(tuple(devices if name == axis else 1 for name in AXES), AXES)
 
 
-def plan(model: Model, dtype: Any, quantise: bool = False) -> dict[int, Need]:
+def plan(model: Model, dtype: Any, quantise: str | None = None) -> dict[int, Need]:
     """Bytes per device on 1, 2, 4 and 8 devices, along the axis that spreads the parameters best."""
     axes = ("tensor",) if model.config.experts is None else ("tensor", "expert")
     each = lambda n, axis: per_device(model, mesh_shape(n, axis), dtype, quantise)._replace(axis=axis)
@@ -91,7 +95,7 @@ def _host() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check(model: Model, mesh: Mesh | None, dtype: Any, quantise: bool, name: str) -> None:
+def check(model: Model, mesh: Mesh | None, dtype: Any, quantise: str | None, name: str) -> None:
     """Refuse, with the numbers, a model whose parameters no device has room for."""
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     local = [d for d in devices if d.process_index == jax.process_index()]
@@ -103,7 +107,7 @@ def check(model: Model, mesh: Mesh | None, dtype: Any, quantise: bool, name: str
     raise refuse(
         f"memory for {name}",
         f"{need / 1e9:.1f} GB on each of {len(devices)} device(s), for {count / 1e9:.2f}B parameters as "
-        f"{'int8' if quantise else jnp.dtype(dtype).name}",
+        f"{quantise or jnp.dtype(dtype).name}",
         f"up to {have / 1e9:.1f} GB, which is free: more devices (mesh=), dtype='bfloat16', or quantise='int8'",
     )
 

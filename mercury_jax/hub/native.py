@@ -16,6 +16,7 @@ from mercury_jax.checkpoint.export import CONFIG
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
 from mercury_jax.hub import assemble, memory
 from mercury_jax.hub.unread import MARK, Ids
+from mercury_jax.models.quantise import check_whole
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model, Params
 
@@ -32,8 +33,9 @@ def save(
 ) -> Path:
     """Write an LM as a plain folder that `load` reads. dtype: of the stored arrays (default: theirs).
 
-    noise_config: None for an autoregressive model.
+    noise_config: None for an autoregressive model. ValueError for int8 and fp8 parameters.
     """
+    check_whole(lm.params)
     config = lm.model.config
     about = {
         "name": lm.name,
@@ -76,8 +78,7 @@ def load(
     as of `mercury_jax.load`.
     Raises CheckpointError for damage, ValueError where tokenizer and model do not belong together.
     """
-    if quantise not in (None, "int8"):
-        raise refuse("quantise", quantise, "'int8', or None")
+    assemble.check_kind(quantise)
     found = checkpoint.load_exported(folder)
     data = dict(found.config)
     tokenizer = _tokenizer(found)
@@ -85,8 +86,8 @@ def load(
     _check_tokenizer(tokenizer, config, data)
     model = models.build(config)
     kind = WIDE.get(config.dtype) if widen else None
-    memory.check(model, mesh, kind or config.dtype, quantise == "int8", data["name"])
-    params = _params(model, found, kind, quantise == "int8", mesh)
+    memory.check(model, mesh, kind or config.dtype, quantise, data["name"])
+    params = _params(model, found, kind, quantise, mesh)
     described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
     kept_out = tuple(data.get("forbidden", noise.specials(tokenizer)))
     return LM(
@@ -127,11 +128,13 @@ def _check_tokenizer(tokenizer: AnyTokenizer, config: ModelConfig, data: Mapping
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")
 
 
-def _params(model: Model, found: checkpoint.Exported, kind: Any, small: bool, mesh: Mesh | None) -> Params:
+def _params(
+    model: Model, found: checkpoint.Exported, kind: Any, quantise: str | None, mesh: Mesh | None
+) -> Params:
     """The parameters on their devices, or a refusal that names the first that does not fit."""
     for name, like in assemble.shapes_of(model).items():
         entry = found.tensors.get(name)
         if entry is None or tuple(entry.shape) != tuple(like.shape):
             have = None if entry is None else tuple(entry.shape)
             raise CheckpointError(f"{found.path}: parameter {name} is {have}; the config needs {like.shape}")
-    return assemble.own(model, found.read, dtype=kind, quantise=small, mesh=mesh)
+    return assemble.own(model, found.read, dtype=kind, quantise=quantise, mesh=mesh)

@@ -65,7 +65,9 @@ def open_folder(folder: str | Path, *, dtype: str | None = None, mask: int | Non
     if found.config.get("quantization_config"):
         kind = dict(found.config["quantization_config"]).get("quant_method")
         raise refuse(
-            "config.json: quantization_config", kind, "none: load the unquantised files, with quantise='int8'"
+            "config.json: quantization_config",
+            kind,
+            "none: load the unquantised files, with quantise='int8' or 'fp8'",
         )
     family = family_of(found.config)
     config = family.config(found.config)
@@ -114,18 +116,17 @@ def load(
 ) -> LM:
     """The LM in a folder; one parameter at a time goes from the file to the devices that hold it.
 
-    dtype: of parameters and arithmetic (None: the files'). quantise: "int8" keeps matrices as int8 with a scale
-    for each output. mask: see `open_folder`. mesh: where it lies (None: the first device).
+    dtype: of parameters and arithmetic (None: the files'). quantise: "int8" or "fp8" keeps matrices as that, with a
+    scale for each output. mask: see `open_folder`. mesh: where it lies (None: the first device).
     """
-    if quantise not in (None, "int8"):
-        raise refuse("quantise", quantise, "'int8', or None")
+    assemble.check_kind(quantise)
     opened = open_folder(folder, dtype=dtype, mask=mask)
     label = name or str(opened.folder.config.get("_name_or_path") or opened.folder.path.name)
     kind = opened.stored if dtype is None else jnp.dtype(dtype)
-    memory.check(opened.model, mesh, kind, quantise == "int8", label)
+    memory.check(opened.model, mesh, kind, quantise, label)
     params = assemble.params(
         opened.model, opened.family.names(opened.config), opened.folder.read, dtype=kind,
-        quantise=quantise == "int8", mesh=mesh, progress=progress,
+        quantise=quantise, mesh=mesh, progress=progress,
     )  # fmt: skip
     c = opened.config
     return LM(

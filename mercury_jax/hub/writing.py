@@ -16,7 +16,7 @@ from mercury_jax.checkpoint.tensors import Source
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import assemble, families, files, tokenizer_json
 from mercury_jax.hub.family import Family, Leaf
-from mercury_jax.models.quantise import Int8
+from mercury_jax.models.quantise import check_whole
 from mercury_jax.sharding import name_of
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
@@ -30,10 +30,9 @@ def to_hf(
     family: its name (None: the one that it was loaded from, or the first that holds it exactly). dtype: of the
     stored parameters (None: theirs). shard: most bytes in a file. A model of our own build is written with its
     norms' 1 + scale and its embedding's factor multiplied out, which changes no logit.
-    Raises ValueError where no family holds it, and for int8 parameters.
+    Raises ValueError where no family holds it, and for int8 and fp8 parameters.
     """
-    if any(isinstance(x, Int8) for x in jax.tree.leaves(lm.params, is_leaf=lambda x: isinstance(x, Int8))):
-        raise refuse("params", "int8", "floating parameters: load the model without quantise")
+    check_whole(lm.params)
     config, params = plain(lm.model.config, lm.params)
     chosen = _family(config, family or lm.card.get("family"), strict=family is not None)
     assert chosen.export is not None

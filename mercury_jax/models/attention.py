@@ -6,10 +6,10 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.kernels import attend
 from mercury_jax.models import cache as kv_cache
 from mercury_jax.models.layers import Linear, RMSNorm
 from mercury_jax.models.rotary import rope
+from mercury_jax.models.turbo import attend
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.models.quantise import Int8
+from mercury_jax.models.quantise import Scaled
 from mercury_jax.types import wide
 
 Init = Callable[..., Array]
@@ -62,21 +62,21 @@ class Linear(nn.Module):
         return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
 
 
-def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Int8:
-    """A parameter that may have been loaded as int8."""
+def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Scaled:
+    """A parameter that may have been loaded as int8 or fp8."""
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
-        if isinstance(found, Int8):
+        if isinstance(found, Scaled):
             return found
     return module.param(name, init, shape)
 
 
-def dot(x: Float[Array, "*s"], w: Array | Int8, count: int) -> Float[Array, "*o"]:
+def dot(x: Float[Array, "*s"], w: Array | Scaled, count: int) -> Float[Array, "*o"]:
     """x @ w, contracting x's last `count` axes with w's first."""
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-    values = w.values if isinstance(w, Int8) else w
+    values = w.values if isinstance(w, Scaled) else w
     y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
-    return y * w.scale.astype(x.dtype) if isinstance(w, Int8) else y
+    return y * w.scale.astype(x.dtype) if isinstance(w, Scaled) else y
 
 
 class SwiGLU(nn.Module):

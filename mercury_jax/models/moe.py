@@ -7,18 +7,20 @@ rows go through its gated feed-forward, and what comes back is weighed and summe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.models.quantise import Int8
+from mercury_jax.kernels import grouped
+from mercury_jax.kernels.tiles import plan, tile_of
+from mercury_jax.models.quantise import Scaled
 from mercury_jax.types import wide
 
 Act = Callable[[Array], Array]
-Stack = Array | Int8  # [E, in, out], one matrix an expert
+Stack = Array | Scaled  # [E, in, out], one matrix an expert
 
 
 def experts(
@@ -34,13 +36,15 @@ def experts(
     gate_up [E, D, 2*F]: the gate is the first half of its last axis; down [E, F, D]. Computes in x's dtype, sums
     in fp32 at least; differentiable in x, weights, and in stacks that are not int8.
     """
-    count = (gate_up.values if isinstance(gate_up, Int8) else gate_up).shape[0]
+    count = (gate_up.values if isinstance(gate_up, Scaled) else gate_up).shape[0]
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
     out = jax.lax.platform_dependent(
         x[order // ids.shape[1]], sizes, gate_up, down,
-        cpu=lambda *args: tiled(act, *args), default=lambda *args: ragged(act, *args),
+        cuda=lambda *args: grouped_or_tiled(act, *args),
+        tpu=lambda *args: ragged(act, *args),
+        default=lambda *args: tiled(act, *args),
     )  # fmt: skip
     index = jnp.arange(flat.size, dtype=order.dtype)
     rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
@@ -54,63 +58,65 @@ def gated(act: Act, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
     return act(gate) * up
 
 
+def grouped_or_tiled(
+    act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
+) -> Float[Array, "M D"]:
+    """Rows sorted by expert, `sizes` of each, through their experts: by our kernels, where they take both products.
+
+    XLA for GPUs has no grouped product: it makes ragged_dot a dense one of every row by every expert, [E, M, D] in
+    memory. Where the kernels refuse, the tiles' loop is left.
+    """
+    if refuses(rows, gate_up, down) is not None:
+        return tiled(act, rows, sizes, gate_up, down)
+
+    def product(x: Array, w: Stack) -> Array:
+        if isinstance(w, Scaled):
+            return grouped.grouped(x, w.values, sizes, w.scale)
+        return grouped.grouped(x, w.astype(x.dtype), sizes)
+
+    return product(gated(act, product(rows, gate_up)), down)
+
+
+def refuses(rows: Float[Array, "M D"], gate_up: Stack, down: Stack) -> str | None:
+    """Why our kernels do not take these experts; None: they do."""
+
+    def why(width: int, w: Stack) -> str | None:
+        x = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
+        if isinstance(w, Scaled):
+            return grouped.refuses(x, w.values, w.scale)
+        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype))
+
+    inside = (down.values if isinstance(down, Scaled) else down).shape[1]
+    return why(rows.shape[1], gate_up) or why(inside, down)
+
+
 def ragged(
     act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
 ) -> Float[Array, "M D"]:
-    """Rows sorted by expert, `sizes` of each, through their experts: for accelerators."""
+    """The same, for TPUs, whose compiler has a grouped product for ragged_dot.
 
-    def product(x: Array, w: Stack) -> Array:
-        if not isinstance(w, Int8):
-            return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes)
-        expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(x))
-        return jax.lax.ragged_dot(x, w.values.astype(x.dtype), sizes) * w.scale.astype(x.dtype)[expert]
-
-    return product(gated(act, product(rows, gate_up)), down)
+    It would first write int8 matrices down in x's dtype, all of them: those go through the tiles' loop.
+    """
+    if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
+        return tiled(act, rows, sizes, gate_up, down)
+    hidden = gated(act, jax.lax.ragged_dot(rows, gate_up.astype(rows.dtype), sizes))
+    return jax.lax.ragged_dot(hidden, down.astype(rows.dtype), sizes)
 
 
 def tiled(
     act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
 ) -> Float[Array, "M D"]:
-    """The same, for a CPU, where ragged_dot multiplies every row by every expert."""
-    if isinstance(gate_up, Int8) or isinstance(down, Int8):
+    """The same in plain jnp, without a product of every row by every expert: a loop over tiles of rows."""
+    if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
         return _tiles(act, rows, sizes, gate_up, down)
     return _differentiable(act, rows, sizes, gate_up, down)
-
-
-def tile_of(rows: int, count: int) -> int:
-    """Rows of a tile: a quarter more than an expert has on average, so that most need one tile.
-
-    A tile costs a copy of its expert's matrices, and products of few rows are slow: at 32 rows an expert tiles of
-    32, 40, 48 and 64 took 11.8, 10.3, 10.7 and 12.6 ms a layer (16 experts, D = 512, F = 256, one core).
-    """
-    quarter_more = -(-rows * 5 // (count * 4))
-    return min(max(-(-quarter_more // 8) * 8, 16), 128)
-
-
-class Plan(NamedTuple):
-    """Tiles of the sorted rows, each of one expert; those from `count` on are not used."""
-
-    expert: Int[Array, "t"]
-    start: Int[Array, "t"]
-    end: Int[Array, "t"]  # of the expert's rows
-    count: Int[Array, ""]
-
-
-def plan(sizes: Int[Array, "E"], rows: int, tile: int) -> Plan:
-    """Cut each expert's rows into tiles; the last of each may reach into the next expert's rows."""
-    ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
-    last = jnp.cumsum(tiles)
-    index = jnp.arange(rows // tile + len(sizes), dtype=jnp.int32)  # at most: one part-filled tile an expert
-    expert = jnp.minimum((index[:, None] >= last).sum(-1), len(sizes) - 1)
-    start = (ends - sizes)[expert] + (index - (last - tiles)[expert]) * tile
-    return Plan(expert, start, ends[expert], last[-1])
 
 
 def _one(act: Act, tile: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Array) -> Float[Array, "t D"]:
     """A tile through one expert; its matrices are cast here, where they are small."""
 
     def product(x: Array, w: Stack) -> Array:
-        if isinstance(w, Int8):
+        if isinstance(w, Scaled):
             return (x @ w.values[e].astype(x.dtype)) * w.scale[e].astype(x.dtype)
         return x @ w[e].astype(x.dtype)
 

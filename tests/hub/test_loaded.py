@@ -107,9 +107,12 @@ def test_what_no_family_holds_is_refused(tmp_path):
         writing.to_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")
     with pytest.raises(ValueError, match="family is 'Mamba'; allowed: DiffusionGemma, LLaDA"):
         writing.to_hf(tmp_path / "c", tiny("bidirectional"), family="Mamba")
-    small = hub.load(GOLDENS / "llama3", quantise="int8")
-    with pytest.raises(ValueError, match="int8"):
-        writing.to_hf(tmp_path / "d", small)
+    for kind in ("int8", "fp8"):
+        small = hub.load(GOLDENS / "llama3", quantise=kind)
+        with pytest.raises(ValueError, match=f"params is '{kind}'"):
+            writing.to_hf(tmp_path / "d", small)
+        with pytest.raises(ValueError, match=f"params is '{kind}'"):
+            hub.save(tmp_path / "e", small, None)
 
 
 def test_a_recipe_may_take_the_config_of_a_loaded_model():
@@ -159,7 +162,7 @@ def test_the_command_line_reads_a_checkpoint_as_it_is_told(capsys, monkeypatch):
     assert seen == {"quantise": "int8", "mask": 7}
     monkeypatch.undo()
     assert main(["sample", "x", "--model", str(GOLDENS / "llama3"), "--quantise", "int4"]) == 2
-    assert "quantise is 'int4'; allowed: 'int8'" in capsys.readouterr().err
+    assert "quantise is 'int4'; allowed: 'int8', 'fp8'" in capsys.readouterr().err
 
 
 def golden_lm():

@@ -12,7 +12,7 @@ from mercury_jax import sharding
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.hub import assemble, families, memory
 from mercury_jax.hub.reading import open_folder
-from mercury_jax.models.quantise import Int8, dense, int8
+from mercury_jax.models.quantise import Scaled
 from tests.hub.goldens_of import GOLDENS, golden, logits_of
 
 
@@ -111,33 +111,31 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     need = memory.per_device(model, memory.mesh_shape(1), jnp.float32).params
     assert need == 4 * memory.parameters(model)
     monkeypatch.setattr(memory, "room", lambda devices: need)
-    memory.check(model, None, jnp.float32, False, "x")
+    memory.check(model, None, jnp.float32, None, "x")
     monkeypatch.setattr(memory, "room", lambda devices: need - 1)
     with pytest.raises(ValueError, match=r"memory for x is .* GB on each of 1 device.*allowed: up to"):
-        memory.check(model, None, jnp.float32, False, "x")
-    memory.check(model, None, jnp.float32, True, "x")  # as int8 it fits
+        memory.check(model, None, jnp.float32, None, "x")
+    memory.check(model, None, jnp.float32, "int8", "x")  # as int8 it fits
 
 
-def test_int8_is_within_half_a_step_and_keeps_the_argmax():
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(3, 16, 8)).astype(np.float32)
-    small = int8(w, 1, batch=1)
-    step = np.abs(w).max(axis=1, keepdims=True) / 127
-    assert np.all(np.abs(np.asarray(dense(small, 1)) - w) <= step / 2 + 1e-7)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llada2", "gemma4_moe"])
-def test_int8_weights_say_nearly_the_same(name):
+@pytest.mark.parametrize(
+    "name, kind, most", [("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
+                         ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)]
+)  # fmt: skip
+def test_weights_of_8_bits_say_nearly_the_same(name, kind, most):
     g = golden(name)
     names = g.opened.family.names(g.opened.config)
-    small = assemble.params(g.opened.model, names, g.opened.folder.read, dtype=jnp.float32, quantise=True)
-    kept = [x for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Int8)) if isinstance(x, Int8)]
+    small = assemble.params(g.opened.model, names, g.opened.folder.read, dtype=jnp.float32, quantise=kind)
+    kept = [
+        x for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Scaled)) if isinstance(x, Scaled)
+    ]
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert kept and size(small) < 0.6 * size(g.params)
+    assert size(small) == memory.per_device(g.opened.model, memory.mesh_shape(1), jnp.float32, kind).params
     exact, rough = logits_of(g, g.said["tokens"]), logits_of(g._replace(params=small), g.said["tokens"])
     # The median: rounding may send a token to another expert, and that one's logits are others then.
-    assert 0 < np.median(np.abs(exact - rough)) < 0.03 * exact.std()
-    assert np.corrcoef(exact.ravel(), rough.ravel())[0, 1] > 0.99
+    assert 0 < np.median(np.abs(exact - rough)) < most * exact.std()
+    assert np.corrcoef(exact.ravel(), rough.ravel())[0, 1] > 1 - most / 3
 
 
 @pytest.mark.parametrize("name", ["sdar_moe", "gemma4_dense"])

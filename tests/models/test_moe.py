@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mercury_jax.kernels.chip import traced_for
+from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.models import moe
 from mercury_jax.models.quantise import dense as restored, int8
 
@@ -67,13 +69,34 @@ def test_int8_experts_are_the_matrices_that_they_stand_for(run):
     np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [16, 48])
-def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
-    sizes = np.array([0, 50, 16, 0, 97, 1])
-    p = moe.plan(jnp.asarray(sizes), int(sizes.sum()), tile)
-    covered = np.concatenate(
-        [np.arange(s, min(s + tile, e)) for s, e in zip(p.start[: p.count], p.end[: p.count])]
-    )
-    np.testing.assert_array_equal(covered, np.arange(sizes.sum()))
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    np.testing.assert_array_equal(owner[np.asarray(p.start[: p.count])], p.expert[: p.count])
+@pytest.mark.parametrize("small", [False, True])
+def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
+    rng = np.random.default_rng(2)
+    sizes, shapes = jnp.asarray([9, 0, 8], jnp.int32), [(17, 64), (3, 64, 128), (3, 64, 64)]
+    x, *stacks = (jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for s in shapes)
+    if small:
+        stacks = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in stacks])
+
+    def both(run):
+        if small:
+            return run(ACT, x, sizes, *stacks)
+        return jax.value_and_grad(
+            lambda *a: (run(ACT, a[0], sizes, *a[1:]).astype(jnp.float32) ** 2).sum(), (0, 1, 2)
+        )(x, *stacks)
+
+    want = both(moe.tiled)
+    with traced_for("sm_90a"), interpreted():
+        assert moe.refuses(x, *stacks) is None
+        ours = jax.jit(lambda: both(moe.grouped_or_tiled))()
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want)):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+
+
+def test_experts_that_no_kernel_takes_go_through_the_loop():
+    x, _, gate_up, down = drawn()
+    sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
+    with traced_for("sm_90a"):
+        assert "rows are float32" in str(moe.refuses(x, gate_up, down))
+        ours = moe.grouped_or_tiled(ACT, x, sizes, gate_up, down)
+    np.testing.assert_array_equal(ours, moe.tiled(ACT, x, sizes, gate_up, down))

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import attend
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.dit.config import DiTConfig
 from mercury_jax.models.dit.layers import Condition, Modulation, Norm, level
 from mercury_jax.models.layers import Linear
 from mercury_jax.models.rotary import rope
+from mercury_jax.models.turbo import attend
 from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
 
 SHARDINGS = (

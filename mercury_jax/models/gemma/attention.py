@@ -6,11 +6,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.kernels import attend
 from mercury_jax.models import cache as kv_cache
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, Rotation, rms
 from mercury_jax.models.layers import Linear
+from mercury_jax.models.turbo import attend
 
 
 class Attention(nn.Module):

@@ -56,8 +56,8 @@ class Engine:
         if settings.passes is None:
             passes = 1 if jax.default_backend() == "cpu" else 4
             settings = dataclasses.replace(settings, passes=passes)
-        if settings.kv == "int8":
-            lm = dataclasses.replace(lm, model=cache.int8(lm.model))
+        if settings.kv is not None:
+            lm = dataclasses.replace(lm, model=cache.kept(lm.model, settings.kv))
         self.lm, self.settings = lm, settings
         self.plan = shapes.plan(lm, settings)
         self.context = self.plan.context

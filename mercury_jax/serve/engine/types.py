@@ -37,7 +37,8 @@ class Settings:
     number of rows and positions, so that few short requests run in a small one; "one" makes do with the largest,
     in which a request's text never depends on what runs beside it, bit for bit. rules: names offered beside the
     model's own (None: all of `engine.knobs` that fit its noise); fewer of them compile sooner. kv: "int8" keeps
-    keys and values as int8, in a quarter of the memory of fp32 and half of bf16; None: in the model's dtype.
+    keys and values as int8, in a quarter of the memory of fp32 and half of bf16; "4bit" and "3bit" in a half and
+    three eighths of that (`models.turbo`); None: in the model's dtype.
     """
 
     slots: int = 8
@@ -49,7 +50,7 @@ class Settings:
     alternatives: int = 20
     programs: Literal["all", "one"] = "all"
     rules: tuple[str, ...] | None = None
-    kv: Literal["int8"] | None = None
+    kv: Literal["int8", "4bit", "3bit"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -302,11 +302,12 @@ def test_one_model_over_a_mesh_says_what_it_says_on_one_device():
     assert said[0] == said[1]
 
 
-def test_int8_keys_take_less_room_and_say_nearly_the_same(engine):
-    small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv="int8"))
+@pytest.mark.parametrize("kind, room, most", [("int8", 0.4, 0.1), ("4bit", 0.2, 0.5)])
+def test_keys_in_few_bits_take_less_room_and_say_nearly_the_same(engine, kind, room, most):
+    small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv=kind))
     small.start()
-    assert small.stats().kv_bytes < 0.4 * engine.stats().kv_bytes  # 8 numbers a head: 1.5 bytes each, of 4
+    assert small.stats().kv_bytes < room * engine.stats().kv_bytes  # 8 numbers a head: 32 bytes, 12, 6
     job = Job(prompt=ids(3, 40), max_tokens=8, logprobs=0)
     near, exact = (e.submit(job).wait(60).logprobs.tokens for e in (small, engine))
-    assert 0 < np.abs(near - exact).max() < 0.1
+    assert 0 < np.abs(near - exact).max() < most
     small.stop()
