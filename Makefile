@@ -5,11 +5,12 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints.txt
 ARGS        ?=
 CLIENTS     ?= .venv-clients
+DEVICELESS  ?= .venv-deviceless
 BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types notebooks parity browser clients load fuzz setup clean
+.PHONY: help demo test lint types notebooks parity browser clients load fuzz deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
@@ -51,10 +52,13 @@ fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## so many hostile requests of each kind (
 	MERCURY_FUZZ=$(FUZZ) MERCURY_SCHEMATHESIS=$(abspath $(CLIENTS))/fuzz/bin/schemathesis \
 	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
+deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that are not here; ARGS="-k h200"
+	MERCURY_DEVICELESS=1 $(DEVICELESS)/bin/python -m pytest tests/deviceless $(ARGS)
+
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest $(CLIENTS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest $(CLIENTS) $(DEVICELESS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -86,6 +90,13 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing mercury_jax with every extra into $(VENV)"
 	@$(INSTALL) -e '.[serve,hub,plot,test,browser,dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.browser $(VENV)/.core
+
+# The compilers of chips (some 4 GB) stay out of it too: beside them JAX looks for a driver first.
+$(DEVICELESS)/.ready: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing mercury_jax[test,deviceless] into $(DEVICELESS)"
+	@$(PYTHON) -m venv $(DEVICELESS)
+	@$(DEVICELESS)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,deviceless]'
+	@touch $@
 
 # What others wrote stays out of our own environment, each with the versions that it asks for.
 $(CLIENTS)/.%: tests/clients/requirements-%.txt

@@ -16,12 +16,21 @@ BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token a step"),
     "repair": ("bench_repair", "which rules repair a wrong token, where the truth is determined"),
     "cache": ("bench_cache", "reuse of keys in a bidirectional model, against computing everything"),
+    "gpu": (
+        "bench_gpu",
+        "an accelerator: its ceilings, and what kernels, decoding and training make of them",
+    ),
     "overhead": (
         "bench_overhead",
         "sample() against its bare forwards, and what is compiled when it is warm",
     ),
     "peer": ("bench_peer", "DiffusionGemma against transformers, on the same checkpoint, by turns"),
     "prompt": ("bench_prompt", "encoding long prompts: time, memory, and whether they grow in proportion"),
+    "quantise": ("bench_quantise", "weights, keys and values in few bits: what that costs in quality"),
+    "compile": (
+        "bench_compile",
+        "a program for a chip that is not here: bytes, collectives, kernels, roofline",
+    ),
     "serve": ("bench_serve", "a server under load: latencies, batching against one at a time, agents"),
 }
 
@@ -38,7 +47,9 @@ examples:
   mercury bench repair --limit 512
   mercury bench overhead --json
   mercury bench prompt --lengths 8192 32768
+  mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
   mercury bench serve --concurrency 1 16 --agent 2
+  mercury bench gpu --out h200.jsonl --plot h200.png
 
 `mercury bench WHAT --help` lists the options."""
 

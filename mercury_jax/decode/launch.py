@@ -77,6 +77,35 @@ def prepare(
     block: width of the canvas where the request fixes it (infilling), instead of the plan's. close: the
     id that ends the thinking. before: a state whose rows these go on from; its keys are reused.
     """
+    program, knobs, padded = arranged(
+        lm, request, sampler, plan, temperature=temperature, block=block, infilling=infilling, close=close,
+        logprobs=logprobs, guidance=guidance, mesh=mesh,
+    )  # fmt: skip
+    rows = len(request.known)
+    state = _begin(program, knobs, **padded)
+    if guidance is not None:
+        state = state._replace(cache=_guided_cache(lm, state, padded, guidance))
+    if before is not None:
+        state = _go_on(state, before)
+    state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
+    return Job(program, knobs, state, rows, mesh)
+
+
+def arranged(
+    lm: LM,
+    request: Request,
+    sampler: Any,
+    plan: Plan,
+    *,
+    temperature: Any = None,
+    block: int | None = None,
+    infilling: bool = False,
+    close: int | None = None,
+    logprobs: int | None = None,
+    guidance: Guidance | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Program, Knobs, dict[str, Any]]:
+    """(program, knobs, arguments of `begin`) of a request, its shapes bucketed; the parameters are not looked at."""
     program, sampler = plan_program(lm, request, sampler, plan, block=block, infilling=infilling)
     program = program._replace(logprobs=logprobs)
     if guidance is not None:
@@ -94,13 +123,7 @@ def prepare(
         _spread(sampler, rows, total), jnp.full((total,), steps, jnp.int32),
         ids(None if infilling else lm.model.config.eos), ids(close),
     )  # fmt: skip
-    state = _begin(program, knobs, **padded)
-    if guidance is not None:
-        state = state._replace(cache=_guided_cache(lm, state, padded, guidance))
-    if before is not None:
-        state = _go_on(state, before)
-    state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
-    return Job(program, knobs, state, rows, mesh)
+    return program, knobs, padded
 
 
 def advance(lm: LM, job: Job, passes: int | None) -> tuple[Job, Frame | None, jax.Array]:
@@ -132,13 +155,18 @@ def copied(job: Job) -> Job:
 
 
 def _encode_long(lm: LM, program: Program, state: State, behind: int) -> State:
+    wide = prefill_width(program, behind)
+    return state if wide is None else _prefill(program, lm.params, state, wide)
+
+
+def prefill_width(program: Program, behind: int) -> int | None:
+    """Tokens of a wide encode pass for rows with `behind` known tokens to encode; None: the steps do it."""
     full = program.model.config.pattern == "bidirectional"
     if full or behind <= 2 * program.width:
-        return state
+        return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = program.width if program.model.config.pattern == "block_causal" else 1
-    wide = -(-min(PREFILL, bucket(behind)) // quantum) * quantum
-    return _prefill(program, lm.params, state, wide)
+    return -(-min(PREFILL, bucket(behind)) // quantum) * quantum
 
 
 def _go_on(state: State, before: State) -> State:

@@ -86,7 +86,37 @@ def updater(
     ema: float = 0.0,
     on: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
-    """The jitted (state, batch) -> (state, report); the state is donated.
+    """The jitted (state, batch) -> (state, report), see `plain`; the state is donated."""
+    update = plain(model, objective, corruption, tx, lr, accumulate=accumulate, ema=ema)
+    compiled: dict[str, Any] = {}
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
+        if "update" not in compiled:
+            compiled["update"] = jitted(update, state)
+        with jax.set_mesh(on):
+            return compiled["update"](state, batch)
+
+    return run
+
+
+def jitted(update: Callable[..., Any], state: TrainState) -> Any:
+    """The update as a program for states that lie as `state` does (arrays, or `shapes`)."""
+    # The new state lies exactly where the old one did, so that resuming compiles the same program.
+    where = (jax.tree.map(lambda x: x.sharding, state), None)
+    return jax.jit(update, donate_argnums=0, out_shardings=where)
+
+
+def plain(
+    model: Model,
+    objective: Objective,
+    corruption: Corruption,
+    tx: optax.GradientTransformation,
+    lr: optax.Schedule,
+    *,
+    accumulate: int = 1,
+    ema: float = 0.0,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
+    """(state, batch) -> (state, report) as a plain function.
 
     accumulate: microbatches of a batch. Numerators and weights are summed and divided once, so the
     gradient is that of the whole batch, however the scored tokens are spread.
@@ -105,17 +135,7 @@ def updater(
         report = Report(finite, number | own | {"tokens": batch.editable.sum()})
         return _choose(finite, new, state), report
 
-    compiled: dict[str, Any] = {}
-
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        if "update" not in compiled:
-            # The new state lies exactly where the old one did, so that resuming compiles the same program.
-            where = (jax.tree.map(lambda x: x.sharding, state), None)
-            compiled["update"] = jax.jit(update, donate_argnums=0, out_shardings=where)
-        with jax.set_mesh(on):
-            return compiled["update"](state, batch)
-
-    return run
+    return update
 
 
 def gradients(

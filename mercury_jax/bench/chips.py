@@ -1,0 +1,122 @@
+"""The chips that programs are compiled for ahead of time: how XLA is told of them, and what their datasheets say."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mercury_jax.config import refuse
+
+TARGETS = Path(__file__).with_name("targets")
+HOST = 8  # GPUs of a host
+MOST = 4096  # devices of a target: beyond this a number is a mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device. memory in bytes, bandwidth in bytes a second, flops dense, in bf16, a second; all of datasheets.
+
+    flops32: of float32 products as JAX makes them by default: TF32 on a GPU, one bf16 pass on a TPU.
+    dims: of a TPU's topology; 0 for a GPU. kernels: what Mosaic GPU compiles for.
+    """
+
+    name: str
+    label: str
+    memory: float
+    bandwidth: float
+    flops: float
+    flops32: float
+    dims: int = 0
+    kernels: str = ""
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.dims else "cuda"
+
+
+ALL = {
+    chip.name: chip
+    for chip in (
+        Chip(name="h200", label="NVIDIA H200", memory=150e9, bandwidth=4.8e12, flops=989e12, flops32=494e12,
+             kernels="sm_90a"),
+        Chip(name="b200", label="NVIDIA B200", memory=190e9, bandwidth=8.0e12, flops=2250e12, flops32=1125e12,
+             kernels="sm_100a"),
+        Chip(name="v4", label="TPU v4", memory=32 * 2**30, bandwidth=1.228e12, flops=275e12, flops32=275e12, dims=3),
+        Chip(name="v5e", label="TPU v5e", memory=16 * 2**30, bandwidth=0.819e12, flops=197e12, flops32=197e12,
+             dims=2),
+        Chip(name="v5p", label="TPU v5p", memory=95 * 2**30, bandwidth=2.765e12, flops=459e12, flops32=459e12,
+             dims=3),
+        Chip(name="v6e", label="TPU v6e", memory=32 * 2**30, bandwidth=1.64e12, flops=918e12, flops32=918e12, dims=2),
+    )
+}  # fmt: skip
+
+FORMS = "h200, h200x8, h200x64, b200x8, v5e:4x4, v6e:4x4, v5p:8x8x8, and the like"
+
+
+@dataclass(frozen=True)
+class Target:
+    """So many devices of one chip. topology: as XLA wants it, slices x hosts x GPUs, or a TPU's `4x4`."""
+
+    name: str
+    chip: Chip
+    devices: int
+    topology: str
+
+    def describe(self) -> Any:
+        """XLA's description of the devices; needs the chip's plugin in this process."""
+        from jax.experimental import topologies
+
+        if self.chip.platform == "tpu":
+            return topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{self.chip.name}:{self.topology}"
+            )
+        text = (TARGETS / f"{self.chip.name}.txtpb").read_text(encoding="utf-8")
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=self.topology, target_config=text
+        )
+
+
+def target(name: str) -> Target:
+    """`h200x8`, `v5e:4x4` as a target; ValueError says what is allowed."""
+    found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", name)
+    chip = ALL.get(found[1]) if found else None
+    if found is None or chip is None:
+        raise refuse("--for", name, FORMS)
+    if chip.dims:
+        return _tpu(name, chip, found[3])
+    if found[3]:
+        raise refuse("--for", name, f"{chip.name}xN, N devices of {HOST} a host")
+    return _gpu(name, chip, int(found[2] or 1))
+
+
+def _gpu(name: str, chip: Chip, devices: int) -> Target:
+    if not 1 <= devices <= MOST or (devices > HOST and devices % HOST):
+        raise refuse("--for", name, f"1..{HOST} devices, or a multiple of {HOST} up to {MOST}")
+    hosts = -(-devices // HOST)
+    return Target(name, chip, devices, f"1x{hosts}x{devices // hosts}")
+
+
+def _tpu(name: str, chip: Chip, sizes: str | None) -> Target:
+    dims = [int(n) for n in sizes.split("x")] if sizes else []
+    if len(dims) != chip.dims or not 1 <= math.prod(dims) <= MOST:
+        form = "x".join("4" * chip.dims)
+        raise refuse(
+            "--for", name, f"{chip.name}:{form} and the like, {chip.dims} sizes and at most {MOST} chips"
+        )
+    return Target(name, chip, math.prod(dims), "x".join(map(str, dims)))
+
+
+def missing(chip: Chip) -> str | None:
+    """What to install for compiling for a chip; None where it is there."""
+    plugins = ("libtpu",) if chip.dims else ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if any(importlib.util.find_spec(name) for name in plugins):
+        return None
+    what = "libtpu" if chip.dims else "JAX's CUDA plugin"
+    return (
+        f"compiling for {chip.label} needs {what}, which this Python does not have: "
+        "pip install 'mercury-jax[deviceless]', best in an environment of its own"
+    )

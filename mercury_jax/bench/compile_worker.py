@@ -1,0 +1,104 @@
+"""The child of `mercury bench compile`: compiles one program for one chip, and writes what it found.
+
+python -m mercury_jax.bench.compile_worker ASK.json OUT.json. A process of its own for each chip: one compiler's
+state misleads the next (an H200's after a B200's took kernels that it should refuse).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mercury_jax.bench import ahead, chips, hlo, weightless
+from mercury_jax.kernels import chip
+
+FULL = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) \w+", re.ASCII)
+UNIT = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def say(stage: str) -> None:
+    """What is being done, for the parent's progress line."""
+    print(f"stage: {stage}", file=sys.stderr, flush=True)
+
+
+def work(ask: ahead.Ask) -> dict[str, Any]:
+    """The record of one program: memory, FLOPs, collectives, calls, the roofline."""
+    target = chips.target(ask.target)
+    say(f"describing {ask.target}")
+    found = weightless.source(ask.model, ask.dtype)
+    say(f"tracing {ask.what} of {found.name}")
+    with chip.traced_for(target.chip.kernels) if target.chip.kernels else contextlib.nullcontext():
+        made = ahead.lower(ask, found, target)
+    record = {
+        "model": found.name, "for": ask.target, "what": ask.what, "chip": target.chip.label, "devices": target.devices,
+        "mesh": {name: size for name, size in made.mesh.shape.items() if size > 1}, "context": made.context,
+        "batch": made.rows, "dtype": found.config.dtype, "quantise": ask.quantise, "per": made.per,
+        "layers": found.config.layers, "jax": jax.__version__, "memory": int(target.chip.memory),
+    }  # fmt: skip
+    say(f"compiling for {target.chip.label}")
+    began = time.perf_counter()
+    try:
+        compiled = made.lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return record | too_large(str(error))
+    record["compile_seconds"] = round(time.perf_counter() - began, 2)
+    say("reading the program")
+    return record | measured(compiled, target.chip, found.config.dtype, ask.what)
+
+
+def too_large(told: str) -> dict[str, Any]:
+    """The record of a program that a TPU's compiler refuses for its memory; other failures are raised again."""
+    found = FULL.search(told)
+    if "RESOURCE_EXHAUSTED" not in told or found is None:
+        raise ValueError(f"the compiler refuses the program: {told.splitlines()[0][:400]}")
+    used, room = (float(n) * UNIT[u] for n, u in ((found[1], found[2]), (found[3], found[4])))
+    nothing = {"temp_bytes": None, "flops": None, "collectives": {}, "kernels": [], "roofline": None}
+    return {"bytes_per_device": int(used), "memory": int(room), "fits": False, **nothing}
+
+
+def measured(compiled: Any, chip: chips.Chip, dtype: str, what: str) -> dict[str, Any]:
+    """What a compiled program says of itself, for one device."""
+    memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
+    given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    total = given + memory.temp_size_in_bytes + made - memory.alias_size_in_bytes
+    cost = compiled.cost_analysis() or {}
+    flops = float(cost.get("flops") or hlo.products(module))
+    moved = given + (made if what == "train" else 0)
+    return {
+        "bytes_per_device": total, "temp_bytes": memory.temp_size_in_bytes, "argument_bytes": given,
+        "output_bytes": made, "aliased_bytes": memory.alias_size_in_bytes, "fits": total <= chip.memory,
+        "flops": flops, "collectives": hlo.collectives(module), "calls": dict(hlo.calls(module)),
+        "largest": hlo.largest(module), "roofline": roofline(chip, dtype, flops, moved),
+    }  # fmt: skip
+
+
+def roofline(chip: chips.Chip, dtype: str, flops: float, moved: float) -> dict[str, Any]:
+    """Seconds that the chip's datasheet allows: to move so many bytes, to do so many FLOPs, the larger of both."""
+    rate = chip.flops32 if dtype in ("float32", "float64") else chip.flops
+    memory, compute = moved / chip.bandwidth, flops / rate
+    return {
+        "bytes": moved, "memory_seconds": memory, "compute_seconds": compute, "seconds": max(memory, compute),
+        "bound": "memory" if memory >= compute else "compute",
+    }  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 2 with words for what the caller got wrong."""
+    ask = ahead.Ask(**json.loads(argv[0]))
+    try:
+        record = work(ask)
+    except (ValueError, FileNotFoundError) as error:
+        record = {"refused": str(error)}
+    Path(argv[1]).write_text(json.dumps(record), encoding="utf-8")
+    return 2 if "refused" in record else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

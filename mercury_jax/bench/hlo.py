@@ -1,0 +1,258 @@
+"""What an optimized HLO text says of a program: collectives, products, library and kernel calls, large arrays.
+
+Work inside of a loop whose trips are known counts that many times; inside of one that ends by a condition (the
+steps of decoding) it counts once, "per pass". Every branch of a conditional counts. Sizes are those of one device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
+    "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+}  # fmt: skip
+COLLECTIVES = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+# What makes no array of its own.
+VIEWS = {
+    "parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier",
+    "after-all", "constant", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
+    "collective-permute-done", "copy-start",
+}  # fmt: skip
+
+
+class Array(NamedTuple):
+    """dtype and dimensions of one result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return int(math.prod(self.dims) * BYTES.get(self.dtype, 1))  # all kinds of f8 and f4 take at most one
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+class Instruction(NamedTuple):
+    name: str
+    result: tuple[Array, ...]
+    op: str
+    operands: tuple[str, ...]
+    rest: str  # its attributes, as text
+    root: bool
+
+    def attribute(self, name: str) -> tuple[int, ...]:
+        """Numbers of `name={1,2}`."""
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.rest)
+        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+
+    @property
+    def target(self) -> str:
+        """Of a custom call."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def origin(self) -> str:
+        """The JAX operation that it stands for."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+Computation = dict[str, Instruction]
+
+
+class Module(NamedTuple):
+    """Computations by name."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+
+class Visit(NamedTuple):
+    """An instruction where it runs: how often, whether in a loop of unknown length, whether inside of a fusion."""
+
+    one: Instruction
+    among: Computation
+    times: int
+    looped: bool
+    fused: bool
+
+    def operand(self, index: int) -> Array | None:
+        """The first array of an operand, where its name is known here."""
+        made = self.among.get(self.one.operands[index]) if index < len(self.one.operands) else None
+        return made.result[0] if made is not None and made.result else None
+
+
+def parse(text: str) -> Module:
+    """The module of `compiled.as_text()`."""
+    found: dict[str, Computation] = {}
+    entry, now = "", ""
+    for line in text.splitlines():
+        if line.startswith((" ", "\t")):
+            one = _instruction(line.strip()) if now else None
+            if one is not None:
+                found[now][one.name] = one
+        elif line.rstrip().endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
+            now = head[2]
+            found[now] = {}
+            entry = now if head[1] else entry
+        elif line.startswith("}"):
+            now = ""
+    return Module(found, entry)
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = re.match(r"(ROOT )?%?([\w.\-]+) = ", line)
+    if head is None:
+        return None
+    end = _closing(line, head.end()) if line[head.end()] == "(" else line.find(" ", head.end())
+    shape, behind = line[head.end() : end], line[end:].lstrip()
+    op = re.match(r"([\w\-]+)\(", behind)
+    if op is None:
+        return None
+    close = _closing(behind, op.end() - 1)
+    names = re.findall(r"%([\w.\-]+)", behind[op.end() : close])
+    rest = behind[close:]
+    if op[1] == "custom-call" and "__cublas$" not in rest:
+        rest = rest.split(", backend_config=")[0]  # of Mosaic it is a program, in bytes
+    return Instruction(head[2], arrays(shape), op[1], tuple(names), rest, head[1] is not None)
+
+
+def _closing(text: str, start: int) -> int:
+    """Behind the bracket that closes the one at `start`."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if depth == 0:
+            return at + 1
+    return len(text)
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """All arrays of a shape, those of tuples in order."""
+    pairs = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]", shape)
+    return tuple(
+        Array(kind, tuple(int(n.strip("<= ")) for n in dims.split(",") if n)) for kind, dims in pairs
+    )
+
+
+def visits(module: Module) -> Iterator[Visit]:
+    """Every instruction that runs, from the entry on."""
+    yield from _walk(module, module.entry, 1, False, False)
+
+
+def _walk(module: Module, name: str, times: int, looped: bool, fused: bool) -> Iterator[Visit]:
+    among = module.computations.get(name, {})
+    for one in among.values():
+        yield Visit(one, among, times, looped, fused)
+        if one.op not in ("while", "fusion", "call", "conditional", "async-start", "custom-call"):
+            continue
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest) if one.op == "while" else None
+        often = times * int(trips[1]) if trips else times
+        unknown = looped or (one.op == "while" and trips is None)
+        for called in _called(one):
+            yield from _walk(module, called, often, unknown, fused or one.op in ("fusion", "custom-call"))
+
+
+def _called(one: Instruction) -> list[str]:
+    """Computations that an instruction runs; not what a reduction applies to each number."""
+    keys = (
+        r"(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)"
+    )
+    found = re.findall(rf"\b{keys}=(%[\w.\-]+|\{{[^}}]*\}})", one.rest)
+    return [name for group in found for name in re.findall(r"%([\w.\-]+)", group)]
+
+
+def collectives(module: Module) -> dict[str, dict[str, int]]:
+    """kind -> {count, bytes, per_pass}: of one run, per_pass those inside of a loop of unknown length, once each.
+
+    bytes: the larger of what goes in and what comes out, on one device.
+    """
+    seen: dict[str, tuple[str, int, int, bool]] = {}
+    for visit in visits(module):
+        kind = visit.one.op.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        channel = re.search(r"channel_id=(\d+)", visit.one.rest)
+        # A fused one stands in several computations (its start, what runs beside it, its end), under one channel.
+        key = f"channel {channel[1]}" if channel else visit.one.name
+        seen[key] = (kind, _payload(visit), visit.times, visit.looped)
+    total: dict[str, dict[str, int]] = {}
+    for kind, size, times, looped in seen.values():
+        row = total.setdefault(kind, {"count": 0, "bytes": 0, "per_pass": 0})
+        row["count"] += times
+        row["bytes"] += times * size
+        row["per_pass"] += times * looped
+    return total
+
+
+def _payload(visit: Visit) -> int:
+    given = sum(a.bytes for i in range(len(visit.one.operands)) if (a := visit.operand(i)) is not None)
+    made = sum(a.bytes for a in visit.one.result)
+    # The start of an all-gather gives its operands beside its results.
+    return max(given, made - given if visit.one.op.endswith("-start") and len(visit.one.result) > 1 else made)
+
+
+def products(module: Module) -> float:
+    """FLOPs of all matrix products that XLA sees: 2 x results x contracted length. What kernels do is not seen."""
+    return float(sum(v.times * _product(v) for v in visits(module)))
+
+
+def _product(visit: Visit) -> int:
+    one = visit.one
+    if one.op == "dot":
+        axes = one.attribute("lhs_contracting_dims")
+    elif one.op == "custom-call" and one.target.startswith("__cublas$"):
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
+        axes = tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
+    else:
+        return 0
+    left = visit.operand(0)
+    if left is None or not one.result:
+        return 0
+    return 2 * math.prod(one.result[0].dims) * math.prod(left.dims[i] for i in axes)
+
+
+def calls(module: Module) -> Counter[str]:
+    """Custom calls by target: libraries, Triton, Mosaic."""
+    found: Counter[str] = Counter()
+    for visit in visits(module):
+        if visit.one.op == "custom-call":
+            found[visit.one.target] += visit.times
+    return found
+
+
+def largest(module: Module, most: int = 24) -> list[dict[str, Any]]:
+    """The largest arrays that the program makes, each shape and origin once (blocks are one); not what is updated
+    in place."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for visit in visits(module):
+        if visit.fused or visit.one.op in VIEWS or _in_place(module, visit.one):
+            continue
+        for array in visit.one.result:
+            key = (str(array), re.sub(r"block_\d+", "block_*", visit.one.origin))
+            row = found.setdefault(
+                key, {"shape": key[0], "bytes": array.bytes, "count": 0, "op": visit.one.op, "of": key[1]}
+            )
+            row["count"] += 1
+    return sorted(found.values(), key=lambda row: -row["bytes"])[:most]
+
+
+def _in_place(module: Module, one: Instruction) -> bool:
+    """Whether it writes into one of its operands: an update of a slice, or a fusion that ends with one."""
+    if one.op in ("dynamic-update-slice", "scatter"):
+        return True
+    if one.op != "fusion":
+        return False
+    roots = [x for name in _called(one) for x in module.computations.get(name, {}).values() if x.root]
+    return any(x.op in ("dynamic-update-slice", "scatter") for x in roots)
