@@ -40,7 +40,7 @@ def _panels(rows: Rows) -> list[tuple[str, list[tuple[str, float, str]]]]:
         for r in kind("attention") if "seconds" in r
     ]  # fmt: skip
     decoding = [
-        (f"{' '.join(filter(None, (r['model'], r['quantise'])))}, batch {r['batch']}", r["share_of_bound"],
+        (label(r), r["share_of_bound"],
          f"{1e3 * r['seconds_per_forward']:.2f} ms a pass, {r['tokens_per_second']:.0f} tokens/s")
         for r in kind("decoding")
     ]  # fmt: skip
@@ -52,6 +52,16 @@ def _panels(rows: Rows) -> list[tuple[str, list[tuple[str, float, str]]]]:
         ("attention: share of the bound", attention), ("a pass of decoding: share of the bound", decoding),
         ("training: model FLOPs utilisation", training),
     ]  # fmt: skip
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """What decoded, and how, of a row of decoding."""
+    how = [
+        "" if row.get("kernels", True) else "without our kernels",
+        "loops as graphs" if row.get("env") else "",
+    ]
+    model = " ".join(filter(None, (row["model"], row["quantise"])))
+    return ", ".join(filter(None, (model, f"batch {row['batch']}", f"prefix {row['prefix']}", *how)))
 
 
 def _panel(axes: Any, title: str, bars: list[tuple[str, float, str]]) -> None:
