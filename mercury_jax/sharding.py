@@ -3,25 +3,36 @@
 The axes are always the same four, so that a recipe that runs on one device runs on many hosts by
 numbers alone: `data` and `fsdp` split the rows of a batch, `fsdp` also splits parameters,
 `tensor` splits heads and hidden units, `expert` splits experts.
+
+Training leaves it to XLA's partitioner what is computed where. Of a pass over a cache that is too little: it gathers
+whole stacks of experts, and runs a Pallas kernel in full on every device. `over` gives the model whose passes are
+spread by hand (`models.parallel`).
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.types import Cache, Model
 
 AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
 
-Rule = tuple[str, tuple[str | None, ...]]
+Axis = str | tuple[str, ...] | None  # of a dimension: several, where it lies along all of them
+Rule = tuple[str, tuple[Axis, ...]]
 
 
 def mesh(
@@ -37,10 +48,15 @@ def mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = _fill(dict(zip(AXES, (data, fsdp, tensor, expert))), len(devices))
+    shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
     # On one device make_mesh has no topology to look at; with several it orders them by it.
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
-    )
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    except (
+        NotImplementedError
+    ):  # a TPU's torus whose axes have other sizes: an axis of ours takes a part of one
+        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(laid, AXES, axis_types=kinds)
 
 
 def _fill(sizes: dict[str, int], count: int) -> dict[str, int]:
@@ -65,8 +81,8 @@ def name_of(path: Sequence[Any]) -> str:
 def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> PartitionSpec:
     """The first rule whose pattern is found in `name`; no rule, or a scalar: replicated.
 
-    A dimension that the axis does not divide stays whole. A rule of another rank is refused:
-    it was written for another array.
+    A dimension that the axis does not divide stays whole; of several axes it takes those that do (see `along`). A
+    rule of another rank is refused: it was written for another array.
     """
     if not shape:
         return PartitionSpec()
@@ -79,10 +95,23 @@ def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> Pa
     return PartitionSpec()
 
 
-def _fits(axis: str | None, size: int, pattern: str, on: Mesh) -> str | None:
-    if axis is not None and axis not in on.shape:
-        raise refuse(f"axis of sharding rule {pattern!r}", axis, f"{', '.join(on.shape)}, or None")
+def _fits(axis: Axis, size: int, pattern: str, on: Mesh) -> Axis:
+    for name in axis if isinstance(axis, tuple) else (axis,):
+        if name is not None and name not in on.shape:
+            raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(on.shape)}, or None")
+    if isinstance(axis, tuple):
+        found = along(axis, size, on)
+        return found if len(found) > 1 else next(iter(found), None)
     return None if axis is None or size % on.shape[axis] else axis
+
+
+def along(axes: Sequence[str], size: int, on: Mesh) -> tuple[str, ...]:
+    """Those of the axes, one after the other, that divide what those before left of a dimension of `size`."""
+    found: tuple[str, ...] = ()
+    for axis in axes:
+        if on.shape[axis] > 1 and size % on.shape[axis] == 0:
+            found, size = (*found, axis), size // on.shape[axis]
+    return found
 
 
 def shardings(tree: Any, rules: Sequence[Rule], on: Mesh) -> Any:
@@ -106,7 +135,39 @@ def whole(on: Mesh) -> NamedSharding:
     return NamedSharding(on, PartitionSpec())
 
 
-def ways(on: Mesh) -> int:
+def by_rows(x: Any) -> Any:
+    """An activation [B, ...] of a training step with its rows over (data, fsdp), on a mesh with `fsdp`; else as it is.
+
+    A product of such rows and a matrix that lies over `fsdp` has two ways to be made, and left alone XLA gathers the
+    rows: every device then holds activations of all of them. With this it gathers the matrix.
+    """
+    on = jax.sharding.get_abstract_mesh()
+    if on.shape.get("fsdp", 1) == 1 or on.manual_axes or x.shape[0] % ways(on):
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *free))
+
+
+def rowwise(f: Callable[..., Any], params: Any, *args: Any) -> Any:
+    """f(params, *args) of arrays [B, ...], in a training step by every device for its own rows.
+
+    Each gets the parameters that f uses whole, and what they have for a gradient is added up once, behind f: of a
+    product in a loop XLA's partitioner would add it up in every turn.
+    """
+    on = jax.sharding.get_abstract_mesh()
+    if (
+        on.empty
+        or on.manual_axes
+        or ways(on) == 1
+        or any(x.shape[0] % ways(on) for x in jax.tree.leaves(args))
+    ):
+        return f(params, *args)
+    row = PartitionSpec(ROWS)
+    specs = (PartitionSpec(), *[row] * len(args))
+    return jax.shard_map(f, in_specs=specs, out_specs=row, axis_names=set(ROWS))(params, *args)
+
+
+def ways(on: Mesh | AbstractMesh) -> int:
     """Into how many parts the rows of a batch are split."""
     return math.prod(on.shape[axis] for axis in ROWS)
 
@@ -131,3 +192,63 @@ def place(batch: Any, on: Mesh) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(batch, rows(on))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(on), np.asarray(x)), batch)
+
+
+_passing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+
+
+def passing() -> Mesh | None:
+    """The mesh over which the pass that is being traced is spread by hand; None: there is none."""
+    return _passing.get()
+
+
+def apart(params: Any) -> Mesh | None:
+    """The mesh that parameters (arrays, or shapes with shardings) lie on, where its `tensor` or `expert` axis has
+    more than one device; else None."""
+    for leaf in jax.tree.leaves(params):
+        on = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(on, Mesh) and set(AXES) <= set(on.shape):
+            return on if on.shape["tensor"] * on.shape["expert"] > 1 else None
+    return None
+
+
+@functools.cache
+def over(model: Model, on: Mesh | None) -> Model:
+    """The model whose passes over a cache are spread by hand over a mesh, and whose caches lie on it; None: itself.
+
+    The mesh is part of the functions, so that of a jit's cache too where the model is a static argument.
+    """
+    if on is None:
+        return model
+    forward = functools.partial(_forward, model.forward, on)
+    empty = functools.partial(_empty, model.empty_cache, on)
+    return model._replace(forward=forward, empty_cache=empty, mesh=on)
+
+
+def _forward(forward: Any, on: Mesh, *args: Any, **more: Any) -> Any:
+    token = _passing.set(on)
+    try:
+        return forward(*args, **more)
+    finally:
+        _passing.reset(token)
+
+
+def _empty(empty: Any, on: Mesh, batch: int, slots: int) -> Cache:
+    cache = empty(batch, slots)
+    return jax.lax.with_sharding_constraint(cache, caches(cache, on))
+
+
+def caches(cache: Any, on: Mesh) -> Any:
+    """How a cache lies: rows over `data`, the heads of keys and values (leaves of a `k` or a `v`) over `tensor`."""
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        heads = any(getattr(part, "name", None) in ("k", "v") for part in path) and leaf.ndim > 2
+        rows, held = (
+            along(("data",), leaf.shape[0], on),
+            along(("tensor",), leaf.shape[2], on) if heads else (),
+        )
+        return NamedSharding(
+            on, PartitionSpec(rows or None, None, held or None) if heads else PartitionSpec(rows or None)
+        )
+
+    return jax.tree_util.tree_map_with_path(one, cache)

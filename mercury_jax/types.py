@@ -90,7 +90,7 @@ class View(NamedTuple):
     answer: Int[Array, "L"]  # what would have been emitted after the step before
     reading: Reading
     blind: Reading  # the same, read by masks that cannot see the token they stand for; rules ask for it
-    logits: Float[Array, "L V"]  # shaped; unused, it costs nothing
+    logits: Float[Array, "L V"]  # shaped; only for parts that say so (`parts.Part.whole`)
     editable: Bool[Array, "L"]  # in the active block and not given by the user
     masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all that is editable
     n: Int[Array, ""]  # used positions of the window
@@ -106,6 +106,7 @@ class View(NamedTuple):
     at: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
     said: Int[Array, "V"]  # how often each id stands in the answer before the window
     told: Int[Array, "V"]  # how often each id stands in the prompt
+    first: Any = 0  # the id of the logits' first column, where a shaper sees a part of the vocabulary
 
 
 class Proposal(NamedTuple):
@@ -138,11 +139,16 @@ class Model(NamedTuple):
     head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque, its
         leaves are [B, T, ...].
     condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
+    part(params, hidden, first, size) -> logits of the ids first..first + size alone, as of `head`; None: the model
+        makes only all of them.
+    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to the carry with these weights, so that
+        condition(params, x) is mix(params, softmax(x), 0); None: without self-conditioning.
     empty_cache(batch, slots) -> cache
     encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.
     layout(ids, prompt, fill=None, whole=None) -> Laid, a document as training sees it; with whole=False without
         the clean tokens that only the prediction of the next token needs.
     shardings: path rules, see `mercury_jax.sharding`.
+    mesh: the one over which its passes are spread by hand (`sharding.over`), or None.
     """
 
     config: ModelConfig
@@ -154,7 +160,10 @@ class Model(NamedTuple):
     empty_cache: Callable[[int, int], Cache]
     encodable: Callable[[Array], Array]
     layout: Callable[..., Laid]
-    shardings: tuple[tuple[str, tuple[str | None, ...]], ...]
+    shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
+    part: Callable[..., Array] | None = None
+    mix: Callable[..., Array] | None = None
+    mesh: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What an optimized HLO text says of a program: collectives, products, library and kernel calls, large arrays.
 
 Work inside of a loop whose trips are known counts that many times; inside of one that ends by a condition (the
-steps of decoding) it counts once, "per pass". Every branch of a conditional counts. Sizes are those of one device.
+steps of decoding, the tiles of keys that are seen) it counts once, "per pass". Every branch of a conditional counts.
+Sizes are those of one device.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ def _instruction(line: str) -> Instruction | None:
     names = re.findall(r"%([\w.\-]+)", behind[op.end() : close])
     rest = behind[close:]
     if op[1] == "custom-call" and "__cublas$" not in rest:
-        rest = rest.split(", backend_config=")[0]  # of Mosaic it is a program, in bytes
+        rest, _, program = rest.partition(", backend_config=")  # of Mosaic it is a program, in bytes
+        taken = re.search(r'"used_scoped_memory_configs":\[[^\]]*\]', program)
+        rest += f", {taken[0]}" if taken else ""
     return Instruction(head[2], arrays(shape), op[1], tuple(names), rest, head[1] is not None)
 
 
@@ -178,15 +181,20 @@ def collectives(module: Module) -> dict[str, dict[str, int]]:
 
     bytes: the larger of what goes in and what comes out, on one device.
     """
-    seen: dict[str, tuple[str, int, int, bool]] = {}
+    seen: dict[Any, tuple[str, int, int, bool]] = {}
+    alike: dict[Any, list[str]] = {}
     for visit in visits(module):
         kind = visit.one.op.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
         channel = re.search(r"channel_id=(\d+)", visit.one.rest)
-        # A fused one stands in several computations (its start, what runs beside it, its end), under one channel.
-        key = f"channel {channel[1]}" if channel else visit.one.name
-        seen[key] = (kind, _payload(visit), visit.times, visit.looped)
+        # A fused one stands in several computations (its start, what runs beside it, its end), under one channel and
+        # with one origin. Those of a shard_map all have the same channel; in one computation they have names.
+        key = (channel[1], visit.one.origin) if channel else visit.one.name
+        names = alike.setdefault((id(visit.among), key, visit.one.op), [])
+        if visit.one.name not in names:
+            names.append(visit.one.name)
+        seen[key, names.index(visit.one.name)] = (kind, _payload(visit), visit.times, visit.looped)
     total: dict[str, dict[str, int]] = {}
     for kind, size, times, looped in seen.values():
         row = total.setdefault(kind, {"count": 0, "bytes": 0, "per_pass": 0})
@@ -230,6 +238,27 @@ def calls(module: Module) -> Counter[str]:
         if visit.one.op == "custom-call":
             found[visit.one.target] += visit.times
     return found
+
+
+def kernels(module: Module) -> list[dict[str, Any]]:
+    """Pallas kernels for TPUs: name, count, and the most bytes of VMEM that one takes, where the compiler says so."""
+    found: dict[str, dict[str, Any]] = {}
+    for visit in visits(module):
+        if visit.one.target != "tpu_custom_call":
+            continue
+        called = re.search(r"([^/]+)/pallas_call$", visit.one.origin)
+        name = called[1] if called else re.sub(r"\.\d+$", "", visit.one.name)
+        row = found.setdefault(name, {"name": name, "count": 0, "vmem_bytes": 0})
+        row["count"] += visit.times
+        row["vmem_bytes"] = max(row["vmem_bytes"], _vmem(visit.one))
+    return list(found.values())
+
+
+def _vmem(one: Instruction) -> int:
+    """Memory space 1, of those that a call says it has taken."""
+    return sum(
+        int(size) for size in re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', one.rest)
+    )
 
 
 def largest(module: Module, most: int = 24) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,7 @@ def guided(model: Model) -> Model:
     return model._replace(
         forward=functools.partial(_forward, model),
         head=functools.partial(_head, model),
+        part=None if model.part is None else functools.partial(_part, model),
         empty_cache=functools.partial(_empty, model),
     )
 
@@ -256,7 +257,16 @@ def _pick(x: Array, index: Int[Array, "B W"]) -> Array:
 
 
 def _head(model: Model, params: Params, hidden: Any) -> Float[Array, "B T V"]:
+    return _steered(functools.partial(model.head, params), hidden)
+
+
+def _part(model: Model, params: Params, hidden: Any, first: Any, size: int) -> Float[Array, "B T v"]:
+    assert model.part is not None
+    return _steered(functools.partial(model.part, params, first=first, size=size), hidden)
+
+
+def _steered(head: Callable[[Any], Array], hidden: Any) -> Array:
     if not isinstance(hidden, GuidedHidden):
-        return model.head(params, hidden)
-    ours, theirs = model.head(params, hidden.main), model.head(params, hidden.other)
+        return head(hidden)
+    ours, theirs = head(hidden.main), head(hidden.other)
     return ours + hidden.weight * (ours - theirs)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guide, machine
 from mercury_jax.decode.parts import Sampler, spread
@@ -88,7 +89,12 @@ def prepare(
     if before is not None:
         state = _go_on(state, before)
     state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
-    return Job(program, knobs, state, rows, mesh)
+    return Job(program, knobs, state, rows, by_rows(lm, mesh))
+
+
+def by_rows(lm: LM, mesh: Mesh | None) -> Mesh | None:
+    """The mesh whose devices decode rows of their own; None where the parameters lie apart: all share all passes."""
+    return None if mesh is not None and mesh == sharding.apart(lm.params) else mesh
 
 
 def arranged(
@@ -107,6 +113,9 @@ def arranged(
 ) -> tuple[Program, Knobs, dict[str, Any]]:
     """(program, knobs, arguments of `begin`) of a request, its shapes bucketed; the parameters are not looked at."""
     program, sampler = plan_program(lm, request, sampler, plan, block=block, infilling=infilling)
+    on = sharding.apart(lm.params)
+    if by_rows(lm, mesh) is None:
+        program = program._replace(model=sharding.over(program.model, on))
     program = program._replace(logprobs=logprobs)
     if guidance is not None:
         if program.verify:

@@ -9,18 +9,18 @@ while its neighbours denoise.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode import passes as forwards, row as rows_of, verify
-from mercury_jax.decode.read import draw
-from mercury_jax.decode.sight import look
+from mercury_jax.decode import passes as forwards, pieces, row as rows_of, verify
+from mercury_jax.decode.read import draw, read
+from mercury_jax.decode.sight import Sight, look, shaped
 from mercury_jax.decode.state import Frame, Knobs, Program, State, memory, row_key
 from mercury_jax.decode.window import cut, offset_of, window_of
-from mercury_jax.types import Key, Params
+from mercury_jax.types import Key, Params, Reading
 
 _KEPT = ("cache", "key", "nats")  # never chosen row by row when a canvas is laid
 
@@ -39,9 +39,9 @@ def step(program: Program, params: Params, state: State, knobs: Knobs) -> tuple[
         tokens = jnp.where(checking[:, None], state.answer, tokens)
     hidden, blind, cache = forwards.forward(program, params, state, tokens, n, encoding | checking, knobs)
     state = state._replace(cache=cache)
-    logits = program.model.head(params, hidden)
-    moved, frame = _denoise(program, params, state, knobs, logits, blind, ~encoding & ~checking & ~state.done)
+    moved, frame = _denoise(program, params, state, knobs, hidden, blind, ~encoding & ~checking & ~state.done)
     if program.verify:
+        logits = program.model.head(params, hidden)
         moved, frame = _check(program, state, knobs, logits, checking, moved, frame)
     return moved._replace(length=moved.length + jnp.where(encoding, n, 0)), frame
 
@@ -143,23 +143,44 @@ def _open(program: Program, state: State, knobs: Knobs) -> State:
     return state._replace(**chosen)
 
 
+class Seen(NamedTuple):
+    """What every row reads in a pass."""
+
+    sight: Sight  # with logits only where some part looks at them
+    reading: Reading
+    raw: Any  # the logits before any shaper, or None
+    carry: Any  # what the window hands to the next pass
+
+
+def _read(program: Program, params: Params, state: State, knobs: Knobs, hidden: Any) -> Seen:
+    sight = jax.vmap(functools.partial(look, program))(state, knobs)
+    if pieces.applies(program, knobs.sampler):
+        reading, carry = pieces.read(program, params, state, hidden, sight, knobs)
+        return Seen(sight, reading, None, carry)
+    raw = program.model.head(params, hidden)
+    logits = jax.vmap(functools.partial(shaped, program))(state, sight, raw, knobs)
+    drawn = _draw(logits, sight.uniforms, knobs.sampler.temperature)
+    view = sight.view._replace(logits=logits)
+    reading = jax.vmap(read)(logits, view.canvas, drawn, view.eos)
+    return Seen(sight._replace(view=view), reading, raw, program.model.condition(params, logits))
+
+
 def _denoise(
-    program: Program, params: Params, state: State, knobs: Knobs, logits: Array, blind: Any, rows: Array
+    program: Program, params: Params, state: State, knobs: Knobs, hidden: Any, blind: Any, rows: Array
 ) -> tuple[State, Frame]:
-    seen = state._replace(cache=(), carry=())  # what a row's own step may look at
-    sight = jax.vmap(functools.partial(look, program))(seen, logits, knobs)
-    drawn = _draw(sight.view.logits, sight.uniforms, knobs.sampler.temperature)
+    row = state._replace(cache=(), carry=())  # what a row's own step may look at
+    seen = _read(program, params, row, knobs, hidden)
     shadow = None if blind is None else program.model.head(params, blind)
     decide = functools.partial(rows_of.decide, program)
-    fresh, settled, confidence = jax.vmap(decide)(seen, sight, drawn, shadow, knobs)
-    carry = _conditioned(program, params, state, sight.view.logits)
+    fresh, settled, confidence = jax.vmap(decide)(row, seen.sight, seen.reading, seen.raw, shadow, knobs)
+    carry = _conditioned(program, state, seen.carry)
     moved = state._replace(
         **{k: _choose(rows, v, getattr(state, k)) for k, v in fresh.items()},
         carry=_choose(rows, carry, state.carry),
         forwards=state.forwards + rows,
     )
     answer = cut_window(program, state, moved.answer)
-    used = jax.vmap(lambda row: window_of(program, row).n)(seen) if not program.grows else moved.n
+    used = jax.vmap(lambda one: window_of(program, one).n)(row) if not program.grows else moved.n
     start = state.length + offset_of(program, state.length, state.known)
     return moved, Frame(start, jnp.where(rows, used, 0), answer, settled, confidence, moved.done)
 
@@ -177,9 +198,8 @@ def cut_window(program: Program, state: State, x: Array) -> Array:
     return jax.vmap(lambda row, start: cut(row, start, program.window))(x, offset)
 
 
-def _conditioned(program: Program, params: Params, state: State, logits: Array) -> Any:
+def _conditioned(program: Program, state: State, fresh: Any) -> Any:
     """The carry after this step: that of the window put into the canvas's."""
-    fresh = program.model.condition(params, logits)
     if program.window == program.width:
         return fresh
     offset = offset_of(program, state.length, state.known)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import defaults, launch
 from mercury_jax.decode.ask import request
@@ -35,7 +36,11 @@ def outline(
         lm, wanted, defaults.sampler(lm), defaults.plan(lm, Plan()), mesh=mesh
     )
     state = jax.eval_shape(lambda: begin(program, knobs, **padded))
-    job = launch.Job(program, jax.eval_shape(lambda: knobs), state, rows, mesh)
+    on = sharding.apart(lm.params)
+    if on is not None:  # a shape alone does not say where its array lies
+        lay = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        state = state._replace(cache=jax.tree.map(lay, state.cache, sharding.caches(state.cache, on)))
+    job = launch.Job(program, jax.eval_shape(lambda: knobs), state, rows, launch.by_rows(lm, mesh))
     return job, launch.prefill_width(program, int(np.max(wanted.known)))
 
 

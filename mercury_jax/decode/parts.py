@@ -43,7 +43,7 @@ class Whole(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["knobs"],
-    meta_fields=["step", "init", "name", "temperature", "stop", "fits", "blind", "grows"],
+    meta_fields=["step", "init", "name", "temperature", "stop", "fits", "blind", "grows", "whole"],
 )
 @dataclass(frozen=True)
 class Part:
@@ -52,6 +52,8 @@ class Part:
     Of a rule: `temperature` at which it wants its tokens drawn; `stop`, a function that makes the
     stop it wants; `fits`, the kinds of noise it is made for; `blind`: it looks at `View.blind`,
     which costs a pass twice as wide; `grows`: it inserts or deletes.
+    Of any part: `whole`: it looks at `View.logits`, or, as a shaper, at logits of different ids beside each
+    other. Where no part does, a large vocabulary is read piece by piece, and its logits are never all there.
     """
 
     step: Callable[..., Any]
@@ -63,6 +65,7 @@ class Part:
     fits: tuple[str, ...] = FITS
     blind: bool = False
     grows: bool = False
+    whole: bool = True
 
     def __call__(self, *args: Any) -> Any:
         return self.step(*args, **{k: v.value if isinstance(v, Whole) else v for k, v in self.knobs.items()})
@@ -113,28 +116,42 @@ def rule(
     fits: tuple[str, ...] = FITS,
     blind: bool = False,
     grows: bool = False,
+    whole: bool = True,
 ) -> Any:
     """Make a decoding rule of `fn(key, view, memory, *, knobs) -> (Proposal, memory)`.
 
     init(canvas [L], vocabulary size) -> the memory at the start of each block. The other arguments
-    are those of `Part`.
+    are those of `Part`; whole=False promises that it reads `view.reading` and not `view.logits`.
     """
-    kind = dict(init=init, temperature=temperature, stop=stop, fits=fits, blind=blind, grows=grows)
+    kind = dict(
+        init=init, temperature=temperature, stop=stop, fits=fits, blind=blind, grows=grows, whole=whole
+    )
     if fn is None:
         return lambda f: _maker(f, **kind)
     return _maker(fn, **kind)
 
 
-def shaper(fn: Callable[..., Any]) -> Callable[..., Part]:
-    """Make a shaper of `fn(logits[L, V], view, *, knobs) -> logits`; the view has no readings there."""
-    return _maker(fn, init=no_memory)
+def shaper(fn: Callable[..., Any] | None = None, *, whole: bool = True) -> Any:
+    """Make a shaper of `fn(logits[L, V], view, *, knobs) -> logits`; the view has no readings there.
 
-
-def stop(fn: Callable[..., Any] | None = None, *, init: Callable[..., Memory] = no_memory) -> Any:
-    """Make a stop of `fn(view, proposal, memory, *, knobs) -> (done, memory)`."""
+    whole=False promises that each id's new logit depends on its own old one and the view alone. Such a shaper
+    may be given a part of the vocabulary: the first column is the id `view.first`.
+    """
     if fn is None:
-        return lambda f: _maker(f, init=init)
-    return _maker(fn, init=init)
+        return lambda f: _maker(f, init=no_memory, whole=whole)
+    return _maker(fn, init=no_memory, whole=whole)
+
+
+def stop(
+    fn: Callable[..., Any] | None = None,
+    *,
+    init: Callable[..., Memory] = no_memory,
+    whole: bool = True,
+) -> Any:
+    """Make a stop of `fn(view, proposal, memory, *, knobs) -> (done, memory)`; whole: as of a `rule`."""
+    if fn is None:
+        return lambda f: _maker(f, init=init, whole=whole)
+    return _maker(fn, init=init, whole=whole)
 
 
 class Sampler(NamedTuple):

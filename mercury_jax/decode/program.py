@@ -17,9 +17,12 @@ QUANTUM = 64  # capacities are multiples of it, then of powers of two
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:
-    """The least capacity >= size among multiples of `quantum` with at most 25% waste."""
+    """The least capacity >= size of a ladder: multiples of `quantum` up to 8 of them, then 4 steps to each doubling.
+
+    Beyond 8 quanta it wastes less than a quarter of `size`; below that, less than a quantum.
+    """
     step = quantum
-    while step * 4 < size:
+    while step * 8 < size:
         step *= 2
     return -(-size // step) * step
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,9 +12,12 @@ from mercury_jax.types import Reading
 NEVER = -1e30  # a logit that no softmax revives, and that stays finite
 
 
-def forbid(logits: Float[Array, "L V"], ids: tuple[int, ...]) -> Float[Array, "L V"]:
-    """Make `ids` impossible."""
-    return logits.at[:, jnp.asarray(ids, jnp.int32)].set(NEVER) if ids else logits
+def forbid(logits: Float[Array, "L V"], ids: tuple[int, ...], first: Any = 0) -> Float[Array, "L V"]:
+    """Make `ids` impossible; the first column is the id `first`."""
+    if not ids:
+        return logits
+    column = jnp.asarray(ids, jnp.int32) - first
+    return logits.at[:, jnp.where(column < 0, logits.shape[-1], column)].set(NEVER, mode="drop")
 
 
 def draw(
@@ -27,14 +32,14 @@ def draw(
     """
     greedy = logits.argmax(-1)
     scaled = logits / jnp.maximum(temperature, 1e-6)[..., None]
-    drawn = _inverse(jnp.exp(scaled - scaled.max(-1, keepdims=True)), jnp.minimum(uniforms, 1.0 - 1e-6))
+    drawn = inverse(jnp.exp(scaled - scaled.max(-1, keepdims=True)), jnp.minimum(uniforms, 1.0 - 1e-6))
     return jnp.where(temperature > 0, drawn, greedy).astype(jnp.int32)
 
 
 BLOCK = 128  # ids whose weights are added up at once
 
 
-def _inverse(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> Int[Array, "*s"]:
+def inverse(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> Int[Array, "*s"]:
     """The first id at which the sum of weights passes uniform * total: first its block, then its place there.
 
     A cumulative sum over the whole vocabulary takes twice as long, and adds up more rounding.

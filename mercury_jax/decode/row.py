@@ -13,7 +13,7 @@ from mercury_jax.decode.read import forbid, read
 from mercury_jax.decode.sight import Sight, ends_text
 from mercury_jax.decode.state import Knobs, Program, State
 from mercury_jax.decode.window import Window, paste
-from mercury_jax.types import Proposal, View
+from mercury_jax.types import Proposal, Reading, View
 
 
 class Settled(NamedTuple):
@@ -27,15 +27,15 @@ class Settled(NamedTuple):
 
 
 def decide(
-    program: Program, row: State, sight: Sight, sample: Int[Array, "L"], blind: Any, knobs: Knobs
+    program: Program, row: State, sight: Sight, reading: Reading, raw: Any, blind: Any, knobs: Knobs
 ) -> tuple[dict[str, Any], Array, Array]:
-    """Read, apply the rule and the stop, and commit where the block is settled.
+    """Apply the rule and the stop, and commit where the block is settled.
 
+    raw: the logits [L, V] before any shaper, where they are there; blind: those of blind masks, or None.
     Returns what changed of the row, which positions are settled, and the confidence of each.
     """
-    view, sampler = sight.view, knobs.sampler
-    reading = read(view.logits, view.canvas, sample, view.eos)
-    view = view._replace(reading=reading, blind=reading)
+    sampler = knobs.sampler
+    view = sight.view._replace(reading=reading, blind=reading)
     if blind is not None:
         never = (*program.corruption.forbidden, *program.forbidden)
         logits = forbid(blind, never)
@@ -57,9 +57,7 @@ def decide(
     if program.logprobs is not None:
         source = settled.proposal.source if program.grows else None
         changed = view.masked | (settled.proposal.canvas != view.canvas)
-        fresh["nats"] = nats.keep(
-            row.nats, sight.raw, settled.proposal.answer, changed, sight.window.at[0], source
-        )
+        fresh["nats"] = nats.keep(row.nats, raw, settled.proposal.answer, changed, sight.window.at[0], source)
     return fresh, shown, reading.p_argmax
 
 

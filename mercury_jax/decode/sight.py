@@ -1,8 +1,8 @@
-"""What one row sees before its tokens are drawn: its window, the time, and the shaped logits. No batch axis."""
+"""What one row sees before its tokens are drawn: its window, the time, how its logits are shaped. No batch axis."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,33 @@ from mercury_jax.types import Key, View
 class Sight(NamedTuple):
     """What a row sees before its tokens are drawn."""
 
-    view: View  # no readings yet
+    view: View  # no readings and no logits yet
     window: Window
-    raw: Float[Array, "L V"]
     uniforms: Float[Array, "L"]  # to draw with
+    inside: Float[Array, "L"]  # to draw with inside of a piece of the vocabulary
     key: Key  # for the rule
 
 
-def look(program: Program, row: State, logits: Float[Array, "L V"], knobs: Knobs) -> Sight:
-    """Shape one row's logits."""
+def look(program: Program, row: State, knobs: Knobs) -> Sight:
+    """What one row sees but its logits."""
     window = window_of(program, row)
     steps = steps_of(window, knobs)
     draw_key, noise_key, rule_key = jax.random.split(row_key(row.key, row.known, row.step), 3)
-    begun = begins(program, row, logits, window.at, knobs)
-    view = _view(program, row, window, begun, steps, knobs, noise_key)
-    view = view._replace(logits=shaped(program, knobs.sampler, view))
+    view = _view(program, row, window, steps, knobs, noise_key)
     if program.verify:  # a draft is drawn with the uniforms of its check
         uniforms = uniforms_at(row.key, window.at)
     else:
         uniforms = jax.random.uniform(draw_key, (program.window,))
-    return Sight(view, window, logits, uniforms, rule_key)
+    inside = jax.random.uniform(jax.random.fold_in(draw_key, 1), (program.window,))
+    return Sight(view, window, uniforms, inside, rule_key)
+
+
+def shaped(
+    program: Program, row: State, sight: Sight, logits: Float[Array, "L V"], knobs: Knobs, first: Any = 0
+) -> Float[Array, "L V"]:
+    """One row's logits after all that applies to them, of the ids from `first` on."""
+    begun = begins(program, row, logits, sight.window.at, knobs, first)
+    return shape(program, knobs.sampler, sight.view._replace(logits=begun, first=first))
 
 
 def steps_of(window: Window, knobs: Knobs) -> Int[Array, ""]:
@@ -51,28 +58,33 @@ def time_of(step: Int[Array, ""], steps: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def begins(
-    program: Program, row: State, logits: Float[Array, "L V"], at: Int[Array, "L"], knobs: Knobs
+    program: Program,
+    row: State,
+    logits: Float[Array, "L V"],
+    at: Int[Array, "L"],
+    knobs: Knobs,
+    start: Any = 0,
 ) -> Array:
     """The logits, where an answer that follows a thinking does not begin with its end: no effort ends in nothing.
 
-    A grammar knows itself whether an answer may be empty.
+    A grammar knows itself whether an answer may be empty. start: the id of the first column.
     """
     first = (at == row.known) & (row.known > row.prompt) & (row.reserve == 0) & (knobs.close >= 0)
     first &= row.text[jnp.maximum(row.known - 1, 0)] == knobs.close
     if not isinstance(knobs.gated, tuple):
         first &= ~knobs.gated
-    ends = ends_text(program, jnp.arange(logits.shape[-1]), knobs)
+    ends = ends_text(program, start + jnp.arange(logits.shape[-1]), knobs)
     return jnp.where(first[:, None] & ends, NEVER, logits)
 
 
-def shaped(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]:
+def shape(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]:
     """The logits after every shaper; what may not be emitted stays impossible, and all stay finite."""
     never = (*program.corruption.forbidden, *program.forbidden)
-    view = view._replace(logits=forbid(view.logits, never))
+    view = view._replace(logits=forbid(view.logits, never, view.first))
     # Constraints first too: a truncation must choose among what is allowed.
     for part in (*sampler.allow, *sampler.shape, *sampler.allow):
         view = view._replace(logits=jnp.maximum(part(view.logits, view), NEVER))
-    return forbid(view.logits, never) if sampler.shape else view.logits
+    return forbid(view.logits, never, view.first) if sampler.shape else view.logits
 
 
 def counts(row: State, vocab: int) -> tuple[Int[Array, "V"], Int[Array, "V"]]:
@@ -82,9 +94,7 @@ def counts(row: State, vocab: int) -> tuple[Int[Array, "V"], Int[Array, "V"]]:
     return tally((at >= row.prompt) & (at < row.known)), tally(at < row.prompt)
 
 
-def _view(
-    program: Program, row: State, window: Window, logits: Array, steps: Array, knobs: Knobs, key: Key
-) -> View:
+def _view(program: Program, row: State, window: Window, steps: Array, knobs: Knobs, key: Key) -> View:
     c = program.corruption
     t = time_of(row.step, steps)
     s = jnp.maximum(time_of(row.step + 1, steps), 0.0)
@@ -101,7 +111,7 @@ def _view(
         answer=cut(row.answer, window.offset, program.window),
         reading=None,  # type: ignore[arg-type]  # shapers run before it exists
         blind=None,  # type: ignore[arg-type]
-        logits=logits,
+        logits=None,  # type: ignore[arg-type]
         editable=window.editable,
         masked=masked,
         n=window.n,

@@ -29,6 +29,7 @@ class Program(NamedTuple):
     grows: bool = False  # the rule inserts and deletes
     verify: bool = False  # drafts are checked by the causal pass
     logprobs: int | None = None  # keep log-probabilities, with so many alternatives; None: keep none
+    piece: int = 32768  # ids whose logits are made at once, where no part asks for those of all (`pieces`)
 
     @property
     def window(self) -> int:

@@ -9,21 +9,21 @@ from mercury_jax.decode.parts import Knob, Memory, stop
 from mercury_jax.types import Proposal, View
 
 
-@stop
+@stop(whole=False)
 def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Memory]:
     """Masked decoding: no mask is left, so another pass would change nothing."""
     used = jnp.arange(proposal.canvas.shape[0]) < proposal.n
     return ~jnp.any(used & (proposal.canvas == view.noise)), memory
 
 
-@stop
+@stop(whole=False)
 def never(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Memory]:
     """Use every step."""
     del view, proposal
     return jnp.asarray(False), memory
 
 
-@stop(init=lambda canvas, vocab: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)))
+@stop(init=lambda canvas, vocab: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)), whole=False)
 def steady(
     view: View, proposal: Proposal, memory: Memory, *, entropy: Knob = 0.005, patience: Knob = 1
 ) -> tuple[jax.Array, Memory]:
@@ -44,7 +44,7 @@ def _counts(canvas: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(0, jnp.int32), jnp.asarray(0, jnp.int32)
 
 
-@stop(init=_counts)
+@stop(init=_counts, whole=False)
 def fixed_point(
     view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 1, limit: Knob = jnp.inf
 ) -> tuple[jax.Array, Memory]:
@@ -60,7 +60,7 @@ def fixed_point(
     return done & ((still >= patience) | (full >= limit)), (still, full)
 
 
-@stop(init=_counts)
+@stop(init=_counts, whole=False)
 def stalled(
     view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 32
 ) -> tuple[jax.Array, Memory]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode import nats
 from mercury_jax.decode.read import draw
 from mercury_jax.decode.row import close_thinking
-from mercury_jax.decode.sight import begins, counts, ends_text, shaped
+from mercury_jax.decode.sight import begins, counts, ends_text, shape
 from mercury_jax.decode.state import Knobs, Program, State, uniforms_at
 from mercury_jax.decode.window import paste
 from mercury_jax.types import View
@@ -35,7 +35,7 @@ def check(
     """
     at = row.length + 1 + jnp.arange(program.width, dtype=jnp.int32)  # what each logit predicts
     begun = begins(program, row, logits, at, knobs)
-    seen = shaped(program, knobs.sampler, _view(program, row, begun, at, knobs))
+    seen = shape(program, knobs.sampler, _view(program, row, begun, at, knobs))
     drawn = draw(seen, uniforms_at(row.key, at), jnp.asarray(knobs.sampler.temperature, jnp.float32))
     count, ended = _accepted(program, row, drawn, knobs)
     known = row.known + count

@@ -39,8 +39,8 @@ def per_device(model: Model, mesh: Any, dtype: Any, quantise: str | None = None,
 def _bytes(
     path: str, shape: Sequence[int], rules: Sequence[Rule], mesh: Any, dtype: Any, quantise: str | None
 ) -> int:
-    axes = spec(path, shape, rules, mesh)
-    ways = math.prod(mesh.shape[axis] for axis in axes if axis is not None)
+    axes = jax.tree.leaves(tuple(spec(path, shape, rules, mesh)))  # a dimension may lie along several
+    ways = math.prod(mesh.shape[axis] for axis in axes)
     matrix = None if quantise is None else inputs_of(path)
     if matrix is None:
         return math.prod(shape) // ways * jnp.dtype(dtype).itemsize

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.chip import HOPPER, chip
+from mercury_jax.kernels.chip import BLACKWELL, HOPPER, chip
 from mercury_jax.kernels.tiles import plan, tile_of
 
 SMALL = (jnp.int8, jnp.float8_e4m3fn)
@@ -21,6 +21,8 @@ def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None) -> str | None:
 
     From shapes and dtypes alone (arrays or `jax.ShapeDtypeStruct`) and the chip that is traced for.
     """
+    if chip() == BLACKWELL:
+        return f"the kernel multiplies by wgmma, which {BLACKWELL} does not have: there, tiles go in a loop"
     if chip() != HOPPER:
         return f"the kernel is for {HOPPER}, not for {chip() or 'this machine'}"
     if x.dtype != jnp.bfloat16:
@@ -44,17 +46,20 @@ def grouped(
     sizes: Int[Array, "E"],
     scale: Float[Array, "E O"] | None = None,
     dtype: Any = None,
+    tile: int | None = None,
 ) -> Float[Array, "M O"]:
-    """y_m = x_m w_e (* scale_e), e the expert of row m: rows are sorted, `sizes` of each expert, sum(sizes) = M.
+    """y_m = x_m w_e (* scale_e), e the expert of row m: rows are sorted, `sizes` of each expert, sum(sizes) <= M.
 
     w [E, I, O]: bfloat16, or int8 or float8_e4m3fn with a scale. Sums in fp32; out in `dtype` (bfloat16 or float32;
-    None: x's). Differentiable in x and in w; 8-bit matrices and their scales are constants. ValueError where
-    `refuses` has a reason.
+    None: x's). Differentiable in x and in w; 8-bit matrices and their scales are constants. tile:
+    rows of a tile (None: `tile_of` M and E). What rows behind the last expert's are given may be anything, and their
+    gradient, too. ValueError where `refuses` has a reason.
     """
     why = refuses(x, w, scale, dtype)
     if why is not None:
         raise refuse("x, w", f"{x.dtype}{list(x.shape)}, {w.dtype}{list(w.shape)}", f"others: {why}")
-    return _grouped(jnp.dtype(dtype or x.dtype), x, w, sizes, scale)
+    how = jnp.dtype(dtype or x.dtype), tile or tile_of(len(x), len(sizes))
+    return _grouped(how, x, w, sizes, scale)
 
 
 def _each(scale: Float[Array, "E O"], sizes: Int[Array, "E"], rows: int) -> Float[Array, "M O"]:
@@ -62,22 +67,25 @@ def _each(scale: Float[Array, "E O"], sizes: Int[Array, "E"], rows: int) -> Floa
     return scale[jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows)]
 
 
-def _forward(dtype: Any, x: Array, w: Array, sizes: Array, scale: Array | None) -> tuple[Array, Any]:
-    y = _product(x, w, sizes, dtype)
+def _forward(
+    how: tuple[Any, int], x: Array, w: Array, sizes: Array, scale: Array | None
+) -> tuple[Array, Any]:
+    dtype, tile = how
+    y = _product(x, w, sizes, dtype, tile)
     if scale is not None:
         y = (y * _each(scale, sizes, len(x))).astype(dtype)
     return y, (x, w, sizes, scale)
 
 
-def _backward(dtype: Any, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
+def _backward(how: tuple[Any, int], saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
     """dx = dy w^T by the same kernel; dw by `outer`."""
-    x, w, sizes, scale = saved
+    (x, w, sizes, scale), tile = saved, how[1]
     none = np.zeros(sizes.shape, jax.dtypes.float0)
     if scale is None:
         dy = dy.astype(x.dtype)
-        return _product(dy, w, sizes, x.dtype, turned=True), outer(x, dy, sizes), none, None
+        return _product(dy, w, sizes, x.dtype, tile, turned=True), outer(x, dy, sizes), none, None
     told = (dy * _each(scale, sizes, len(x))).astype(x.dtype)
-    dx = _product(told, w, sizes, x.dtype, turned=True)
+    dx = _product(told, w, sizes, x.dtype, tile, turned=True)
     return dx, np.zeros(w.shape, jax.dtypes.float0), none, jnp.zeros_like(scale)
 
 
@@ -85,10 +93,11 @@ _grouped = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,)
 _grouped.defvjp(_forward, _backward)
 
 
-def _product(x: Array, w: Array, sizes: Array, dtype: Any, turned: bool = False) -> Float[Array, "M O"]:
+def _product(
+    x: Array, w: Array, sizes: Array, dtype: Any, tile: int, turned: bool = False
+) -> Float[Array, "M O"]:
     from mercury_jax.kernels import grouped_hopper  # where there is no GPU, nobody pays for Mosaic's import
 
-    tile = tile_of(len(x), len(sizes))
     padded = jnp.pad(x, ((0, max(tile - len(x), 0)), (0, 0)))
     visits = _visits(sizes, len(x), tile, len(padded))
     return grouped_hopper.run(padded, w, visits, tile, turned, dtype)[: len(x)]

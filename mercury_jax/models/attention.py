@@ -6,10 +6,9 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.models import cache as kv_cache
-from mercury_jax.models.layers import Linear, RMSNorm
+from mercury_jax.models import cache as kv_cache, parallel
+from mercury_jax.models.layers import Linear, Matrix, RMSNorm
 from mercury_jax.models.rotary import rope
-from mercury_jax.models.turbo import attend
 
 
 class Attention(nn.Module):
@@ -35,8 +34,9 @@ class Attention(nn.Module):
         turn = lambda y: rope(y, positions, c.rope_theta, c.rope_fraction, c.rope_scaling)
         q, k = turn(q), turn(k)
         if kv is not None and slots is not None:
-            kv = kv_cache.write(kv, k, v, slots)
+            kv = parallel.write(kv, k, v, slots)
             k, v = kv
-        out = attend(q, k, v, ranges, cached=kv is not None)
+        out = parallel.attend(q, k, v, ranges, cached=kv is not None)
         scale = 1.0 / (2 * c.layers)
-        return Linear((c.heads, c.head_dim), (c.width,), scale, name="o")(out), kv
+        out = Matrix((c.heads, c.head_dim), (c.width,), scale, name="o").part(out)
+        return parallel.total([out])[0], kv

@@ -5,6 +5,7 @@ Every module computes in the dtype of its input; parameters are stored in fp32 a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mercury_jax.models import parallel
 from mercury_jax.models.quantise import Scaled
+from mercury_jax.sharding import by_rows
 from mercury_jax.types import wide
 
 Init = Callable[..., Array]
@@ -62,6 +65,22 @@ class Linear(nn.Module):
         return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
 
 
+class Matrix(nn.Module):
+    """The matrix of a `Linear` without a bias, for those who multiply by it themselves."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self) -> Array | Scaled:
+        return weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
+
+    def part(self, x: Float[Array, "B T *s"]) -> parallel.Part:
+        """x @ w as a term of a sum: over the devices that hold a part of each."""
+        return parallel.product(x, self(), functools.partial(dot, count=len(self.inputs)))
+
+
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Scaled:
     """A parameter that may have been loaded as int8 or fp8."""
     if module.has_variable("params", name):
@@ -75,7 +94,7 @@ def dot(x: Float[Array, "*s"], w: Array | Scaled, count: int) -> Float[Array, "*
     """x @ w, contracting x's last `count` axes with w's first."""
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
     values = w.values if isinstance(w, Scaled) else w
-    y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
+    y = by_rows(jax.lax.dot_general(by_rows(x), values.astype(x.dtype), (axes, ((), ()))))
     return y * w.scale.astype(x.dtype) if isinstance(w, Scaled) else y
 
 
@@ -87,7 +106,10 @@ class SwiGLU(nn.Module):
     scale: float  # of the last projection's init: 1 / (2 layers)
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def part(self, x: Float[Array, "B T D"]) -> parallel.Part:
         gate = Linear((self.width,), (self.hidden,), name="gate")(x)
         up = Linear((self.width,), (self.hidden,), name="up")(x)
-        return Linear((self.hidden,), (self.width,), self.scale, name="down")(jax.nn.silu(gate) * up)
+        return Matrix((self.hidden,), (self.width,), self.scale, name="down").part(jax.nn.silu(gate) * up)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return parallel.total([self.part(x)])[0]

@@ -30,25 +30,33 @@ def experts(
     gate_up: Stack,
     down: Stack,
     act: Act,
+    first: Int[Array, ""] | None = None,
+    of: int | None = None,
 ) -> Float[Array, "N D"]:
     """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j].
 
     gate_up [E, D, 2*F]: the gate is the first half of its last axis; down [E, F, D]. Computes in x's dtype, sums
-    in fp32 at least; differentiable in x, weights, and in stacks that are not int8.
+    in fp32 at least; differentiable in x, weights, and in stacks that are not int8. first, of: the stacks hold E of
+    `of` experts, from that id on; the others add nothing, and no product is made for them.
     """
     count = (gate_up.values if isinstance(gate_up, Scaled) else gate_up).shape[0]
     flat = ids.reshape(-1)
+    if first is not None:
+        flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # others behind all
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+    tile = tile_of(flat.size, of or count)
     out = jax.lax.platform_dependent(
         x[order // ids.shape[1]], sizes, gate_up, down,
-        cuda=lambda *args: grouped_or_tiled(act, *args),
-        tpu=lambda *args: ragged(act, *args),
-        default=lambda *args: tiled(act, *args),
+        cuda=lambda *args: grouped_or_tiled(act, *args, tile=tile),
+        tpu=lambda *args: ragged(act, *args, tile=tile),
+        default=lambda *args: tiled(act, *args, tile=tile),
     )  # fmt: skip
     index = jnp.arange(flat.size, dtype=order.dtype)
     rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
     back, exact = out[rank].reshape(*ids.shape, -1), wide(x.dtype)
+    if first is not None:  # what the kernels do not write may hold anything
+        back = jnp.where((flat < count).reshape(*ids.shape, 1), back, 0)
     return jnp.einsum("nk,nkd->nd", weights.astype(exact), back.astype(exact)).astype(x.dtype)
 
 
@@ -59,20 +67,27 @@ def gated(act: Act, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
 
 
 def grouped_or_tiled(
-    act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
+    act: Act,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, "E"],
+    gate_up: Stack,
+    down: Stack,
+    tile: int | None = None,
 ) -> Float[Array, "M D"]:
     """Rows sorted by expert, `sizes` of each, through their experts: by our kernels, where they take both products.
+
+    tile: rows of a tile (None: `tile_of` these rows and experts). Rows behind the last expert's hold anything.
 
     XLA for GPUs has no grouped product: it makes ragged_dot a dense one of every row by every expert, [E, M, D] in
     memory. Where the kernels refuse, the tiles' loop is left.
     """
     if refuses(rows, gate_up, down) is not None:
-        return tiled(act, rows, sizes, gate_up, down)
+        return tiled(act, rows, sizes, gate_up, down, tile)
 
     def product(x: Array, w: Stack) -> Array:
         if isinstance(w, Scaled):
-            return grouped.grouped(x, w.values, sizes, w.scale)
-        return grouped.grouped(x, w.astype(x.dtype), sizes)
+            return grouped.grouped(x, w.values, sizes, w.scale, tile=tile)
+        return grouped.grouped(x, w.astype(x.dtype), sizes, tile=tile)
 
     return product(gated(act, product(rows, gate_up)), down)
 
@@ -91,25 +106,36 @@ def refuses(rows: Float[Array, "M D"], gate_up: Stack, down: Stack) -> str | Non
 
 
 def ragged(
-    act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
+    act: Act,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, "E"],
+    gate_up: Stack,
+    down: Stack,
+    tile: int | None = None,
 ) -> Float[Array, "M D"]:
     """The same, for TPUs, whose compiler has a grouped product for ragged_dot.
 
     It would first write int8 matrices down in x's dtype, all of them: those go through the tiles' loop.
     """
     if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
-        return tiled(act, rows, sizes, gate_up, down)
+        return tiled(act, rows, sizes, gate_up, down, tile)
     hidden = gated(act, jax.lax.ragged_dot(rows, gate_up.astype(rows.dtype), sizes))
     return jax.lax.ragged_dot(hidden, down.astype(rows.dtype), sizes)
 
 
 def tiled(
-    act: Act, rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Stack, down: Stack
+    act: Act,
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, "E"],
+    gate_up: Stack,
+    down: Stack,
+    tile: int | None = None,
 ) -> Float[Array, "M D"]:
     """The same in plain jnp, without a product of every row by every expert: a loop over tiles of rows."""
+    tile = tile or tile_of(len(rows), len(sizes))
     if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
-        return _tiles(act, rows, sizes, gate_up, down)
-    return _differentiable(act, rows, sizes, gate_up, down)
+        return _tiles(act, tile, rows, sizes, gate_up, down)
+    return _differentiable(act, tile, rows, sizes, gate_up, down)
 
 
 def _one(act: Act, tile: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Array) -> Float[Array, "t D"]:
@@ -123,9 +149,8 @@ def _one(act: Act, tile: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Ar
     return product(gated(act, product(tile, gate_up)), down)
 
 
-def _tiles(act: Act, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
+def _tiles(act: Act, tile: int, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
     """A loop over tiles. What one writes over the next expert's rows, that expert's tiles write again."""
-    tile = tile_of(len(rows), len(sizes))
     p, padded = plan(sizes, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
@@ -136,14 +161,13 @@ def _tiles(act: Act, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> 
     return jax.lax.fori_loop(0, p.count, step, jnp.zeros_like(padded))[: len(rows)]
 
 
-def _forward(act: Act, *args: Any) -> tuple[Array, Any]:
-    return _tiles(act, *args), args
+def _forward(act: Act, tile: int, *args: Any) -> tuple[Array, Any]:
+    return _tiles(act, tile, *args), args
 
 
-def _backward(act: Act, saved: Any, cotangent: Float[Array, "M D"]) -> tuple[Any, ...]:
+def _backward(act: Act, tile: int, saved: Any, cotangent: Float[Array, "M D"]) -> tuple[Any, ...]:
     """The same tiles again: the hidden rows are made anew, each expert's gradients summed in place."""
     rows, sizes, gate_up, down = saved
-    tile = tile_of(len(rows), len(sizes))
     p = plan(sizes, len(rows), tile)
     padded, told = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, cotangent))
 
@@ -162,5 +186,5 @@ def _backward(act: Act, saved: Any, cotangent: Float[Array, "M D"]) -> tuple[Any
     return dx[: len(rows)], np.zeros(sizes.shape, jax.dtypes.float0), dw, dv
 
 
-_differentiable = jax.custom_vjp(_tiles, nondiff_argnums=(0,))
+_differentiable = jax.custom_vjp(_tiles, nondiff_argnums=(0, 1))
 _differentiable.defvjp(_forward, _backward)

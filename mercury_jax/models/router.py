@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import Experts
+from mercury_jax.models import parallel
 from mercury_jax.models.layers import SwiGLU, fan_in, weight
 from mercury_jax.models.moe import experts
 from mercury_jax.types import wide
@@ -29,6 +32,12 @@ def route(
     return ids.astype(jnp.int32), weights * c.scale
 
 
+def _route(c: Experts, scores: Float[Array, "B T E"], *correction: Array) -> tuple[Array, Array]:
+    """`route` of rows, [B, T, k] both."""
+    found = route(scores.reshape(-1, c.count), correction[0] if correction else None, c)
+    return found[0].reshape(*scores.shape[:2], -1), found[1].reshape(*scores.shape[:2], -1)
+
+
 def _in_best_groups(choice: Float[Array, "N E"], c: Experts) -> Array:
     """Whether each expert is in one of the groups whose two best scores have the largest sums."""
     by_group = choice.reshape(-1, c.groups, c.count // c.groups)
@@ -45,21 +54,27 @@ class Mixture(nn.Module):
     width: int
     scale: float  # of the last projection's init
 
-    @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return parallel.total(self.parts(x))[0]
+
+    @nn.compact
+    def parts(self, x: Float[Array, "B T D"]) -> list[parallel.Part]:
+        """What each kind of experts adds."""
         c, kind = self.config, wide(x.dtype)
-        flat = x.reshape(-1, self.width)
         router = self.param("router", fan_in(), (self.width, c.count))
-        logits = flat.astype(kind) @ router.astype(kind)
+        logits = x.astype(kind) @ router.astype(kind)
         scores = jax.nn.softmax(logits, axis=-1) if c.score == "softmax" else jax.nn.sigmoid(logits)
         bias = self.param("correction", nn.initializers.zeros, (c.count,)) if c.correction else None
-        ids, weights = route(scores, bias, c)
+        ids, weights = parallel.by_rows(
+            functools.partial(_route, c), scores, *([] if bias is None else [bias])
+        )
         each = lambda init: (
             lambda key, shape: jax.vmap(lambda k: init(k, shape[1:]))(jax.random.split(key, shape[0]))
         )
         gate_up = weight(self, "gate_up", each(fan_in()), (c.count, self.width, 2 * c.width))
         down = weight(self, "down", each(fan_in(1, self.scale)), (c.count, c.width, self.width))
-        y = experts(flat, ids, weights.astype(x.dtype), gate_up, down, jax.nn.silu).reshape(x.shape)
+        act = functools.partial(experts, act=jax.nn.silu)
+        routed = parallel.mixture(x, ids, weights.astype(x.dtype), (gate_up, down), act)
         if not c.shared:
-            return y
-        return y + SwiGLU(self.width, c.shared, self.scale, name="shared")(x)
+            return [routed]
+        return [routed, SwiGLU(self.width, c.shared, self.scale, name="shared").part(x)]

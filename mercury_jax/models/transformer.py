@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.models import cache as kv_cache, masks, shift
+from mercury_jax.models import cache as kv_cache, masks, parallel, shift, unembed
 from mercury_jax.models.attention import Attention
 from mercury_jax.models.layers import RMSNorm, SwiGLU
 from mercury_jax.models.router import Mixture
-from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
+from mercury_jax.types import Cache, Carry, Key, Model, Params
 
 # Axis names of each parameter, by path; see mercury_jax.sharding. The widest dimension of a
 # projection goes to `tensor` (heads, hidden), the model width to `fsdp`.
@@ -25,8 +25,8 @@ SHARDINGS = (
     (r"(gate|up)/w$", ("fsdp", "tensor")),
     (r"down/w$", ("tensor", "fsdp")),
     (r"(q|k|v)/b$", ("tensor", None)),
-    (r"moe/gate_up$", ("expert", "fsdp", "tensor")),
-    (r"moe/down$", ("expert", "tensor", "fsdp")),
+    (r"moe/gate_up$", (("expert", "tensor"), "fsdp", None)),
+    (r"moe/down$", (("expert", "tensor"), None, "fsdp")),
     (r"head$", ("fsdp", "tensor")),
 )
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm; `head` gives logits. Submodules share one parameter tree."""
+    """Embedding, blocks, final norm. Submodules share one parameter tree."""
 
     config: ModelConfig
 
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
         self.blocks = [Block(c, i, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, c.zero_centred, name="norm")
         if not c.tied:
-            self.untied = self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
+            self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
         self,
@@ -80,23 +80,13 @@ class Transformer(nn.Module):
         slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         c = self.config
-        x = self.embed[tokens]
-        x = (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
+        enter = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
+        x = parallel.total([parallel.lookup(self.embed, tokens, enter)])[0]
         filled = []
         for i, block in enumerate(self.blocks):
             x, kv = block(x, positions, ranges, None if cache is None else cache[i], slots)
             filled.append(kv)
         return self.norm(x), tuple(filled)
-
-    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        w = self.embed.T if self.config.tied else self.untied
-        return jnp.einsum(
-            "btd,dv->btv", hidden, w.astype(hidden.dtype), preferred_element_type=wide(hidden.dtype)
-        )
-
-    def everything(self, tokens: Array, positions: Array, ranges: Array) -> Array:
-        """A pass through every parameter, for init."""
-        return self.head(self(tokens, positions, ranges)[0])
 
 
 def build(config: ModelConfig) -> Model:
@@ -108,19 +98,20 @@ def build(config: ModelConfig) -> Model:
         init=functools.partial(_init, net),
         apply=functools.partial(shift.apply if shifted else _apply, net),
         forward=functools.partial(shift.forward if shifted else _forward, net),
-        head=functools.partial(_head, net),
+        head=unembed.logits,
         condition=lambda params, logits: (),
         empty_cache=functools.partial(shift.empty if shifted else _empty, config),
         encodable=functools.partial(masks.encodable, config),
         layout=masks.layout_of(config),
         shardings=SHARDINGS,
+        part=_part,
     )
 
 
 def _init(net: Transformer, key: Key) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
     ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    return net.init(key, tokens, tokens, ranges, method="everything")["params"]
+    return net.init(key, tokens, tokens, ranges)["params"]
 
 
 def _apply(
@@ -129,8 +120,8 @@ def _apply(
     return net.apply({"params": params}, tokens, positions, ranges)[0]
 
 
-def _head(net: Transformer, params: Params, hidden: Array) -> Any:
-    return net.apply({"params": params}, hidden, method="head")
+def _part(params: Params, hidden: Array, first: Any, size: int) -> Array:
+    return unembed.logits(params, hidden, first=first, size=size)
 
 
 def _empty(config: ModelConfig, batch: int, slots: int) -> Cache:

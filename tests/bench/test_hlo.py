@@ -24,6 +24,20 @@ def test_what_is_compiled_for_a_cpu_is_read_as_it_is():
     assert hlo.collectives(module)["all-reduce"] == {"count": 5, "bytes": 5 * 16 * 32 * 4, "per_pass": 5}
 
 
+def test_sums_of_one_shard_map_are_counted_each():
+    """They all have the same channel."""
+
+    def program(x):
+        for _ in range(3):
+            x = jnp.tanh(jax.lax.psum(x, "tensor"))
+        return x
+
+    P, on = jax.sharding.PartitionSpec, sharding.mesh(data=1, tensor=4)
+    spread = jax.shard_map(program, mesh=on, in_specs=P("tensor"), out_specs=P(), check_vma=False)
+    module = hlo.parse(jax.jit(spread).lower(jnp.ones((16, 32))).compile().as_text())
+    assert hlo.collectives(module)["all-reduce"]["count"] == 3
+
+
 TEXT = """HloModule jit_f, is_scheduled=true
 
 %fused (a: bf16[4,8], b: bf16[8,16]) -> bf16[4,16] {
@@ -79,6 +93,29 @@ def test_a_text_is_counted_by_hand():
         "op": "fusion",
         "of": "jit(f)/block_*/dot",
     } in big
+
+
+TPU = """HloModule jit_f, is_scheduled=true
+
+%body (p: bf16[4,8]) -> bf16[4,8] {
+  %p = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %k.1 = bf16[4,8]{1,0:T(8,128)(2,1)} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/body/canvas_attention/pallas_call" stack_frame_id=3}, backend_config={"custom_call_config":{"body":"TUzv="},"scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"999"}],"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"4096"}]}
+  ROOT %k.2 = bf16[4,8]{1,0:T(8,128)(2,1)} custom-call(%k.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/canvas_attention/pallas_call"}, backend_config={"used_scoped_memory_configs":[{"memory_space":"2","offset":"0","size":"7"},{"memory_space":"1","offset":"0","size":"8192"}]}
+}
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %x = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = bf16[4,8]{1,0} while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %ragged-dot-none.12 = bf16[4,8]{1,0} custom-call(%w), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/ragged_dot"}, backend_config={"used_scoped_memory_configs":[]}
+}
+"""  # noqa: E501
+
+
+def test_kernels_of_a_tpu_have_their_names_and_their_memory():
+    assert hlo.kernels(hlo.parse(TPU)) == [
+        {"name": "canvas_attention", "count": 14, "vmem_bytes": 8192},
+        {"name": "ragged-dot-none", "count": 1, "vmem_bytes": 0},
+    ]
 
 
 PTXAS = """.visible .entry canvas_mosaic_gpu_kernel(

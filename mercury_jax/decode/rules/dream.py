@@ -20,7 +20,7 @@ from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def dream_origin(key: Key, view: View, memory: Memory, *, eps: Knob = 1e-3) -> tuple[Proposal, Memory]:
     """Each mask alone becomes a token with probability 1 - s/t (`alg="origin"`): `ancestral` on Dream's times.
 
@@ -30,7 +30,7 @@ def dream_origin(key: Key, view: View, memory: Memory, *, eps: Knob = 1e-3) -> t
     return settle(view, accept), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def maskgit_plus(
     key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
 ) -> tuple[Proposal, Memory]:
@@ -38,7 +38,7 @@ def maskgit_plus(
     return _move(key, view, view.reading.p_sample, alg_temp, eps), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def topk_margin(
     key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
 ) -> tuple[Proposal, Memory]:
@@ -46,7 +46,7 @@ def topk_margin(
     return _move(key, view, view.reading.margin, alg_temp, eps), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def dream_entropy(
     key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
 ) -> tuple[Proposal, Memory]:

@@ -17,7 +17,7 @@ def _sixteen() -> Part:
     return stops.fixed_point(patience=1, limit=16)
 
 
-@rule(stop=_sixteen, fits=("masked",))
+@rule(stop=_sixteen, fits=("masked",), whole=False)
 def editing(
     key: Key, view: View, memory: Memory, *, p: Knob = 0.95, p_edit: Knob = 0.9
 ) -> tuple[Proposal, Memory]:
@@ -33,7 +33,7 @@ def editing(
     return _edited(view, view.reading, p, p_edit), memory
 
 
-@rule(stop=_sixteen, fits=("masked",), blind=True)
+@rule(stop=_sixteen, fits=("masked",), blind=True, whole=False)
 def blind_editing(
     key: Key, view: View, memory: Memory, *, p: Knob = 0.95, p_edit: Knob = 0.9
 ) -> tuple[Proposal, Memory]:

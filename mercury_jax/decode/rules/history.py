@@ -90,7 +90,7 @@ def _first_cycle(canvas: Int[Array, "L"], vocab: int) -> Cycle:
     return Cycle(number - 1, number, number, number, no, no)
 
 
-@rule(init=_first_cycle, fits=("masked",))
+@rule(init=_first_cycle, fits=("masked",), whole=False)
 def slow_fast(
     key: Key,
     view: View,

@@ -10,7 +10,7 @@ from mercury_jax.decode.parts import Knob, Memory, rule, settle
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule
+@rule(whole=False)
 def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """The most confident masks first, spread evenly over the steps that are left.
 
@@ -21,7 +21,7 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     return settle(view, best(view.reading.p_sample, view.masked, share(view))), memory
 
 
-@rule
+@rule(whole=False)
 def threshold(key: Key, view: View, memory: Memory, *, p: Knob = 0.9) -> tuple[Proposal, Memory]:
     """Every mask whose drawn token has probability above `p`, and at least the best one.
 
@@ -32,14 +32,14 @@ def threshold(key: Key, view: View, memory: Memory, *, p: Knob = 0.9) -> tuple[P
     return settle(view, sure | best(view.reading.p_sample, view.masked, jnp.asarray(1))), memory
 
 
-@rule
+@rule(whole=False)
 def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Masks in random order, spread evenly over the steps that are left (LLaDA's random remasking)."""
     score = jax.random.uniform(key, view.canvas.shape)
     return settle(view, best(score, view.masked, share(view))), memory
 
 
-@rule(temperature=1.0, fits=("masked",))
+@rule(temperature=1.0, fits=("masked",), whole=False)
 def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Each mask is drawn with probability (alpha_s - alpha_t) / (1 - alpha_t).
 
@@ -51,7 +51,7 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     return settle(view, accept), memory
 
 
-@rule(temperature=1.0, fits=("masked",))
+@rule(temperature=1.0, fits=("masked",), whole=False)
 def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """One mask a step, anywhere, drawn from its own distribution; the last step draws all that are left.
 

@@ -60,4 +60,5 @@ def one_of(parts: Sequence[Part], which: Knob = 0) -> Part:
         fits=fits,
         blind=any(p.blind for p in parts),
         grows=any(p.grows for p in parts),
+        whole=any(p.whole for p in parts),
     )

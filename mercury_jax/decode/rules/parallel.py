@@ -11,7 +11,7 @@ from mercury_jax.decode.rules.masked import best, quota, rank
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def factor(key: Key, view: View, memory: Memory, *, f: Knob = 1.0) -> tuple[Proposal, Memory]:
     """The n most confident masks for the largest n with (n + 1) (1 - c_(n)) <= f, and at least one.
 
@@ -27,7 +27,7 @@ def factor(key: Key, view: View, memory: Memory, *, f: Knob = 1.0) -> tuple[Prop
     return settle(view, view.masked & (passes | (place == 0))), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def scheduled(key: Key, view: View, memory: Memory, *, p: Knob = 0.95) -> tuple[Proposal, Memory]:
     """Every mask above `p`; where these are fewer than the fixed schedule asks for, its number of the best.
 
@@ -39,7 +39,7 @@ def scheduled(key: Key, view: View, memory: Memory, *, p: Knob = 0.95) -> tuple[
     return settle(view, jnp.where(sure.sum() >= due, sure, best(c, view.masked, due))), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def local_leap(
     key: Key, view: View, memory: Memory, *, p: Knob = 0.9, relaxed: Knob = 0.75, radius: Knob = 4
 ) -> tuple[Proposal, Memory]:
@@ -54,7 +54,7 @@ def local_leap(
     return settle(view, anchor | near | best(c, view.masked, jnp.asarray(1))), memory
 
 
-@rule(fits=("masked",))
+@rule(fits=("masked",), whole=False)
 def hierarchical(
     key: Key, view: View, memory: Memory, *, p: Knob = 0.9, low: Knob = 0.4
 ) -> tuple[Proposal, Memory]:

@@ -12,7 +12,7 @@ from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",))
+@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
 def remdm_cap(key: Key, view: View, memory: Memory, *, eta: Knob = 0.008) -> tuple[Proposal, Memory]:
     """Ancestral decoding that masks each settled token again with probability min(eta, sigma_max).
 
@@ -23,7 +23,7 @@ def remdm_cap(key: Key, view: View, memory: Memory, *, eta: Knob = 0.008) -> tup
     return remasked(key, view, sigma, view.keep_t, view.keep_s), memory
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",))
+@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
 def remdm_rescale(key: Key, view: View, memory: Memory, *, eta: Knob = 0.015) -> tuple[Proposal, Memory]:
     """The same with probability eta * sigma_max (ReMDM, `remdm-rescale`); eta in [0, 1]."""
     sigma = eta * sigma_max(view.keep_t, view.keep_s)
@@ -35,7 +35,7 @@ def _sure(canvas: jax.Array, vocab: int) -> jax.Array:
     return jnp.ones(canvas.shape, jnp.float32)
 
 
-@rule(init=_sure, temperature=1.0, stop=stops.never, fits=("masked",))
+@rule(init=_sure, temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
 def remdm_confidence(
     key: Key, view: View, memory: Float[Array, "L"], *, eta: Knob = 1.0
 ) -> tuple[Proposal, Float[Array, "L"]]:
@@ -53,7 +53,7 @@ def remdm_confidence(
     return proposal, jnp.where(settled, view.reading.p_sample, memory).astype(memory.dtype)
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",))
+@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
 def remdm_loop(
     key: Key,
     view: View,
@@ -114,7 +114,7 @@ def _thirty(canvas: jax.Array, vocab: int) -> jax.Array:
     return jnp.asarray(30, jnp.int32)
 
 
-@rule(init=_thirty, fits=("masked",), blind=True)
+@rule(init=_thirty, fits=("masked",), blind=True, whole=False)
 def wino(
     key: Key, view: View, memory: jax.Array, *, p: Knob = 0.6, p_back: Knob = 0.9
 ) -> tuple[Proposal, jax.Array]:

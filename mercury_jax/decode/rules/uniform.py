@@ -11,7 +11,7 @@ from mercury_jax.decode.parts import Knob, Memory, Sampler, propose, rule, settl
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(temperature=1.0)
+@rule(temperature=1.0, whole=False)
 def entropy_bound(key: Key, view: View, memory: Memory, *, gamma: Knob = 0.1) -> tuple[Proposal, Memory]:
     """The surest positions whose joint entropy beyond the last stays under `gamma` nats.
 

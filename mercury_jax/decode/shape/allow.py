@@ -61,26 +61,31 @@ def _pairs(at: Any, ids: Any) -> list[tuple[int, int]]:
     return [(position, whole(f"allow[{position}] id", id)) for id in ids]
 
 
-@shaper
+@shaper(whole=False)
 def _allow(logits: Logits, view: View, *, positions: Knob, ids: Knob) -> Logits:
     length, vocab = logits.shape
     row = jnp.asarray(positions) - view.at
     # A negative index would count from the end: what is not in the window goes past it, and is dropped.
     row = jnp.where((jnp.asarray(ids) >= 0) & (row >= 0), row, length)
-    may = jnp.zeros((length, vocab), bool).at[row, targets(ids, vocab)].set(True, mode="drop")
+    may = jnp.zeros((length, vocab), bool).at[row, targets(ids, view.first, vocab)].set(True, mode="drop")
     ruled = jnp.zeros((length,), bool).at[row].set(True, mode="drop")
     return _only(logits, may | ~ruled[:, None])
 
 
-@shaper
+@shaper(whole=False)
 def _allow_bits(logits: Logits, view: View, *, bits: Knob, start: Knob) -> Logits:
     length, vocab = logits.shape
     words = jnp.asarray(bits)
     at = view.at + jnp.arange(length, dtype=jnp.int32) - start
     ruled = (at >= 0) & (at < words.shape[0])
     mine = words[jnp.clip(at, 0, words.shape[0] - 1)]
+    # The words that hold these columns, then their bits; a part may begin within a word.
+    few = min(words.shape[1], vocab // 32 + 2)
+    word = jnp.minimum(view.first // 32, words.shape[1] - few)
+    mine = jax.lax.dynamic_slice_in_dim(mine, word, few, axis=1)
     one = (mine[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    may = one.reshape(length, -1)[:, :vocab].astype(bool)
+    may = one.reshape(length, -1).astype(bool)
+    may = jax.lax.dynamic_slice_in_dim(may, view.first - 32 * word, vocab, axis=1)
     return _only(logits, may | ~ruled[:, None])
 
 

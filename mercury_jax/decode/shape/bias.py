@@ -45,17 +45,15 @@ def ban(ids: Any) -> Part:
     return dataclasses.replace(_ban(ids=packed(checked, np.int32, alone)), name="ban")
 
 
-@shaper
+@shaper(whole=False)
 def _bias(logits: Logits, view: View, *, ids: Knob, values: Knob) -> Logits:
-    del view
-    ids = targets(ids, logits.shape[-1])
+    ids = targets(ids, view.first, logits.shape[-1])
     return hold(logits, logits.at[:, ids].add(jnp.asarray(values, logits.dtype), mode="drop"))
 
 
-@shaper
+@shaper(whole=False)
 def _ban(logits: Logits, view: View, *, ids: Knob) -> Logits:
-    del view
-    return logits.at[:, targets(ids, logits.shape[-1])].set(NEVER, mode="drop")
+    return logits.at[:, targets(ids, view.first, logits.shape[-1])].set(NEVER, mode="drop")
 
 
 def _finite(name: str, value: Any) -> None:

@@ -6,15 +6,17 @@ what counts for a position is what is settled, before it and behind it, but not 
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mercury_jax.decode.parts import Knob, shaper
 from mercury_jax.decode.shape.scale import Logits, hold
+from mercury_jax.decode.shape.tables import targets
 from mercury_jax.types import View
 
 
-@shaper
+@shaper(whole=False)
 def repetition(logits: Logits, view: View, *, p: Knob = 1.0) -> Logits:
     """Divide positive logits by `p`, and multiply negative ones, of ids in the prompt or the answer.
 
@@ -22,24 +24,25 @@ def repetition(logits: Logits, view: View, *, p: Knob = 1.0) -> Logits:
     lowers negative logits; 1 changes nothing.
     """
     p = jnp.maximum(p, 1e-6)
-    seen = (answered(view) > 0) | (view.told > 0)
+    ids = logits.shape[-1]
+    seen = (answered(view, ids) > 0) | (_part(view.told, view, ids) > 0)
     return hold(logits, jnp.where(seen, jnp.where(logits > 0, logits / p, logits * p), logits))
 
 
-@shaper
+@shaper(whole=False)
 def presence(logits: Logits, view: View, *, p: Knob = 0.0) -> Logits:
     """Subtract `p` from every id that the answer holds (OpenAI's presence_penalty)."""
-    return hold(logits, logits - p * (answered(view) > 0))
+    return hold(logits, logits - p * (answered(view, logits.shape[-1]) > 0))
 
 
-@shaper
+@shaper(whole=False)
 def frequency(logits: Logits, view: View, *, p: Knob = 0.0) -> Logits:
     """Subtract `p` for each time that the answer holds an id (OpenAI's frequency_penalty)."""
-    return hold(logits, logits - p * answered(view))
+    return hold(logits, logits - p * answered(view, logits.shape[-1]))
 
 
-def answered(view: View) -> Int[Array, "L V"]:
-    """How often each id stands in the answer, as seen from each position of the window.
+def answered(view: View, ids: int) -> Int[Array, "L V"]:
+    """How often each of `ids` ids from `view.first` on stands in the answer, as seen from each position of the window.
 
     The answer before the window counts everywhere, and a settled token everywhere but at its own
     position. Under uniform noise nothing is settled: there the last answer counts instead, seen from
@@ -53,9 +56,14 @@ def answered(view: View) -> Int[Array, "L V"]:
     counts = jnp.where(view.masked, _redrawn(view) & (j < i), settled)
     token = jnp.where(view.masked, view.answer, view.canvas)
     counts &= token != view.eos
-    said = jnp.broadcast_to(view.said, (at.shape[0], *view.said.shape))
+    said = jnp.broadcast_to(_part(view.said, view, ids), (at.shape[0], ids))
     # L x L scattered ones, instead of one-hot rows [L, V] and their sums.
-    return said.at[i, token[None, :]].add(counts.astype(said.dtype))
+    column = targets(token, view.first, ids)
+    return said.at[i, column[None, :]].add(counts.astype(said.dtype), mode="drop")
+
+
+def _part(counts: Int[Array, "V"], view: View, ids: int) -> Int[Array, "v"]:
+    return jax.lax.dynamic_slice_in_dim(counts, view.first, ids)
 
 
 def _redrawn(view: View) -> Array:

@@ -12,14 +12,14 @@ from mercury_jax.types import View
 Logits = Float[Array, "L V"]
 
 
-@shaper
+@shaper(whole=False)
 def temperature(logits: Logits, view: View, *, t: Knob = 1.0) -> Logits:
     """Divide by `t` for everything that is read (confidence, entropy); drawing has its own knob."""
     del view
     return hold(logits, logits / jnp.maximum(t, 1e-6))
 
 
-@shaper
+@shaper(whole=False)
 def cooling(logits: Logits, view: View, *, last: Knob = 0.4, first: Knob = 0.8) -> Logits:
     """Temperature from `first` at noise to `last` at text, linear in time (DiffusionGemma)."""
     return hold(logits, logits / jnp.maximum(last + (first - last) * view.t, 1e-6))

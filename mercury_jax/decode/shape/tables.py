@@ -58,9 +58,10 @@ def whole(name: str, value: Any) -> int:
     return int(value)
 
 
-def targets(ids: Any, vocab: int) -> Any:
-    """Where a scatter puts each id: padding goes past the end, where it is dropped."""
-    return jnp.where(ids < 0, vocab, ids)
+def targets(ids: Any, first: Any, size: int) -> Any:
+    """Columns of ids among `size` columns from the id `first` on; padding and others go past the end, to be dropped."""
+    column = ids - first
+    return jnp.where((ids < 0) | (column < 0), size, column)
 
 
 def check_ids(part: Part, vocab: int) -> None:

@@ -6,11 +6,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.models import cache as kv_cache
+from mercury_jax.models import cache as kv_cache, parallel
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, Rotation, rms
-from mercury_jax.models.layers import Linear
-from mercury_jax.models.turbo import attend
+from mercury_jax.models.layers import Linear, Matrix
 
 
 class Attention(nn.Module):
@@ -35,8 +34,9 @@ class Attention(nn.Module):
         q = rotate(Norm(c.norm_eps, name="q_norm")(q))
         if shared is None:
             shared = self._keys(x, rotate, kv, slots)
-        out = attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
-        return Linear((c.heads, width), (c.width,), 1.0 / (2 * c.layers), name="o")(out), shared
+        out = parallel.attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
+        out = Matrix((c.heads, width), (c.width,), 1.0 / (2 * c.layers), name="o").part(out)
+        return parallel.total([out])[0], shared
 
     def _keys(self, x: Array, rotate: Rotation, kv: kv_cache.KV | None, slots: Array | None) -> kv_cache.KV:
         """This pass's keys and values, or with a cache all of the row's."""
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         v = k if same else Linear((c.width,), shape, name="v")(x)
         k = rotate(Norm(c.norm_eps, name="k_norm")(k))
         v = rms(v, c.norm_eps).astype(v.dtype)
-        return kv_cache.KV(k, v) if kv is None or slots is None else kv_cache.write(kv, k, v, slots)
+        return kv_cache.KV(k, v) if kv is None or slots is None else parallel.write(kv, k, v, slots)
 
 
 def near(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int[Array, "B T R 2"]:

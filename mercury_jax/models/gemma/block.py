@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.models import parallel
 from mercury_jax.models.cache import KV
 from mercury_jax.models.gemma.attention import Attention
 from mercury_jax.models.gemma.config import GemmaConfig
@@ -39,11 +40,13 @@ class Block(nn.Module):
             norm(name="attention_norm")(x), rotate, ranges, kv, slots, shared
         )
         x = x + norm(name="attention_post_norm")(y)
-        y = Gated(c, c.ffn_of(self.layer), name="mlp")(norm(name="mlp_norm")(x))
+        branches = [Gated(c, c.ffn_of(self.layer), name="mlp").part(norm(name="mlp_norm")(x))]
         if c.experts is not None:
             # The router reads what no norm has touched; the experts have a norm of their own.
-            mixed = Mixture(c, name="moe")(x, norm(name="moe_norm")(x))
-            y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed)
+            branches.append(Mixture(c, name="moe").part(x, norm(name="moe_norm")(x)))
+        y, *mixed = parallel.total(*([part] for part in branches))
+        if mixed:
+            y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed[0])
         x = x + norm(name="mlp_post_norm")(y)
         if own is not None:
             x = PerLayerInput(c, name="per_layer")(x, own)

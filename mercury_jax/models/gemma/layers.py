@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.models import parallel
 from mercury_jax.models.gemma.config import GemmaConfig
-from mercury_jax.models.layers import Linear
+from mercury_jax.models.layers import Linear, Matrix
 from mercury_jax.types import wide
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -75,16 +76,16 @@ class Gated(nn.Module):
     hidden: int
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def part(self, x: Float[Array, "B T D"]) -> parallel.Part:
         c = self.config
         gate = Linear((c.width,), (self.hidden,), name="gate")(x)
         up = Linear((c.width,), (self.hidden,), name="up")(x)
         out = ACTIVATIONS[c.activation](gate) * up
-        return Linear((self.hidden,), (c.width,), 1.0 / (2 * c.layers), name="down")(out)
+        return Matrix((self.hidden,), (c.width,), 1.0 / (2 * c.layers), name="down").part(out)
 
 
 class SelfConditioning(nn.Module):
-    """What the pass before thought of each canvas position, added to its embedding; clean tokens are left alone.
+    """What the pass before thought of each canvas position, to be added to its embedding.
 
     carry: soft embeddings [B, T, D] of the pass before, or () for none, which counts as zeros: the canvas's
     embeddings are normalised all the same.
@@ -93,13 +94,18 @@ class SelfConditioning(nn.Module):
     config: GemmaConfig
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], carry: Array | tuple[()], clean: Bool[Array, "B T"]
-    ) -> Float[Array, "B T D"]:
+    def part(self, carry: Array | tuple[()], shape: tuple[int, int], dtype: jnp.dtype) -> parallel.Part:
+        """In `dtype`, for `shape` = (B, T) positions."""
         c = self.config
-        signal = jnp.zeros_like(x) if isinstance(carry, tuple) else carry.astype(x.dtype)
-        told = Gated(c, c.ffn, name="mlp")(Norm(c.norm_eps, name="norm")(signal))
-        return jnp.where(clean[..., None], x, rms(x + told, c.norm_eps).astype(x.dtype))
+        signal = jnp.zeros((*shape, c.width), dtype) if isinstance(carry, tuple) else carry.astype(dtype)
+        return Gated(c, c.ffn, name="mlp").part(Norm(c.norm_eps, name="norm")(signal))
+
+
+def told(
+    x: Float[Array, "B T D"], signal: Float[Array, "B T D"], clean: Bool[Array, "B T"], eps: float
+) -> Float[Array, "B T D"]:
+    """Embeddings with what `SelfConditioning` adds to them; those of clean tokens are left alone."""
+    return jnp.where(clean[..., None], x, rms(x + signal, eps).astype(x.dtype))
 
 
 class PerLayer(nn.Module):
@@ -114,9 +120,10 @@ class PerLayer(nn.Module):
         table = self.param(
             "embed", nn.initializers.normal(c.per_layer_width**-0.5), (c.per_layer_vocab, *sizes)
         )
-        own = (table[tokens] * c.per_layer_width**0.5).astype(x.dtype)
+        scaled = lambda rows: (rows * c.per_layer_width**0.5).astype(x.dtype)
+        own = parallel.total([parallel.lookup(table, tokens, scaled)])[0]
         seen = Linear((c.width,), sizes, name="projection")(x) * c.width**-0.5
-        return (Norm(c.norm_eps, name="norm")(seen) + own) * 2.0**-0.5
+        return parallel.whole((Norm(c.norm_eps, name="norm")(seen) + own) * 2.0**-0.5)
 
 
 class PerLayerInput(nn.Module):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.models import moe
+from mercury_jax.models import moe, parallel
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import ACTIVATIONS, rms
 from mercury_jax.models.layers import dot, fan_in, weight
@@ -20,7 +22,7 @@ class Router(nn.Module):
     config: GemmaConfig
 
     @nn.compact
-    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
         c = self.config
         assert c.experts is not None
         scale = self.param("scale", nn.initializers.ones, (c.width,))
@@ -28,7 +30,8 @@ class Router(nn.Module):
         each = self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
         seen = rms(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
         chance = jax.nn.softmax(dot(seen, w, 1).astype(wide(x.dtype)), axis=-1)
-        weights, ids = jax.lax.top_k(chance, c.experts.active)
+        best = functools.partial(jax.lax.top_k, k=c.experts.active)
+        weights, ids = parallel.by_rows(best, chance)
         weights = weights / weights.sum(axis=-1, keepdims=True)
         return ids, weights * each[ids].astype(weights.dtype)
 
@@ -39,15 +42,15 @@ class Mixture(nn.Module):
     config: GemmaConfig
 
     @nn.compact
-    def __call__(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def part(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> parallel.Part:
         c = self.config
         assert c.experts is not None
         e = c.experts
-        ids, weights = Router(c, name="router")(routed.reshape(-1, c.width))
+        ids, weights = Router(c, name="router")(routed)
         gate_up = weight(self, "gate_up", _stacked(), (e.count, c.width, 2 * e.width))
         down = weight(self, "down", _stacked(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
-        out = moe.experts(x.reshape(-1, c.width), ids, weights, gate_up, down, ACTIVATIONS[c.activation])
-        return out.reshape(x.shape)
+        experts = functools.partial(moe.experts, act=ACTIVATIONS[c.activation])
+        return parallel.mixture(x, ids, weights, (gate_up, down), experts)
 
 
 def _stacked(scale: float = 1.0) -> nn.initializers.Initializer:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.models import cache as kv_cache, masks
+from mercury_jax.models import cache as kv_cache, masks, parallel, unembed
 from mercury_jax.models.gemma.attention import near, pass_window, row_window
 from mercury_jax.models.gemma.block import Block
 from mercury_jax.models.gemma.config import GemmaConfig
-from mercury_jax.models.gemma.layers import Norm, PerLayer, Rotation, SelfConditioning, rotation
+from mercury_jax.models.gemma.layers import Norm, PerLayer, Rotation, SelfConditioning, rotation, told
 from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
 
 # Axis names of each parameter, by path; see mercury_jax.sharding. Experts lie on `expert`.
@@ -32,15 +32,15 @@ SHARDINGS = (
     (r"per_layer/projection/w$", ("fsdp", "tensor", None)),
     (r"(gate|up)/w$", ("fsdp", "tensor")),
     (r"down/w$", ("tensor", "fsdp")),
-    (r"gate_up$", ("expert", "fsdp", "tensor")),
-    (r"moe/down$", ("expert", "tensor", "fsdp")),
+    (r"gate_up$", (("expert", "tensor"), "fsdp", None)),
+    (r"moe/down$", (("expert", "tensor"), None, "fsdp")),
     (r"router/w$", ("fsdp", None)),
     (r"head$", ("fsdp", "tensor")),
 )
 
 
 class Gemma(nn.Module):
-    """Embedding, blocks, final norm; `head` gives logits. Submodules share one parameter tree."""
+    """Embedding, blocks, final norm. Submodules share one parameter tree."""
 
     config: GemmaConfig
 
@@ -54,7 +54,7 @@ class Gemma(nn.Module):
         if c.self_conditioning:
             self.conditioned = SelfConditioning(c, name="self_conditioning")
         if not c.tied:
-            self.untied = self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
+            self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
         self,
@@ -69,10 +69,8 @@ class Gemma(nn.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
         """clean: the token is encoded, not denoised; lowest: the first slot that it sees in a sliding layer."""
         c = self.config
-        x = (self.embed[tokens] * c.width**0.5).astype(c.dtype)
-        own = self.per_layer(tokens, x) if c.per_layer_width else None
-        if c.self_conditioning:
-            x = self.conditioned(x, carry, clean)
+        plain, x = self._enter(tokens, clean, carry)
+        own = self.per_layer(tokens, plain) if c.per_layer_width else None
         rotate, sight = rotations(c, positions), (near(ranges, lowest), ranges)
         kvs: list[kv_cache.KV] = []
         for i, block in enumerate(self.blocks):
@@ -85,29 +83,17 @@ class Gemma(nn.Module):
             kvs.append(kv)
         return self.norm(x), tuple(kvs[: c.layers - c.shared_kv])
 
-    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        c, exact = self.config, wide(hidden.dtype)
-        if c.tied:
-            logits = jnp.einsum(
-                "btd,vd->btv", hidden, self.embed.astype(hidden.dtype), preferred_element_type=exact
-            )
-        else:
-            w = self.untied.astype(hidden.dtype)
-            logits = jnp.einsum("btd,dv->btv", hidden, w, preferred_element_type=exact)
-        return logits if c.softcap is None else c.softcap * jnp.tanh(logits / c.softcap)
-
-    def soft_embed(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T D"]:
-        """The mean embedding under softmax(logits), as a token's own would enter: times sqrt(width)."""
-        c = self.config
-        exact = wide(jnp.dtype(c.dtype))
-        p = jax.nn.softmax(logits.astype(exact), axis=-1).astype(c.dtype)
-        mean = jnp.einsum("btv,vd->btd", p, self.embed.astype(c.dtype), preferred_element_type=exact)
-        return mean * c.width**0.5
-
-    def everything(self, tokens: Array, positions: Array, ranges: Array) -> Array:
-        """A pass through every parameter, for init."""
-        clean = jnp.zeros(tokens.shape, bool)
-        return self.head(self(tokens, positions, ranges, clean, positions)[0])
+    def _enter(
+        self, tokens: Int[Array, "B T"], clean: Bool[Array, "B T"], carry: Carry
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Embeddings as they are, and with what the pass before thought of the canvas."""
+        c, kind = self.config, jnp.dtype(self.config.dtype)
+        enter = lambda x: (x * c.width**0.5).astype(kind)
+        parts = [[parallel.lookup(self.embed, tokens, enter)]]
+        if c.self_conditioning:
+            parts.append([self.conditioned.part(carry, (tokens.shape[0], tokens.shape[1]), kind)])
+        x, *signal = parallel.total(*parts)
+        return x, told(x, signal[0], clean, c.norm_eps) if signal else x
 
 
 def rotations(config: GemmaConfig, positions: Int[Array, "B T"]) -> tuple[Rotation, Rotation]:
@@ -129,33 +115,41 @@ def build(config: GemmaConfig) -> Model:
         init=functools.partial(_init, net),
         apply=functools.partial(_apply, net),
         forward=functools.partial(_forward, net),
-        head=functools.partial(_head, net),
-        condition=functools.partial(_condition, net),
+        head=functools.partial(unembed.logits, softcap=config.softcap),
+        condition=functools.partial(_condition, config),
         empty_cache=functools.partial(_empty_cache, config),
         encodable=functools.partial(masks.encodable, config),
         layout=masks.layout_of(config),
         shardings=SHARDINGS,
+        part=functools.partial(_part, config),
+        mix=functools.partial(_mix, config) if config.self_conditioning else None,
     )
 
 
 def _init(net: Gemma, key: Key) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
     ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    return net.init(key, tokens, tokens, ranges, method="everything")["params"]
+    clean = jnp.zeros((1, 1), bool)
+    return net.init(key, tokens, tokens, ranges, clean, tokens)["params"]
 
 
-def _head(net: Gemma, params: Params, hidden: Array) -> Any:
-    return net.apply({"params": params}, hidden, method="head")
+def _part(config: GemmaConfig, params: Params, hidden: Array, first: Any, size: int) -> Array:
+    return unembed.logits(params, hidden, softcap=config.softcap, first=first, size=size)
 
 
-def _condition(net: Gemma, params: Params | None, logits: Float[Array, "B L V"]) -> Carry:
+def _mix(config: GemmaConfig, params: Params, weights: Float[Array, "B L v"], first: Any) -> Array:
+    """The part of some ids in a mean embedding, as a token's own would enter: times sqrt(width)."""
+    return unembed.mixed(params, weights, first, jnp.dtype(config.dtype)) * config.width**0.5
+
+
+def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> Carry:
     """Soft embeddings [B, L, D] of shaped logits, fp32 at least; without params their zeros."""
-    c = net.config
-    if not c.self_conditioning:
+    exact = wide(jnp.dtype(config.dtype))
+    if not config.self_conditioning:
         return ()
     if params is None:
-        return jnp.zeros((*logits.shape[:-1], c.width), wide(jnp.dtype(c.dtype)))
-    return net.apply({"params": params}, logits, method="soft_embed")
+        return jnp.zeros((*logits.shape[:-1], config.width), exact)
+    return _mix(config, params, jax.nn.softmax(logits.astype(exact), axis=-1), 0)
 
 
 def _empty_cache(config: GemmaConfig, batch: int, slots: int) -> Cache:

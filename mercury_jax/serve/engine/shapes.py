@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from mercury_jax.decode.program import bucket
 from mercury_jax.decode.state import Program, State
 from mercury_jax.serve.engine import device, knobs
 from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.sharding import along, apart, caches, over
 from mercury_jax.types import LM
 
 FIRST = 256  # positions of the smallest slot; each next size has twice as many
@@ -45,6 +47,7 @@ def plan(lm: LM, settings: Settings) -> Plan:
     block = settings.block or config.block
     if menu.own.verify is not None:
         block = min(block, menu.own.verify + 1)
+    lm = dataclasses.replace(lm, model=over(lm.model, apart(lm.params)))
     bare = Plan(lm, menu, settings, block, context, (settings.slots,), ())
     most = positions(bare, context)
     few = settings.programs == "one"
@@ -121,14 +124,10 @@ def placed(plan: Plan, state: Any) -> Any:
     if mesh is None:
         return None
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
-        axes: list[Any] = [None] * leaf.ndim
-        axes[0] = "data" if leaf.shape[0] % mesh.shape["data"] == 0 else None
-        if path[0].name == "cache" and leaf.ndim == 4 and leaf.shape[2] % mesh.shape["tensor"] == 0:
-            axes[2] = "tensor"
-        return NamedSharding(mesh, PartitionSpec(*axes))
+    def one(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(along(("data",), leaf.shape[0], mesh) or None))
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree.map(one, state)._replace(cache=caches(state.cache, mesh))
 
 
 def seated(plan: Plan, state: State) -> State:
