@@ -1,4 +1,4 @@
-"""The second leg of CI: on the newest JAX, import, train ten steps, resume, and sample.
+"""The second leg of CI: on the newest JAX, import, train ten steps, resume, and sample; and interpret tcgen05.
 
 Run as a script, without pytest, so that this leg needs the core dependencies only.
 """
@@ -9,9 +9,13 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import mercury_jax as mj
+from mercury_jax.kernels import blackwell, reference
+from mercury_jax.kernels.blackwell import launch, tensor
+from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.train import data
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.optim import OptimConfig
@@ -29,7 +33,30 @@ def recipe(out: str) -> mj.TrainConfig:
     )  # fmt: skip
 
 
+def tcgen05() -> float:
+    """The Blackwell kernel's error, tensor memory and its products interpreted, which older interpreters cannot do.
+
+    Of the size of its largest output; RuntimeError where two of its threads race.
+    """
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, n, h, 64)) for n, h in ((40, 4), (400, 1), (400, 1)))
+    ranges = np.zeros((1, 40, 2, 2), np.int32)
+    ranges[:, :, 0], ranges[0, :, 1, 0], ranges[0, :, 1, 1] = (3, 250), 300, 301 + np.arange(40)
+    ranges[:, -1] = 0
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    want = reference.run(*(x.astype(jnp.float32) for x in (q, k, v)), jnp.asarray(ranges), scale=0.125)
+    launch.PROCESSORS = 1  # several tiles of keys a program, two of rows
+    with interpreted(detect_races=True):
+        assert not tensor.lacking(), "this interpreter has no tcgen05"
+        k, v = (x.at[:, 270:300].set(jnp.nan).at[:, 340:].set(jnp.nan) for x in (k, v))  # which nobody sees
+        got = jax.jit(lambda *xs: blackwell.run(*xs, scale=0.125))(q, k, v, ranges)
+    assert not np.asarray(got[:, -1], np.float32).any(), "a row without keys is not 0"
+    return float(jnp.abs(got - want).max() / jnp.abs(want).max())
+
+
 def main() -> int:
+    error = tcgen05()
+    assert error < 1e-2, error
     with tempfile.TemporaryDirectory() as folder:
         config = recipe(folder)
         result = mj.train(config)

@@ -21,7 +21,7 @@ class Chip:
     """One device. memory in bytes, bandwidth in bytes a second, flops dense, in bf16, a second; all of datasheets.
 
     flops32: of float32 products as JAX makes them by default: TF32 on a GPU, one bf16 pass on a TPU.
-    dims: of a TPU's topology; 0 for a GPU. kernels: what Mosaic GPU compiles for.
+    dims: of a TPU's topology; 0 for a GPU. kernels: which of them are for it (`kernels.chip`).
     """
 
     name: str
@@ -45,12 +45,14 @@ ALL = {
              kernels="sm_90a"),
         Chip(name="b200", label="NVIDIA B200", memory=190e9, bandwidth=8.0e12, flops=2250e12, flops32=1125e12,
              kernels="sm_100a"),
-        Chip(name="v4", label="TPU v4", memory=32 * 2**30, bandwidth=1.228e12, flops=275e12, flops32=275e12, dims=3),
+        Chip(name="v4", label="TPU v4", memory=32 * 2**30, bandwidth=1.228e12, flops=275e12, flops32=275e12, dims=3,
+             kernels="tpu"),
         Chip(name="v5e", label="TPU v5e", memory=16 * 2**30, bandwidth=0.819e12, flops=197e12, flops32=197e12,
-             dims=2),
+             dims=2, kernels="tpu"),
         Chip(name="v5p", label="TPU v5p", memory=95 * 2**30, bandwidth=2.765e12, flops=459e12, flops32=459e12,
-             dims=3),
-        Chip(name="v6e", label="TPU v6e", memory=32 * 2**30, bandwidth=1.64e12, flops=918e12, flops32=918e12, dims=2),
+             dims=3, kernels="tpu"),
+        Chip(name="v6e", label="TPU v6e", memory=32 * 2**30, bandwidth=1.64e12, flops=918e12, flops32=918e12, dims=2,
+             kernels="tpu"),
     )
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ ENV = {
     "TPU_SKIP_MDS_QUERY": "1",  # and libtpu a cloud's metadata server for its place
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened: several may compile at once
     "TF_CPP_MIN_LOG_LEVEL": "3",
     **ptxas.ENV,
 }
@@ -40,19 +41,25 @@ def compiled(ask: Ask, stage: Callable[[str], None] = lambda text: None) -> dict
     Raises ValueError, before anything is compiled, for what does not fit or a plugin that is not installed.
     """
     check(ask)
-    with tempfile.TemporaryDirectory() as folder:
-        out, printed = Path(folder, "out.json"), Path(folder, "printed.txt")
-        code, words = _run(ask, out, printed, stage)
-        record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
-        told = printed.read_text(encoding="utf-8", errors="replace")
-    if record is None:
-        last = "\n".join(words[-3:])
-        raise Failed(f"the process that compiles for {ask.target} ended with code {code}\n{last}".rstrip())
-    if "refused" in record:
-        raise ValueError(record["refused"])
+    record, told = _child("compile_worker", json.dumps(ask._asdict()), ask.target, stage)
     if "kernels" not in record:
-        record["kernels"] = kernels(record["calls"], ptxas.kernels("\n".join([told, *words])))
+        record["kernels"] = ptxas.kernels(told)
     return record
+
+
+def kernels(target: str, stage: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """The records of `compile_kernels`: every form of each of our kernels for a GPU, compiled for it.
+
+    Raises ValueError where the target is none, or its plugin is not installed.
+    """
+    found = chips.target(target).chip
+    if found.platform != "cuda":
+        names = [one.name for one in chips.ALL.values() if one.platform == "cuda"]
+        raise refuse("--for", target, f"{', '.join(names)}: of other chips no compiler tells registers")
+    absent = chips.missing(found)
+    if absent:
+        raise ValueError(absent)
+    return _child("compile_kernels", target, target, stage)[0]["kernels"]
 
 
 def check(ask: Ask) -> None:
@@ -71,16 +78,27 @@ def check(ask: Ask) -> None:
         raise ValueError(absent)
 
 
-def kernels(calls: dict[str, int], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pallas kernels: those of Mosaic GPU with their registers and spills, a TPU's by their number."""
-    tpu = calls.get("tpu_custom_call", 0)
-    return [*found, *([{"name": "tpu_custom_call", "count": tpu}] if tpu else [])]
+def _child(
+    module: str, argument: str, target: str, stage: Callable[[str], None]
+) -> tuple[dict[str, Any], str]:
+    """(what a worker wrote, all that was printed); ValueError for what it refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, printed = Path(folder, "out.json"), Path(folder, "printed.txt")
+        command = [sys.executable, "-m", f"mercury_jax.bench.{module}", argument, str(out)]
+        code, words = _run(command, printed, stage)
+        record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
+        told = printed.read_text(encoding="utf-8", errors="replace")
+    if record is None:
+        last = "\n".join(words[-3:])
+        raise Failed(f"the process that compiles for {target} ended with code {code}\n{last}".rstrip())
+    if "refused" in record:
+        raise ValueError(record["refused"])
+    return record, "\n".join([told, *words])
 
 
-def _run(ask: Ask, out: Path, printed: Path, stage: Callable[[str], None]) -> tuple[int, list[str]]:
+def _run(command: list[str], printed: Path, stage: Callable[[str], None]) -> tuple[int, list[str]]:
     """(exit code, lines of standard error); what a compiler prints goes into a file."""
     words: list[str] = []
-    command = [sys.executable, "-m", "mercury_jax.bench.compile_worker", json.dumps(ask._asdict()), str(out)]
     with printed.open("wb") as sink:
         child = subprocess.Popen(
             command,

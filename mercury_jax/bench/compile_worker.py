@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,34 @@ def work(ask: ahead.Ask) -> dict[str, Any]:
     }  # fmt: skip
     say(f"compiling for {target.chip.label}")
     began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = made.lowered.compile(compiler_options=options(target.chip, folder))
+        except jax.errors.JaxRuntimeError as error:
+            return record | too_large(str(error))
+        record["compile_seconds"] = round(time.perf_counter() - began, 2)
+        say("reading the program")
+        program = text(compiled, Path(folder))
+    return record | measured(compiled, target.chip, found.config.dtype, ask.what, program)
+
+
+def options(chip: chips.Chip, folder: str) -> dict[str, Any] | None:
+    """Of the compiler: a TPU's leaves the program in `folder`, as text."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if chip.platform == "tpu" else None
+
+
+def text(compiled: Any, folder: Path) -> str:
+    """The optimized program.
+
+    A libtpu may write what a jaxlib older than it cannot read back; then it is what the compiler left in `folder`.
+    """
     try:
-        compiled = made.lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return record | too_large(str(error))
-    record["compile_seconds"] = round(time.perf_counter() - began, 2)
-    say("reading the program")
-    return record | measured(compiled, target.chip, found.config.dtype, ask.what)
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        left = sorted(folder.glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
+        if not left:
+            raise
+        return left[-1].read_text(encoding="utf-8")
 
 
 def too_large(told: str) -> dict[str, Any]:
@@ -63,15 +85,19 @@ def too_large(told: str) -> dict[str, Any]:
     return {"bytes_per_device": int(used), "memory": int(room), "fits": False, **nothing}
 
 
-def measured(compiled: Any, chip: chips.Chip, dtype: str, what: str) -> dict[str, Any]:
-    """What a compiled program says of itself, for one device."""
-    memory, module = compiled.memory_analysis(), hlo.parse(compiled.as_text())
+def measured(
+    compiled: Any, chip: chips.Chip, dtype: str, what: str, program: str | None = None
+) -> dict[str, Any]:
+    """What a compiled program says of itself, for one device. program: its text, where that is known."""
+    module = hlo.parse(compiled.as_text() if program is None else program)
+    memory = compiled.memory_analysis()
     given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
     total = given + memory.temp_size_in_bytes + made - memory.alias_size_in_bytes
     cost = compiled.cost_analysis() or {}
     flops = float(cost.get("flops") or hlo.products(module))
     moved = given + (made if what == "train" else 0)
-    return {
+    kernels = {"kernels": hlo.kernels(module)} if chip.platform == "tpu" else {}  # of a GPU, ptxas tells
+    return kernels | {
         "bytes_per_device": total, "temp_bytes": memory.temp_size_in_bytes, "argument_bytes": given,
         "output_bytes": made, "aliased_bytes": memory.alias_size_in_bytes, "fits": total <= chip.memory,
         "flops": flops, "collectives": hlo.collectives(module), "calls": dict(hlo.calls(module)),

@@ -177,11 +177,12 @@ def _called(one: Instruction) -> list[str]:
 
 
 def collectives(module: Module) -> dict[str, dict[str, int]]:
-    """kind -> {count, bytes, per_pass}: of one run, per_pass those inside of a loop of unknown length, once each.
+    """kind -> {count, bytes, per_pass, in_layers}: of one run, per_pass those inside of a loop of unknown length,
+    once each, in_layers those that come from a layer of the model.
 
     bytes: the larger of what goes in and what comes out, on one device.
     """
-    seen: dict[Any, tuple[str, int, int, bool]] = {}
+    seen: dict[Any, tuple[str, int, int, bool, bool]] = {}
     alike: dict[Any, list[str]] = {}
     for visit in visits(module):
         kind = visit.one.op.removesuffix("-start")
@@ -194,13 +195,20 @@ def collectives(module: Module) -> dict[str, dict[str, int]]:
         names = alike.setdefault((id(visit.among), key, visit.one.op), [])
         if visit.one.name not in names:
             names.append(visit.one.name)
-        seen[key, names.index(visit.one.name)] = (kind, _payload(visit), visit.times, visit.looped)
+        seen[key, names.index(visit.one.name)] = (
+            kind,
+            _payload(visit),
+            visit.times,
+            visit.looped,
+            bool(re.search(r"\bblock_\d+\b", visit.one.origin)),
+        )
     total: dict[str, dict[str, int]] = {}
-    for kind, size, times, looped in seen.values():
-        row = total.setdefault(kind, {"count": 0, "bytes": 0, "per_pass": 0})
+    for kind, size, times, looped, layered in seen.values():
+        row = total.setdefault(kind, {"count": 0, "bytes": 0, "per_pass": 0, "in_layers": 0})
         row["count"] += times
         row["bytes"] += times * size
         row["per_pass"] += times * looped
+        row["in_layers"] += times * layered
     return total
 
 

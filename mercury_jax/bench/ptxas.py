@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 # What makes Mosaic GPU print the PTX, ptxas' report, and the host's code, which says how a kernel is launched.
@@ -19,20 +20,21 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)")
 def kernels(text: str) -> list[dict[str, Any]]:
     """One record a kernel, in the order of compilation.
 
-    {name, arch, registers, spill_bytes, stack_bytes, shared_bytes (static and dynamic), products (tensor-core
-    instructions in its PTX)}.
+    {name, arch, registers, spill_bytes, stack_bytes, shared_bytes (static, and dynamic as the launch asks for it),
+    products (tensor-core instructions in its PTX: kind -> count)}.
     """
     found: list[dict[str, Any]] = []
-    products: dict[str, int] = {}
+    products: dict[str, Counter[str]] = {}
     entry = ""
     for line in text.splitlines():
         if head := _ENTRY.search(line):
             entry = head[1]
-        elif _PRODUCT.search(line) and entry:
-            products[entry] = products.get(entry, 0) + 1
+            products[entry] = Counter()
+        elif entry and (product := _PRODUCT.search(line)):
+            products[entry][product[1]] += 1
         elif head := _HEAD.search(line):
-            found.append({"name": head[1], "arch": head[2], "registers": None, "spill_bytes": 0,
-                          "stack_bytes": 0, "shared_bytes": 0, "products": products.get(head[1], 0)})  # fmt: skip
+            found.append({"name": head[1], "arch": head[2], "registers": None, "spill_bytes": 0, "stack_bytes": 0,
+                          "shared_bytes": 0, "products": dict(products.get(head[1], {}))})  # fmt: skip
         elif found and (spills := _SPILLS.search(line)):
             found[-1]["stack_bytes"] = int(spills[1])
             found[-1]["spill_bytes"] = int(spills[2]) + int(spills[3])

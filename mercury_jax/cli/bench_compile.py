@@ -10,6 +10,7 @@ from typing import Any
 
 from mercury_jax.cli import bench, options, show
 from mercury_jax.cli.parser import Parser, whole
+from mercury_jax.config import refuse
 
 MORE = """\
 examples:
@@ -17,11 +18,13 @@ examples:
   mercury bench compile diffusiongemma-26b-a4b --for h200x8 --mesh tensor=2,expert=4
   mercury bench compile mercury-1b --for v5p:8x8x8 --what train
   mercury bench compile runs/mine/model --for v5e:4x4 --what prefill --json
+  mercury bench compile kernels --for h200
 
 MODEL is a folder of a saved model, a recipe, a config.json, or a name: diffusiongemma-26b-a4b, llada-8b,
 mercury-100m, mercury-350m, mercury-1b, nano. No weights are read. The program is the one that sample(), its
 encoding of long prompts, or a training step runs; XLA's own compiler for the chip makes it, in a process of its
-own. That needs the chip's plugin and no chip: pip install 'mercury-jax[deviceless]'.
+own. That needs the chip's plugin and no chip: pip install 'mercury-jax[deviceless]'. Instead of a MODEL, `kernels`
+compiles every form of our Pallas kernels for one GPU, and says of each what ptxas says, or what runs instead of it.
 
 --json prints
   bytes_per_device  arguments + temporaries + outputs - what outputs share with arguments
@@ -29,16 +32,20 @@ own. That needs the chip's plugin and no chip: pip install 'mercury-jax[devicele
   flops             of a pass (sample, prefill) or an update (train), on one device, as compiled; on a GPU those of
                     the products that XLA sees, without what Pallas kernels do
   collectives       kind -> count, bytes, and how many are made in each pass of the loop (each is counted once)
-  kernels           Pallas kernels with registers, spilled bytes and shared memory (static and dynamic)
+  kernels           Pallas kernels with registers, spilled bytes and shared memory (static and dynamic); on a TPU
+                    with their number and bytes of VMEM
   roofline          seconds at the datasheet's bandwidth and FLOPs: arguments read once, and for an update written
-  largest, calls    the largest arrays it makes; library calls"""
+  largest, calls    the largest arrays it makes; library calls
+and of `kernels` its target (for) and a record for each form (kernels)."""
 
 
 def parser() -> Parser:
     p = Parser(
         "bench compile", "Compile a program for a chip that is not here, and tell what it needs.", MORE
     )
-    p.add_argument("model", metavar="MODEL", help="a folder, a recipe, a config.json, or a known name")
+    p.add_argument(
+        "model", metavar="MODEL", help="a folder, a recipe, a config.json, a known name, or `kernels`"
+    )
     p.add_argument("--for", dest="target", required=True, metavar="CHIP",
                    help="h200, b200, xN of them; v4, v5e, v5p, v6e with a topology, such as v5e:4x4")  # fmt: skip
     p.add_argument("--what", default="sample", metavar="PROGRAM", help="sample (default), train, prefill")
@@ -58,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     from mercury_jax.bench import compile as ahead
     from mercury_jax.bench.ahead import Ask
 
+    if args.model == "kernels":
+        return _all_kernels(args)
     ask = Ask(**{name: getattr(args, name) for name in Ask._fields})
     with progress(args) as stage:
         record = ahead.compiled(ask, stage)
@@ -67,6 +76,37 @@ def run(argv: Sequence[str]) -> int:
     else:
         print(table(record))
     return 0
+
+
+def _all_kernels(args: argparse.Namespace) -> int:
+    """`kernels` in the place of a MODEL: a record for each form of each kernel."""
+    from mercury_jax.bench import compile as ahead
+
+    given = {f"--{name}": getattr(args, name) for name in ("context", "batch", "dtype", "quantise", "mesh")}
+    for name, value in given.items():
+        if value is not None:
+            raise refuse(name, value, "nothing with `kernels`, which are compiled in every form")
+    with progress(args) as stage:
+        records = ahead.kernels(args.target, stage)
+    bench.write(args.out, records)
+    if args.json:
+        show.emit({"for": args.target, "kernels": records})
+    else:
+        print("\n".join([HEAD.format(*COLUMNS), *map(_line, records)]))
+    return 0
+
+
+COLUMNS = ("kernel", "shape", "registers", "spilled", "shared memory")
+HEAD = "{:10} {:72} {:>9} {:>8} {:>13}"
+
+
+def _line(r: Mapping[str, Any]) -> str:
+    """A row of the table of kernels; where there is no such form, the reason and what runs instead."""
+    if "refused" in r:
+        return f"{r['kernel']:10} {r['shape']:72} none: {r['refused']}; instead: {r['fallback']}"
+    return HEAD.format(
+        r["kernel"], r["shape"], r["registers"], f"{r['spill_bytes']} B", f"{r['shared_bytes']} B"
+    )
 
 
 @contextmanager
@@ -123,7 +163,9 @@ def _kernels(r: Mapping[str, Any]) -> list[str]:
     found = []
     for k in r["kernels"]:
         if k.get("registers") is None:
-            found.append(f"  {'kernel':14} {k['name']} x {k.get('count', 1)}")
+            found.append(
+                f"  {'kernel':14} {k['name']} x {k['count']}: {size(k['vmem_bytes'])} of VMEM, where told"
+            )
         else:
             found.append(
                 f"  {'kernel':14} {k['name']}: {k['registers']} registers, {k['spill_bytes']} bytes spilled, "

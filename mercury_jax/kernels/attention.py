@@ -1,4 +1,9 @@
-"""attend(): one signature for every attention pattern; backends refuse with a reason and fall through."""
+"""attend(): one signature for every attention pattern; backends refuse with a reason and fall through.
+
+cuDNN is none of them. It takes one key length for each row of a batch, or a causal mask that starts at the first key;
+which of these holds, if one does, only the ranges tell, on the device: rows that encode stand beside rows that
+denoise, and training rows hold several documents of two ranges each. It is what `mercury bench gpu` measures against.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import chip, reference, walk
+from mercury_jax.kernels import blockwise, chip, reference, walk
 from mercury_jax.kernels.rounded import Keys
 
 
@@ -18,14 +23,14 @@ class Backend(NamedTuple):
     """One way to compute it.
 
     refuses(q, k, v, ranges, *, scale, softcap, residual): why it does not take these shapes and dtypes, or None.
-    run: the same arguments. platforms: of lowering on which it is tried. cached: without a gradient, for passes
-    over a cache alone. chip: the one that it is written for.
+    run: the same arguments. platforms: of lowering on which it is tried. cached: True for passes over a cache
+    alone, without a gradient; False for those without a cache alone. chip: the one that it is written for.
     """
 
     refuses: Callable[..., str | None]
     run: Callable[..., Any]
     platforms: tuple[str, ...]
-    cached: bool = False
+    cached: bool | None = None
     chip: str | None = None
 
 
@@ -43,11 +48,42 @@ def _hopper(*args: Any, **asked: Any) -> Any:
     return hopper.run(*args, **asked)
 
 
+def _blackwell_refuses(*args: Any, **asked: Any) -> str | None:
+    if chip.present() != chip.BLACKWELL:
+        return "the device is no Blackwell (sm_100a)"
+    from mercury_jax.kernels import blackwell
+
+    return blackwell.refuses(*args, **asked)
+
+
+def _blackwell(*args: Any, **asked: Any) -> Any:
+    from mercury_jax.kernels import blackwell
+
+    return blackwell.run(*args, **asked)
+
+
+def _tpu_refuses(*args: Any, **asked: Any) -> str | None:
+    if chip.present() != chip.TPU:
+        return "the device is no TPU"
+    from mercury_jax.kernels import tpu
+
+    return tpu.refuses(*args, **asked)
+
+
+def _tpu(*args: Any, **asked: Any) -> Any:
+    from mercury_jax.kernels import tpu
+
+    return tpu.run(*args, **asked)
+
+
 EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
 # Fastest first. The plain one is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
     "walk": Backend(walk.refuses, walk.run, ("cpu",), cached=True),
     "hopper": Backend(_hopper_refuses, _hopper, ("cuda",), cached=True, chip=chip.HOPPER),
+    "blackwell": Backend(_blackwell_refuses, _blackwell, ("cuda",), cached=True, chip=chip.BLACKWELL),
+    "tpu": Backend(_tpu_refuses, _tpu, ("tpu",), cached=True, chip=chip.TPU),
+    "blockwise": Backend(blockwise.refuses, blockwise.run, EVERYWHERE, cached=False),
     "reference": Backend(reference.refuses, reference.run, EVERYWHERE),
 }
 
@@ -76,8 +112,8 @@ def attend(
 
     k, v [B, S, G, K]: arrays, or `Rounded` (int8). scale: of the scores (None: 1 / sqrt(K)). softcap: scores become
     softcap * tanh(scores / softcap). cached: the keys are a cache, longer than what it holds, and nobody asks for a
-    gradient. backend: one by its name; None takes the first that does not refuse, for the platform that the program
-    is lowered for.
+    gradient; without it there is one, in reverse mode. backend: one by its name; None takes the first that does not
+    refuse, for the platform that the program is lowered for.
     Returns [B, T, H, K] in q's dtype; with `residual` also the log-sum-exp of each row's scores [B, T, H] in fp32,
     -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where a backend that
     was named refuses.
@@ -101,7 +137,7 @@ def _first(platform: str, cached: bool, *args: Any) -> Backend:
         one
         for one in _BACKENDS.values()
         if platform in one.platforms
-        and (cached or not one.cached)
+        and one.cached in (None, cached)
         and one.chip in (None, chip.chip())
         and one.refuses(*arrays, **asked) is None
     )

@@ -13,18 +13,19 @@ from mercury_jax.config import refuse
 
 SWITCH = "MERCURY_KERNELS"  # 1: kernels are chosen by themselves on the chip that is here
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # with wgmma, with tcgen05
+TPU = "tpu"  # of every generation: their kernels are the same
 _OF = {"9.0": HOPPER, "10.0": BLACKWELL}
 _named: contextvars.ContextVar[str | None] = contextvars.ContextVar("chip", default=None)
 
 
 @contextlib.contextmanager
 def traced_for(name: str) -> Iterator[None]:
-    """While programs are traced for a chip that is not here ("sm_90a", "sm_100a"): their kernels are for it.
+    """While programs are traced for a chip that is not here ("sm_90a", "sm_100a", "tpu"): their kernels are for it.
 
     Choose the chip once a process: neither jit's cache nor Mosaic's knows of it.
     """
-    if name not in _OF.values():
-        raise refuse("chip", name, ", ".join(_OF.values()))
+    if name not in (allowed := (*_OF.values(), TPU)):
+        raise refuse("chip", name, ", ".join(allowed))
     token = _named.set(name)
     try:
         yield
@@ -42,9 +43,9 @@ def chip() -> str | None:
 
 
 def present() -> str | None:
-    """The NVIDIA chip that is here or traced for, if it is one that kernels are written for."""
+    """The chip that is here or traced for, if it is one that kernels are written for."""
     if (name := _named.get()) is not None:
         return name
     if jax.default_backend() != "gpu":
-        return None
+        return TPU if jax.default_backend() == "tpu" else None
     return _OF.get(str(getattr(jax.local_devices()[0], "compute_capability", None)))

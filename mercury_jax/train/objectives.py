@@ -8,19 +8,22 @@ per byte.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from mercury_jax import noise
+from mercury_jax import noise, sharding
 from mercury_jax.config import one_of, refuse
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 Objective = Callable[[Key, Model, Params, Batch, noise.Corruption], Loss]
 Normalise = Literal["token", "canvas"]
+
+LOGITS = 1 << 23  # of a row at a time, 32 MB in fp32: 256 positions of 32,768 ids, 32 of 262,144
 
 
 def masked_elbo(
@@ -101,15 +104,49 @@ def cross_entropy(
     more = {"time": jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0)} if told else {}
     target = batch.tokens if target is None else target
     hidden = model.apply(params, xt, batch.positions, batch.ranges, (), **more)
-    logits = model.head(params, hidden)
+    size = max(1, LOGITS // model.config.vocab)
+    if target.shape[1] <= size:
+        return _judged(model, params, hidden, target)
+    return sharding.rowwise(functools.partial(_in_parts, model, size), params, hidden, target)
+
+
+def _judged(
+    model: Model, params: Params, hidden: Any, target: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    logits = sharding.by_rows(model.head(params, jax.tree.map(sharding.by_rows, hidden)))
     ids = jnp.arange(logits.shape[-1])
     if model.config.mask is not None:
-        # The mask is never data: without it the model is the SUBS parameterisation of MDLM.
-        logits = jnp.where(ids == model.config.mask, -1e30, logits)
+        # The mask is never data: without it the model is the SUBS parameterisation of MDLM. A sum, because of a
+        # choice a loop over parts keeps both sides, in the logits' shape.
+        logits = logits + jnp.where(ids == model.config.mask, -1e30, 0.0)
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
     chosen = jnp.sum(jnp.where(ids == target[..., None], logits, 0.0), axis=-1)
     ce = jax.nn.logsumexp(logits, axis=-1) - chosen
     return ce, (chosen >= logits.max(axis=-1)).astype(jnp.float32)
+
+
+def _in_parts(
+    model: Model, size: int, params: Params, hidden: Any, target: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`_judged` over `size` positions at a time; the gradient makes each part again.
+
+    So logits of few positions exist at a time, in both directions, for four products at the head instead of three.
+    """
+    slots = target.shape[1]
+    parts = -(-slots // size)
+    fill = parts * size - slots
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], parts, size, *x.shape[2:]), 1, 0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing is merged anyway
+    def part(_: None, given: tuple[Any, Array]) -> tuple[None, tuple[Array, Array]]:
+        return None, _judged(model, params, *given)
+
+    _, found = jax.lax.scan(part, None, jax.tree.map(cut, (hidden, target)))
+    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :slots]
+    return whole(found[0]), whole(found[1])
 
 
 def _loss(scored: Array, batch: Batch, normalise: str, ce: Array, right: Array, noised: Array) -> Loss:

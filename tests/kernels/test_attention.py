@@ -121,4 +121,4 @@ def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
         assert chosen()() == "ours" and chosen(cached=False) is plain
         assert chosen(q.astype(jnp.float32)) is plain
     with chip.traced_for(chip.BLACKWELL):
-        assert chosen() is plain
+        assert chosen() is attention._BACKENDS["blackwell"].run

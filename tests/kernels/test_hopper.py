@@ -47,6 +47,9 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
     "one query, one short tile": (1, 2, 2, 1, 40, 64, 1, jnp.bfloat16, 0.125, None, 1),
     "two warpgroups, two batches": (2, 40, 2, 1, 70, 128, 2, jnp.bfloat16, 0.1, None, 1),
     "three ranges, capped, split in two": (1, 3, 4, 1, 128, 256, 3, jnp.float16, 0.0625, 2.0, 132),
+    "more tiles than in flight": (1, 3, 1, 1, 300, 256, 1, jnp.bfloat16, 0.0625, None, 1),
+    "head size 512, two groups": (1, 3, 4, 2, 200, 512, 2, jnp.bfloat16, 0.044, None, 1),
+    "head size 512, capped, split in three": (1, 3, 2, 1, 300, 512, 3, jnp.float16, 0.044, 2.0, 132),
     "a last tile that does not fit": (1, 5, 2, 2, 200, 64, 2, jnp.float16, 0.2, None, 1),
 }
 
@@ -92,9 +95,10 @@ def test_it_says_what_it_does_not_take():
     told = lambda *args, **more: str(refused(*args, **more))
     assert refused() is None
     wide = lambda n, dtype=jnp.bfloat16: (shape((1, 4, 4, n), dtype), shape((1, 9, 2, n), dtype))
-    assert "512" in told(*wide(512)) and "96" in told(*wide(96))
+    assert "1024" in told(*wide(1024)) and "96" in told(*wide(96))
     assert "float32" in told(*wide(64, jnp.float32)) and "float16" in told(wide(64, jnp.float16)[0])
-    assert refused(k=jax.eval_shape(rounded, k)) is None
+    assert refused(k=jax.eval_shape(rounded, k)) is None and refused(*wide(512)) is None
+    assert "int8" in told(wide(512)[0], jax.eval_shape(rounded, wide(512)[1]))
     assert "4 ranges" in told(ranges=shape((1, 4, 4, 2), jnp.int32))
     assert "scale" in told(scale=0.0)
     assert "3 heads" in told(shape((1, 4, 3, 64), jnp.bfloat16))

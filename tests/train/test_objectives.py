@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from mercury_jax import models, noise
+from mercury_jax import models, noise, sharding
 from mercury_jax.config import ModelConfig
+from mercury_jax.train import objectives
 from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
 from mercury_jax.types import Batch
 
@@ -167,6 +168,28 @@ def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
     found = found_by(autoregressive(), model, initial(model), both, noise.absorbing(MASK))
     assert found.weight.tolist() == [3.0, 3.0]
     assert float(found.per_example[0]) != float(found.per_example[1])
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, devices):
+    model = models.build(config("causal_encoder", 4))
+    data, params = batch(model, sequences(3, 8)), initial(model)
+
+    def loss(params, data):
+        found = masked_elbo()(jax.random.key(0), model, params, data, noise.absorbing(MASK))
+        return found.per_example.sum() / found.weight.sum()
+
+    want, slope = jax.jit(jax.value_and_grad(loss))(params, data)
+    monkeypatch.setattr(
+        objectives, "LOGITS", 4 * model.config.vocab
+    )  # of 4 positions; a row has no multiple of it
+    on = sharding.mesh(data=devices // min(devices, 2), fsdp=min(devices, 2), devices=jax.devices()[:devices])
+    with jax.set_mesh(on):
+        lies = sharding.shardings(params, model.shardings, on)
+        step = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))
+        found, grads = step(jax.device_put(params, lies), jax.device_put(data, sharding.rows(on)))
+    assert data.tokens.shape[1] % 4 and float(found) == pytest.approx(float(want), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, slope)
 
 
 def test_objectives_refuse_what_they_cannot_bound():

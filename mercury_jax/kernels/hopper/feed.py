@@ -19,12 +19,19 @@ BYTES = (
 
 def feed(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...]) -> None:
     """All tiles of a walk. sources: keys and values [B, S, G, K]; int8: also their scales [B, G, S]."""
-    if not p.rounded:
-        jax.lax.fori_loop(0, walk.steps, lambda i, _: _load(p, s, walk, sources, i), None)
-        return
-    for i in range(RAW):
-        pl.when(i < walk.steps)(lambda i=i: _load_raw(p, s, walk, sources, i))
-    jax.lax.fori_loop(0, walk.steps, lambda i, _: _widen(p, s, walk, sources, i), None)
+    if p.rounded:
+        for i in range(RAW):
+            pl.when(i < walk.steps)(lambda i=i: _load_raw(p, s, walk, sources, i))
+    bring = _widen if p.rounded else _load
+    jax.lax.fori_loop(0, walk.steps, lambda i, _: bring(p, s, walk, sources, i), None)
+    for slot in range(p.stages):  # a barrier is left when all that was announced there has been seen
+        pl.when(slot < walk.steps)(lambda slot=slot: _read(s, slot))
+
+
+def _read(s: Scratch, slot: int) -> None:
+    """Waits until the last tile in a slot has been read."""
+    plgpu.barrier_wait(s.k_free.at[slot])
+    plgpu.barrier_wait(s.v_free.at[slot])
 
 
 def _load(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:

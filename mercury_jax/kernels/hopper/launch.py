@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels import parts
+from mercury_jax.kernels.hopper import wide
 from mercury_jax.kernels.hopper.feed import RAW
 from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch
 from mercury_jax.kernels.hopper.program import program
@@ -21,7 +21,7 @@ PROCESSORS = 132  # of an H100 and an H200
 SHARED = (
     227 * 1024 - 1024
 )  # bytes of shared memory that a program may have, but those for barriers and alignment
-KEYS = {64: 128, 128: 128, 256: 64}  # head size: keys of a tile, as registers allow
+KEYS = {64: 128, 128: 128, 256: 64, 512: wide.KEYS}  # head size: keys of a tile, as registers allow
 
 
 def refuses(
@@ -35,6 +35,10 @@ def refuses(
         return f"of {', '.join(dtypes)}; the tensor cores take bfloat16 or float16, one for all"
     if q.shape[-1] not in KEYS:
         return f"head size {q.shape[-1]} is not one of {', '.join(map(str, KEYS))}"
+    if q.shape[-1] > 256 and isinstance(k, Rounded):
+        return (
+            f"of head size {q.shape[-1]} the keys are int8; there is no shared memory left to widen them in"
+        )
     if ranges.shape[2] > 3:
         return f"{ranges.shape[2]} ranges a row; registers suffice for 3"
     if q.shape[2] % k.shape[2]:
@@ -59,10 +63,9 @@ def run(
     """
     batch, queries, heads, _ = q.shape
     p = _plan(q, k, ranges, scale, softcap)
-    rows = p.workers * ROWS
-    edges = parts.fold_ranges(ranges, heads // p.groups, rows)
-    bounds = parts.bounds(edges, rows, p.keys, p.slots)
-    outs, lses = _launch(p, parts.fold(q, p.groups, rows), edges, bounds, _sources(p, k, v))
+    edges = parts.fold_ranges(ranges, heads // p.groups, p.rows)
+    bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
+    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, _sources(p, k, v))
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
@@ -71,17 +74,17 @@ def run(
 def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> Plan:
     _, queries, heads, width = q.shape
     batch, slots, groups, _ = k.shape
-    rows, keys, int8 = queries * (heads // groups), KEYS[width], isinstance(k, Rounded)
+    rows, keys, int8, both = queries * (heads // groups), KEYS[width], isinstance(k, Rounded), width > 256
     # Who widens int8 needs more registers than two that compute could leave.
-    workers = 1 if rows <= ROWS or int8 else 2
+    workers = 2 if both else 1 if rows <= ROWS or int8 else 2
     line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
     room = SHARED - workers * ROWS * (line + edge) - (RAW * keys * (line + 8) if int8 else 0)
     slots = max(slots, keys)
-    return Plan(
+    p = Plan(
         workers,
         keys,
-        stages=min(4, room // (2 * keys * line)),
-        splits=parts.splits(batch * groups * -(-rows // (workers * ROWS)), -(-slots // keys), PROCESSORS),
+        stages=wide.RING if both else min(4, room // (2 * keys * line)),
+        splits=1,
         slots=slots,
         groups=groups,
         ranges=ranges.shape[2],
@@ -89,7 +92,10 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
         softcap=softcap,
         rounded=int8,
         interpreted=interpreting(),
+        wide=both,
     )
+    programs, steps = batch * groups * -(-rows // p.rows), -(-slots // keys)
+    return p._replace(splits=parts.splits(programs, steps, PROCESSORS))
 
 
 def _sources(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
@@ -112,11 +118,15 @@ def _launch(
     """The kernel over its grid: outputs [splits, P, M, K], fp32 where parts, and log-sum-exp [splits, P, M]."""
     pairs, rows, width = q.shape
     out = jax.ShapeDtypeStruct((p.splits, *q.shape), q.dtype if p.splits == 1 else jnp.float32)
+
+    def attention(*refs: Any) -> None:  # whose name the kernel has in a compiler's reports
+        program(p, 3 + len(sources), *refs)
+
     return plgpu.kernel(
-        functools.partial(program, p, 3 + len(sources)),
+        attention,
         out_type=(out, jax.ShapeDtypeStruct((p.splits, pairs, rows), jnp.float32)),
-        scratch_types=[x for x in _scratch(p, width, q.dtype) if x is not None],
-        grid=(p.splits, rows // (p.workers * ROWS), pairs),
+        scratch_types=[(_wide if p.wide else _scratch)(p, width, q.dtype)],
+        grid=(p.splits, rows // p.rows, pairs),
         grid_names=("split", "tile", "pair"),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
@@ -124,30 +134,53 @@ def _launch(
     )(q, edges, bounds, *sources)
 
 
-def _scratch(p: Plan, width: int, dtype: Any) -> Scratch:
-    def tile(*shape: int, dtype: Any = dtype) -> Any:
-        line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers of either kind
-        how = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line))
-        return plgpu.SMEM((*shape, width), dtype, transforms=how)
+def _tile(*shape: int, dtype: Any) -> Any:
+    """Shared memory whose last two axes are in the tiles that wgmma reads without conflicts."""
+    line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers of either kind
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line)))
 
-    arrivals = lambda n, count=1: plgpu.Barrier(num_arrivals=count, num_barriers=n)
-    tiles, full, free = tile(p.stages, p.keys), arrivals(p.stages), arrivals(p.stages, p.workers)
+
+def _arrivals(barriers: int, count: int = 1) -> Any:
+    return plgpu.Barrier(num_arrivals=count, num_barriers=barriers)
+
+
+def _scratch(p: Plan, width: int, dtype: Any) -> Scratch:
+    tiles = _tile(p.stages, p.keys, width, dtype=dtype)
+    full, free = _arrivals(p.stages), _arrivals(p.stages, p.workers)
     scratch = Scratch(
-        q=tile(p.workers, ROWS),
+        q=_tile(p.workers, ROWS, width, dtype=dtype),
         edges=plgpu.SMEM((p.workers, 2 * p.ranges, ROWS), jnp.int32),
         k=tiles,
         v=tiles,
-        q_full=arrivals(p.workers, 2),
+        q_full=_arrivals(p.workers, 2),
         k_full=full,
         v_full=full,
         k_free=free,
         v_free=free,
-        cleared=arrivals(1, p.workers),
+        cleared=_arrivals(1, p.workers),
     )
     if not p.rounded:
         return scratch
     return scratch._replace(
-        raw=tile(2, RAW, p.keys, dtype=jnp.int8),
+        raw=_tile(2, RAW, p.keys, width, dtype=jnp.int8),
         scales=plgpu.SMEM((2, RAW, p.keys), jnp.float32),
-        raw_full=arrivals(RAW, 4),  # keys, values and the scales of both
+        raw_full=_arrivals(RAW, 4),  # keys, values and the scales of both
+    )
+
+
+def _wide(p: Plan, width: int, dtype: Any) -> Scratch:
+    return Scratch(
+        q=_tile(width // wide.DEPTH, ROWS, wide.DEPTH, dtype=dtype),
+        edges=plgpu.SMEM((1, 2 * p.ranges, ROWS), jnp.int32),
+        k=_tile(p.stages, 2, wide.HALF, wide.DEPTH, dtype=dtype),
+        v=_tile(p.stages, wide.HALF, wide.SPAN, dtype=dtype),
+        q_full=_arrivals(1, width // wide.DEPTH + 1),  # pieces of the queries, their ranges
+        k_full=_arrivals(p.stages, 2),  # both halves of the keys
+        v_full=_arrivals(p.stages),
+        k_free=_arrivals(p.stages, 2),
+        v_free=_arrivals(p.stages),  # one warpgroup reads it
+        p=_tile(2, ROWS, wide.HALF, dtype=dtype),
+        most=plgpu.SMEM((2, ROWS), jnp.float32),
+        met=_arrivals(1, 2),
+        shared=_arrivals(1, 2),
     )

@@ -25,6 +25,12 @@ class Plan(NamedTuple):
     softcap: float | None
     rounded: bool  # int8 keys and values
     interpreted: bool
+    wide: bool = False  # both warpgroups share 64 rows, each with half of the columns
+
+    @property
+    def rows(self) -> int:
+        """Of one program."""
+        return ROWS if self.wide else self.workers * ROWS
 
 
 class Scratch(NamedTuple):
@@ -39,7 +45,13 @@ class Scratch(NamedTuple):
     v_full: Any
     k_free: Any
     v_free: Any
-    cleared: Any
+    cleared: Any = None
+    p: Any = (
+        None  # of the wide program: weights of each half of a tile's keys, a number a row, and where both are
+    )
+    most: Any = None
+    met: Any = None
+    shared: Any = None
     raw: Any = None  # int8: tiles of keys and of values, their scales, and where they have arrived
     scales: Any = None
     raw_full: Any = None
@@ -52,7 +64,7 @@ class Walk(NamedTuple):
     group: Any
     first: Any  # tile of keys
     steps: Any
-    whole: tuple[Any, Any]  # keys [from, to) that every row sees
+    whole: Any  # in memory, for registers are scarce: keys [from, to) that every row sees
     hulls: Any  # in memory: of each range the lowest start and the highest end
 
     def start(self, p: Plan, i: Any) -> Any:
@@ -69,4 +81,4 @@ def walk_of(p: Plan, bounds: Any) -> Walk:
     share = jax.lax.div(last - first + (p.splits - 1), jnp.int32(p.splits))
     first = first + split * share
     steps = jnp.maximum(jnp.minimum(share, last - first), 0)
-    return Walk(batch, group, first, steps, (own[2], own[3]), own.at[pl.ds(4, 2 * p.ranges)])
+    return Walk(batch, group, first, steps, own.at[pl.ds(2, 2)], own.at[pl.ds(4, 2 * p.ranges)])

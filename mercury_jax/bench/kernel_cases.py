@@ -1,0 +1,79 @@
+"""Every Pallas kernel for GPUs in every form that it has: what `mercury bench compile kernels` compiles ahead."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mercury_jax.kernels import attend
+from mercury_jax.kernels.chip import BLACKWELL, HOPPER
+from mercury_jax.kernels.grouped import grouped
+from mercury_jax.kernels.rounded import rounded
+
+ATTENTION = {HOPPER: "hopper", BLACKWELL: "blackwell"}  # chip: the backend of `attend` that is for it
+FALLBACK = {
+    "attention": "plain XLA, whose scores are materialised",
+    "grouped": "tiles of rows in a loop, by XLA",
+}
+WIDTHS, SLOTS = (64, 128, 256, 512), 8192
+BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
+
+
+class Case(NamedTuple):
+    """One form of a kernel. run(*args) is to be traced for the chip; ValueError: it has no such form there."""
+
+    kernel: str
+    shape: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def cases(chip: str) -> list[Case]:
+    """All for a chip ("sm_90a", "sm_100a"), in the order of compilation."""
+    return [*_attention(ATTENTION[chip]), *_grouped()]
+
+
+def _attention(backend: str) -> Iterator[Case]:
+    """Head sizes x dtypes x int8 keys x ranges, for few rows (one warpgroup, keys split) and for many; caps between."""
+    forms = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
+    for n, (width, dtype, int8, ranges, queries) in enumerate(forms):
+        q = jax.ShapeDtypeStruct((1, queries, 16, width), dtype)
+        k = jax.ShapeDtypeStruct((1, SLOTS, 2, width), dtype)
+        keys = jax.eval_shape(rounded, k) if int8 else k
+        seen = jax.ShapeDtypeStruct((1, queries, ranges, 2), jnp.int32)
+        softcap = 30.0 if n % 5 == 0 else None
+        shape = (
+            f"{queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
+            f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
+        )
+        run = functools.partial(attend, softcap=softcap, residual=True, cached=True, backend=backend)
+        yield Case("attention", shape, run, (q, keys, keys, seen))
+
+
+def _grouped() -> Iterator[Case]:
+    """The widths of DiffusionGemma's experts, of which few rows each and many come; the last are a gradient's."""
+    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
+    for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
+        x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
+        w = jax.ShapeDtypeStruct((128, inputs, outputs), kind)
+        scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
+        args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
+        shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
+        yield Case("grouped", shape, grouped, args)
+        yield Case("grouped", f"gradient of rows, {shape}", _turned, args)
+
+
+def _turned(x: Any, w: Any, *more: Any) -> Any:
+    """The product with the matrices turned around, which is what the gradient of the rows is."""
+    y, back = jax.vjp(lambda x: grouped(x, w, *more), x)
+    return back(jnp.ones_like(y))
+
+
+def _short(dtype: Any) -> str:
+    return {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(str(dtype), str(dtype))

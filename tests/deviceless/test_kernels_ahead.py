@@ -1,0 +1,53 @@
+"""Every form of every Pallas kernel for GPUs, compiled for chips that are not here: no spills, tensor cores used."""
+
+import functools
+
+import pytest
+
+from mercury_jax.bench.kernel_cases import FALLBACK, cases
+from mercury_jax.cli import bench_compile
+
+PRODUCT = {"h200": "wgmma.mma_async", "b200": "tcgen05.mma"}
+ROOM = 227 * 1024  # bytes of shared memory that a program may have, on both
+
+
+@pytest.fixture(scope="module")
+def records():
+    """chip -> the records of all forms; each chip's compiler runs once, in a process of its own."""
+    from mercury_jax.bench import compile as compiling
+
+    return functools.cache(compiling.kernels)
+
+
+@pytest.mark.parametrize("target, chip", [("h200", "sm_90a"), ("b200", "sm_100a")])
+def test_no_form_of_a_kernel_spills(records, target, chip):
+    found = records(target)
+    assert [(r["kernel"], r["shape"]) for r in found] == [(c.kernel, c.shape) for c in cases(chip)]
+    made = [r for r in found if "refused" not in r]
+    assert made
+    for r in made:
+        assert r["arch"] == chip and r["spill_bytes"] == r["stack_bytes"] == 0, r
+        assert 0 < r["shared_bytes"] <= ROOM and r["registers"], r
+
+
+@pytest.mark.parametrize("target", PRODUCT)
+def test_attention_is_made_of_the_chips_own_products(records, target):
+    made = [r for r in records(target) if r["kernel"] == "attention" and "refused" not in r]
+    for r in made:
+        assert r["products"].get(PRODUCT[target], 0) > 0 and len(r["products"]) == 1, r
+
+
+def test_hopper_has_every_head_size(records):
+    made = [r["shape"] for r in records("h200") if r["kernel"] == "attention" and "refused" not in r]
+    for width in (64, 128, 256, 512):
+        for dtype in ("bf16", "fp16"):
+            assert sum(f"heads of {width}," in shape and f" {dtype}, " in shape for shape in made) >= 6
+
+
+@pytest.mark.parametrize("target", PRODUCT)
+def test_what_has_no_form_says_what_runs_instead(records, target):
+    for r in records(target):
+        if "refused" in r:
+            assert r["refused"] and r["fallback"] == FALLBACK[r["kernel"]]
+        line = bench_compile._line(r)
+        assert r["shape"] in line and ("instead: " in line) == ("refused" in r)

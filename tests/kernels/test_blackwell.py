@@ -1,0 +1,98 @@
+"""The Blackwell kernel on a CPU: the definition under the Mosaic GPU interpreter, and its lowering to tcgen05.
+
+Where the interpreter has no tcgen05, jnp.dot in shared memory stands for it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.kernels import attention, blackwell, chip, reference
+from mercury_jax.kernels.blackwell import launch, tensor
+from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from tests.kernels.test_hopper import case, dense
+
+
+def check(q, k, v, ranges, more, expected):
+    assert blackwell.refuses(q, k, v, ranges, **more) is None
+    with interpreted():
+        out, nats = jax.jit(lambda *xs: blackwell.run(*xs, **more))(q, k, v, ranges)
+    want, told = expected
+    assert out.dtype == q.dtype and nats.dtype == jnp.float32
+    got = np.asarray(out, np.float64)
+    assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
+    np.testing.assert_allclose(nats, told, atol=5e-3)  # -inf where nothing is seen
+    assert not got[:, -1].any()
+
+
+CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no split)
+    "two tiles of rows, a last tile of keys that does not fit": (1, 66, 2, 1, 150, 128, 2, jnp.bfloat16, 0.1, None, 1),
+    "three ranges, capped, split in two": (1, 3, 4, 1, 128, 256, 3, jnp.float16, 0.0625, 2.0, 148),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_the_definition(name, monkeypatch):
+    *shape, scale, softcap, processors = CASES[name]
+    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    q, k, v, ranges, see = case(*shape)
+    more = dict(scale=scale, softcap=softcap, residual=True)
+    check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
+
+
+def test_int8_keys_are_what_they_stand_for(monkeypatch):
+    monkeypatch.setattr(launch, "PROCESSORS", 1)
+    q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
+    seen = jnp.asarray(see.any(1))[:, :, None]
+    k, v = (rounded(jnp.where(seen[..., None], x, 0)) for x in (k, v))
+    expected = dense(q, plain(k, q.dtype), plain(v, q.dtype), see, 0.125, None)
+    k, v = (Rounded(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
+    check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
+
+
+def shapes(width, dtype=jnp.bfloat16, int8=False, heads=4, ranges=2):
+    """q, k, v and ranges of 300 queries over 2000 keys, without contents."""
+    shape = jax.ShapeDtypeStruct
+    k = shape((1, 2000, 2, width), dtype)
+    k = jax.eval_shape(rounded, k) if int8 else k
+    return shape((1, 300, heads, width), dtype), k, k, shape((1, 300, ranges, 2), jnp.int32)
+
+
+@pytest.mark.parametrize("width, int8", [(128, False), (256, True)])
+def test_it_lowers_to_products_in_tensor_memory(width, int8):
+    args, more = shapes(width, int8=int8), dict(scale=0.1, softcap=30.0, residual=True)
+    with chip.traced_for(chip.BLACKWELL):
+        traced = jax.jit(lambda *xs: attention.attend(*xs, cached=True, **more)).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "tcgen05" in text
+
+
+@pytest.mark.parametrize("width", launch.KEYS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_program_has_room_for_what_it_takes(width, int8):
+    """512 columns of tensor memory, 227 KB of shared memory."""
+    q, k, _, ranges = shapes(width, int8=int8, ranges=3)
+    p = launch._plan(q, k, ranges, 1.0, None)
+    t, s = tensor.tensor(p, width, q.dtype), launch._shared(p, width, q.dtype)
+    columns = [x.shape[1] * jnp.dtype(x.dtype).itemsize // 4 for x in (t.scores, t.weights, t.sum)]
+    assert sum(columns) <= 512
+    held = [x for x in (s.q, s.edges, s.k, s.v, s.raw, s.scales, t.out) if x is not None]
+    assert sum(np.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in held) < 227 * 1024
+    assert p.stages > 0
+
+
+def test_it_is_for_blackwell_alone_and_says_what_it_does_not_take():
+    asked = dict(scale=0.1, softcap=None, residual=False)
+    chosen = lambda *args: attention._first("cuda", True, *args, asked).run
+    told = lambda *args, **more: str(blackwell.refuses(*args, **asked | more))
+    assert chosen(*shapes(128)) is reference.run
+    with chip.traced_for(chip.HOPPER):
+        assert chosen(*shapes(128)) is attention._hopper
+    with chip.traced_for(chip.BLACKWELL):
+        assert chosen(*shapes(128)) is chosen(*shapes(64, int8=True)) is attention._blackwell
+        assert chosen(*shapes(512)) is reference.run
+    assert "512" in told(*shapes(512)) and "96" in told(*shapes(96))
+    assert "float32" in told(*shapes(64, jnp.float32)) and "4 ranges" in told(*shapes(64, ranges=4))
+    assert "3 heads" in told(*shapes(64, heads=3)) and "scale" in told(*shapes(64), scale=0.0)

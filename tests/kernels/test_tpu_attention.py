@@ -1,0 +1,170 @@
+"""The TPU kernel under the TPU interpreter, on a CPU: the plain reference, over shapes, dtypes and ranges."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.kernels import attend, attention, chip, reference, tpu
+from mercury_jax.kernels.rounded import Rounded, plain, rounded
+
+
+def case(b, t, h, g, s, width, r, dtype, seed=0):
+    """q, k, v, ranges, and which keys any query sees; the last query sees nothing."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(b, n, m, width)) for n, m in ((t, h), (s, g), (s, g)))
+    ranges = np.zeros((b, t, r, 2), np.int32)
+    prefix = rng.integers(s // 3, s // 2, (b, 1))
+    ranges[:, :, 0] = np.stack(np.broadcast_arrays(np.arange(b)[:, None] * 5, prefix + np.zeros(t, int)), -1)
+    for i in range(
+        1, r
+    ):  # further ones grow from query to query, behind a gap that nobody sees; the last ends late
+        start = prefix + 7 + (s // 4) * (i - 1)
+        ends = start + 1 + np.arange(t) * 3 % (s // 5) if i < r - 1 else np.full((b, t), s + 9)
+        ranges[:, :, i] = np.stack(np.broadcast_arrays(start, ends), axis=-1)
+    ranges[:, -1] = 0
+    some = np.asarray(reference.visible(jnp.asarray(ranges), s)).any(axis=1)
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(ranges), jnp.asarray(some)[:, :, None]
+
+
+def interpreted(q, k, v, ranges, **more):
+    """The kernel's answer; what it has not written is NaN, and so is what lies behind the last slot."""
+    assert tpu.refuses(q, k, v, ranges, **more) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu.pl, "pallas_call", functools.partial(tpu.pl.pallas_call, interpret=True))
+        return jax.jit(functools.partial(tpu.run, **more))(q, k, v, ranges)
+
+
+def expected(q, k, v, ranges, **more):
+    return reference.run(*(x.astype(jnp.float32) for x in (q, k, v)), ranges, **more)
+
+
+def alike(found, wanted, close):
+    (out, nats), (want, told) = ([np.asarray(x, np.float64) for x in pair] for pair in (found, wanted))
+    assert np.abs(out - want).max() <= close * np.abs(want).max()
+    np.testing.assert_allclose(nats, told, atol=close, rtol=close)  # -inf where nothing is seen
+    assert not out[:, -1].any() and np.isneginf(nats[:, -1]).all()
+
+
+CASES = {  # B, T, H, G, S, K, R, dtype; softcap, how close
+    "one head, fewer keys than a tile": ((1, 3, 1, 1, 40, 64, 1, jnp.float32), None, 1e-5),
+    "two rows of a batch, keys in two tiles, the last not full": (
+        (2, 20, 4, 2, 700, 128, 2, jnp.float32), None, 1e-5,
+    ),
+    "three ranges, capped": ((1, 9, 4, 2, 300, 192, 3, jnp.bfloat16), 2.0, 1e-2),
+    "head size 512": ((1, 5, 4, 2, 200, 512, 2, jnp.bfloat16), None, 1e-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_the_reference(name):
+    shape, softcap, close = CASES[name]
+    q, k, v, ranges, some = case(*shape)
+    more = dict(scale=0.1, softcap=softcap, residual=True)
+    found = interpreted(q, *(jnp.where(some[..., None], x, jnp.nan) for x in (k, v)), ranges, **more)
+    assert found[0].dtype == q.dtype and found[1].dtype == jnp.float32
+    alike(found, expected(q, k, v, ranges, **more), close)
+
+
+def test_queries_in_several_tiles_each_walk_their_own_keys(monkeypatch):
+    monkeypatch.setattr(tpu, "ROWS", 16)
+    monkeypatch.setattr(tpu, "KEYS", (128,))
+    q, k, v, ranges, _ = case(1, 40, 2, 2, 400, 64, 2, jnp.float32)
+    ranges = (
+        ranges.at[0, :16, 0].set(jnp.array([260, 300])).at[0, :16, 1].set(0)
+    )  # the first tile: one late range
+    ranges = ranges.at[0, 16:32].set(0)  # the second: nothing at all
+    more = dict(scale=0.125, softcap=None, residual=True)
+    some = reference.visible(ranges, 400).any(axis=1)[..., None, None]
+    found = interpreted(q, *(jnp.where(some, x, jnp.nan) for x in (k, v)), ranges, **more)
+    alike(found, expected(q, k, v, ranges, **more), 1e-5)
+
+
+def test_int8_keys_are_what_they_stand_for():
+    q, k, v, ranges, some = case(1, 6, 4, 2, 600, 64, 2, jnp.bfloat16)
+    k, v = rounded(k), rounded(v)
+    more = dict(scale=0.125, softcap=None, residual=True)
+    wanted = expected(q, plain(k, jnp.float32), plain(v, jnp.float32), ranges, **more)
+    k, v = (Rounded(x.values, jnp.where(some, x.scale, jnp.nan)) for x in (k, v))
+    alike(interpreted(q, k, v, ranges, **more), wanted, 1e-2)
+
+
+def test_where_memory_is_modelled_too_it_reads_what_it_has_copied():
+    """The slower interpreter, with VMEM of its own and an error for what lies outside of it."""
+    q, k, v, ranges, _ = case(1, 3, 2, 2, 40, 64, 1, jnp.float32)
+    more = dict(scale=0.1, softcap=None, residual=True)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        found = jax.jit(functools.partial(tpu.run, **more))(q, k, v, ranges)
+    alike(found, expected(q, k, v, ranges, **more), 1e-5)
+
+
+def test_rows_go_into_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    ranges = jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32)
+    planned = lambda q, k: tpu._plan(q, k, ranges, 1.0, None, False)
+    q, k = shape(1, 256, 16, 256), shape(1, 4096, 8, 256)
+    monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 1))
+    assert planned(q, k).tiles == 1 and planned(q, k).rows == 512
+    monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 2))
+    assert planned(q, k).tiles == 2  # one for each core
+    monkeypatch.setattr(tpu, "_chip", lambda: (16 * 2**20, 1))
+    p = planned(q, k)
+    assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._bytes(p, 2, 2) <= 16 * 2**20
+    assert planned(shape(1, 256, 256, 512), shape(1, 4096, 256, 512)) is None
+
+
+def test_it_says_what_it_does_not_take():
+    shape = lambda s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    q, k, ranges = shape((1, 4, 4, 64)), shape((1, 9, 2, 64)), shape((1, 4, 2, 2), jnp.int32)
+    told = lambda q=q, k=k, v=None: tpu.refuses(
+        q, k, k if v is None else v, ranges, scale=0.1, softcap=None, residual=False
+    )
+    int8 = jax.eval_shape(rounded, k)
+    assert told() is None and told(k=int8) is None
+    assert "int8" in told(v=int8) and "float16" in told(shape((1, 4, 4, 64), jnp.float16))
+    assert "96" in told(shape((1, 4, 4, 96)), shape((1, 9, 2, 96))) and "3 heads" in told(
+        shape((1, 4, 3, 64))
+    )
+    huge = shape((1, 9, 256, 512))
+    assert "VMEM" in told(shape((1, 4, 256, 512)), huge)
+
+
+def test_it_is_left_out_where_xla_would_have_to_divide_it():
+    """XLA cannot divide a kernel among devices, which shard_map does; a mesh of one device divides nothing."""
+    q, k, v, ranges, _ = case(2, 4, 2, 2, 40, 64, 1, jnp.float32)
+    seen = []
+
+    def ask(q, k, v, ranges):
+        seen.append(tpu.refuses(q, k, v, ranges, scale=0.1, softcap=None, residual=False))
+        return q
+
+    rows = jax.sharding.PartitionSpec("data")
+
+    def traced(devices, within):
+        mesh = jax.make_mesh((devices, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        f = jax.shard_map(ask, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows) if within else ask
+        args = jax.device_put((q, k, v, ranges), jax.sharding.NamedSharding(mesh, rows))
+        jax.jit(f).lower(*args)
+        return seen.pop()
+
+    assert traced(1, within=False) is None and traced(2, within=True) is None
+    assert "divide" in traced(2, within=False)
+
+
+def test_traced_for_a_tpu_a_cache_is_read_by_it_and_a_gradient_never_asked_of_it(monkeypatch):
+    q, k, v, ranges, _ = case(1, 4, 2, 2, 40, 64, 1, jnp.float32)
+    ours = attention._BACKENDS["tpu"]._replace(run=lambda *a, **k: "ours")
+    monkeypatch.setitem(attention._BACKENDS, "tpu", ours)
+    asked = dict(scale=1.0, softcap=None, residual=False)
+    chosen = lambda platform="tpu", cached=True: attention._first(platform, cached, q, k, v, ranges, asked)
+    with pytest.raises(ValueError, match="no TPU"):
+        attend(q, k, v, ranges, backend="tpu")
+    assert chosen() is not ours
+    with chip.traced_for(chip.TPU):
+        assert chosen() is ours
+        assert chosen(cached=False) is not ours and chosen("cuda") is not ours
+    with chip.traced_for(chip.HOPPER):
+        assert chosen() is not ours
