@@ -1,4 +1,4 @@
-"""The second leg of CI: on the newest JAX, import, train ten steps, resume, and sample; and interpret tcgen05.
+"""The second leg of CI: on the newest JAX, lower kernels, interpret tcgen05, train ten steps, resume, and sample.
 
 Run as a script, without pytest, so that this leg needs the core dependencies only.
 """
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mercury_jax as mj
-from mercury_jax.kernels import blackwell, reference
+from mercury_jax.bench import kernel_cases
+from mercury_jax.kernels import blackwell, chip, reference
 from mercury_jax.kernels.blackwell import launch, tensor
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.train import data
@@ -54,7 +55,23 @@ def tcgen05() -> float:
     return float(jnp.abs(got - want).max() / jnp.abs(want).max())
 
 
+def lowered(name: str, every: int = 9) -> int:
+    """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
+    count = 0
+    with chip.traced_for(name):
+        for case in kernel_cases.cases(name)[::every]:
+            try:
+                traced = jax.jit(case.run).trace(*case.args)
+            except ValueError:  # there is no such form, as `refuses` says
+                continue
+            traced.lower(lowering_platforms=("cuda",))
+            count += 1
+    return count
+
+
 def main() -> int:
+    for name in (chip.HOPPER, chip.BLACKWELL):
+        assert lowered(name) >= 8, name
     error = tcgen05()
     assert error < 1e-2, error
     with tempfile.TemporaryDirectory() as folder:

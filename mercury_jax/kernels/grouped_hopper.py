@@ -63,6 +63,7 @@ def run(
         out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), dtype),
         grid=(visits.shape[1] * s.blocks,),
         grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return call(visits, x, w)
 
@@ -85,7 +86,8 @@ def _program(s: Shape, visits: Any, x: Any, w: Any, out: Any) -> None:
         multiply = functools.partial(_multiply, s, n, w.at[expert], x.at[pl.ds(start, s.tile)])
         y = multiply() if not s.small else pl.run_scoped(multiply, _wide(s, x.dtype))
         store = functools.partial(_store, y, out, n * s.block, start, low, high)
-        pl.run_scoped(store, plgpu.SMEM((s.tile, s.block), out.dtype))
+        # Lines a little longer than a block: else all threads of a column would write into the same banks.
+        pl.run_scoped(store, plgpu.SMEM((s.tile, s.block + 8), out.dtype))
 
 
 def _part(s: Shape) -> tuple[int, int]:
@@ -135,6 +137,7 @@ def _multiply(s: Shape, n: Any, w: Any, x: Any, wide: Any = None) -> Any:
 def _store(y: Any, out: Any, column: Any, start: Any, low: Any, high: Any, rows: Any) -> None:
     """Transposed through shared memory; then those rows that are this visit's, one copy each."""
     turned = plgpu.layout_cast(y.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    rows = rows.at[:, pl.ds(0, y.shape[0])]
     rows.transpose((1, 0))[...] = turned
     plgpu.commit_smem()
 

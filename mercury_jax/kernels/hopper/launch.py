@@ -130,7 +130,9 @@ def _launch(
         grid_names=("split", "tile", "pair"),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
     )(q, edges, bounds, *sources)
 
 
