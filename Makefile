@@ -53,7 +53,7 @@ fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## so many hostile requests of each kind (
 	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that are not here; ARGS="-k h200"
-	MERCURY_DEVICELESS=1 $(DEVICELESS)/bin/python -m pytest tests/deviceless $(ARGS)
+	MERCURY_DEVICELESS=$${MERCURY_DEVICELESS:-1} $(DEVICELESS)/bin/python -m pytest tests/deviceless $(ARGS)
 
 setup: $(VENV)/.core  ## only make the environment
 

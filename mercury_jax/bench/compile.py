@@ -29,6 +29,14 @@ ENV = {
 }
 
 
+HOST = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")  # of what compiles for this machine
+
+
+def flags() -> str:
+    """XLA_FLAGS without those of the host: what is compiled is for others, and libtpu ends where it knows one not."""
+    return " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST))
+
+
 class Failed(RuntimeError):
     """The compiling process ended without a result."""
 
@@ -104,7 +112,7 @@ def _run(command: list[str], printed: Path, stage: Callable[[str], None]) -> tup
             command,
             stdout=sink,
             stderr=subprocess.PIPE,
-            env={**os.environ, **ENV},
+            env={**os.environ, **ENV, "XLA_FLAGS": flags()},
             text=True,
             errors="replace",
         )

@@ -8,6 +8,7 @@ denoise, and training rows hold several documents of two ranges each. It is what
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,55 +35,28 @@ class Backend(NamedTuple):
     chip: str | None = None
 
 
-def _hopper_refuses(*args: Any, **asked: Any) -> str | None:
-    if chip.present() != chip.HOPPER:
-        return "the device is no Hopper (sm_90a)"
-    from mercury_jax.kernels import hopper  # where there is no GPU, nobody pays for Mosaic's import
+def _kernel(module: str, name: str, label: str, platform: str) -> Backend:
+    """Kernels of a module of their own, which is imported on their chip alone: nobody else pays for Mosaic."""
 
-    return hopper.refuses(*args, **asked)
+    def load() -> Any:
+        return importlib.import_module(f"mercury_jax.kernels.{module}")
 
+    def refuses(*args: Any, **asked: Any) -> str | None:
+        return load().refuses(*args, **asked) if chip.present() == name else f"the device is no {label}"
 
-def _hopper(*args: Any, **asked: Any) -> Any:
-    from mercury_jax.kernels import hopper
+    def run(*args: Any, **asked: Any) -> Any:
+        return load().run(*args, **asked)
 
-    return hopper.run(*args, **asked)
-
-
-def _blackwell_refuses(*args: Any, **asked: Any) -> str | None:
-    if chip.present() != chip.BLACKWELL:
-        return "the device is no Blackwell (sm_100a)"
-    from mercury_jax.kernels import blackwell
-
-    return blackwell.refuses(*args, **asked)
-
-
-def _blackwell(*args: Any, **asked: Any) -> Any:
-    from mercury_jax.kernels import blackwell
-
-    return blackwell.run(*args, **asked)
-
-
-def _tpu_refuses(*args: Any, **asked: Any) -> str | None:
-    if chip.present() != chip.TPU:
-        return "the device is no TPU"
-    from mercury_jax.kernels import tpu
-
-    return tpu.refuses(*args, **asked)
-
-
-def _tpu(*args: Any, **asked: Any) -> Any:
-    from mercury_jax.kernels import tpu
-
-    return tpu.run(*args, **asked)
+    return Backend(refuses, run, (platform,), cached=True, chip=name)
 
 
 EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
 # Fastest first. The plain one is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
     "walk": Backend(walk.refuses, walk.run, ("cpu",), cached=True),
-    "hopper": Backend(_hopper_refuses, _hopper, ("cuda",), cached=True, chip=chip.HOPPER),
-    "blackwell": Backend(_blackwell_refuses, _blackwell, ("cuda",), cached=True, chip=chip.BLACKWELL),
-    "tpu": Backend(_tpu_refuses, _tpu, ("tpu",), cached=True, chip=chip.TPU),
+    "hopper": _kernel("hopper", chip.HOPPER, "Hopper (sm_90a)", "cuda"),
+    "blackwell": _kernel("blackwell", chip.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
+    "tpu": _kernel("tpu", chip.TPU, "TPU", "tpu"),
     "blockwise": Backend(blockwise.refuses, blockwise.run, EVERYWHERE, cached=False),
     "reference": Backend(reference.refuses, reference.run, EVERYWHERE),
 }

@@ -86,12 +86,13 @@ def test_a_program_has_room_for_what_it_takes(width, int8):
 def test_it_is_for_blackwell_alone_and_says_what_it_does_not_take():
     asked = dict(scale=0.1, softcap=None, residual=False)
     chosen = lambda *args: attention._first("cuda", True, *args, asked).run
+    of = lambda name: attention._BACKENDS[name].run
     told = lambda *args, **more: str(blackwell.refuses(*args, **asked | more))
     assert chosen(*shapes(128)) is reference.run
     with chip.traced_for(chip.HOPPER):
-        assert chosen(*shapes(128)) is attention._hopper
+        assert chosen(*shapes(128)) is of("hopper")
     with chip.traced_for(chip.BLACKWELL):
-        assert chosen(*shapes(128)) is chosen(*shapes(64, int8=True)) is attention._blackwell
+        assert chosen(*shapes(128)) is chosen(*shapes(64, int8=True)) is of("blackwell")
         assert chosen(*shapes(512)) is reference.run
     assert "512" in told(*shapes(512)) and "96" in told(*shapes(96))
     assert "float32" in told(*shapes(64, jnp.float32)) and "4 ranges" in told(*shapes(64, ranges=4))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.kernels import hopper, parts
 from mercury_jax.kernels.blackwell.program import program
 from mercury_jax.kernels.blackwell.tensor import PART, ROWS, arrivals, lacking, tensor
-from mercury_jax.kernels.hopper.feed import RAW
+from mercury_jax.kernels.hopper.feed import RAW, sources_of
 from mercury_jax.kernels.hopper.plan import Plan, Scratch
 from mercury_jax.kernels.rounded import Keys, Rounded
 
@@ -52,7 +52,7 @@ def run(
     p = _plan(q, k, ranges, scale, softcap)
     edges = parts.fold_ranges(ranges, heads // p.groups, ROWS)
     bounds = parts.bounds(edges, ROWS, p.keys, p.slots)
-    outs, lses = _launch(p, parts.fold(q, p.groups, ROWS), edges, bounds, _sources(p, k, v))
+    outs, lses = _launch(p, parts.fold(q, p.groups, ROWS), edges, bounds, sources_of(p, k, v))
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
@@ -80,20 +80,6 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
         rounded=int8,
         interpreted=lacking(),
     )
-
-
-def _sources(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
-    """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
-
-    def filled(x: Array, multiple: int = 1) -> Array:
-        more = p.slots + -p.slots % multiple - x.shape[1]
-        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
-
-    if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
-        return tuple(filled(jnp.asarray(x)) for x in (k, v))
-    # A line of what is copied by TMA has a multiple of 16 bytes.
-    scales = [filled(x.scale, 4).transpose(0, 2, 1) for x in (k, v)]
-    return filled(k.values), filled(v.values), *scales
 
 
 def _launch(

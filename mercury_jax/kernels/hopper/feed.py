@@ -8,8 +8,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch, Walk
+from mercury_jax.kernels.rounded import Keys, Rounded
 
 RAW = 2  # int8 tiles in flight
 BYTES = (
@@ -75,3 +77,17 @@ def _widen(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) ->
         plgpu.commit_smem()
         plgpu.barrier_arrive(full.at[slot])
     pl.when(i + RAW < walk.steps)(lambda: _load_raw(p, s, walk, sources, i + RAW))
+
+
+def sources_of(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
+    """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
+
+    def filled(x: Array, multiple: int = 1) -> Array:
+        more = p.slots + -p.slots % multiple - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+
+    if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
+        return tuple(filled(jnp.asarray(x)) for x in (k, v))
+    # A line of what is copied by TMA has a multiple of 16 bytes.
+    scales = [filled(x.scale, 4).transpose(0, 2, 1) for x in (k, v)]
+    return filled(k.values), filled(v.values), *scales

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.kernels import parts
 from mercury_jax.kernels.hopper import wide
-from mercury_jax.kernels.hopper.feed import RAW
+from mercury_jax.kernels.hopper.feed import RAW, sources_of
 from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch
 from mercury_jax.kernels.hopper.program import program
 from mercury_jax.kernels.interpret import interpreting
@@ -65,7 +65,7 @@ def run(
     p = _plan(q, k, ranges, scale, softcap)
     edges = parts.fold_ranges(ranges, heads // p.groups, p.rows)
     bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
-    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, _sources(p, k, v))
+    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, sources_of(p, k, v))
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
@@ -98,26 +98,16 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
     return p._replace(splits=parts.splits(programs, steps, PROCESSORS))
 
 
-def _sources(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
-    """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
-
-    def filled(x: Array, multiple: int = 1) -> Array:
-        more = p.slots + -p.slots % multiple - x.shape[1]
-        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
-
-    if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
-        return tuple(filled(jnp.asarray(x)) for x in (k, v))
-    # A line of what is copied by TMA has a multiple of 16 bytes.
-    scales = [filled(x.scale, 4).transpose(0, 2, 1) for x in (k, v)]
-    return filled(k.values), filled(v.values), *scales
-
-
 def _launch(
     p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    """The kernel over its grid: outputs [splits, P, M, K], fp32 where parts, and log-sum-exp [splits, P, M]."""
+    """The kernel over its grid: outputs [splits, P, M, K], fp32 where parts, and log-sum-exp [splits, P, M].
+
+    Of head size 512 they are fp32 always: what it takes to write 16 bits in whole lines would spill registers.
+    """
     pairs, rows, width = q.shape
-    out = jax.ShapeDtypeStruct((p.splits, *q.shape), q.dtype if p.splits == 1 else jnp.float32)
+    exact = p.wide or p.splits > 1
+    out = jax.ShapeDtypeStruct((p.splits, *q.shape), jnp.float32 if exact else q.dtype)
 
     def attention(*refs: Any) -> None:  # whose name the kernel has in a compiler's reports
         program(p, 3 + len(sources), *refs)

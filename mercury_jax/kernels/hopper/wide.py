@@ -28,7 +28,6 @@ from mercury_jax.kernels.hopper.softmax import (
     hide,
     inside,
     over,
-    store,
 )
 
 KEYS = 128  # of a tile: a half for each warpgroup
@@ -103,8 +102,7 @@ def compute(p: Plan, s: Scratch, walk: Walk, worker: Any, q: Any, edges: Any, ou
     safe = jnp.where(total > 0, total, 1.0)
     for n, x in enumerate(sums):
         columns = pl.ds((worker * spans + n) * SPAN, SPAN)
-        # A place of values that this warpgroup alone has read, and that is not filled again.
-        store(out.at[split, pair, rows, columns], s.v.at[2 * n % RING + worker], x * over(1.0 / safe, x))
+        out[split, pair, rows, columns] = x * over(1.0 / safe, x)
 
     @pl.when(worker == 0)
     def _() -> None:
