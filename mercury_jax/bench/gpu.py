@@ -66,7 +66,8 @@ SMALL_SHAPES = [
 def steps(small: bool = False, only: Sequence[str] = ()) -> list[Step]:
     """What is measured, the most wanted first. only: parts of names; those without any of them are left out."""
     if small:
-        found = [*map(_decoding, SMALL), *map(_attention, SMALL_SHAPES), _training("nano", 2, 128)]
+        once = [_decoding(m, turns=1) for m in SMALL]
+        found = [*once, *map(_attention, SMALL_SHAPES), _training("nano", 2, 128, turns=1)]
     else:
         shapes = gpu_attention.table()
         first = [s for s in shapes if s.batch == 1 and not s.causal]
@@ -83,19 +84,19 @@ def steps(small: bool = False, only: Sequence[str] = ()) -> list[Step]:
     return chosen
 
 
-def _decoding(asked: Running) -> Step:
+def _decoding(asked: Running, turns: int = 5) -> Step:
     named = ("batch", "prefix") if asked.batch > 1 else ("prefix",)
     more = [asked.quantise, *(f"{n} {getattr(asked, n)}" for n in named)]
     name = " ".join(["decoding", asked.name, *(x for x in more if x)])
-    return Step(name, lambda most: iter([gpu_models.decoding(most, asked)]))
+    return Step(name, lambda most: iter([gpu_models.decoding(most, asked, turns)]))
 
 
 def _attention(shape: gpu_attention.Shape) -> Step:
     return Step(f"attention {shape.name}", lambda most: gpu_attention.measure(most, [shape]))
 
 
-def _training(name: str, rows: int, row: int = 2048) -> Step:
-    return Step(f"training {name}", lambda most: iter([gpu_training.training(most, name, rows, row)]))
+def _training(name: str, rows: int, row: int = 2048, turns: int = 5) -> Step:
+    return Step(f"training {name}", lambda most: iter([gpu_training.training(most, name, rows, row, turns)]))
 
 
 def measure(

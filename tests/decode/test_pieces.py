@@ -106,9 +106,9 @@ BITS = np.random.default_rng(0).integers(0, 2**32, (6, 4), dtype=np.uint32)
 ALLOWS = (shape.allow({2: [40, 41, 96], 9: [3]}), shape.allow_bits(BITS, 3))
 
 
-@pytest.mark.parametrize("piece", [24, 32])
-def test_a_model_decodes_in_pieces_as_with_all_logits(piece):
-    """Every shaper that may be given a part; 97 ids are no multiple of either piece."""
+def test_a_model_decodes_in_pieces_as_with_all_logits():
+    """Every shaper that may be given a part; the last piece is shorter, and pieces begin within words of bits."""
+    piece = 24
     lm, sampler = conditioned(), Sampler(mj.rules.entropy_bound(), SHAPERS, temperature=0.0, allow=ALLOWS)
     job = job_of(lm, sampler)
     assert pieces.applies(job.program._replace(piece=piece), job.knobs.sampler)

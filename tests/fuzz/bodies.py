@@ -4,6 +4,7 @@ import copy
 import json
 from typing import Any
 
+FULL = 500  # cases from which on a run is more than a short form
 MODEL = "tiny"
 SCHEMA = {
     "type": "object",

@@ -15,7 +15,6 @@ GAP = 120.0  # seconds: filling a gap between two texts compiles a program where
 PATIENCE = 10.0  # seconds until a request counts as one that is not complete: more than the server's own
 TOGETHER, WAITING = 6, 24  # clients that send bodies, and that send heads and mostly wait
 GROWTH = 50 << 20
-FULL = 500  # cases from which on gaps are among the bodies: the first ones of each shape compile a program
 
 
 class Told(NamedTuple):
@@ -99,7 +98,8 @@ async def alive(client):
 
 
 def right(cases):
-    return [ask for ask in bodies.RIGHT if cases >= FULL or "suffix" not in ask[1]]
+    # The first gaps of each shape compile a program.
+    return [ask for ask in bodies.RIGHT if cases >= bodies.FULL or "suffix" not in ask[1]]
 
 
 def test_what_is_made_odd_was_right(server, cases):
