@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from mercury_jax.kernels import attend
 from mercury_jax.kernels.chip import BLACKWELL, HOPPER
 from mercury_jax.kernels.grouped import grouped
+from mercury_jax.kernels.paged import attend_paged
 from mercury_jax.kernels.rounded import rounded
 
 ATTENTION = {HOPPER: "hopper", BLACKWELL: "blackwell"}  # chip: the backend of `attend` that is for it
 FALLBACK = {
     "attention": "plain XLA, whose scores are materialised",
+    "paged": "each row's pages gathered, then attention over them",
     "grouped": "tiles of rows in a loop, by XLA",
 }
 WIDTHS, SLOTS = (64, 128, 256, 512), 8192
@@ -35,24 +37,42 @@ class Case(NamedTuple):
 
 def cases(chip: str) -> list[Case]:
     """All for a chip ("sm_90a", "sm_100a"), in the order of compilation."""
-    return [*_attention(ATTENTION[chip]), *_grouped()]
+    return [*_attention(ATTENTION[chip]), *_paged(), *_grouped()]
 
 
 def _attention(backend: str) -> Iterator[Case]:
     """Head sizes x dtypes x int8 keys x ranges, for few rows (one warpgroup, keys split) and for many; caps between."""
     forms = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
     for n, (width, dtype, int8, ranges, queries) in enumerate(forms):
-        q = jax.ShapeDtypeStruct((1, queries, 16, width), dtype)
-        k = jax.ShapeDtypeStruct((1, SLOTS, 2, width), dtype)
+        batch = 1 if queries == 8 else 8  # where rows are many nothing is split, and 16 bits are written
+        q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
+        k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
         keys = jax.eval_shape(rounded, k) if int8 else k
-        seen = jax.ShapeDtypeStruct((1, queries, ranges, 2), jnp.int32)
+        seen = jax.ShapeDtypeStruct((batch, queries, ranges, 2), jnp.int32)
         softcap = 30.0 if n % 5 == 0 else None
         shape = (
-            f"{queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
+            f"{batch} x {queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
             f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
         )
         run = functools.partial(attend, softcap=softcap, residual=True, cached=True, backend=backend)
         yield Case("attention", shape, run, (q, keys, keys, seen))
+
+
+def _paged() -> Iterator[Case]:
+    """A canvas, and few rows, for each of 8 sequences: head sizes x int8 keys x page sizes."""
+    forms = itertools.product(((64, 128), (128, 256), (256, 64), (512, 128)), (False, True), (8, 256))
+    for (width, page), int8, queries in forms:
+        q = jax.ShapeDtypeStruct((8, queries, 16, width), BF16)
+        k = jax.ShapeDtypeStruct((1024, page, 2, width), BF16)
+        keys = jax.eval_shape(rounded, k) if int8 else k
+        pages = jax.ShapeDtypeStruct((8, SLOTS // page), jnp.int32)
+        seen = jax.ShapeDtypeStruct((8, queries, 2, 2), jnp.int32)
+        shape = (
+            f"8 x {queries} x 16/2 heads of {width}, 2 ranges, bf16, {'int8' if int8 else 'bf16'} keys, "
+            f"pages of {page}"
+        )
+        run = functools.partial(attend_paged, residual=True, backend="hopper")
+        yield Case("paged", shape, run, (q, keys, keys, pages, seen))
 
 
 def _grouped() -> Iterator[Case]:

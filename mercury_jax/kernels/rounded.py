@@ -23,6 +23,7 @@ class Rounded(NamedTuple):
 
 
 Keys = Float[Array, "B S G K"] | Rounded  # or values
+Pool = Float[Array, "P page G K"] | Rounded  # the same in pages that rows share
 
 
 def rounded(x: Float[Array, "*s K"]) -> Rounded:

@@ -32,7 +32,7 @@ def test_no_form_of_a_kernel_spills(records, target, chip):
 
 @pytest.mark.parametrize("target", PRODUCT)
 def test_attention_is_made_of_the_chips_own_products(records, target):
-    made = [r for r in records(target) if r["kernel"] == "attention" and "refused" not in r]
+    made = [r for r in records(target) if r["kernel"] in ("attention", "paged") and "refused" not in r]
     for r in made:
         assert r["products"].get(PRODUCT[target], 0) > 0 and len(r["products"]) == 1, r
 

@@ -20,7 +20,10 @@ BYTES = (
 
 
 def feed(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...]) -> None:
-    """All tiles of a walk. sources: keys and values [B, S, G, K]; int8: also their scales [B, G, S]."""
+    """All tiles of a walk. sources: keys and values [B, S, G, K]; int8: also their scales [B, G, S].
+
+    Of a pool, [1, S, G, K] and [1, G, S], and last the slots at which the tiles of each row begin [B, N].
+    """
     if p.rounded:
         for i in range(RAW):
             pl.when(i < walk.steps)(lambda i=i: _load_raw(p, s, walk, sources, i))
@@ -38,8 +41,9 @@ def _read(s: Scratch, slot: int) -> None:
 
 def _load(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:
     slot = jax.lax.rem(i, jnp.int32(p.stages))
-    at = (walk.batch, pl.ds(walk.start(p, i), p.keys), walk.group)
-    for source, tile, full, free in zip(sources, *_tiles(s), strict=True):
+    row, start = walk.place(p, i, sources)
+    at = (row, pl.ds(start, p.keys), walk.group)
+    for source, tile, full, free in zip(sources[:2], *_tiles(s), strict=True):
         pl.when(i >= p.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
         plgpu.copy_gmem_to_smem(source.at[at], tile.at[slot], full.at[slot])
 
@@ -50,13 +54,12 @@ def _tiles(s: Scratch) -> tuple[tuple[Any, Any], ...]:
 
 
 def _load_raw(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) -> None:
-    slot, keys = jax.lax.rem(jnp.int32(i), jnp.int32(RAW)), pl.ds(walk.start(p, i), p.keys)
+    slot, (row, start) = jax.lax.rem(jnp.int32(i), jnp.int32(RAW)), walk.place(p, i, sources)
+    keys = pl.ds(start, p.keys)
     for x in (0, 1):
+        plgpu.copy_gmem_to_smem(sources[x].at[row, keys, walk.group], s.raw.at[x, slot], s.raw_full.at[slot])
         plgpu.copy_gmem_to_smem(
-            sources[x].at[walk.batch, keys, walk.group], s.raw.at[x, slot], s.raw_full.at[slot]
-        )
-        plgpu.copy_gmem_to_smem(
-            sources[2 + x].at[walk.batch, walk.group, keys], s.scales.at[x, slot], s.raw_full.at[slot]
+            sources[2 + x].at[row, walk.group, keys], s.scales.at[x, slot], s.raw_full.at[slot]
         )
 
 
@@ -83,7 +86,7 @@ def sources_of(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
     """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
 
     def filled(x: Array, multiple: int = 1) -> Array:
-        more = p.slots + -p.slots % multiple - x.shape[1]
+        more = 0 if p.paged else p.slots + -p.slots % multiple - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
 
     if not (isinstance(k, Rounded) and isinstance(v, Rounded)):

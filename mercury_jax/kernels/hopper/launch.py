@@ -15,7 +15,7 @@ from mercury_jax.kernels.hopper.feed import RAW, sources_of
 from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch
 from mercury_jax.kernels.hopper.program import program
 from mercury_jax.kernels.interpret import interpreting
-from mercury_jax.kernels.rounded import Keys, Rounded
+from mercury_jax.kernels.rounded import Keys, Pool, Rounded
 
 PROCESSORS = 132  # of an H100 and an H200
 SHARED = (
@@ -25,7 +25,15 @@ KEYS = {64: 128, 128: 128, 256: 64, 512: wide.KEYS}  # head size: keys of a tile
 
 
 def refuses(
-    q: Any, k: Any, v: Any, ranges: Any, *, scale: float, softcap: float | None, residual: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    ranges: Any,
+    *,
+    scale: float,
+    softcap: float | None,
+    residual: bool,
+    pages: Any = None,
 ) -> str | None:
     """Why this kernel does not take these shapes and dtypes, or None."""
     if isinstance(k, Rounded) != isinstance(v, Rounded):
@@ -43,43 +51,49 @@ def refuses(
         return f"{ranges.shape[2]} ranges a row; registers suffice for 3"
     if q.shape[2] % k.shape[2]:
         return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
+    if pages is not None and k.shape[1] % (keys := KEYS[q.shape[-1]]):
+        return f"pages of {k.shape[1]} slots are no multiple of the {keys} keys that it copies at once"
     return None if scale > 0 else f"scale {scale} is not above 0"
 
 
 def run(
     q: Float[Array, "B T H K"],
-    k: Keys,
-    v: Keys,
+    k: Keys | Pool,
+    v: Keys | Pool,
     ranges: Int[Array, "B T R 2"],
     *,
     scale: float,
     softcap: float | None = None,
     residual: bool = False,
+    pages: Int[Array, "B N"] | None = None,
 ) -> Any:
     """What `kernels.attend` gives; not differentiable.
 
     Keys that no row sees may hold anything, NaN as well. Values too, unless they lie between the lowest start and the
     highest end that one range has over the rows of a tile: there they must be finite.
+    pages: k and v are a pool [P, page, G, K], and these its pages of each row, every one within 0..P-1
+    (`kernels.paged`).
     """
     batch, queries, heads, _ = q.shape
-    p = _plan(q, k, ranges, scale, softcap)
+    p = _plan(q, k, ranges, scale, softcap, pages)
     edges = parts.fold_ranges(ranges, heads // p.groups, p.rows)
     bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
-    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, sources_of(p, k, v))
+    sources = sources_of(p, k, v) if pages is None else _pool(p, k, v, pages)
+    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, sources)
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
 
 
-def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> Plan:
-    _, queries, heads, width = q.shape
-    batch, slots, groups, _ = k.shape
+def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, pages: Any = None) -> Plan:
+    batch, queries, heads, width = q.shape
+    _, slots, groups, _ = k.shape
     rows, keys, int8, both = queries * (heads // groups), KEYS[width], isinstance(k, Rounded), width > 256
     # Who widens int8 needs more registers than two that compute could leave.
     workers = 2 if both else 1 if rows <= ROWS or int8 else 2
     line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
     room = SHARED - workers * ROWS * (line + edge) - (RAW * keys * (line + 8) if int8 else 0)
-    slots = max(slots, keys)
+    slots = max(slots, keys) if pages is None else pages.shape[1] * slots
     p = Plan(
         workers,
         keys,
@@ -93,9 +107,18 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
         rounded=int8,
         interpreted=interpreting(),
         wide=both,
+        paged=pages is not None,
     )
     programs, steps = batch * groups * -(-rows // p.rows), -(-slots // keys)
     return p._replace(splits=parts.splits(programs, steps, PROCESSORS))
+
+
+def _pool(p: Plan, k: Pool, v: Pool, pages: Int[Array, "B N"]) -> tuple[Array, ...]:
+    """The sources of `feed` over a pool: it is one row of slots, and each tile of keys lies within a page."""
+    page = k.shape[1]
+    begins = pages[:, :, None] * page + jnp.arange(0, page, p.keys, dtype=jnp.int32)
+    k, v = (jax.tree.map(lambda y: y.reshape(1, -1, *y.shape[2:]), x) for x in (k, v))
+    return *sources_of(p, k, v), begins.reshape(len(pages), -1)
 
 
 def _launch(

@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     rounded: bool  # int8 keys and values
     interpreted: bool
     wide: bool = False  # both warpgroups share 64 rows, each with half of the columns
+    paged: bool = False  # a table says where each tile of keys lies in a pool that all rows share
 
     @property
     def rows(self) -> int:
@@ -70,6 +71,10 @@ class Walk(NamedTuple):
     def start(self, p: Plan, i: Any) -> Any:
         """The first key loaded at step i: the last tile may not fit, and starts earlier."""
         return jnp.minimum((self.first + i) * p.keys, p.slots - p.keys)
+
+    def place(self, p: Plan, i: Any, sources: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(row of the batch, slot) where the tile of step i lies in the sources of `feed`; a pool is one long row."""
+        return (0, sources[-1][self.batch, self.first + i]) if p.paged else (self.batch, self.start(p, i))
 
 
 def walk_of(p: Plan, bounds: Any) -> Walk:

@@ -35,15 +35,18 @@ def program(p: Plan, inputs: int, *refs: Any) -> None:
     """
     (q, edges, bounds, *sources), (out, lse, s) = refs[:inputs], refs[inputs:]
     warpgroup, walk = jax.lax.axis_index("warpgroup"), walk_of(p, bounds)
+    computing, feeding = (
+        (240, 24) if p.wide else (232, 40)
+    )  # registers of a thread; together all that there are
 
     def work(worker: Any) -> None:
         if p.workers == 2:  # they take registers that the third gives up
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(computing, action="increase")
         (wide.compute if p.wide else _compute)(p, s, walk, worker, q, edges, out, lse)
 
     def bring() -> None:
         if p.workers == 2:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(feeding, action="decrease")
         (wide.feed if p.wide else feed)(p, s, walk, tuple(sources))
 
     if (

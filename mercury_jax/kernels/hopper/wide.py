@@ -38,7 +38,7 @@ RING = 4  # pieces of keys in flight, and of values
 
 
 def feed(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...]) -> None:
-    """All pieces of a walk, in the order in which they are read. sources: keys and values [B, S, G, K]."""
+    """All pieces of a walk, in the order in which they are read. sources: as those of `hopper.feed`."""
     args = (p, s, walk, sources)
 
     def step(i: Any, _: None) -> None:  # in loops: unrolled, addresses would take more registers than it has
@@ -55,16 +55,17 @@ def feed(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...]) -> None:
 
 
 def _load_keys(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any, n: Any) -> None:
-    slot, begin = _vacant(s.k_free, i, n), walk.start(p, i)
+    slot, (row, begin) = _vacant(s.k_free, i, n), walk.place(p, i, sources)
     for half in (0, 1):
-        at = (walk.batch, pl.ds(begin + half * HALF, HALF), walk.group, pl.ds(n * DEPTH, DEPTH))
+        at = (row, pl.ds(begin + half * HALF, HALF), walk.group, pl.ds(n * DEPTH, DEPTH))
         plgpu.copy_gmem_to_smem(sources[0].at[at], s.k.at[slot, half], s.k_full.at[slot])
 
 
 def _load_values(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any, n: Any) -> None:
-    slot, begin, worker = _vacant(s.v_free, i, n), walk.start(p, i), jax.lax.rem(n, jnp.int32(2))
+    slot, (row, begin) = _vacant(s.v_free, i, n), walk.place(p, i, sources)
+    worker = jax.lax.rem(n, jnp.int32(2))
     half, column = _place(s.q.shape[0], jax.lax.div(n, jnp.int32(2)), worker)
-    at = (walk.batch, pl.ds(begin + half * HALF, HALF), walk.group, pl.ds(column, SPAN))
+    at = (row, pl.ds(begin + half * HALF, HALF), walk.group, pl.ds(column, SPAN))
     plgpu.copy_gmem_to_smem(sources[1].at[at], s.v.at[slot], s.v_full.at[slot])
 
 
