@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
+from mercury_jax.decode import defaults
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
@@ -32,6 +33,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     loop.ready(config)
+    decoding = defaults.described(config.sampler)
     first = _first(config)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, config.model)
@@ -50,7 +52,7 @@ def train(config: TrainConfig) -> loop.Result:
     )  # fmt: skip
     if jax.process_index() == 0:
         card = {} if first is None else {"init": config.init, **first.card}
-        made = LM(model, result.ema, tokenizer, corruption, config.name, card)
+        made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
         hub.save(config.folder / "model", made, config.noise)
     return result
 
