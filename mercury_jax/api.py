@@ -84,7 +84,10 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     if not kept.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
-        Tokenizer.train(texts, config.model.vocab).save(kept)
+        try:
+            Tokenizer.train(texts, config.model.vocab).save(kept)
+        except ValueError as error:
+            raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(kept)

@@ -10,9 +10,14 @@ from mercury_jax.chat import example
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
-from mercury_jax.train.recipe import load_recipe
+from mercury_jax.train.recipe import load_recipe, packaged
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+def test_the_packaged_recipes_are_found_by_name():
+    assert packaged() == {path.stem: path for path in RECIPES}
+    assert load_recipe("nano_ar").name == "nano_ar"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

@@ -6,6 +6,7 @@ batches = build(mix, tokenizer, model.layout, rows=16, row=512, seed=0)
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.train.data.sources import (
@@ -35,7 +36,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The pipeline needs grain; a recipe that only names its sources, an evaluation and `mercury info` do not."""
     if name not in ("build", "check_fit", "held_out", "texts"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     from mercury_jax.train.data import pipeline
 
     return getattr(pipeline, name)
