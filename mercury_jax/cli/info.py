@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def about_model(folder: str | None, mask: int | None = None) -> dict[str, Any]:
-    from mercury_jax import api, hub
+    from mercury_jax import hub
 
-    return hub.info(api.NANO if folder is None else folder, mask=mask)
+    return hub.info(hub.NANO if folder is None else folder, mask=mask)
 
 
 def about_machine() -> dict[str, Any]:

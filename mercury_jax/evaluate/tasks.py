@@ -60,6 +60,7 @@ TASKS: dict[str, Task] = {
         _asked("sudoku9", 96, "9x9 sudokus, each with one solution", limit=64),
         _asked("countdown3", 128, "reach a target with three numbers and + - * /; any valid way counts"),
         _asked("countdown4", 128, "reach a target with four numbers and + - * /; any valid way counts"),
+        _asked("add2", 32, "sums of two numbers of two digits"),
         _asked("add3", 64, "sums of two numbers of three digits"),
         Task(
             name="code-bpb",

@@ -227,7 +227,7 @@ def test_plotting_needs_matplotlib_and_says_so(tmp_path, monkeypatch):
 
 def test_every_task_says_what_it_is():
     assert list(evaluate.TASKS) == [
-        "sudoku4", "sudoku9", "countdown3", "countdown4", "add3", "code-bpb", "code-infill",
+        "sudoku4", "sudoku9", "countdown3", "countdown4", "add2", "add3", "code-bpb", "code-infill",
     ]  # fmt: skip
     assert all(task.about and task.name == name for name, task in evaluate.TASKS.items())
     assert set(ASKED) <= set(generators.ALL)
