@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import launch, rules
-from mercury_jax.decode.arguments import check_lm, checked_plan
+from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
 from mercury_jax.decode.prompts import check_seed, normalise
 from mercury_jax.types import LM
 
@@ -89,7 +89,7 @@ def edit(
         >>> mj.edit(lm, "1243\\n4312\\n3421\\n2124", prompt=[{"role": "user", "content": "0200\\n4302\\n3401\\n0004"}])
     """
     check_lm(lm)
-    plan = checked_plan(plan)
+    plan, mesh = checked_plan(plan), checked_mesh(mesh)
     texts, single = _texts(text)
     rows = [
         _row(lm, t, s, i)
@@ -139,6 +139,8 @@ def _texts(text: Any) -> tuple[list[Any], bool]:
 def _spans(spans: Any, single: bool, count: int) -> list[Any]:
     if spans is None:
         return [None] * count
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
         return [spans]
     if len(spans) != count:
@@ -170,6 +172,8 @@ def _row(lm: LM, text: Any, spans: Any, index: int) -> Row:
         raise refuse(name, text, "a text of at least one character")
     if spans is None:
         return Row(np.asarray(lm.tokenizer.encode(text), np.int32), None)
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_place(text, span) for span in spans)
     if not cuts:
         raise refuse("spans", spans, "at least one span, or None")
