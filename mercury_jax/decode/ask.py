@@ -71,7 +71,7 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         sampler = constrained.opened(sampler, len(prompts), lm.model.config.vocab)
     job = launch.prepare(
         lm, wanted, sampler, plan, temperature=asked.temperature,
-        close=None if marks is None else marks.close, logprobs=_logprobs(asked.logprobs),
+        close=None if marks is None else marks.close, logprobs=check_logprobs(asked.logprobs),
         guidance=_guidance(lm, asked, len(prompts)), before=None if asked.state is None else asked.state.job.state,
         mesh=asked.mesh,
     )  # fmt: skip
@@ -136,7 +136,8 @@ def _biased(sampler: Any, table: Any) -> Any:
     return sampler._replace(shape=(*sampler.shape, shape.bias(table)))
 
 
-def _logprobs(count: Any) -> int | None:
+def check_logprobs(count: Any) -> int | None:
+    """How many alternatives to keep at each token, or None."""
     if count is None:
         return None
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= 100:

@@ -90,3 +90,6 @@ def stalled(
     done, _ = filled()(view, proposal, ())
     same = jnp.all(proposal.canvas == view.canvas)
     return done & (same | (count > patience)), (best, count)
+
+
+ALL = {make.__name__: make for make in (filled, never, steady, fixed_point, stalled)}
