@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
+from mercury_jax.decode import defaults
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
@@ -29,6 +30,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     loop.ready(config)
+    decoding = defaults.described(config.sampler)
     first = _first(config)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, config.model)
@@ -37,7 +39,7 @@ def train(config: TrainConfig) -> loop.Result:
     index, count = sharding.share(loop.mesh_of(config))
     batches = pipelines.build(
         config.data, tokenizer, model.layout,
-        rows=loop.local_rows(config), row=config.row, seed=config.seed, index=index, count=count,
+        rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
         config, model, corruption, batches,
@@ -47,7 +49,7 @@ def train(config: TrainConfig) -> loop.Result:
     )  # fmt: skip
     if jax.process_index() == 0:
         card = {} if first is None else {"init": config.init, **first.card}
-        made = LM(model, result.ema, tokenizer, corruption, config.name, card)
+        made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
         hub.save(config.folder / "model", made, config.noise)
     return result
 
@@ -98,11 +100,13 @@ def _evaluator(
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
+    on = loop.mesh_of(config)
+    index, count = sharding.share(on)
     batches = pipelines.held_out(
         config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches,
+        batches=config.eval_batches, index=index, count=count,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
+    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 

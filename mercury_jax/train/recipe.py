@@ -62,6 +62,7 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 200  # steps; 0: never
     eval_batches: int = 8
+    sampler: Any = None  # the model's default rule, as `mj.rules` makes it; None: what its noise suggests
     sample_every: int = 200  # steps; 0: never
     sample_prompts: tuple[str, ...] = ()  # what the model answers while it is trained
     sample_chat: bool = False  # they are user turns; else raw text to go on from
@@ -211,22 +212,24 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
             raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
     # tyro makes options of dataclasses and leaves what it does not know as it is.
-    plain = dataclasses.replace(config, data=_KEPT)
+    plain = dataclasses.replace(config, data=_KEPT, sampler=_KEPT)
     fixed = (tyro.conf.SuppressFixed,)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": the data
         new = tyro.cli(
             type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed
         )
-    return dataclasses.replace(new, data=config.data)
+    return dataclasses.replace(new, data=config.data, sampler=config.sampler)
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all plain fields: `steps`, `optim.lr`, `model.width`; not of the data."""
+    """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of values that only Python can write."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value) and f.name != "data":
+        if not prefix and f.name in ("data", "objective", "sampler"):
+            continue
+        if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{f.name}.")
-        elif f.name not in ("data", "objective"):
+        else:
             yield prefix + f.name
 
 
