@@ -2,6 +2,7 @@
 
     mercury train configs/nano_bidirectional.py            # two CPU cores: a few minutes
     mercury bench cache runs/nano_bidirectional/model      # what reusing its keys costs and brings
+    mercury convert runs/nano_bidirectional/model out --to hf   # A2DQwen3LMHeadModel, as dllm's tiny-A2D models
 
 It goes on from the embedded model: who sees whom is no matter of parameters, so a few hundred steps turn
 a causal encoder into a bidirectional denoiser.
