@@ -36,7 +36,9 @@ def train(config: TrainConfig) -> loop.Result:
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, config.model)
     model = models.build(config.model)
-    corruption = noise.build(config.noise, config.model.vocab, config.model.mask, noise.specials(tokenizer))
+    corruption = noise.build(
+        config.noise, config.model.vocab, config.model.mask, noise.specials(tokenizer, config.model.vocab)
+    )
     index, count = sharding.share(loop.mesh_of(config))
     batches = pipelines.build(
         config.data, tokenizer, model.layout,

@@ -89,7 +89,7 @@ def load(
     memory.check(model, mesh, kind or config.dtype, quantise, data["name"])
     params = _params(model, found, kind, quantise, mesh)
     described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-    kept_out = tuple(data.get("forbidden", noise.specials(tokenizer)))
+    kept_out = tuple(data.get("forbidden", noise.specials(tokenizer, config.vocab)))
     return LM(
         model=model,
         params=params,
