@@ -42,7 +42,7 @@ def train(config: TrainConfig) -> loop.Result:
     index, count = sharding.share(loop.mesh_of(config))
     batches = pipelines.build(
         config.data, tokenizer, model.layout,
-        rows=loop.local_rows(config), row=config.row, seed=config.seed, index=index, count=count,
+        rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
         config, model, corruption, batches,
@@ -100,11 +100,13 @@ def _evaluator(
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
+    on = loop.mesh_of(config)
+    index, count = sharding.share(on)
     batches = pipelines.held_out(
         config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches,
+        batches=config.eval_batches, index=index, count=count,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
+    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 
