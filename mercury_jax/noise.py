@@ -153,10 +153,12 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
     if config.kind == "uniform":
         return uniform(vocab, schedule(config), (*(() if mask is None else (mask,)), *forbidden))
     if mask is None:
-        allowed = (
-            f"an id: {config.kind} noise needs one (of an open checkpoint: hub.config_of(folder, mask=ID))"
+        raise refuse(
+            "model.mask",
+            None,
+            f"an id: {config.kind} noise needs one. hub.config_of(folder, mask=ID) gives an autoregressive checkpoint "
+            "its mask; models of uniform noise (DiffusionGemma, DUO) cannot be trained yet",
         )
-        raise refuse("model.mask", None, allowed)
     if config.kind == "absorbing":
         return absorbing(mask, schedule(config), forbidden)
     return hybrid(vocab, mask, config.uniform, forbidden)

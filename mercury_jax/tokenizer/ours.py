@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import sentencepiece as spm
 
+from mercury_jax.config import refuse
 from mercury_jax.tokenizer.protocol import Fim, Messages, Thinking, lazy, valid
 
 
@@ -160,6 +161,12 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """int32 [V]: the UTF-8 bytes of each id, 0 for specials; over a text they sum to its bytes."""
         return np.array([len(piece) for piece in self.pieces], np.int32)
+
+    def with_mask(self, mask: int) -> Tokenizer:
+        """This tokenizer, whose mask is fixed; ValueError for another one."""
+        if mask != self.mask:
+            raise refuse("mask", mask, f"{self.mask}, as in the tokenizer")
+        return self
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, never a special one. ValueError for a lone surrogate, which no UTF-8 text has."""

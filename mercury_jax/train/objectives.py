@@ -75,6 +75,7 @@ def autoregressive() -> Objective:
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         del key
         check_masks_only("autoregressive", corruption)
+        assert corruption.mask is not None  # absorbing noise has one
         xt = jnp.where(batch.editable, corruption.mask, batch.tokens)
         ce, right = cross_entropy(model, params, batch, xt, t=jnp.ones(xt.shape))
         scored = jnp.where(batch.editable, ce, 0.0)

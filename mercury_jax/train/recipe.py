@@ -141,12 +141,14 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all plain fields: `steps`, `optim.lr`, `model.width`; not of the data."""
+    """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of the recipe's data and objective."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value) and f.name != "data":
+        if not prefix and f.name in ("data", "objective"):
+            continue
+        if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{f.name}.")
-        elif f.name not in ("data", "objective"):
+        else:
             yield prefix + f.name
 
 
