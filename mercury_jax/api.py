@@ -1,10 +1,9 @@
-"""Where the parts meet: load() and train(), which need models, data and decoding at once."""
+"""train(): where models, data, objectives and decoding (for previews) meet."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import ModelConfig, refuse, to_dict
+from mercury_jax.decode import defaults
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
@@ -19,7 +19,6 @@ from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import check, evaluator
 from mercury_jax.types import LM, Model, Params
 
-NANO = hub.NANO
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
@@ -34,6 +33,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     at, on, c = loop.ready(config), loop.mesh_of(config), config.model
+    decoding = defaults.described(config.sampler)
     model = models.build(c)
     check(
         config.objective,
@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> loop.Result:
         params=params,
     )  # fmt: skip
     card = {} if first is None else {"init": config.init, **first.card}
-    made = LM(model, result.ema, tokenizer, corruption, config.name, card)
+    made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
     hub.save(config.folder / "model", made, config.noise)
     return result
 
@@ -101,7 +101,10 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     if not kept.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
-        Tokenizer.train(texts, config.model.vocab).save(kept)
+        try:
+            Tokenizer.train(texts, config.model.vocab).save(kept)
+        except ValueError as error:
+            raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(kept)
@@ -144,36 +147,3 @@ def _preview(
         return "\n".join(shown)
 
     return preview
-
-
-def load(
-    source: str | Path | None = None,
-    *,
-    dtype: str | None = None,
-    quantise: str | None = None,
-    kv: str | None = None,
-    mask: int | None = None,
-    mesh: Mesh | None = None,
-    progress: Callable[[int], None] = lambda done: None,
-) -> LM:
-    """A model to talk to: the embedded default, a folder, or a checkpoint of the Hugging Face hub by its id.
-
-    source: None or "nano"; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
-        "google/diffusiongemma-26B-A4B-it", "org/name@revision".
-    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" or
-    "fp8" keeps matrices as that, with a scale for each output. kv: "int8", "4bit" or "3bit" keeps keys and values of
-    a cache in so few bits (None: as the arithmetic). mask: the mask id, where the checkpoint does not say it or says
-    it wrong. mesh: the devices it lies on (`sharding.mesh(tensor=8)`; None: the first device). progress: called
-    with the bytes of each parameter that was loaded.
-    Raises ValueError for a model that we do not build or that does not fit into memory, CheckpointError naming the
-    file or tensor that is missing, damaged or of another shape. Nothing in a checkpoint is ever executed.
-    """
-    return hub.load(
-        NANO if source is None else source,
-        dtype=dtype,
-        quantise=quantise,
-        kv=kv,
-        mask=mask,
-        mesh=mesh,
-        progress=progress,
-    )

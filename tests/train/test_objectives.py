@@ -1,5 +1,6 @@
 """The NELBO against a source of known entropy, and objectives against each other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import objectives
 from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
-from mercury_jax.train.objectives_edit import masked_and_edited
+from mercury_jax.train.objectives_edit import masked_and_edited, next_token
 from mercury_jax.types import Batch
 
 STATES, LENGTH, FIRST, MASK = 3, 6, 4, 3
@@ -134,14 +135,15 @@ def exact(model):
 
 
 def exact_next(model):
-    """At block 1: the row of the transition matrix of the clean token before each canvas."""
+    """At block 1: the row of the transition matrix of the clean token before a canvas, or in a clean slot."""
     laid = model.layout(np.zeros(LENGTH, np.int32) + FIRST, 0)
     slot = {int(p): i for i, p in enumerate(laid.positions) if laid.canvas[i] < 0}  # of the clean token at p
-    before = np.array([slot.get(int(p) - 1, 0) for p in laid.positions])
+    before = np.array([slot.get(int(p) - (laid.canvas[i] >= 0), 0) for i, p in enumerate(laid.positions)])
 
     def apply(params, xt, positions, ranges, carry=()):
         step = jnp.asarray(CHAIN)[jnp.maximum(xt[:, before] - FIRST, 0)]
-        return _logits(jnp.where((laid.positions == 0)[:, None], 1 / STATES, step))
+        first = (laid.positions == 0) & (laid.canvas >= 0)
+        return _logits(jnp.where(first[:, None], 1 / STATES, step))
 
     return model._replace(apply=apply, head=lambda params, hidden: hidden)
 
@@ -183,6 +185,13 @@ def test_with_an_exact_next_token_model_nats_per_token_is_the_entropy(objective)
     model = exact_next(models.build(config("block_causal", 1)))
     mean, se = measured(objective, model, noise.absorbing(MASK), "nats_per_token")
     assert abs(mean - entropy()) < 4 * se < 0.08
+
+
+def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step():
+    causal = dataclasses.replace(config("block_causal", 1), predicts_next=True, mask=None)
+    model = exact_next(models.build(causal))
+    mean, se = measured(next_token(), model, noise.uniform(FIRST + STATES), "nats_per_token")
+    assert abs(mean + (CHAIN[0] * np.log(CHAIN[0])).sum()) < 4 * se < 0.08
 
 
 @pytest.mark.parametrize(

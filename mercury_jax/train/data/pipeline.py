@@ -36,7 +36,7 @@ def check_fit(tokenizer: Any, config: ModelConfig) -> None:
     """
     if tokenizer.vocab_size > config.vocab:
         raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")
-    for name in ("mask", "pad", "eos"):
+    for name in ("pad", "eos") if config.autoregressive else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
             raise refuse(name, getattr(config, name), f"{getattr(tokenizer, name)}, as in the tokenizer")
 
