@@ -93,8 +93,9 @@ def _parsed(file: Path, state: tuple[int, ...]) -> dict[str, Any]:
     del state  # part of the cache's key alone
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        for entry in found.values():
-            entry["date"], [form["passed"] for form in entry["forms"].values()]
+        forms = [form for entry in found.values() for form in entry["forms"].values()]
+        if not all(isinstance(form["passed"], bool) for form in forms):
+            raise ValueError("a form has no verdict")
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
