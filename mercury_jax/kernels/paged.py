@@ -110,5 +110,5 @@ def _check(q: Any, k: Any, v: Any, pages: Any, ranges: Any) -> None:
         )
     if not jnp.issubdtype(pages.dtype, jnp.integer):
         raise refuse("pages", str(pages.dtype), "integers")
-    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2:
-        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2]")
+    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
+        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2], each at least 1")

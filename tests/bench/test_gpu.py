@@ -1,4 +1,4 @@
-"""`mercury bench gpu` on a machine without a GPU: what fails costs its own case, what passed is kept, no time is overrun."""
+"""`mercury bench gpu` without a GPU: what fails costs its own case, what passed is kept, no time is overrun."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_a_form_that_fails_is_off_and_the_others_are_decided(broken, fault):
     reason = {
         "crash": "SIGABRT",
         "error": "ILLEGAL_ADDRESS",
-        "nan": "error inf",
+        "nan": "NaN",
         "wrong": "relative error 0.1",
     }[fault]
     assert reason in kept["attention-128-bfloat16"]["why"]
@@ -276,11 +276,11 @@ def test_weights_are_random_numbers_of_the_right_size_and_no_two_leaves_are_alik
     small = [np.asarray(x, np.float32) for x in leaves if x.dtype == jnp.int8]
     assert wide and small
     for x in wide:
-        assert abs(x.std() - 0.02) < 1e-3 and abs(x.mean()) < 2e-3
+        assert abs(x.std() - 0.02) < 1e-3 and abs(x.mean()) < 5 * 0.02 / np.sqrt(x.size)
     for x in small:
         assert (
             70 < x.std() < 78
-            and abs(x.mean()) < 3
+            and abs(x.mean()) < 5 * 74 / np.sqrt(x.size)
             and abs(np.corrcoef(x[..., :-1].ravel(), x[..., 1:].ravel())[0, 1]) < 0.05
         )
     heads = [x.ravel()[:64].tobytes() for x in (*wide, *small)]

@@ -261,7 +261,7 @@ def _judged(
                 raise
             yield told | {"passed": None, "refused": str(error)[:300]}
             return
-        errors, moved = [], 0.0
+        errors, moved, like = [], 0.0, jax.eval_shape(made.kernel, *inputs)
         for turn in range(asked["draws"]):
             if turn:
                 inputs, exact = made.inputs(seed + turn)
@@ -271,7 +271,7 @@ def _judged(
             stage("running")
             outs = []
             for _ in range(2):
-                poison(program)
+                poison(program, like)
                 outs.append(jax.device_get(program(*inputs)))
             errors += [worst(got, want) for got in outs]
             moved = max(moved, worst(outs[0], outs[1]))
@@ -281,6 +281,8 @@ def _judged(
 
 
 def _reason(errors: list[float], moved: float) -> str:
+    if np.isinf(max(errors)):
+        return "NaN, or an infinity where none belongs"
     if not moved <= MOVED:
         return (
             f"two runs on the same inputs differ by {moved:.2g}: a race, or memory read before it is written"
@@ -300,14 +302,14 @@ def _on_this_chip() -> Iterator[None]:
         yield
 
 
-def poison(program: Any) -> None:
+def poison(program: Any, like: Any) -> None:
     """Fills the memory that a program is about to be given with NaN: what it does not write shows.
 
     The allocator gives freed chunks of the right size away first, so arrays of the sizes of the program's temporaries
-    and outputs are filled and freed.
+    and outputs (`like`) are filled and freed.
     """
     need = program.memory_analysis()
-    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(program.out_info)]
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(like)]
     if need is not None:
         sizes.append(need.temp_size_in_bytes)
     junk = [jax.device_put(np.full(n, 0xFF, np.uint8)) for n in sizes if n]  # NaN in bf16, fp16 and fp32

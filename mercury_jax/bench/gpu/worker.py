@@ -47,7 +47,12 @@ def answer(case: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
             say({"row": row})
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        say({"failed": f"{type(error).__name__}: {error}"[:600] + f" ({Path(place.filename).name}:{place.lineno})"})
+        say(
+            {
+                "failed": f"{type(error).__name__}: {error}"[:600]
+                + f" ({Path(place.filename).name}:{place.lineno})"
+            }
+        )
     else:
         say({"done": True})
 
