@@ -1,16 +1,15 @@
-"""Where the parts meet: load() and train(), which need models, data and decoding at once."""
+"""train(): where models, data, objectives and decoding (for previews) meet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import refuse, to_dict
+from mercury_jax.decode import defaults
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
@@ -18,7 +17,6 @@ from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import evaluator
 from mercury_jax.types import LM, Model, Params
 
-NANO = hub.NANO
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
@@ -32,6 +30,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     loop.ready(config)
+    decoding = defaults.described(config.sampler)
     first = _first(config)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, config.model)
@@ -40,7 +39,7 @@ def train(config: TrainConfig) -> loop.Result:
     index, count = sharding.share(loop.mesh_of(config))
     batches = pipelines.build(
         config.data, tokenizer, model.layout,
-        rows=loop.local_rows(config), row=config.row, seed=config.seed, index=index, count=count,
+        rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
         config, model, corruption, batches,
@@ -50,7 +49,7 @@ def train(config: TrainConfig) -> loop.Result:
     )  # fmt: skip
     if jax.process_index() == 0:
         card = {} if first is None else {"init": config.init, **first.card}
-        made = LM(model, result.ema, tokenizer, corruption, config.name, card)
+        made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
         hub.save(config.folder / "model", made, config.noise)
     return result
 
@@ -87,7 +86,10 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     if not kept.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
-        Tokenizer.train(texts, config.model.vocab).save(kept)
+        try:
+            Tokenizer.train(texts, config.model.vocab).save(kept)
+        except ValueError as error:
+            raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(kept)
@@ -98,11 +100,13 @@ def _evaluator(
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
+    on = loop.mesh_of(config)
+    index, count = sharding.share(on)
     batches = pipelines.held_out(
         config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches,
+        batches=config.eval_batches, index=index, count=count,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
+    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 
@@ -125,36 +129,3 @@ def _preview(
         return "\n".join(shown)
 
     return preview
-
-
-def load(
-    source: str | Path | None = None,
-    *,
-    dtype: str | None = None,
-    quantise: str | None = None,
-    kv: str | None = None,
-    mask: int | None = None,
-    mesh: Mesh | None = None,
-    progress: Callable[[int], None] = lambda done: None,
-) -> LM:
-    """A model to talk to: the embedded default, a folder, or a checkpoint of the Hugging Face hub by its id.
-
-    source: None or "nano"; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
-        "google/diffusiongemma-26B-A4B-it", "org/name@revision".
-    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" or
-    "fp8" keeps matrices as that, with a scale for each output. kv: "int8", "4bit" or "3bit" keeps keys and values of
-    a cache in so few bits (None: as the arithmetic). mask: the mask id, where the checkpoint does not say it or says
-    it wrong. mesh: the devices it lies on (`sharding.mesh(tensor=8)`; None: the first device). progress: called
-    with the bytes of each parameter that was loaded.
-    Raises ValueError for a model that we do not build or that does not fit into memory, CheckpointError naming the
-    file or tensor that is missing, damaged or of another shape. Nothing in a checkpoint is ever executed.
-    """
-    return hub.load(
-        NANO if source is None else source,
-        dtype=dtype,
-        quantise=quantise,
-        kv=kv,
-        mask=mask,
-        mesh=mesh,
-        progress=progress,
-    )

@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
     "edit": ("edit", "write spans of a text anew, or let the model choose what to change"),
+    "init": ("init", "write a recipe to start from"),
     "train": ("train", "train a model as a recipe says"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP, behind Mercury's API and OpenAI's, with a playground"),
@@ -42,6 +43,7 @@ Try:
   mercury sample "def fibonacci(n):" --max-tokens 64
   mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64
+  mercury init my_recipe.py
 
 Every command has --help. --json prints one object a line, for programs; --debug shows where an error
 arose. Compiled programs are kept in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none (empty).

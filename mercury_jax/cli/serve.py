@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax import install
 from mercury_jax.cli import options, show
 from mercury_jax.cli.parser import Parser, number, whole
 from mercury_jax.config import refuse
@@ -201,7 +202,7 @@ def _check_installed() -> None:
     needed = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        allowed = "an environment with them: pip install 'mercury-jax[serve]'"
+        allowed = f"an environment with them: {install.command('serve')}"
         raise refuse("this environment", f"without {', '.join(missing)}", allowed)
 
 

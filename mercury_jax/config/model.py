@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mercury_jax.config.checks import at_least, one_of, refuse
+from mercury_jax.config.checks import at_least, check_types, one_of, refuse
 
 Pattern = Literal["bidirectional", "block_causal", "causal_encoder"]
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
@@ -122,6 +122,7 @@ class ModelConfig:
     predicts_next: bool = False  # a checkpoint without this key never learned it
 
     def __post_init__(self) -> None:
+        check_types(self, "model.")
         at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
         at_least(1, kv_heads=self.kv_heads, ffn=self.ffn, block=self.block, context=self.context)
         one_of(Pattern, pattern=self.pattern)

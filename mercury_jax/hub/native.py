@@ -41,7 +41,7 @@ def save(
         "name": lm.name,
         "architecture": models.kind(config),
         "model": to_dict(config),
-        "noise": None if noise_config is None else to_dict(noise_config),
+        "noise": None if noise_config is None or config.autoregressive else to_dict(noise_config),
         "forbidden": list(lm.corruption.forbidden),
         "tokenizer": lm.tokenizer.fingerprint,
         "card": dict(lm.card),

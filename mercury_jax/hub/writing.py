@@ -21,6 +21,12 @@ from mercury_jax.sharding import name_of
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
 
+EXPORTABLE = (
+    "a build that a family of checkpoints has. With same_position, qk_norm and no predicts_next: block_causal "
+    "with a mask (SDAR; recipe nano_sdar), bidirectional (tiny-A2D; recipe nano_bidirectional). Without a mask: "
+    "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe nano_qwen3)"
+)
+
 
 def to_hf(
     folder: str | Path, lm: LM, *, family: str | None = None, dtype: Any = None, shard: int = files.SHARD
@@ -51,8 +57,11 @@ def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:
             return found
         raise refuse("family", wanted, _names(able) + ", which hold this model exactly")
     if not able:
-        about = f"{config.pattern}, {models.kind(config)}"
-        raise refuse("model", about, "one that a family of checkpoints can hold; none has this build")
+        about = (
+            f"{config.pattern} (block {config.block}), {models.kind(config)}, alignment {config.alignment}, "
+        )
+        about += f"qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, predicts_next {config.predicts_next}"
+        raise refuse("model", about, EXPORTABLE)
     return able[0]
 
 

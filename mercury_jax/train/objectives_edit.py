@@ -93,6 +93,32 @@ def masked_and_edited(
     return objective
 
 
+def next_token() -> Objective:
+    """The autoregressive loss: the cross-entropy of each answer token given the clean tokens before it.
+
+    For models whose encoding pass predicts the next token (`ModelConfig.predicts_next`). Nothing is noised, so it
+    trains models without a mask too, such as those of Qwen3's build. Exact: -log p of the answer in nats per token.
+
+    Returns:
+        The objective. ValueError where it meets a model with predicts_next = False.
+    """
+
+    def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
+        del key, corruption
+        if not model.config.predicts_next:
+            raise refuse("predicts_next", False, "True, for the objective next_token")
+        next_ = next_tokens(batch)
+        target = jnp.where(next_.known, next_.token, batch.tokens)
+        ce, hit = cross_entropy(model, params, batch, batch.tokens, target)
+        scored = next_.known & next_.answer
+        nats, count = _mean(ce, scored)
+        metrics = {"nats_per_token": (nats, count), "causal_accuracy": _mean(hit, scored)}
+        weight = scored.astype(jnp.float32).sum(1)
+        return Loss(jnp.where(scored, ce, 0.0).sum(1), weight, metrics)
+
+    return objective
+
+
 def spoil_canvases(
     key: Key,
     model: Model,

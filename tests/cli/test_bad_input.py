@@ -7,6 +7,7 @@ import pytest
 from mercury_jax import api, checkpoint
 from mercury_jax.cli import main
 from mercury_jax.train import loop
+from mercury_jax.train.recipe import load_recipe as recipe_of
 from tests.cli.recipe import RECIPE
 from tests.cli.talk import objects, refused
 
@@ -18,7 +19,7 @@ from tests.cli.talk import objects, refused
         (["sample"], ["PROMPT", "required"]),
         (["sample", ""], ["PROMPT", "''"]),
         (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
-        (["sample", "x", "--max-tokens", "-3"], ["max_tokens", "-3", "1.."]),
+        (["sample", "x", "--max-tokens", "-3"], ["--max-tokens", "-3", "1.."]),
         (["sample", "x", "--max-tokens", "9999"], ["max_tokens", "9999", "context"]),
         (["sample", "x", "--seed", "-1"], ["seed", "-1"]),
         (["sample", "x", "--steps", "0"], ["steps", "0"]),
@@ -61,6 +62,29 @@ def test_a_missing_model_is_named(command, capsys):
     assert "/no/such/model" in refused(capsys, *command, "--model", "/no/such/model")
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--rule", "threshold", "--p", "3"], "threshold(p=) is 3.0; allowed: a number in [0, 1]"),
+        (["--rule", "klass", "--knob", "patience=1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
+        (["--top-p", "2"], "top_p(p=) is 2.0"),
+        (["--top-k", "-3"], "top_k(k=) is -3.0"),
+        (["--repetition", "0"], "repetition(p=) is 0.0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--effort", "huge"], "effort is 'huge'"),
+        (["--guidance", "nan"], "--guidance is nan"),
+        (["--negative", "x"], "--negative is 'x'"),
+    ],
+)
+def test_a_number_out_of_range_is_told_before_a_model_is_loaded(words, said, capsys):
+    assert said in refused(capsys, "sample", "x", "--model", "/no/such/model", *words)
+    if words[0] in ("--rule", "--temperature", "--seed"):
+        for command in (["edit", "x"], ["infill", "[[4]]"]):
+            assert said in refused(capsys, *command, "--model", "/no/such/model", *words)
+
+
 def test_a_damaged_model_is_refused(folder, tmp_path, capsys):
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
@@ -84,6 +108,64 @@ def test_a_broken_recipe_is_refused(text, words, tmp_path, capsys):
     path.write_text(text)
     told = refused(capsys, "train", str(path))
     assert [w for w in [str(path), *words] if w not in told] == []
+
+
+SOURCE = "data.mixture((data.stdlib(), 1.0))"
+MISTAKES = {
+    "a function of another name": (
+        ("data.stdlib()", "data.stdlb()"),
+        ["line 10", "stdlb", "stdlib is the nearest"],
+    ),
+    "an import of another name": (
+        ("import masked_elbo", "import masked_elbow"),
+        ["line 4", "masked_elbo is the nearest"],
+    ),
+    "a misspelt argument": (
+        (SOURCE, 'data.generated("add2", thinkng=True)'),
+        ["thinkng", "thinking is the nearest"],
+    ),
+    "an objective that is not called": (
+        ("masked_elbo(),", "masked_elbo,"),
+        ["objective", "Call it: masked_elbo()"],
+    ),
+    "a list of sources": ((SOURCE, "[data.stdlib()]"), ["data is [Text(", "data.mixture("]),
+    "the name of a folder": ((SOURCE, '"notes"'), ["data is 'notes'", "data.text("]),
+    "a number as text": (("width=16", 'width="16"'), ["model.width", "'16'", "a whole number"]),
+    "a fraction": (('out="OUT"', "steps=1e3"), ["steps", "1000.0", "a whole number"]),
+    "one prompt alone": (('out="OUT"', 'sample_prompts="1+1="'), ["sample_prompts", "'1+1='", "a tuple"]),
+    "a class": (("ModelConfig(vocab=400, width=16)", "ModelConfig"), ["model is <class", "a ModelConfig"]),
+    "no return": (("return TrainConfig", "TrainConfig"), ["returns a TrainConfig, not NoneType"]),
+    "files that are not there": ((SOURCE, 'data.text("/no/such/*.txt")'), ["/no/such/*.txt"]),
+    "an unknown generator": ((SOURCE, 'data.generated("sudoku")'), ["'sudoku'", "sudoku4"]),
+    "a vocabulary too large": ((SOURCE, 'data.generated("add2")'), ["model.vocab", "400", "at most 2"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_first_recipe_is_told_in_words(mistake, tmp_path, capsys):
+    (before, after), words = MISTAKES[mistake]
+    path = tmp_path / "mine.py"
+    assert before in RECIPE
+    path.write_text(RECIPE.replace(before, after).replace("OUT", str(tmp_path / "run")))
+    told = refused(capsys, "train", str(path))
+    assert [w for w in words if w not in told] == []
+
+
+def test_a_recipe_that_is_not_there_is_told_how_to_get(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = refused(capsys, "train", "configs/nano.py")
+    assert "configs/nano.py does not exist" in told and "`mercury init nano`" in told
+    assert "`mercury init other.py`" in refused(capsys, "train", "other.py")
+
+
+def test_init_writes_a_recipe_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine.py"]) == 0 and main(["init", "nano_ar", "twin.py"]) == 0
+    assert capsys.readouterr().out == "mine.py\ntwin.py\n"
+    assert recipe_of("mine.py").name == "mine" and recipe_of("twin.py").name == "twin"
+    assert "mercury train mine.py" in (tmp_path / "mine.py").read_text()
+    for argv in (["mine.py"], ["nano", "no/such/folder/x.py"], ["nan"], ["a b.py"]):
+        assert argv[-1] in refused(capsys, "init", *argv)
 
 
 def test_train_refuses_what_no_recipe_has(recipe, capsys):

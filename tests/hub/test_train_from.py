@@ -23,11 +23,18 @@ def recipe(folder, out, **changes):
 
 def test_a_training_starts_from_a_checkpoint_of_others(tmp_path):
     folder = writing.to_hf(tmp_path / "hf", tiny("bidirectional"))
-    result = mj.train(recipe(folder, tmp_path / "run"))
+    result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
     lm = mj.load(tmp_path / "run" / "model")
     assert lm.card["init"] == str(folder) and lm.model.config.pattern == "block_causal"
-    assert mj.sample(lm, "1+2=", max_tokens=8).forwards[0] > 0
+    assert lm.decoding == {
+        "rule": "factor",
+        "knobs": {"f": 0.5},
+    }  # the recipe's sampler is the model's default
+    own, named = (mj.sample(lm, "1+2=", max_tokens=8, sampler=s) for s in (None, mj.rules.factor(0.5)))
+    assert own.forwards[0] == named.forwards[0] > 0 and own.text == named.text
+    with pytest.raises(ValueError, match=r"sampler is .*; allowed: a rule of mercury_jax\.rules"):
+        mj.train(recipe(folder, tmp_path / "c", sampler=mj.Sampler(mj.rules.factor(0.5))))
     other = dataclasses.replace(recipe(folder, tmp_path / "b").model, width=32)
     with pytest.raises(ValueError, match="model.width is 32; allowed: 16, as in init"):
         mj.train(recipe(folder, tmp_path / "b", model=other))
