@@ -16,7 +16,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import blockwise, chip, reference, walk
+from mercury_jax.kernels import blockwise, checked, chip, reference, walk
 from mercury_jax.kernels.rounded import Keys, Rounded
 
 
@@ -126,12 +126,13 @@ def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
 def _first(platform: str, cached: bool, *args: Any) -> Backend:
     """The first backend of a platform that takes it."""
     *arrays, asked = args
+    kernel = chip.chosen(checked.attention_form(arrays[0], arrays[1], asked["softcap"]))
     return next(
         one
         for one in _BACKENDS.values()
         if platform in one.platforms
         and one.cached in (None, cached)
-        and one.chip in (None, chip.chip())
+        and (one.chip is None or one.chip == kernel)
         and one.refuses(*arrays, **asked) is None
     )
 

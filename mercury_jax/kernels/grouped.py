@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.chip import BLACKWELL, HOPPER, chip
-from mercury_jax.kernels.tiles import tile_of
+from mercury_jax.kernels import chip
+from mercury_jax.kernels.checked import grouped_form
+from mercury_jax.kernels.chip import BLACKWELL, HOPPER
+from mercury_jax.kernels.tiles import plan, tile_of
 
 SMALL = (jnp.int8, jnp.float8_e4m3fn)
 ROWS = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
@@ -23,10 +26,10 @@ def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None, tile: int | No
 
     From shapes and dtypes alone (arrays or `jax.ShapeDtypeStruct`) and the chip that is traced for.
     """
-    if chip() == BLACKWELL:
+    if chip.present() == BLACKWELL:
         return f"the kernel multiplies by wgmma, which {BLACKWELL} does not have: there, tiles go in a loop"
-    if chip() != HOPPER:
-        return f"the kernel is for {HOPPER}, not for {chip() or 'this machine'}"
+    if chip.present() != HOPPER:
+        return f"the kernel is for {HOPPER}, not for {chip.present() or 'this machine'}"
     if x.dtype != jnp.bfloat16:
         return f"rows are {x.dtype}, not bfloat16"
     if w.dtype not in (jnp.bfloat16, *SMALL):
@@ -41,7 +44,7 @@ def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None, tile: int | No
         return f"there are {x.shape[0]} rows and {w.shape[0]} experts"
     if tile is not None and (tile % ROWS or not 0 < tile <= MOST):
         return f"a tile has {tile} rows, no multiple of {ROWS} up to {MOST}"
-    return None
+    return chip.why_off(grouped_form(w.dtype))
 
 
 def grouped(
@@ -84,14 +87,16 @@ def _forward(
 
 
 def _backward(how: tuple[Any, int], saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
-    """dx = dy w^T by the same kernel; dw by `outer`."""
+    """dx = dy w^T by the same kernel, or by a loop where that form did not pass; dw by `outer`."""
     (x, w, sizes, scale), tile = saved, how[1]
     none = np.zeros(sizes.shape, jax.dtypes.float0)
+    on = chip.why_off(grouped_form(w.dtype, gradient=True)) is None
+    turned = functools.partial(_product, turned=True) if on else _turned
     if scale is None:
         dy = dy.astype(x.dtype)
-        return _product(dy, w, sizes, x.dtype, tile, turned=True), outer(x, dy, sizes), none, None
+        return turned(dy, w, sizes, x.dtype, tile), outer(x, dy, sizes), none, None
     told = (dy * _each(scale, sizes, len(x))).astype(x.dtype)
-    dx = _product(told, w, sizes, x.dtype, tile, turned=True)
+    dx = turned(told, w, sizes, x.dtype, tile)
     return dx, np.zeros(w.shape, jax.dtypes.float0), none, jnp.zeros_like(scale)
 
 
@@ -108,6 +113,18 @@ def _product(
     visits = _visits(sizes, len(x), tile, room)
     padded = jnp.pad(x, ((0, room - len(x)), (0, 0)))
     return grouped_hopper.run(padded, w, visits, len(x), tile, turned, dtype)
+
+
+def _turned(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:
+    """dy_m w_e^T in plain jnp: a loop over tiles; what one writes over the next expert's rows is written again."""
+    p, padded = plan(sizes, len(dy), tile), jnp.pad(dy, ((0, tile), (0, 0)))
+
+    def step(i: Array, out: Array) -> Array:
+        mine = jax.lax.dynamic_slice_in_dim(padded, p.start[i], tile)
+        y = jnp.matmul(mine, w[p.expert[i]].astype(dy.dtype).T, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(out, y.astype(dtype), p.start[i], 0)
+
+    return jax.lax.fori_loop(0, p.count, step, jnp.zeros((len(padded), w.shape[1]), dtype))[: len(dy)]
 
 
 def _visits(sizes: Int[Array, "E"], rows: int, tile: int, room: int) -> Int[Array, "4 t"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import chip
+from mercury_jax.kernels import checked, chip
 from mercury_jax.kernels.attention import attend
 from mercury_jax.kernels.reference import visible
 from mercury_jax.kernels.rounded import Pool, Rounded
@@ -60,7 +60,7 @@ def attend_paged(
             )
         return _in_place(*args, **asked)
     gathered = functools.partial(_gathered, **asked)
-    if why is not None or chip.chip() != chip.HOPPER:
+    if why is not None or chip.chosen(checked.attention_form(q, k, softcap, paged=True)) != chip.HOPPER:
         return gathered(*args)
     return jax.lax.platform_dependent(*args, cuda=functools.partial(_in_place, **asked), default=gathered)
 
