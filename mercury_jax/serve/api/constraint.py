@@ -56,27 +56,40 @@ def calls(ask: Mapping[str, Any], tools: Tools) -> Calls:
 
 
 def constraint(lm: LM, ask: Mapping[str, Any], offered: Calls) -> Constraint:
-    """The grammar of a request, compiled. ApiError 400 with the reason for what cannot be guaranteed."""
+    """The grammar of a request, compiled.
+
+    With tools and a format, an answer that need not call may do either: agent frameworks send both in every turn.
+
+    Args:
+        lm: Whose tokenizer and form of calls count.
+        ask: The request, read by its table.
+        offered: What `tool_choice` leaves of the tools.
+
+    Raises:
+        ApiError: 400, with the reason, for what cannot be guaranteed.
+    """
     wanted = ask["response_format"] or {"type": "text"}
-    if offered.tools and (wanted["type"] == "text" or offered.least):
+    formatted = wanted["type"] != "text"
+    if offered.tools and (not formatted or offered.least):
         return _of_calls(lm, offered)
-    if wanted["type"] == "text":
+    if not formatted:
         return Constraint()
-    if offered.tools:
-        raise errors.invalid(
-            "response_format",
-            "response_format with tools needs a tool_choice of none, required, or a function",
-        )
-    return _of_format(lm, wanted)
-
-
-def _of_format(lm: LM, wanted: Mapping[str, Any]) -> Constraint:
     schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else None
-    spec = grammars.JSONObject() if schema is None else grammars.JSONSchema(schema)
-    where = "response_format.json_schema.schema" if schema is not None else "response_format"
-    made = compiled(lm, spec, where)
-    valid = _validator({"type": "object"} if schema is None else schema)
-    return Constraint(made, lambda message: _obeys(message.content, valid), json=True)
+    where = "response_format" if schema is None else "response_format.json_schema.schema"
+    answer = grammars.JSONObject() if schema is None else grammars.JSONSchema(schema)
+    if not offered.tools:
+        made, valid = compiled(lm, answer, where), _validator(schema)
+        return Constraint(made, lambda message: _obeys(message.content, valid), json=True)
+    form = tool_format(lm.tokenizer)
+    if form.quote is not None:
+        told = (
+            f"{lm.name} cannot be held to a format and to calls at once; allowed with tools: tool_choice none"
+        )
+        raise errors.invalid("response_format", told)
+    made = compiled(lm, grammars.CallsOr(_spec(form, offered), answer), where)
+    called, valid = _called(offered), _validator(schema)
+    check = lambda message: called(message) if message.calls else _obeys(message.content, valid)
+    return Constraint(made, check, json=True)
 
 
 def _of_calls(lm: LM, offered: Calls) -> Constraint:
@@ -86,17 +99,22 @@ def _of_calls(lm: LM, offered: Calls) -> Constraint:
             raise errors.invalid("tool_choice", f"{lm.name} cannot be held to calls; allowed: auto, none")
         return Constraint()
     spec = _spec(form, offered)
-    made = compiled(lm, spec if offered.least else grammars.FreeOr(spec), "tools")
+    return Constraint(
+        compiled(lm, spec if offered.least else grammars.FreeOr(spec), "tools"), _called(offered)
+    )
+
+
+def _called(offered: Calls) -> Callable[[Message], bool]:
+    """Whether the calls of a message are those that were offered, and as many as may be."""
     valid = {
-        t["function"]["name"]: _validator(t["function"].get("parameters") or {"type": "object"})
-        for t in offered.tools
+        t["function"]["name"]: _validator(t["function"].get("parameters") or None) for t in offered.tools
     }
 
     def check(message: Message) -> bool:
         obeyed = all(c.name in valid and _obeys(c.arguments, valid[c.name]) for c in message.calls)
         return obeyed and offered.least <= len(message.calls) <= (offered.most or len(message.calls))
 
-    return Constraint(made, check)
+    return check
 
 
 def _spec(form: ToolFormat, offered: Calls) -> grammars.ToolCalls:
@@ -120,7 +138,11 @@ def compiled(lm: LM, spec: Any, param: str) -> Any:
 
 
 def _validator(schema: Any) -> Valid:
-    """Whether a value is valid, by another implementation than the one that made it; nothing is ever fetched."""
+    """Whether a value is valid, by another implementation than the one that made it; nothing is ever fetched.
+
+    None: any object. Only for schemas that were compiled, which bounds them.
+    """
+    schema = {"type": "object"} if schema is None else schema
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)

@@ -63,6 +63,7 @@ class Job:
     the draw (None: the rule's own, 0: argmax). top_p 1, top_k 0, min_p 0, penalties 1, 0, 0: off.
     bias: {id: added logit}. logprobs: alternatives to keep at each token (None: none).
     grammar: a `decode.grammar.Grammar` that the answer obeys (its thinking is free).
+    visible: the first token shows text: neither an end nor a mark nor a space (not with `thinking`).
     suffix: ids that stand behind the answer, which then fills the hole between prompt and suffix (None: it goes
     on to its own end). salt: requests of another salt never share cached keys. frames: keep what every pass shows.
     """
@@ -85,6 +86,7 @@ class Job:
     logprobs: int | None = None
     grammar: Any = None
     suffix: tuple[int, ...] | None = None
+    visible: bool = False
     salt: str = ""
     frames: bool = False
 
