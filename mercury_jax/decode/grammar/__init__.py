@@ -22,6 +22,6 @@ from mercury_jax.decode.grammar.spec import (
 from mercury_jax.decode.grammar.walk import Step, Walker
 
 __all__ = [
-    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "Step", "ToolCalls",
-    "Walker", "compile",
+    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "Step",
+    "ToolCalls", "Walker", "compile",
 ]  # fmt: skip

@@ -170,8 +170,9 @@ def _check_fixed(schema: dict[str, Any], where: str) -> None:
         while waiting:
             value = waiting.pop()
             if isinstance(value, str) and any(c < " " and c not in "\b\t\n\f\r" for c in value):
-                allowed = "texts without control characters other than \\b, \\t, \\n, \\f and \\r: JSON spells the others as"
-                raise wrong(f"{where}/{key}", value, f"{allowed} \\u escapes, and no answer holds those")
+                allowed = "texts without control characters other than \\b, \\t, \\n, \\f and \\r"
+                why = "JSON spells the others as \\u escapes, and no answer holds those"
+                raise wrong(f"{where}/{key}", value, f"{allowed}: {why}")
             waiting += [inner for _, inner in _inside(value, where)]
 
 

@@ -1,8 +1,8 @@
 """Continues chat replies that ended without an answer.
 
-A model may end its text inside its thinking, behind it, or before it has said anything; it may also think without having
-been asked to, in the answer's room, until that is used up. Its reply would have no content. The server then submits
-another job behind the same prompt and reply, and the client reads both as one answer.
+A model may end its text inside its thinking, behind it, or before it has said anything; it may also think without
+having been asked to, in the answer's room, until that is used up. Its reply would have no content. The server then
+submits another job behind the same prompt and reply, and the client reads both as one answer.
 
 `running.respond` wraps the tickets of a chat in `Again`; which job follows is decided by `continued`.
 """

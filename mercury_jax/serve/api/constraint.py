@@ -43,15 +43,23 @@ class Calls(NamedTuple):
 
 def calls(ask: Mapping[str, Any], tools: Tools) -> Calls:
     """What `tool_choice` makes of the tools. ApiError where it asks for one that is not there."""
-    choice = ask["tool_choice"] or "auto"
-    named = choice["function"]["name"] if isinstance(choice, dict) else None
-    chosen = [t for t in tools if named is None or t["function"]["name"] == named]
+    choice, named = ask["tool_choice"] or "auto", None
     if choice == "none":
         return Calls((), 0, 0)
-    if not chosen and choice != "auto":
-        have = ", ".join(t["function"]["name"] for t in tools) or "none: there are no tools"
-        raise errors.refused("tool_choice", named or choice, f"auto, none, or a call of these tools: {have}")
-    most = 1 if named is not None or not ask["parallel_tool_calls"] else None
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        named = {t["function"]["name"] for t in choice["allowed_tools"]["tools"]}
+        choice = choice["allowed_tools"]["mode"]
+    elif isinstance(choice, dict):
+        named = {choice["function"]["name"]}
+    have = [t["function"]["name"] for t in tools]
+    missing = next((name for name in sorted(named or ()) if name not in have), None)
+    if missing is not None or (not tools and choice != "auto"):
+        there = ", ".join(have) or "none: there are no tools"
+        raise errors.refused(
+            "tool_choice", missing or choice, f"auto, none, or a call of these tools: {there}"
+        )
+    chosen = [t for t in tools if named is None or t["function"]["name"] in named]
+    most = 1 if isinstance(choice, dict) or not ask["parallel_tool_calls"] else None
     return Calls(chosen, int(choice != "auto"), most)
 
 

@@ -41,7 +41,7 @@ async def respond(
         flight.tickets = [Again(service.engine, ticket, work.then, parsed) for ticket in flight.tickets]
     run = Run(service, work, began, request.scope[REQUEST_ID])
     if work.stream:
-        return sse.EventStream(run.events(flight), flight.close)
+        return sse.EventStream(run.events(flight), flight.close, service.options.keep_alive)
     try:
         answers = await sse.unless_gone(request.receive, run.answers(flight))
     except sse.Gone:

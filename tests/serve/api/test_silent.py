@@ -3,7 +3,6 @@
 import itertools
 import json
 
-
 import jax.numpy as jnp
 import pytest
 from starlette.testclient import TestClient

@@ -160,6 +160,20 @@ def test_a_call_that_is_asked_for_is_made(client, choice):
     Draft202012Validator(POINT).validate(json.loads("".join(d["function"]["arguments"] for d in deltas)))
 
 
+def test_some_of_the_tools_may_be_allowed(client):
+    other = {"type": "function", "function": {"name": "other"}}
+    some = lambda mode, *names: {"type": "allowed_tools",
+                                 "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}  # fmt: skip
+    ask = {**ASK, "tools": [other, ADD], "parallel_tool_calls": False, "temperature": 2}
+    for seed in range(3):
+        [made] = post(client, {**ask, "tool_choice": some("required", "add"), "seed": seed})["choices"]
+        assert [call["function"]["name"] for call in made["message"]["tool_calls"]] == ["add"]
+    assert post(client, {**ask, "tool_choice": some("auto", "add", "other")})["choices"]
+    for bad in (some("required", "third"), some("always", "add"), some("auto")):
+        answer = client.post(CHAT, json={**ask, "tool_choice": bad})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tool_choice"), bad
+
+
 def test_tools_that_need_not_be_called_change_nothing_else(client):
     for more in (
         {"tools": []},
