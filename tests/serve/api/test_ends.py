@@ -134,7 +134,7 @@ def test_a_silent_stream_says_that_it_lives(nano):
     lines = answer.text.split("\n\n")
     assert lines.count(": keep-alive") >= 4 and lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines[:-2] if line.startswith("data: ")]
-    assert said(chunks) == TEXT and set(line[:6] for line in lines[:-1]) == {": keep", "data: "}
+    assert said(chunks) == TEXT and {line[:6] for line in lines[:-1]} == {": keep", "data: "}
     busy = client_of(Scripted(nano, saying(nano, TEXT))).post(
         "/v1/chat/completions", json={**ASK, "stream": True}
     )
