@@ -169,3 +169,13 @@ def test_the_document_is_whole():
     assert "security" not in openapi.build(keys=False)
     asked = openapi.build(models=("nano", "x"))["components"]["schemas"]["ChatCompletionsRequest"]
     assert asked["properties"]["model"]["enum"] == ["nano", "x"]
+
+
+def test_the_playground_refuses_a_strictness_that_its_rule_cannot_take(nano):
+    from tests.serve.api.door import Door  # imports jax
+
+    door = Door(nano, playground=True)
+    for rule, p in (("threshold", 1.5), ("factor", 0)):
+        ask = {"kind": "text", "prompt": "a", "rule": rule, "p": p}
+        error = door.refuses(ask, "/playground/stream")
+        assert error["param"] == "p" and rule in error["message"] and "a number" in error["message"]
