@@ -10,18 +10,23 @@ from mercury_jax.cli.parser import Parser
 MORE = """\
 examples:
   mercury bench repair --limit 512
-  mercury bench repair --rules wino threshold --json
+  mercury bench repair --rules default wino --seed 7 --json
 
-The texts are solved, held-out 4x4 Sudokus with one wrong digit: the puzzle in the prompt determines the truth.
-`settled`: the whole answer stands there. `drafting`: half of the other open cells are masks again, for rules
-that revise only while they draft."""
+The answers are held-out 4x4 Sudokus with one wrong digit: the puzzle in the prompt determines the truth. Each call is
+mj.edit, with the answer as text. `settled`: the whole answer. `drafting`: half of the other open cells are masks
+again, for rules that revise only while they draft. The rule `default` is mj.edit without a sampler."""
 
 
 def parser() -> Parser:
-    p = Parser("bench repair", "Put a wrong token into a settled text, and see which rules repair it.", MORE)
+    p = Parser(
+        "bench repair", "Put a wrong digit into a finished answer, and see which rules repair it.", MORE
+    )
     bench.model(p)
     p.add_argument(
-        "--rules", nargs="+", metavar="NAME", help="rules (default: those that edit, and the plain ones)"
+        "--rules",
+        nargs="+",
+        metavar="NAME",
+        help="rules, or `default` (default: all that edit, and the plain ones)",
     )
     bench.count(p, "--limit", 256, "texts of each setting")
     bench.count(p, "--batch", 64, "rows together")
@@ -35,7 +40,9 @@ def run(argv: Sequence[str]) -> int:
 
     names = (*repair.EDITING, *repair.PLAIN)
     if args.rules is not None:
-        names = tuple(dict.fromkeys(s.rule for s in settings.settings(args.rules)))
+        named = [name for name in args.rules if name != repair.DEFAULT]
+        names = tuple(dict.fromkeys(s.rule for s in settings.settings(named))) if named else ()
+        names = (repair.DEFAULT, *names) if repair.DEFAULT in args.rules else names
     options.writable("--out", args.out)
     lm, rows = show.load(args.model), []
     for row in repair.run(lm, names, n=args.limit, seed=args.seed, batch=args.batch):

@@ -44,6 +44,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv, late=options.knobs)
+    options.check(args)
     if (args.text is None) == (args.file is None):
         raise refuse("TEXT", args.text, "a text, or --file PATH, and not both")
     text = options.read(args.text, args.escapes) if args.file is None else options.file(args.file)

@@ -53,6 +53,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv, late=options.knobs)
+    options.check(args)
     pieces = split(_template(args), args.mark)
     how = dict(
         seed=args.seed, sampler=options.sampler(args), plan=options.plan(args), temperature=args.temperature

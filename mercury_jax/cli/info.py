@@ -61,19 +61,40 @@ def about_machine() -> dict[str, Any]:
 
 
 def choices() -> dict[str, Any]:
-    """Rules with the defaults of their knobs, and tasks, each with its line."""
-    from mercury_jax.decode import rules
+    """Rules, shapers and stops with the defaults and ranges of their knobs, and tasks, each with its line."""
+    from mercury_jax.decode import rules, shape, stop
     from mercury_jax.evaluate import TASKS
 
     first = lambda value: (value.__doc__ or "").strip().split("\n")[0]
+
+    def kind(makers: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: {
+                "about": first(make), "knobs": dict(make.knobs),
+                "ranges": {knob: str(allowed) for knob, allowed in make.ranges.items()},
+            }
+            for name, make in makers.items()
+        }  # fmt: skip
+
     return {
-        "rules": {name: {"about": first(r), "knobs": dict(r.knobs)} for name, r in rules.ALL.items()},
+        "rules": kind(rules.ALL), "shapers": kind(shape.ALL), "stops": kind(stop.ALL),
         "tasks": {name: task.about for name, task in TASKS.items()},
-    }
+    }  # fmt: skip
 
 
 def _print(record: Mapping[str, Any]) -> None:
-    lists = ("rules", "tasks", "card", "devices", "noise", "bytes_per_device", "room", "notes")
+    lists = (
+        "rules",
+        "shapers",
+        "stops",
+        "tasks",
+        "card",
+        "devices",
+        "noise",
+        "bytes_per_device",
+        "room",
+        "notes",
+    )
     print(f"{'noise':12} {_pairs(record['noise']) if record['noise'] else 'none: autoregressive'}")
     for name, value in record.items():
         if name not in lists and value is not None:
@@ -106,9 +127,17 @@ def _size(count: int) -> str:
 
 
 def _print_choices(record: Mapping[str, Any]) -> None:
-    print("\nrules (--rule NAME, knobs as --NAME VALUE)")
-    for name, rule in record["rules"].items():
-        print(f"  {name + '(' + _pairs(rule['knobs']) + ')':28} {rule['about']}")
+    titles = {
+        "rules": "rules (--rule NAME, knobs as --NAME VALUE)",
+        "shapers": "shapers (mj.shape; those with one knob as --NAME VALUE)",
+        "stops": "stops (mj.stop)",
+    }
+    for kind, title in titles.items():
+        print(f"\n{title}")
+        for name, part in record[kind].items():
+            print(f"  {name + '(' + _pairs(part['knobs']) + ')':28} {part['about']}")
+            if part["ranges"]:
+                print("      " + "; ".join(f"{knob}: {allowed}" for knob, allowed in part["ranges"].items()))
     print("\ntasks (mercury eval NAME)")
     for name, about in record["tasks"].items():
         print(f"  {name:28} {about}")

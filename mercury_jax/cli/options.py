@@ -13,6 +13,7 @@ from mercury_jax.cli.parser import Parser, nearest, number, whole
 from mercury_jax.config import Plan, refuse
 
 if TYPE_CHECKING:
+    from mercury_jax.decode.parts import Part
     from mercury_jax.types import LM
 
 KNOB = "knob_"  # prefix of the knobs' names in a namespace
@@ -63,7 +64,7 @@ def decoding(parser: Parser, seed: str = "same seed, same text (default 0)") -> 
     """How to decode: rule, knobs, plan, temperature, seed."""
     group = parser.add_argument_group(
         "decoding",
-        "A rule says which tokens a pass may settle; `mercury info` lists the rules and their knobs. "
+        "A rule says which tokens a pass may settle; `mercury info` lists the rules, and what their knobs may be. "
         "Each knob is an option too: --p 0.8 is --knob p=0.8.",
     )
     group.add_argument("--rule", metavar="NAME", help="decoding rule (default threshold)")
@@ -89,7 +90,8 @@ def temperature(parser: Parser) -> None:
 def shaping(parser: Parser) -> None:
     """Penalties, truncation, bias, guidance."""
     group = parser.add_argument_group(
-        "shaping", "What is done to the model's probabilities before a rule reads them."
+        "shaping",
+        "What is done to the model's probabilities before a rule reads them; `mercury info` lists what X may be.",
     )
     for name, about in SHAPERS.items():
         group.add_argument("--" + name.replace("_", "-"), type=number, metavar="X", help=about)
@@ -116,17 +118,33 @@ SHAPERS = {
 }
 
 
-def shaped(args: argparse.Namespace, chosen: Any, lm: LM) -> Any:
-    """The sampler with the shapers that were asked for; as it was where there are none."""
-    from mercury_jax.decode import defaults, shape
-    from mercury_jax.decode.parts import Sampler
+def shapers(args: argparse.Namespace) -> tuple[Part, ...]:
+    """The shapers that were asked for. ValueError for a value out of range, which needs no model to be told."""
+    from mercury_jax.decode import shape
 
     asked = [(name, getattr(args, name)) for name in SHAPERS if getattr(args, name) is not None]
-    if not asked:
+    return tuple(getattr(shape, name)(value) for name, value in asked)
+
+
+def shaped(chosen: Any, more: tuple[Part, ...], lm: LM) -> Any:
+    """The sampler (None: the model's own) with more shapers; as it was where there are none."""
+    from mercury_jax.decode import defaults
+    from mercury_jax.decode.parts import checked_sampler
+
+    if not more:
         return chosen
-    chosen = defaults.sampler(lm) if chosen is None else chosen
-    chosen = chosen if isinstance(chosen, Sampler) else Sampler(chosen)
-    return chosen._replace(shape=(*chosen.shape, *(getattr(shape, name)(value) for name, value in asked)))
+    chosen = checked_sampler(defaults.sampler(lm) if chosen is None else chosen)
+    return chosen._replace(shape=(*chosen.shape, *more))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse a seed or a temperature that no model takes, before one is loaded."""
+    from mercury_jax.decode.program import checked_temperature
+    from mercury_jax.decode.prompts import check_seed
+
+    check_seed(args.seed)
+    if args.temperature is not None:
+        checked_temperature(args.temperature)
 
 
 def bias(args: argparse.Namespace) -> dict[int, float]:

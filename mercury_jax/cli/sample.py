@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,22 +63,39 @@ def run(argv: Sequence[str]) -> int:
     for text in texts:
         if not text:
             raise refuse("PROMPT", text, "a text of at least one character")
-    chosen = options.sampler(args)
+    chosen, more = options.sampler(args), options.shapers(args)
+    _check(args)
     how: dict[str, Any] = dict(
         max_tokens=args.max_tokens, plan=options.plan(args), temperature=args.temperature, effort=args.effort,
         logit_bias=options.bias(args),
     )  # fmt: skip
     batch = dict(guidance=args.guidance, negative=args.negative, logprobs=args.logprobs)
-    if args.logprobs is not None and not args.json:
-        raise refuse("--logprobs", args.logprobs, "with --json")
     lm = show.load(args.model, **options.reading(args))
-    how["sampler"] = options.shaped(args, chosen, lm)
+    how["sampler"] = options.shaped(chosen, more, lm)
     asked: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     if show.lively(args) and args.guidance is None:
         _watch(lm, args, texts, asked, how)
     else:
         _print(lm, args, asked, how | batch)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that no model takes, before one is loaded."""
+    from mercury_jax.decode import ask, effort
+    from mercury_jax.decode.prompts import MOST_TOKENS
+
+    options.check(args)
+    effort.find(args.effort)
+    ask.check_logprobs(args.logprobs)
+    if args.logprobs is not None and not args.json:
+        raise refuse("--logprobs", args.logprobs, "with --json")
+    if not 1 <= args.max_tokens <= MOST_TOKENS:
+        raise refuse("--max-tokens", args.max_tokens, f"1..{MOST_TOKENS}")
+    if args.guidance is not None and not math.isfinite(args.guidance):
+        raise refuse("--guidance", args.guidance, "a finite number")
+    if args.negative is not None and args.guidance is None:
+        raise refuse("--negative", args.negative, "a text beside --guidance W")
 
 
 def _print(lm: LM, args: argparse.Namespace, asked: list[Any], how: dict[str, Any]) -> None:

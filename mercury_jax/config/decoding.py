@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from mercury_jax.config.checks import at_least, refuse
 
@@ -56,10 +57,21 @@ class Plan:
     refresh: Refresh | None = None
     revise: int = 0
 
+    def __new__(cls, *args: object, **fields: object) -> Plan:
+        if args:
+            raise refuse("Plan() argument", args[0], "named ones: Plan(block=, steps=, refresh=, revise=)")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("block", "steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
+            if value is not None and (not _whole(value) or value < 1):
                 raise refuse(name, value, "a whole number from 1 on, or None")
-        if isinstance(self.revise, bool) or self.revise != int(self.revise) or self.revise < 0:
+        if self.refresh is not None and not isinstance(self.refresh, Refresh):
+            raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")
+        if not _whole(self.revise) or self.revise < 0:
             raise refuse("revise", self.revise, "a whole number from 0 on")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value // 1

@@ -10,8 +10,10 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained, defaults, effort as efforts, launch, shape
+from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
 from mercury_jax.decode.output import Session
-from mercury_jax.decode.parts import Part, Sampler
+from mercury_jax.decode.parts import checked_sampler
+from mercury_jax.decode.program import checked_temperature
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
 from mercury_jax.types import LM
 
@@ -33,6 +35,16 @@ class Ask(NamedTuple):
     state: Session | None = None
     mesh: Mesh | None = None
     schema: Any = None
+
+
+def checked(lm: LM, asked: Ask) -> Ask:
+    """The arguments with a plan and a mesh of the right kind; refuses those of a wrong type by name."""
+    check_lm(lm)
+    if asked.state is not None and not isinstance(asked.state, Session):
+        raise refuse("state", asked.state, "the state of an earlier Output, or None")
+    if asked.temperature is not None:
+        asked = asked._replace(temperature=checked_temperature(asked.temperature))
+    return asked._replace(plan=checked_plan(asked.plan), mesh=checked_mesh(asked.mesh))
 
 
 def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
@@ -59,7 +71,7 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         sampler = constrained.opened(sampler, len(prompts), lm.model.config.vocab)
     job = launch.prepare(
         lm, wanted, sampler, plan, temperature=asked.temperature,
-        close=None if marks is None else marks.close, logprobs=_logprobs(asked.logprobs),
+        close=None if marks is None else marks.close, logprobs=check_logprobs(asked.logprobs),
         guidance=_guidance(lm, asked, len(prompts)), before=None if asked.state is None else asked.state.job.state,
         mesh=asked.mesh,
     )  # fmt: skip
@@ -120,16 +132,29 @@ def _thinking(lm: LM, prompts: Sequence[Prompt], max_tokens: int, most: int) -> 
 def _biased(sampler: Any, table: Any) -> Any:
     if not table:
         return sampler
-    sampler = Sampler(sampler) if isinstance(sampler, Part) else sampler
+    sampler = checked_sampler(sampler)
     return sampler._replace(shape=(*sampler.shape, shape.bias(table)))
 
 
-def _logprobs(count: Any) -> int | None:
+def check_logprobs(count: Any) -> int | None:
+    """How many alternatives to keep at each token, or None."""
     if count is None:
         return None
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= 100:
         raise refuse("logprobs", count, "0..100 alternatives, or None")
     return int(count)
+
+
+def _weights(guidance: Any, rows: int) -> np.ndarray:
+    """Guidance weights as float32 [rows]."""
+    weights = np.asarray(guidance)
+    if (
+        weights.dtype.kind not in "iuf"
+        or weights.shape not in ((), (rows,))
+        or not np.isfinite(weights).all()
+    ):
+        raise refuse("guidance", guidance, f"a finite number, or one for each of the {rows} prompts")
+    return np.broadcast_to(weights.astype(np.float32), (rows,))
 
 
 def _guidance(lm: LM, asked: Ask, rows: int) -> launch.Guidance | None:
@@ -139,9 +164,7 @@ def _guidance(lm: LM, asked: Ask, rows: int) -> launch.Guidance | None:
         return None
     if asked.state is not None:
         raise refuse("guidance", asked.guidance, "None with state=: a session keeps one side's keys")
-    weights = np.broadcast_to(np.asarray(asked.guidance, np.float32), (rows,))
-    if not np.all(np.isfinite(weights)):
-        raise refuse("guidance", asked.guidance, "a number, or one a prompt")
+    weights = _weights(asked.guidance, rows)
     if asked.negative is None:
         return launch.Guidance(weights, [[]] * rows)
     others, single = normalise(lm, asked.negative)

@@ -18,7 +18,7 @@ from mercury_jax.decode import launch, shape
 from mercury_jax.decode.amend import Amend, amend, nothing
 from mercury_jax.decode.gate import Gate
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, Spec, compile
-from mercury_jax.decode.parts import Part, Sampler
+from mercury_jax.decode.parts import Sampler, checked_sampler
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
@@ -53,20 +53,22 @@ def _grammar(lm: LM, schema: Any) -> Grammar:
 
 def check(sampler: Any, plan: Plan) -> None:
     """ValueError for ways of decoding that a grammar cannot follow."""
-    sampler = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
-    if getattr(sampler.rule, "grows", False):
+    if plan.revise:
+        raise refuse("plan.revise", plan.revise, "with schema= 0: what the grammar has accepted stays")
+    if sampler is None:
+        return
+    sampler = checked_sampler(sampler)
+    if sampler.rule.grows:
         raise refuse("sampler.rule", sampler.rule.name, "with schema= a rule that keeps the number of tokens")
     if sampler.verify:
         raise refuse(
             "sampler.verify", sampler.verify, "with schema= None or 0: the grammar judges what is drafted"
         )
-    if plan.revise:
-        raise refuse("plan.revise", plan.revise, "with schema= 0: what the grammar has accepted stays")
 
 
 def opened(sampler: Any, rows: int, vocab: int) -> Sampler:
     """The sampler with room for each row's allowed ids; for now all of them are."""
-    sampler = Sampler(sampler) if isinstance(sampler, Part) else sampler
+    sampler = checked_sampler(sampler)
     bits = np.full((rows, 1, -(-vocab // 32)), ALL, np.uint32)
     return sampler._replace(allow=(*sampler.allow, shape.allow_bits(bits, np.zeros(rows, np.int32))))
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import launch, rules
+from mercury_jax.decode import defaults, launch, rules
+from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
 from mercury_jax.decode.prompts import check_seed, normalise
 from mercury_jax.types import LM
 
@@ -57,16 +58,38 @@ def edit(
 ) -> EditOutput:
     """Edit a text, or a list of texts, keeping its number of tokens.
 
-    text: a text, ids, or a list of these; every token of it may change, unless spans say otherwise.
-    prompt: what stands before it and never changes (a text, a conversation, ids; for a list of texts,
-        one for all or a list). spans: what to write anew, the rest being held: (start, end) in
-        characters, or a piece of the text; for a list of texts, a list of such lists. They start from
-        noise. None: the model chooses. It starts from the text itself, and the rule replaces what the
-        model would not have written: by default `rules.blind_editing()`, which asks for each token with
-        that token left out; uniform diffusion redraws what it is unsure of.
-    sampler, plan, temperature, seed, mesh: as of `sample`. Longer texts are edited block by block.
-    Raises ValueError, before any compute, naming the argument that does not fit.
+    A text is edited as a finished answer: as in training, end-of-text completes its last canvas up to the block. The
+    model sees these tokens, and they never change.
+
+    Args:
+        lm: A diffusion model.
+        text: A text, ids, or a list of these. Every token may change, unless `spans` say otherwise. Mask ids among the
+            ids are filled in.
+        prompt: What stands before the text and never changes: a text, a conversation or ids; for a list of texts, one
+            for all or a list.
+        spans: What to write anew, the rest being held: (start, end) in characters, or a piece of the text; for a list
+            of texts, a list of such lists. Spans start from noise. None: editing starts from the text itself, and the
+            rule replaces what the model would not have written.
+        seed: Row i draws from `seed` + i.
+        sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
+            judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
+            logits cannot be asked so and takes `rules.editing()`; one trained on uniform noise always takes
+            `rules.entropy_bound()`, which redraws what it is unsure of.
+        plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
+        temperature: Of drawn tokens (None: the rule's own; 0: argmax).
+        mesh: Spreads the rows over its `data` axis.
+
+    Returns:
+        The edited texts, and each token that changed.
+
+    Raises:
+        ValueError: Before any compute, naming the argument that does not fit.
+
+    Example:
+        >>> mj.edit(lm, "1243\\n4312\\n3421\\n2124", prompt=[{"role": "user", "content": "0200\\n4302\\n3401\\n0004"}])
     """
+    check_lm(lm)
+    plan, mesh = checked_plan(plan), checked_mesh(mesh)
     texts, single = _texts(text)
     rows = [
         _row(lm, t, s, i)
@@ -76,7 +99,7 @@ def edit(
     began = time.perf_counter()
     chosen = sampler if sampler is not None else _default(lm, spans)
     job = launch.prepare(
-        lm, _request(lm, rows, before, check_seed(seed)), chosen, plan or Plan(), temperature=temperature,
+        lm, _request(lm, rows, before, plan, check_seed(seed)), chosen, plan, temperature=temperature,
         infilling=True, mesh=mesh,
     )  # fmt: skip
     job, _, _ = launch.advance(lm, job, None)
@@ -94,13 +117,19 @@ class Row(NamedTuple):
 def _default(lm: LM, spans: Any) -> Any:
     if lm.corruption.mask is None:
         return rules.entropy_bound()
-    return rules.blind_editing() if spans is None else rules.threshold()
+    if spans is not None:
+        return defaults.sampler(lm)
+    return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
 
 
 def _texts(text: Any) -> tuple[list[Any], bool]:
-    if isinstance(text, str | np.ndarray) or (
-        isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], int | np.integer)
-    ):
+    """(texts, whether one alone was given), each a text or checked by `_row` as ids."""
+    if isinstance(text, jax.Array):
+        text = np.asarray(text)
+    one = lambda x: isinstance(x, int | float | np.integer | np.floating)
+    if isinstance(text, np.ndarray) and text.ndim == 2:
+        return list(text), False
+    if isinstance(text, str | np.ndarray) or (isinstance(text, Sequence) and len(text) > 0 and one(text[0])):
         return [text], True
     if not isinstance(text, Sequence) or len(text) == 0:
         raise refuse("text", text, "a text, ids, or a non-empty list of these")
@@ -110,6 +139,8 @@ def _texts(text: Any) -> tuple[list[Any], bool]:
 def _spans(spans: Any, single: bool, count: int) -> list[Any]:
     if spans is None:
         return [None] * count
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
         return [spans]
     if len(spans) != count:
@@ -133,11 +164,16 @@ def _row(lm: LM, text: Any, spans: Any, index: int) -> Row:
     if not isinstance(text, str):
         if spans is not None:
             raise refuse("spans", spans, "None for a text that is given as ids")
-        return Row(np.asarray(normalise(lm, text)[0][0].ids, np.int32), None)
+        ids, one = normalise(lm, text, name=name)
+        if not one or ids[0].chat:
+            raise refuse(name, text, "a text, or ids")
+        return Row(np.asarray(ids[0].ids, np.int32), None)
     if not text:
         raise refuse(name, text, "a text of at least one character")
     if spans is None:
         return Row(np.asarray(lm.tokenizer.encode(text), np.int32), None)
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_place(text, span) for span in spans)
     if not cuts:
         raise refuse("spans", spans, "at least one span, or None")
@@ -173,24 +209,42 @@ def _place(text: str, span: Any) -> tuple[int, int]:
     return start, end
 
 
-def _request(lm: LM, rows: Sequence[Row], before: Sequence[list[int]], seed: int) -> launch.Request:
+def _request(
+    lm: LM, rows: Sequence[Row], before: Sequence[list[int]], plan: Plan, seed: int
+) -> launch.Request:
+    """Rows of prompt, text and fill; prompt, fill and what lies outside of the spans are given."""
     known = np.array([len(b) for b in before])
-    total = known + [len(r.ids) for r in rows]
+    said = known + [len(r.ids) for r in rows]
     context = lm.model.config.context
-    for i, size in enumerate(total):
+    for i, size in enumerate(said):
         if size > context:
             raise refuse(
                 f"text[{i}] and its prompt", f"{size} tokens", f"at most the model's context of {context}"
             )
-    text = np.zeros((len(rows), int(total.max())), np.int32)
+    total = np.array([min(context, n + _fill(lm, k, n, plan)) for k, n in zip(known, said, strict=True)])
+    text = np.full((len(rows), int(total.max())), lm.model.config.eos, np.int32)
     given, draft = np.zeros(text.shape, bool), np.zeros(text.shape, bool)
     for i, (row, ids) in enumerate(zip(rows, before, strict=True)):
-        text[i, : total[i]] = [*ids, *row.ids]
-        given[i, : known[i]] = True
-        given[i, known[i] : total[i]] = False if row.noised is None else ~row.noised
-        draft[i, known[i] : total[i]] = row.noised is None
+        text[i, : said[i]] = [*ids, *row.ids]
+        given[i, : known[i]] = given[i, said[i] : total[i]] = True
+        given[i, known[i] : said[i]] = False if row.noised is None else ~row.noised
+        draft[i, known[i] : said[i]] = row.noised is None
     seeds = (seed + np.arange(len(rows))) % 2**31
     return launch.Request(text, given, known, total, seeds, draft=draft)
+
+
+def _fill(lm: LM, known: int, said: int, plan: Plan) -> int:
+    """How many end-of-text tokens complete the last canvas of a row of `said` tokens, `known` of them the prompt.
+
+    It is `masks.layout`'s fill: an answer in training always fills its canvas, so a canvas that ends with the text is
+    one that the model has never seen, and reads badly.
+    """
+    config = lm.model.config
+    if (
+        config.pattern == "causal_encoder"
+    ):  # canvases begin behind the prompt, and are as wide as the plan's block
+        return -(said - known) % (plan.block or config.block)
+    return -said % config.block
 
 
 def _collect(

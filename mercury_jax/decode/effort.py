@@ -7,6 +7,7 @@ from typing import NamedTuple
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.parts import Part
+from mercury_jax.decode.ranges import Above, AtLeast, checked
 
 
 class Effort(NamedTuple):
@@ -48,8 +49,13 @@ EFFORTS = {
 
 def find(effort: str | Effort | None) -> Effort | None:
     """An effort by its name; an Effort of one's own is taken as it is."""
-    if effort is None or isinstance(effort, Effort):
+    if effort is None:
+        return None
+    if isinstance(effort, Effort):
+        checked("Effort.thinking", effort.thinking, AtLeast(0, whole=True))
+        checked("Effort.p", effort.p, rules.threshold.ranges["p"])
+        checked("Effort.steps", effort.steps, Above(0))
         return effort
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise refuse("effort", effort, ", ".join(EFFORTS) + ", or an Effort")
     return EFFORTS[effort]

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, fim, launch, lengths
+from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
 from mercury_jax.decode.holes import Filled, Hole, InfillOutput, Row, output, segments
 from mercury_jax.decode.lengths import Grid
 from mercury_jax.decode.parts import complete
@@ -48,13 +49,15 @@ def infill(
     under which the model finds filling and following text most probable.
     Raises ValueError for no hole, or one that does not fit the context.
     """
-    several = len(parts) > 0 and not isinstance(parts[0], str | Hole)
-    rows = [_row(lm, p, i) for i, p in enumerate(parts if several else [parts])]
-    if not rows:
+    check_lm(lm)
+    plan, mesh = checked_plan(plan), checked_mesh(mesh)
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or not parts:
         raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
+    several = not isinstance(parts[0], str | Hole)
+    rows = [_row(lm, p, i) for i, p in enumerate(parts if several else [parts])]
     began = time.perf_counter()
     sampler = defaults.sampler(lm) if sampler is None else sampler
-    done = fill(lm, rows, sampler, check_seed(seed), plan=plan or Plan(), temperature=temperature, mesh=mesh)
+    done = fill(lm, rows, sampler, check_seed(seed), plan=plan, temperature=temperature, mesh=mesh)
     return output(lm, rows, done, time.perf_counter() - began)
 
 
@@ -95,7 +98,11 @@ def _sized(row: Row, size: Any) -> Row:
 
 def _row(lm: LM, parts: Any, index: int) -> Row:
     name = f"parts[{index}]"
-    if isinstance(parts, str) or not all(isinstance(p, str | Hole) for p in parts):
+    if (
+        isinstance(parts, str)
+        or not isinstance(parts, Sequence)
+        or not all(isinstance(p, str | Hole) for p in parts)
+    ):
         raise refuse(name, parts, "a list of texts and Holes")
     if not any(isinstance(p, Hole) for p in parts):
         raise refuse(name, parts, "at least one Hole among the texts")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guide, machine
+from mercury_jax.decode.arguments import naming_wrong_params
 from mercury_jax.decode.parts import Sampler, spread
 from mercury_jax.decode.program import bucket, checked_temperature, plan_program
 from mercury_jax.decode.state import Frame, Knobs, Program, State, begin
@@ -84,11 +85,12 @@ def prepare(
     )  # fmt: skip
     rows = len(request.known)
     state = _begin(program, knobs, **padded)
-    if guidance is not None:
-        state = state._replace(cache=_guided_cache(lm, state, padded, guidance))
-    if before is not None:
-        state = _go_on(state, before)
-    state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
+    with naming_wrong_params(lm):
+        if guidance is not None:
+            state = state._replace(cache=_guided_cache(lm, state, padded, guidance))
+        if before is not None:
+            state = _go_on(state, before)
+        state = _encode_long(lm, program, state, int((request.known - np.asarray(state.length)[:rows]).max()))
     return Job(program, knobs, state, rows, by_rows(lm, mesh))
 
 
@@ -141,10 +143,11 @@ def advance(lm: LM, job: Job, passes: int | None) -> tuple[Job, Frame | None, ja
     Returns the job (its old state is used up), the frames [passes, B, ...], and how many passes were
     made: a number, or one for each shard.
     """
-    if job.mesh is None:
-        state, frames, used = _run(job.program, lm.params, job.state, job.knobs, passes)
-    else:
-        state, frames, used = _run_sharded(job.program, job.mesh, lm.params, job.state, job.knobs, passes)
+    with naming_wrong_params(lm):
+        if job.mesh is None:
+            state, frames, used = _run(job.program, lm.params, job.state, job.knobs, passes)
+        else:
+            state, frames, used = _run_sharded(job.program, job.mesh, lm.params, job.state, job.knobs, passes)
     return job._replace(state=state), frames, used
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mercury_jax.decode.holes import Filled, Hole, Row, whole
 from mercury_jax.decode.program import QUANTUM
-from mercury_jax.decode.score import masks, weighted_nats
+from mercury_jax.decode.score import Masked, masks, weighted_nats
 from mercury_jax.types import LM
 
 BEHIND = 16  # tokens of following text that are scored with the filling
@@ -84,5 +84,5 @@ def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int, quantum: in
     if len(ids) <= len(before):
         return 0.0
     laid = lm.model.layout(ids, len(before), whole=False)
-    hidden, weight = masks(laid, SAMPLES, np.random.default_rng(0))
-    return float(weighted_nats(lm, laid, hidden, weight, quantum).mean())
+    asked = Masked(laid, *masks(laid, SAMPLES, np.random.default_rng(0)))
+    return float(weighted_nats(lm, [asked], quantum).mean())

@@ -1,7 +1,7 @@
 """The grammar of decoding: rules, shapers and stops as values made of a function and its knobs.
 
     @rule
-    def threshold(key, view, memory, *, p=0.9):
+    def threshold(key, view, memory, *, p: Annotated[Knob, Between(0, 1)] = 0.9):
         accept = view.masked & (view.reading.p_sample > p)
         return settle(view, accept), memory
 
@@ -9,23 +9,23 @@
 
 Keyword-only arguments of the function are knobs. They are leaves of the pytree, so the machine
 traces them: another threshold compiles nothing new, and each row of a batch may have its own (pass
-an array [B]). Everything is written for ONE row; the machine vmaps it.
+an array [B]). What a knob may be stands in its annotation (`ranges`). Everything is written for ONE row; the
+machine vmaps it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from mercury_jax.config import refuse
+from mercury_jax.decode.ranges import Range, checked, described, ranges_of
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Proposal, View
 
@@ -43,7 +43,7 @@ class Whole(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["knobs"],
-    meta_fields=["step", "init", "name", "temperature", "stop", "fits", "blind", "grows", "whole"],
+    meta_fields=["step", "init", "name", "temperature", "stop", "fits", "blind", "grows", "whole", "kind"],
 )
 @dataclass(frozen=True)
 class Part:
@@ -66,6 +66,7 @@ class Part:
     blind: bool = False
     grows: bool = False
     whole: bool = True
+    kind: str = "rule"  # or "shaper", "stop"
 
     def __call__(self, *args: Any) -> Any:
         return self.step(*args, **{k: v.value if isinstance(v, Whole) else v for k, v in self.knobs.items()})
@@ -77,34 +78,38 @@ def no_memory(canvas: jax.Array, vocab: int) -> Memory:
     return ()
 
 
-def _maker(fn: Callable[..., Any], **kind: Any) -> Callable[..., Part]:
+def _maker(fn: Callable[..., Any], **fields: Any) -> Callable[..., Part]:
     names = [p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    ranges = ranges_of(fn)
+    title = fn.__name__.lstrip("_")
 
     @functools.wraps(fn)
     def make(*args: Any, **knobs: Any) -> Part:
         if len(args) > len(names):
-            raise refuse(f"{fn.__name__}() arguments", args, f"at most {len(names)}")
+            raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
         given = dict(zip((p.name for p in names), args, strict=False)) | knobs
         unknown = set(given) - {p.name for p in names}
         if unknown:
-            raise refuse(f"{fn.__name__}() argument", sorted(unknown)[0], ", ".join(p.name for p in names))
+            raise refuse(
+                f"{title}() argument", sorted(unknown)[0], ", ".join(p.name for p in names) or "none"
+            )
         values = {p.name: given.get(p.name, p.default) for p in names}
-        for name, value in values.items():
-            _check_number(fn.__name__, name, value)
-        return Part(step=fn, knobs=values, name=fn.__name__, **kind)
+        values = {name: _value(title, name, value, ranges.get(name)) for name, value in values.items()}
+        return Part(step=fn, knobs=values, name=fn.__name__, **fields)
 
-    make.knobs = {p.name: p.default for p in names}  # type: ignore[attr-defined]
+    tell(make, {p.name: p.default for p in names}, ranges)
     return make
 
 
-def _check_number(part: str, name: str, value: Any) -> None:
-    value = value.value if isinstance(value, Whole) else value
-    if value is inspect.Parameter.empty or value is None or isinstance(value, str | bytes):
-        shown = None if value is inspect.Parameter.empty else value
-        raise refuse(f"{part}({name}=)", shown, "a number, or an array with one number a row")
-    # numpy: jnp would trace a constant inside of jit.
-    if not isinstance(value, Tracer) and bool(np.any(np.isnan(np.asarray(value, float)))):
-        raise refuse(f"{part}({name}=)", value, "a number")
+def tell(make: Any, defaults: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
+    """Lets a maker of parts say what parameters it takes: `knobs` (defaults), `ranges`, and its docstring."""
+    make.knobs, make.ranges = dict(defaults), dict(ranges)
+    lines = described(make.__name__, defaults, ranges)
+    make.__doc__ = f"{inspect.cleandoc(make.__doc__ or '')}\n\n{lines}".strip()
+
+
+def _value(part: str, name: str, value: Any, allowed: Range | None) -> Any:
+    return value if isinstance(value, Whole) else checked(f"{part}({name}=)", value, allowed)
 
 
 def rule(
@@ -138,8 +143,8 @@ def shaper(fn: Callable[..., Any] | None = None, *, whole: bool = True) -> Any:
     may be given a part of the vocabulary: the first column is the id `view.first`.
     """
     if fn is None:
-        return lambda f: _maker(f, init=no_memory, whole=whole)
-    return _maker(fn, init=no_memory, whole=whole)
+        return lambda f: _maker(f, init=no_memory, whole=whole, kind="shaper")
+    return _maker(fn, init=no_memory, whole=whole, kind="shaper")
 
 
 def stop(
@@ -150,8 +155,8 @@ def stop(
 ) -> Any:
     """Make a stop of `fn(view, proposal, memory, *, knobs) -> (done, memory)`; whole: as of a `rule`."""
     if fn is None:
-        return lambda f: _maker(f, init=init, whole=whole)
-    return _maker(fn, init=init, whole=whole)
+        return lambda f: _maker(f, init=init, whole=whole, kind="stop")
+    return _maker(fn, init=init, whole=whole, kind="stop")
 
 
 class Sampler(NamedTuple):
@@ -203,12 +208,7 @@ def complete(
     """
     from mercury_jax.decode import stop as stops
 
-    if callable(sampler) and not isinstance(sampler, Part | Sampler):
-        sampler = Part(sampler, no_memory, {}, getattr(sampler, "__name__", "rule"))
-    if isinstance(sampler, Part):
-        sampler = Sampler(sampler)
-    if not isinstance(sampler, Sampler):
-        raise refuse("sampler", sampler, "a rule such as rules.threshold(0.9), or a Sampler")
+    sampler = checked_sampler(sampler)
     if autoregressive and sampler.verify is None:
         sampler = sampler._replace(verify=0)
     kind = "uniform" if corruption.mask is None else "masked"
@@ -220,21 +220,58 @@ def complete(
         )
     ending = sampler.stop or (sampler.rule.stop or (stops.filled if kind == "masked" else stops.steady))()
     warmth = sampler.rule.temperature if sampler.temperature is None else sampler.temperature
-    return sampler._replace(
-        stop=ending, temperature=warmth, shape=tuple(sampler.shape), allow=tuple(sampler.allow)
-    )
+    return sampler._replace(stop=ending, temperature=warmth)
+
+
+def checked_sampler(sampler: Any) -> Sampler:
+    """A sampler whose fields hold parts of the right kind; a bare rule becomes one.
+
+    Raises:
+        ValueError: Naming the field that holds something else.
+    """
+    if not isinstance(sampler, Sampler):
+        allowed = "a rule such as rules.threshold(0.9), or a Sampler"
+        return checked_sampler(Sampler(_part("sampler", sampler, "rule", allowed)))
+    rule = _part("sampler.rule", sampler.rule, "rule", "a rule such as rules.threshold(0.9)")
+    stop = sampler.stop
+    if stop is not None:
+        stop = _part("sampler.stop", stop, "stop", "a stop such as stop.steady(), or None")
+    shapers = {}
+    for name in ("shape", "allow"):
+        found = getattr(sampler, name)
+        allowed = "a tuple of shapers such as (shape.top_p(0.9),)"
+        if not isinstance(found, tuple | list):
+            raise refuse(f"sampler.{name}", getattr(found, "name", found), allowed)
+        shapers[name] = tuple(
+            _part(f"sampler.{name}[{i}]", x, "shaper", allowed) for i, x in enumerate(found)
+        )
+    return sampler._replace(rule=rule, stop=stop, **shapers)
+
+
+def _part(field: str, part: Any, kind: str, allowed: str) -> Part:
+    """The part, if it is of this kind; a plain function that decides as a rule does is taken as a rule."""
+    if isinstance(part, Part):
+        if part.kind != kind:
+            raise refuse(field, f"the {part.kind} {part.name}", allowed)
+        return part
+    if hasattr(part, "knobs"):  # a maker
+        raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
+    if kind == "rule" and callable(part) and not isinstance(part, type):
+        return Part(part, no_memory, {}, getattr(part, "__name__", "rule"))
+    raise refuse(field, part, allowed)
 
 
 def spread(tree: Any, rows: int) -> Any:
     """Every knob as an array [rows, ...]: numbers are repeated, arrays must have one entry a row."""
 
-    def widen(x: Any) -> Any:
+    def widen(path: Any, x: Any) -> Any:
         if isinstance(x, Whole):
             value = jnp.asarray(x.value)
             return Whole(jnp.broadcast_to(value, (rows, *value.shape)))
         x = jnp.asarray(x)
         if x.ndim and x.shape[0] != rows:
-            raise refuse("knob", x.shape, f"a number, or an array whose first axis is the {rows} rows")
+            name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
+            raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
         return x if x.ndim else jnp.broadcast_to(x, (rows,))
 
-    return jax.tree.map(widen, tree, is_leaf=lambda x: isinstance(x, Whole))
+    return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Whole))

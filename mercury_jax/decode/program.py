@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import shape
 from mercury_jax.decode.parts import Sampler, complete
+from mercury_jax.decode.ranges import AtLeast, checked
 from mercury_jax.decode.state import Program
 from mercury_jax.types import LM
 
@@ -33,6 +32,7 @@ def plan_program(
     """(the program, the sampler with its defaults filled). Raises ValueError for what does not fit."""
     config = lm.model.config
     sampler = complete(sampler, lm.corruption, autoregressive=config.autoregressive)
+    sampler = sampler._replace(temperature=checked_temperature(sampler.temperature))
     rule, verify = sampler.rule, sampler.verify
     _check_parts(sampler, config.vocab)
     _check_plan(lm, plan, sampler)
@@ -80,8 +80,6 @@ def _sizes(
 def _check_parts(sampler: Sampler, vocab: int) -> None:
     for part in (*sampler.shape, *sampler.allow):
         shape.check_ids(part, vocab)
-    if sampler.temperature is not None:
-        checked_temperature(sampler.temperature)
 
 
 def _check_plan(lm: LM, plan: Plan, sampler: Sampler) -> None:
@@ -122,7 +120,5 @@ def _check_verify(lm: LM, sampler: Sampler, plan: Plan) -> None:
 
 
 def checked_temperature(value: Any) -> Any:
-    """A temperature, or one a row."""
-    if np.any(np.asarray(value) < 0) or not np.all(np.isfinite(np.asarray(value, float))):
-        raise refuse("temperature", value, "0 or more")
-    return value
+    """A temperature, or an array of one a row; values traced under `jit` pass."""
+    return checked("temperature", value, AtLeast(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mercury_jax.config import refuse
@@ -21,20 +22,50 @@ class Prompt(NamedTuple):
 
 
 def normalise(
-    lm: LM, prompt: Any, thinking: bool = False, behind: Sequence[Prompt] = ()
+    lm: LM, prompt: Any, thinking: bool = False, behind: Sequence[Prompt] = (), name: str = "prompt"
 ) -> tuple[list[Prompt], bool]:
-    """(prompts, whether one alone was given).
+    """Prompts as ids, checked before any compute.
 
-    Takes a text, a conversation (a list of {"role", "content"}), ids, or a list of any of these.
-    thinking: the answer to a conversation must begin with its thinking. behind: what these go on from,
-    one for each, answers included.
+    Args:
+        lm: Its tokenizer encodes texts and renders conversations; its vocabulary bounds the ids.
+        prompt: A text, a conversation (a list of {"role", "content"}), ids (a list or a 1-D integer array,
+            numpy or JAX), or a list of any of these; a 2-D integer array is a list of rows of ids.
+        thinking: The answer to a conversation must begin with its thinking.
+        behind: What the prompts continue, one for each, answers included.
+        name: The argument that errors name.
+
+    Returns:
+        The prompts, and whether one alone was given.
+
+    Raises:
+        ValueError: For anything else: bytes, floats, empty prompts, ids outside of the vocabulary.
     """
+    prompt = _array(prompt, name)
     old = lambda i: behind[i] if i < len(behind) else None
     if _is_one(prompt):
-        return [_one(lm, prompt, "prompt", thinking, old(0))], True
-    if not isinstance(prompt, Sequence) or len(prompt) == 0:
-        raise refuse("prompt", prompt, "a text, a list of messages, ids, or a non-empty list of these")
-    return [_one(lm, p, f"prompt[{i}]", thinking, old(i)) for i, p in enumerate(prompt)], False
+        return [_one(lm, prompt, name, thinking, old(0))], True
+    if isinstance(prompt, np.ndarray):
+        prompt = list(prompt)
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence) or len(prompt) == 0:
+        raise refuse(name, prompt, f"{KINDS}, or a non-empty list of these")
+    return [_one(lm, p, f"{name}[{i}]", thinking, old(i)) for i, p in enumerate(prompt)], False
+
+
+KINDS = "a text (str), a list of messages, or ids (whole numbers)"
+
+
+def _array(prompt: Any, name: str) -> Any:
+    """A JAX array as a numpy one; arrays that are not [T] or [B, T] of whole numbers are refused."""
+    if isinstance(prompt, jax.core.Tracer):
+        raise refuse(name, prompt, "concrete ids: under jit use the decoder itself")
+    if isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)
+    if not isinstance(prompt, np.ndarray):
+        return prompt
+    if prompt.ndim not in (1, 2) or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
+        found = f"{prompt.dtype}{list(prompt.shape)}"
+        raise refuse(name, found, "whole numbers [T] or [B, T], at least one token")
+    return prompt
 
 
 def _is_one(prompt: Any) -> bool:
@@ -42,8 +73,12 @@ def _is_one(prompt: Any) -> bool:
         return True
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1
+    if isinstance(prompt, bytes | bytearray):
+        return False
     return (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping | int | np.integer)
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping | int | float | np.integer | np.floating)
     )
 
 
@@ -61,16 +96,20 @@ def _one(lm: LM, prompt: Any, name: str, thinking: bool, behind: Prompt | None) 
 
 
 def _ids(lm: LM, prompt: Any, name: str) -> list[int]:
-    try:
-        ids = [int(i) for i in prompt]
-    except (TypeError, ValueError):
-        raise refuse(name, prompt, "a text, a list of messages, or a list of ids") from None
-    if not ids:
+    prompt = _array(prompt, name)
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes | bytearray)
+    if not listed or any(not _whole(i) for i in prompt):
+        raise refuse(name, prompt, KINDS)
+    if len(prompt) == 0:
         raise refuse(name, prompt, "at least one token")
-    for i in ids:
+    for i in prompt:
         if not 0 <= i < lm.model.config.vocab:
-            raise refuse(f"{name} id", i, f"0..{lm.model.config.vocab - 1}")
-    return ids
+            raise refuse(f"{name} id", int(i), f"0..{lm.model.config.vocab - 1}")
+    return [int(i) for i in prompt]
+
+
+def _whole(i: Any) -> bool:
+    return isinstance(i, int | np.integer) and not isinstance(i, bool)
 
 
 def check_room(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:

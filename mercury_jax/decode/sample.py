@@ -65,11 +65,13 @@ def sample(
     """
     began = time.perf_counter()
     keep = keep or state is not None or passes is not None
-    asked = ask.Ask(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan or Plan(), temperature=temperature,
+    if passes is not None and (isinstance(passes, bool) or not isinstance(passes, int) or passes < 1):
+        raise refuse("passes", passes, "a whole number from 1 on, or None")
+    asked = ask.checked(lm, ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
         mesh=mesh, schema=schema,
-    )  # fmt: skip
+    ))  # fmt: skip
     gates = None if schema is None else _gates(lm, asked, passes)
     job, prompts = ask.prepare(lm, asked)
     before = np.zeros(job.state.length.shape[0], int) if state is None else ask.encoded_before(job, state)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 
 from mercury_jax.decode.parts import Knob, Memory, stop
+from mercury_jax.decode.ranges import AtLeast
 from mercury_jax.types import Proposal, View
 
 
@@ -25,7 +28,12 @@ def never(view: View, proposal: Proposal, memory: Memory) -> tuple[jax.Array, Me
 
 @stop(init=lambda canvas, vocab: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)), whole=False)
 def steady(
-    view: View, proposal: Proposal, memory: Memory, *, entropy: Knob = 0.005, patience: Knob = 1
+    view: View,
+    proposal: Proposal,
+    memory: Memory,
+    *,
+    entropy: Annotated[Knob, AtLeast(0)] = 0.005,
+    patience: Annotated[Knob, AtLeast(0, whole=True)] = 1,
 ) -> tuple[jax.Array, Memory]:
     """The answer stood still for `patience` steps and its mean entropy is under `entropy` nats.
 
@@ -46,7 +54,12 @@ def _counts(canvas: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
 
 @stop(init=_counts, whole=False)
 def fixed_point(
-    view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 1, limit: Knob = jnp.inf
+    view: View,
+    proposal: Proposal,
+    memory: Memory,
+    *,
+    patience: Annotated[Knob, AtLeast(0, whole=True)] = 1,
+    limit: Annotated[Knob, AtLeast(0, whole=True, infinite=True)] = jnp.inf,
 ) -> tuple[jax.Array, Memory]:
     """No mask is left, and `patience` steps have changed nothing; or `limit` steps began without a mask.
 
@@ -62,7 +75,7 @@ def fixed_point(
 
 @stop(init=_counts, whole=False)
 def stalled(
-    view: View, proposal: Proposal, memory: Memory, *, patience: Knob = 32
+    view: View, proposal: Proposal, memory: Memory, *, patience: Annotated[Knob, AtLeast(0, whole=True)] = 32
 ) -> tuple[jax.Array, Memory]:
     """No mask is left, and nothing changed or the canvas no longer comes closer to the argmax.
 
@@ -77,3 +90,6 @@ def stalled(
     done, _ = filled()(view, proposal, ())
     same = jnp.all(proposal.canvas == view.canvas)
     return done & (same | (count > patience)), (best, count)
+
+
+ALL = {make.__name__: make for make in (filled, never, steady, fixed_point, stalled)}

@@ -11,6 +11,7 @@ import numpy as np
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import ask, launch
+from mercury_jax.decode.arguments import check_lm
 from mercury_jax.decode.output import Session, decoded
 from mercury_jax.decode.prompts import Prompt, normalise
 from mercury_jax.decode.state import Frame
@@ -51,6 +52,7 @@ def stream(
     Takes one prompt (a text, a conversation, or ids); the other arguments are those of `sample`,
     and the last Moment's text is what `sample` returns. Bad arguments raise at the call.
     """
+    check_lm(lm)
     if prompt is None:
         raise refuse("prompt", prompt, "a prompt; sample(lm, None, state=) finishes what was stopped")
     _, single = normalise(lm, prompt)
@@ -58,10 +60,10 @@ def stream(
         raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise refuse("every", every, "1 or more passes")
-    asked = ask.Ask(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan or Plan(), temperature=temperature,
+    asked = ask.checked(lm, ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, state=state,
-    )  # fmt: skip
+    ))  # fmt: skip
     job, prompts = ask.prepare(lm, asked)
     return _moments(lm, job, prompts[0], every)
 

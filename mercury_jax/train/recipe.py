@@ -118,7 +118,7 @@ class TrainConfig:
         return Path(self.out or f"runs/{self.name}")
 
 
-_KEPT: Any = object()  # in place of the data while tyro reads the command line
+_KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
 
 
 def packaged() -> dict[str, Path]:
@@ -214,7 +214,7 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     # tyro makes options of dataclasses and leaves what it does not know as it is.
     plain = dataclasses.replace(config, data=_KEPT, sampler=_KEPT)
     fixed = (tyro.conf.SuppressFixed,)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": the data
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those two
         new = tyro.cli(
             type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed
         )

@@ -19,7 +19,7 @@ from tests.cli.talk import objects, refused
         (["sample"], ["PROMPT", "required"]),
         (["sample", ""], ["PROMPT", "''"]),
         (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
-        (["sample", "x", "--max-tokens", "-3"], ["max_tokens", "-3", "1.."]),
+        (["sample", "x", "--max-tokens", "-3"], ["--max-tokens", "-3", "1.."]),
         (["sample", "x", "--max-tokens", "9999"], ["max_tokens", "9999", "context"]),
         (["sample", "x", "--seed", "-1"], ["seed", "-1"]),
         (["sample", "x", "--steps", "0"], ["steps", "0"]),
@@ -60,6 +60,29 @@ def test_bad_input_names_the_field_and_exits_with_2(argv, words, folder, capsys)
 )
 def test_a_missing_model_is_named(command, capsys):
     assert "/no/such/model" in refused(capsys, *command, "--model", "/no/such/model")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--rule", "threshold", "--p", "3"], "threshold(p=) is 3.0; allowed: a number in [0, 1]"),
+        (["--rule", "klass", "--knob", "patience=1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
+        (["--top-p", "2"], "top_p(p=) is 2.0"),
+        (["--top-k", "-3"], "top_k(k=) is -3.0"),
+        (["--repetition", "0"], "repetition(p=) is 0.0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--effort", "huge"], "effort is 'huge'"),
+        (["--guidance", "nan"], "--guidance is nan"),
+        (["--negative", "x"], "--negative is 'x'"),
+    ],
+)
+def test_a_number_out_of_range_is_told_before_a_model_is_loaded(words, said, capsys):
+    assert said in refused(capsys, "sample", "x", "--model", "/no/such/model", *words)
+    if words[0] in ("--rule", "--temperature", "--seed"):
+        for command in (["edit", "x"], ["infill", "[[4]]"]):
+            assert said in refused(capsys, *command, "--model", "/no/such/model", *words)
 
 
 def test_a_damaged_model_is_refused(folder, tmp_path, capsys):

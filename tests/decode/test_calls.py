@@ -129,6 +129,67 @@ def test_logits_are_the_same_with_a_cache_and_without(pattern):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_list_is_scored_row_by_row(pattern):
+    lm = tiny(pattern)
+    prompts, answers = ["def x", "", "for value in range"], ["(y): return total", "return x", "(z)"]
+    alone = [mj.score(lm, p, a, samples=8, seed=5 + i) for i, (p, a) in enumerate(zip(prompts, answers))]
+    found = mj.score(lm, prompts, answers, samples=8, seed=5)
+    for name in ("log_p", "se", "tokens", "nats_per_token"):
+        np.testing.assert_allclose(getattr(found, name), [getattr(one, name) for one in alone], rtol=1e-4)
+        assert getattr(found, name).shape == (3,) and np.ndim(getattr(alone[0], name)) == 0
+
+
+def test_one_prompt_is_scored_with_each_of_many_answers():
+    lm, answers = tiny(), [[300, 301, 302], [303, 304, 305]]
+    want = mj.score(lm, ["def x", "def x"], answers, samples=4).log_p
+    assert want[0] != want[1]
+    for same in (answers, np.array(answers), jnp.array(answers)):
+        np.testing.assert_array_equal(mj.score(lm, "def x", same, samples=4).log_p, want)
+    assert mj.score(lm, "def x", answers[:1], samples=4).log_p.shape == (1,)
+    assert mj.score(lm, np.array([[300, 301]] * 2), answers, samples=4).log_p.shape == (2,)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_logits_of_a_row_are_those_of_its_own_prompt(pattern):
+    lm = tiny(pattern)
+    prompts, canvas = ["def x", PROMPT], np.array([[lm.tokenizer.mask] * 8, [300, *[lm.tokenizer.mask] * 7]])
+    for rows in (canvas, jnp.asarray(canvas), canvas.tolist()):
+        found = mj.logits(lm, rows, prompts)
+        assert found.shape == (2, 8, lm.model.config.vocab)
+    for i, prompt in enumerate(prompts):
+        np.testing.assert_allclose(found[i], mj.logits(lm, canvas[i], prompt)[0], atol=2e-5)
+    np.testing.assert_allclose(mj.logits(lm, canvas, PROMPT)[1], found[1], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda lm: mj.score(lm, ["a", "b"], "c"), "completion is 'one answer'; allowed: a list of 2"),
+        (lambda lm: mj.score(lm, ["a", "b"], ["c"]), "completion is '1 answers'"),
+        (lambda lm: mj.score(lm, ["a"], ["c", "d"]), "completion is '2 answers'"),
+        (lambda lm: mj.score(lm, "a", ""), "completion is ''"),
+        (lambda lm: mj.score(lm, "a", ["c", 5]), r"completion\[1\] is 5"),
+        (lambda lm: mj.score(lm, "a", b"c"), "completion is b'c'"),
+        (lambda lm: mj.score(lm, "a", 5), "completion is 5"),
+        (lambda lm: mj.score(lm, "a", np.ones((2, 2, 2), int)), "completion is 'int64"),
+        (lambda lm: mj.score(lm, "a", [1.5]), r"completion is \[1.5\]"),
+        (lambda lm: mj.score(lm, "a", [{"role": "user", "content": "x"}]), "completion is 'a conversation'"),
+        (lambda lm: mj.score(lm, "a", ["c", "d " * 400]), "row 1 is .* context"),
+        (lambda lm: mj.score(lm, "a", "b", samples=2.5), "samples is 2.5"),
+        (lambda lm: mj.logits(lm, [[5, 6], [7, 8]], ["a", "b", "c"]), "prompt is 'a list of 3'"),
+        (lambda lm: mj.logits(lm, [5, 6], ["a", "b"]), "prompt is 'a list of 2'"),
+        (lambda lm: mj.logits(lm, [[5, 6], [7]]), "canvas is"),
+        (lambda lm: mj.logits(lm, np.ones((1, 2, 3), int)), r"canvas is 'int64\[1, 2, 3\]'"),
+        (lambda lm: mj.logits(lm, [0.5]), "canvas is 'float64"),
+        (lambda lm: mj.logits(lm, "text"), "canvas is"),
+    ],
+)
+def test_what_score_and_logits_cannot_pair_is_refused_by_name(call, named):
+    with pytest.raises(ValueError, match=named):
+        call(tiny())
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

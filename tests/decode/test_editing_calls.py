@@ -1,5 +1,6 @@
 """edit(), open holes, FIM order: what stays, what changes, and what is refused."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +44,26 @@ def test_edit_starts_from_the_text_itself_and_never_changes_the_prompt(pattern):
     out = mj.edit(lm, [ids, ids[:5]], prompt="def x", sampler=upper(), plan=mj.Plan(steps=2))
     assert [t.tolist() for t in out.tokens] == [[i + 1 for i in ids], [i + 1 for i in ids[:5]]]
     assert out.changes[1][0].at == 0
+
+
+@mj.rule(stop=mj.stop.never)
+def tells_the_end(key, view, memory):
+    """Each token of the text becomes 280 + the number of end-of-text tokens that the model was shown."""
+    ends = (view.canvas == SPECIAL.eos) & (jnp.arange(view.canvas.shape[0]) < view.n)
+    return mj.propose(view, jnp.where(view.editable, 280 + ends.sum(), view.canvas).astype(jnp.int32)), memory
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_edit_shows_end_of_text_up_to_the_block_as_training_does(pattern):
+    lm = tiny(pattern)
+    prompt, texts = list(range(290, 296)), [list(range(300, 300 + n)) for n in (3, 8, 11)]
+    # A rule sees the active block alone: in a bidirectional model one that holds the whole canvas.
+    plan = mj.Plan(steps=1, block=32 if pattern == "bidirectional" else None)
+    out = mj.edit(lm, texts, prompt=prompt, sampler=tells_the_end(), plan=plan)
+    for text, tokens in zip(texts, out.tokens, strict=True):
+        trained = lm.model.layout(np.array([*prompt, *text]), len(prompt), SPECIAL.eos, False)
+        fill = int(trained.positions.max()) + 1 - len(prompt) - len(text)
+        assert len(tokens) == len(text) and tokens[-1] == 280 + fill
 
 
 def test_edit_by_the_models_own_choice_ends_for_every_kind_of_noise():

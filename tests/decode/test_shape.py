@@ -39,7 +39,7 @@ def test_truncation_keeps_what_it_should():
     assert left(shape.top_p(0.81)) == [True, True, True, False]
     assert left(shape.top_p(0.0)) == [True, False, False, False]
     assert left(shape.min_p(0.2)) == [True, True, True, False]
-    assert left(shape.min_p(2.0)) == [True, False, False, False]
+    assert left(shape.min_p(1.0)) == [True, False, False, False]
 
 
 def test_temperature_divides_and_cooling_follows_time():

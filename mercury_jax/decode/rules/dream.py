@@ -11,17 +11,22 @@ these are shapers: `Sampler(dream_entropy(), (shape.temperature(0.2), shape.top_
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mercury_jax.decode.parts import Knob, Memory, rule, settle
+from mercury_jax.decode.ranges import AtLeast, Between
 from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(fits=("masked",), whole=False)
-def dream_origin(key: Key, view: View, memory: Memory, *, eps: Knob = 1e-3) -> tuple[Proposal, Memory]:
+def dream_origin(
+    key: Key, view: View, memory: Memory, *, eps: Annotated[Knob, Between(0, 1)] = 1e-3
+) -> tuple[Proposal, Memory]:
     """Each mask alone becomes a token with probability 1 - s/t (`alg="origin"`): `ancestral` on Dream's times.
 
     Like Dream it takes the argmax unless the sampler has a temperature.
@@ -32,7 +37,12 @@ def dream_origin(key: Key, view: View, memory: Memory, *, eps: Knob = 1e-3) -> t
 
 @rule(fits=("masked",), whole=False)
 def maskgit_plus(
-    key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    alg_temp: Annotated[Knob, AtLeast(0)] = 0.0,
+    eps: Annotated[Knob, Between(0, 1)] = 1e-3,
 ) -> tuple[Proposal, Memory]:
     """The masks whose drawn token is the most probable (MaskGIT, arXiv 2202.04200)."""
     return _move(key, view, view.reading.p_sample, alg_temp, eps), memory
@@ -40,7 +50,12 @@ def maskgit_plus(
 
 @rule(fits=("masked",), whole=False)
 def topk_margin(
-    key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    alg_temp: Annotated[Knob, AtLeast(0)] = 0.0,
+    eps: Annotated[Knob, Between(0, 1)] = 1e-3,
 ) -> tuple[Proposal, Memory]:
     """The masks whose first token is the furthest above the second (arXiv 2502.06768, top-k probability margin)."""
     return _move(key, view, view.reading.margin, alg_temp, eps), memory
@@ -48,7 +63,12 @@ def topk_margin(
 
 @rule(fits=("masked",), whole=False)
 def dream_entropy(
-    key: Key, view: View, memory: Memory, *, alg_temp: Knob = 0.0, eps: Knob = 1e-3
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    alg_temp: Annotated[Knob, AtLeast(0)] = 0.0,
+    eps: Annotated[Knob, Between(0, 1)] = 1e-3,
 ) -> tuple[Proposal, Memory]:
     """The masks of the lowest entropy (`alg="entropy"`)."""
     return _move(key, view, -view.reading.entropy, alg_temp, eps), memory

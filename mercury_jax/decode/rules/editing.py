@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode import stop as stops
 from mercury_jax.decode.parts import Knob, Memory, Part, rule, settle
+from mercury_jax.decode.ranges import AtLeast, Between
 from mercury_jax.decode.read import draw
 from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, Reading, View
@@ -19,7 +22,12 @@ def _sixteen() -> Part:
 
 @rule(stop=_sixteen, fits=("masked",), whole=False)
 def editing(
-    key: Key, view: View, memory: Memory, *, p: Knob = 0.95, p_edit: Knob = 0.9
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.95,
+    p_edit: Annotated[Knob, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, Memory]:
     """Fill masks that are sure, and replace settled tokens of which the model is sure they are wrong.
 
@@ -35,7 +43,12 @@ def editing(
 
 @rule(stop=_sixteen, fits=("masked",), blind=True, whole=False)
 def blind_editing(
-    key: Key, view: View, memory: Memory, *, p: Knob = 0.95, p_edit: Knob = 0.9
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.95,
+    p_edit: Annotated[Knob, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, Memory]:
     """The same, where settled tokens are judged by masks that see everything but the token itself.
 
@@ -61,7 +74,13 @@ def _replaced(proposal: Proposal, where: Array, tokens: Array) -> Proposal:
 
 @rule(stop=stops.stalled, fits=("masked",))
 def self_correct(
-    key: Key, view: View, memory: Memory, *, p: Knob = 0.9, t: Knob = 0.1, count: Knob = 1
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    t: Annotated[Knob, AtLeast(0)] = 0.1,
+    count: Annotated[Knob, AtLeast(1, whole=True)] = 1,
 ) -> tuple[Proposal, Memory]:
     """Fill the masks by threshold `p`, then resample the surest disagreements until none is left.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.parts import Knob, Memory, rule, settle
+from mercury_jax.decode.ranges import AtLeast, Between
 from mercury_jax.decode.rules.masked import best, quota, share
 from mercury_jax.types import Key, Proposal, View
 
@@ -19,10 +20,10 @@ def credit(
     view: View,
     memory: Memory,
     *,
-    p: Knob = 0.9,
-    weight: Knob = 0.7,
-    boost: Knob = 0.2,
-    decay: Knob = 0.8,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    weight: Annotated[Knob, AtLeast(0)] = 0.7,
+    boost: Annotated[Knob, AtLeast(0)] = 0.2,
+    decay: Annotated[Knob, Between(0, 1)] = 0.8,
 ) -> tuple[Proposal, Memory]:
     """`threshold` on logits that favour what has been the first choice in the passes before.
 
@@ -56,7 +57,13 @@ def _unstable(canvas: Int[Array, "L"], vocab: int) -> Stability:
 
 @rule(init=_unstable, fits=("masked",))
 def klass(
-    key: Key, view: View, memory: Stability, *, p: Knob = 0.9, kl: Knob = 0.01, patience: Knob = 2
+    key: Key,
+    view: View,
+    memory: Stability,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    kl: Annotated[Knob, AtLeast(0)] = 0.01,
+    patience: Annotated[Knob, AtLeast(0, whole=True)] = 2,
 ) -> tuple[Proposal, Stability]:
     """Every mask above `p` whose distribution moved by less than `kl` nats in each of `patience` passes.
 
@@ -96,11 +103,11 @@ def slow_fast(
     view: View,
     memory: Cycle,
     *,
-    p: Knob = 0.9,
-    low: Knob = 0.3,
-    spread: Knob = 1.0,
-    least: Knob = 2,
-    most: Knob = 6,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    low: Annotated[Knob, Between(0, 1)] = 0.3,
+    spread: Annotated[Knob, AtLeast(0)] = 1.0,
+    least: Annotated[Knob, AtLeast(1, whole=True)] = 2,
+    most: Annotated[Knob, AtLeast(1, whole=True)] = 6,
 ) -> tuple[Proposal, Cycle]:
     """Explore until it is clear how far the model can see, then fill that span in parallel, then on from its end.
 
@@ -149,7 +156,13 @@ def _explore(cycle: Cycle, guess: Int[Array, ""], spread: Knob, least: Knob, mos
 
 @rule(fits=("masked",))
 def prophet(
-    key: Key, view: View, memory: Memory, *, early: Knob = 7.5, mid: Knob = 5.0, late: Knob = 2.5
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    early: Annotated[Knob, AtLeast(0, infinite=True)] = 7.5,
+    mid: Annotated[Knob, AtLeast(0, infinite=True)] = 5.0,
+    late: Annotated[Knob, AtLeast(0, infinite=True)] = 2.5,
 ) -> tuple[Proposal, Memory]:
     """`confidence`, until the first logit leads the second by so much that the whole block is settled at once.
 

@@ -6,12 +6,15 @@ that the user gave keep their token and their order.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stop as stops
 from mercury_jax.decode.parts import Knob, Part, rule
+from mercury_jax.decode.ranges import AtLeast, Between
 from mercury_jax.decode.read import NEVER
 from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, View
@@ -24,7 +27,13 @@ def _budget(canvas: jax.Array, vocab: int) -> jax.Array:
 
 @rule(init=_budget, grows=True, fits=("masked",))
 def expand(
-    key: Key, view: View, memory: jax.Array, *, expand: Knob = -1, delete: Knob = -1, p: Knob = 0.9
+    key: Key,
+    view: View,
+    memory: jax.Array,
+    *,
+    expand: Annotated[Knob, AtLeast(-1, whole=True)] = -1,
+    delete: Annotated[Knob, AtLeast(-1, whole=True)] = -1,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, jax.Array]:
     """Threshold decoding in which a mask may say that it stands for two, or for none.
 
@@ -77,10 +86,10 @@ def levenshtein(
     view: View,
     memory: tuple[jax.Array, jax.Array],
     *,
-    delete: Knob = -1,
-    insert: Knob = -1,
-    p: Knob = 0.5,
-    p_edit: Knob = 0.0,
+    delete: Annotated[Knob, AtLeast(-1, whole=True)] = -1,
+    insert: Annotated[Knob, AtLeast(-1, whole=True)] = -1,
+    p: Annotated[Knob, Between(0, 1)] = 0.5,
+    p_edit: Annotated[Knob, Between(0, 1)] = 0.0,
 ) -> tuple[Proposal, tuple[jax.Array, jax.Array]]:
     """Joint-threshold editing that may also remove a position, or insert a mask before it.
 
@@ -133,13 +142,13 @@ def daedal(
     view: View,
     memory: jax.Array,
     *,
-    start: Knob = 64,
-    by: Knob = 8,
-    p: Knob = 0.9,
-    p_low: Knob = 0.1,
-    p_end: Knob = 0.5,
-    p_full: Knob = 0.9,
-    tail: Knob = 32,
+    start: Annotated[Knob, AtLeast(1, whole=True)] = 64,
+    by: Annotated[Knob, AtLeast(1, whole=True)] = 8,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    p_low: Annotated[Knob, Between(0, 1)] = 0.1,
+    p_end: Annotated[Knob, Between(0, 1)] = 0.5,
+    p_full: Annotated[Knob, Between(0, 1)] = 0.9,
+    tail: Annotated[Knob, AtLeast(1, whole=True)] = 32,
 ) -> tuple[Proposal, jax.Array]:
     """Begin short, lengthen until the model sees its end coming, and widen where it is at a loss.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.parts import Knob, Memory, rule, settle
+from mercury_jax.decode.ranges import Between
 from mercury_jax.types import Key, Proposal, View
 
 
@@ -22,7 +25,9 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 
 
 @rule(whole=False)
-def threshold(key: Key, view: View, memory: Memory, *, p: Knob = 0.9) -> tuple[Proposal, Memory]:
+def threshold(
+    key: Key, view: View, memory: Memory, *, p: Annotated[Knob, Between(0, 1)] = 0.9
+) -> tuple[Proposal, Memory]:
     """Every mask whose drawn token has probability above `p`, and at least the best one.
 
     Fast-dLLM's confidence-aware parallel decoding (arXiv 2505.22618).

@@ -9,6 +9,7 @@ import jax
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.parts import Knob, Memory, Part
+from mercury_jax.decode.ranges import Between, checked
 
 
 class _Step(NamedTuple):
@@ -40,10 +41,15 @@ def one_of(parts: Sequence[Part], which: Knob = 0) -> Part:
     """The part number `which` of several rules, or of several stops; like every knob it may differ by row.
 
     Under `vmap` all of them run and one is taken, so this is for parts that are cheap beside a forward.
-    Rules that insert or delete cannot be mixed with others. ValueError for none, or for such a mix.
+    Rules that insert or delete cannot be mixed with others. ValueError for none, for such a mix, and for a number
+    that names none of them.
     """
-    if not parts:
-        raise refuse("one_of parts", parts, "at least one")
+    if isinstance(parts, Part) or not parts:
+        raise refuse("one_of parts", parts, "a list of at least one rule, or stop")
+    for i, part in enumerate(parts):
+        if not isinstance(part, Part) or part.kind not in ("rule", "stop") or part.kind != parts[0].kind:
+            raise refuse(f"one_of parts[{i}]", getattr(part, "name", part), "rules alone, or stops alone")
+    which = checked("one_of(which=)", which, Between(0, len(parts) - 1, whole=True))
     if len(parts) > 1 and any(p.grows for p in parts):
         grows = [p.name for p in parts if p.grows]
         raise refuse("one_of parts", grows, "rules that keep the number of tokens")
@@ -61,4 +67,5 @@ def one_of(parts: Sequence[Part], which: Knob = 0) -> Part:
         blind=any(p.blind for p in parts),
         grows=any(p.grows for p in parts),
         whole=any(p.whole for p in parts),
+        kind=parts[0].kind,
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.parts import Knob, Memory, rule, settle
+from mercury_jax.decode.ranges import Above, AtLeast, Between
 from mercury_jax.decode.rules.masked import best, quota, rank
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(fits=("masked",), whole=False)
-def factor(key: Key, view: View, memory: Memory, *, f: Knob = 1.0) -> tuple[Proposal, Memory]:
+def factor(
+    key: Key, view: View, memory: Memory, *, f: Annotated[Knob, Above(0)] = 1.0
+) -> tuple[Proposal, Memory]:
     """The n most confident masks for the largest n with (n + 1) (1 - c_(n)) <= f, and at least one.
 
     Fast-dLLM's factor-based parallel decoding (arXiv 2505.22618, section 3.3): the more are settled at
@@ -28,7 +33,9 @@ def factor(key: Key, view: View, memory: Memory, *, f: Knob = 1.0) -> tuple[Prop
 
 
 @rule(fits=("masked",), whole=False)
-def scheduled(key: Key, view: View, memory: Memory, *, p: Knob = 0.95) -> tuple[Proposal, Memory]:
+def scheduled(
+    key: Key, view: View, memory: Memory, *, p: Annotated[Knob, Between(0, 1)] = 0.95
+) -> tuple[Proposal, Memory]:
     """Every mask above `p`; where these are fewer than the fixed schedule asks for, its number of the best.
 
     LLaDA2.0's decoding (`LLaDA2Sampler` in dllm): never slower than its schedule.
@@ -41,7 +48,13 @@ def scheduled(key: Key, view: View, memory: Memory, *, p: Knob = 0.95) -> tuple[
 
 @rule(fits=("masked",), whole=False)
 def local_leap(
-    key: Key, view: View, memory: Memory, *, p: Knob = 0.9, relaxed: Knob = 0.75, radius: Knob = 4
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    relaxed: Annotated[Knob, Between(0, 1)] = 0.75,
+    radius: Annotated[Knob, AtLeast(0, whole=True)] = 4,
 ) -> tuple[Proposal, Memory]:
     """Every mask of confidence `p` is an anchor; within `radius` of one, `relaxed` is enough.
 
@@ -56,7 +69,12 @@ def local_leap(
 
 @rule(fits=("masked",), whole=False)
 def hierarchical(
-    key: Key, view: View, memory: Memory, *, p: Knob = 0.9, low: Knob = 0.4
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.9,
+    low: Annotated[Knob, Between(0, 1)] = 0.4,
 ) -> tuple[Proposal, Memory]:
     """The best of each run of adjacent masks if above `low`, every mask above `p`, and the best of all.
 

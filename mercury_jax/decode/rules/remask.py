@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mercury_jax.decode import stop as stops
 from mercury_jax.decode.parts import Knob, Memory, rule, settle
+from mercury_jax.decode.ranges import Between
 from mercury_jax.decode.rules.masked import best
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
-def remdm_cap(key: Key, view: View, memory: Memory, *, eta: Knob = 0.008) -> tuple[Proposal, Memory]:
+def remdm_cap(
+    key: Key, view: View, memory: Memory, *, eta: Annotated[Knob, Between(0, 1)] = 0.008
+) -> tuple[Proposal, Memory]:
     """Ancestral decoding that masks each settled token again with probability min(eta, sigma_max).
 
     ReMDM (arXiv 2503.00307), `remdm-cap`: sigma_max = min(1, (1 - alpha_s) / alpha_t) keeps the
@@ -24,7 +29,9 @@ def remdm_cap(key: Key, view: View, memory: Memory, *, eta: Knob = 0.008) -> tup
 
 
 @rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
-def remdm_rescale(key: Key, view: View, memory: Memory, *, eta: Knob = 0.015) -> tuple[Proposal, Memory]:
+def remdm_rescale(
+    key: Key, view: View, memory: Memory, *, eta: Annotated[Knob, Between(0, 1)] = 0.015
+) -> tuple[Proposal, Memory]:
     """The same with probability eta * sigma_max (ReMDM, `remdm-rescale`); eta in [0, 1]."""
     sigma = eta * sigma_max(view.keep_t, view.keep_s)
     return remasked(key, view, sigma, view.keep_t, view.keep_s), memory
@@ -37,7 +44,7 @@ def _sure(canvas: jax.Array, vocab: int) -> jax.Array:
 
 @rule(init=_sure, temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
 def remdm_confidence(
-    key: Key, view: View, memory: Float[Array, "L"], *, eta: Knob = 1.0
+    key: Key, view: View, memory: Float[Array, "L"], *, eta: Annotated[Knob, Between(0, 1)] = 1.0
 ) -> tuple[Proposal, Float[Array, "L"]]:
     """The same, the tokens least sure when they were settled being doubted most.
 
@@ -59,10 +66,10 @@ def remdm_loop(
     view: View,
     memory: Memory,
     *,
-    eta: Knob = 0.02,
-    t_on: Knob = 0.55,
-    t_off: Knob = 0.05,
-    alpha_on: Knob = 0.9,
+    eta: Annotated[Knob, Between(0, 1)] = 0.02,
+    t_on: Annotated[Knob, Between(0, 1)] = 0.55,
+    t_off: Annotated[Knob, Between(0, 1)] = 0.05,
+    alpha_on: Annotated[Knob, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, Memory]:
     """Fill most masks early, then revise for a while, then fill the rest (ReMDM, `remdm-loop`).
 
@@ -116,7 +123,12 @@ def _thirty(canvas: jax.Array, vocab: int) -> jax.Array:
 
 @rule(init=_thirty, fits=("masked",), blind=True, whole=False)
 def wino(
-    key: Key, view: View, memory: jax.Array, *, p: Knob = 0.6, p_back: Knob = 0.9
+    key: Key,
+    view: View,
+    memory: jax.Array,
+    *,
+    p: Annotated[Knob, Between(0, 1)] = 0.6,
+    p_back: Annotated[Knob, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, jax.Array]:
     """Draft boldly, and mask again what a reader blind to it would not have written.
 

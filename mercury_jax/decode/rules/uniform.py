@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mercury_jax.decode import shape, stop as stops
-from mercury_jax.decode.parts import Knob, Memory, Sampler, propose, rule, settle
+from mercury_jax.decode.parts import Knob, Memory, Sampler, propose, rule, settle, tell
+from mercury_jax.decode.ranges import AtLeast, Between
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(temperature=1.0, whole=False)
-def entropy_bound(key: Key, view: View, memory: Memory, *, gamma: Knob = 0.1) -> tuple[Proposal, Memory]:
+def entropy_bound(
+    key: Key, view: View, memory: Memory, *, gamma: Annotated[Knob, AtLeast(0)] = 0.1
+) -> tuple[Proposal, Memory]:
     """The surest positions whose joint entropy beyond the last stays under `gamma` nats.
 
     EB-Sampler (arXiv 2505.24857) in DiffusionGemma's form: sort by entropy, accept i while
@@ -46,7 +51,7 @@ def diffusion_gemma() -> Sampler:
     )
 
 
-diffusion_gemma.knobs = {}  # type: ignore[attr-defined]  # as makers of rules tell theirs
+tell(diffusion_gemma, {}, {})
 
 
 def is_uniform(view: View) -> Bool[Array, ""]:
@@ -62,7 +67,12 @@ def likeliest(view: View) -> Array:
 
 @rule(temperature=1.0, stop=stops.never, fits=("uniform",))
 def predictor_corrector(
-    key: Key, view: View, memory: Memory, *, kappa: Knob = 0.95, own: Knob = 0.0
+    key: Key,
+    view: View,
+    memory: Memory,
+    *,
+    kappa: Annotated[Knob, Between(0, 1)] = 0.95,
+    own: Annotated[Knob, Between(0, 1)] = 0.0,
 ) -> tuple[Proposal, Memory]:
     """kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0; the answer is the argmax.
 

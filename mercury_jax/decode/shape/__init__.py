@@ -10,7 +10,13 @@ from mercury_jax.decode.shape.scale import cooling, temperature
 from mercury_jax.decode.shape.tables import check_ids
 from mercury_jax.decode.shape.truncate import min_p, top_k, top_p
 
+# Those whose parameters are numbers; `allow`, `ban` and `bias` take tables of ids.
+ALL = {
+    make.__name__: make
+    for make in (temperature, cooling, top_k, top_p, min_p, repetition, presence, frequency)
+}
+
 __all__ = [
-    "allow", "allow_bits", "ban", "bias", "check_ids", "cooling", "frequency", "min_p", "presence", "repetition",
+    "ALL", "allow", "allow_bits", "ban", "bias", "check_ids", "cooling", "frequency", "min_p", "presence", "repetition",
     "temperature", "top_k", "top_p",
 ]  # fmt: skip

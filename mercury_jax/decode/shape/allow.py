@@ -8,7 +8,7 @@ that a grammar may write new bits between two passes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.parts import Knob, Part, Whole, shaper
+from mercury_jax.decode.ranges import AtLeast
 from mercury_jax.decode.read import NEVER
 from mercury_jax.decode.shape.scale import Logits
 from mercury_jax.decode.shape.tables import listed, packed, tables, targets, whole
@@ -73,7 +74,9 @@ def _allow(logits: Logits, view: View, *, positions: Knob, ids: Knob) -> Logits:
 
 
 @shaper(whole=False)
-def _allow_bits(logits: Logits, view: View, *, bits: Knob, start: Knob) -> Logits:
+def _allow_bits(
+    logits: Logits, view: View, *, bits: Knob, start: Annotated[Knob, AtLeast(0, whole=True)]
+) -> Logits:
     length, vocab = logits.shape
     words = jnp.asarray(bits)
     at = view.at + jnp.arange(length, dtype=jnp.int32) - start

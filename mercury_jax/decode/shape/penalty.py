@@ -6,18 +6,21 @@ what counts for a position is what is settled, before it and behind it, but not 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mercury_jax.decode.parts import Knob, shaper
+from mercury_jax.decode.ranges import Above, Finite
 from mercury_jax.decode.shape.scale import Logits, hold
 from mercury_jax.decode.shape.tables import targets
 from mercury_jax.types import View
 
 
 @shaper(whole=False)
-def repetition(logits: Logits, view: View, *, p: Knob = 1.0) -> Logits:
+def repetition(logits: Logits, view: View, *, p: Annotated[Knob, Above(0)] = 1.0) -> Logits:
     """Divide positive logits by `p`, and multiply negative ones, of ids in the prompt or the answer.
 
     CTRL's penalised sampling (arXiv 1909.05858, section 4.1) in the form that is in use, which also
@@ -30,13 +33,13 @@ def repetition(logits: Logits, view: View, *, p: Knob = 1.0) -> Logits:
 
 
 @shaper(whole=False)
-def presence(logits: Logits, view: View, *, p: Knob = 0.0) -> Logits:
+def presence(logits: Logits, view: View, *, p: Annotated[Knob, Finite()] = 0.0) -> Logits:
     """Subtract `p` from every id that the answer holds (OpenAI's presence_penalty)."""
     return hold(logits, logits - p * (answered(view, logits.shape[-1]) > 0))
 
 
 @shaper(whole=False)
-def frequency(logits: Logits, view: View, *, p: Knob = 0.0) -> Logits:
+def frequency(logits: Logits, view: View, *, p: Annotated[Knob, Finite()] = 0.0) -> Logits:
     """Subtract `p` for each time that the answer holds an id (OpenAI's frequency_penalty)."""
     return hold(logits, logits - p * answered(view, logits.shape[-1]))
 

@@ -82,9 +82,7 @@ def sampler(menu: Menu, job: Job, level: int, vocab: int) -> Sampler:
                 _bias(job.bias, vocab))  # fmt: skip
         allow = (shape.allow_bits(np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32), 0),)
     if level >= CUT:
-        # The neutral values keep every id: a sum of probabilities may round to more than 1.
-        more += (shape.top_k(job.top_k or vocab), shape.top_p(float(job.top_p) if job.top_p < 1 else 2.0),
-                 shape.min_p(float(job.min_p)))  # fmt: skip
+        more += (shape.top_k(job.top_k or vocab), shape.top_p(job.top_p), shape.min_p(job.min_p))
     rule = rules.one_of(parts, which)
     warmth = menu.own.temperature if which == 0 else menu.rules[which].temperature
     warmth = float(warmth if job.temperature is None else job.temperature)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mercury_jax.decode import rules
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.prompts import normalise
@@ -134,6 +135,8 @@ def _knobs(lm: LM, read: Mapping[str, Any], block: int) -> dict[str, Any]:
     effort, p, steps = EFFORTS.get(read["effort"] or ""), read["p"], read["steps"]
     if effort is not None and p is None and read["rule"] == "threshold":
         p = effort.p
+    if p is not None:
+        _check_strictness(read["rule"], p)
     if steps is None:
         steps = lm.decoding.get("steps") or 0
         steps = max(1, round(effort.steps * (steps or block))) if effort is not None else steps
@@ -141,6 +144,13 @@ def _knobs(lm: LM, read: Mapping[str, Any], block: int) -> dict[str, Any]:
         "rule": read["rule"], "p": p, "steps": steps, "temperature": read["temperature"], "seed": read["seed"],
         "frames": True,
     }  # fmt: skip
+
+
+def _check_strictness(name: str, p: float) -> None:
+    """ApiError where `p` is no value of the rule's first parameter, which it sets."""
+    allowed = next(iter(rules.ALL[name].ranges.values()), None)
+    if allowed is not None and not allowed.holds(p):
+        raise refused("p", p, f"of the rule {name}: {allowed}")
 
 
 def with_grammar(lm: LM, job: Job, schema: Mapping[str, Any] | None) -> Job:

@@ -1,0 +1,151 @@
+"""Wrong calls: refused by name before anything is computed, whatever the argument."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.types import Proposal
+from tests.tiny import tiny
+
+
+def sampled(prompt="x", lm=None, **more):
+    return mj.sample(tiny() if lm is None else lm, prompt, max_tokens=4, **more)
+
+
+def rule_that(change, **kind):
+    """A rule that accepts everything, its return changed."""
+
+    @mj.rule(**kind)
+    def mine(key, view, memory):
+        return change(mj.settle(view, view.masked), memory)
+
+    return mine()
+
+
+@mj.shaper
+def narrow(logits, view):
+    return logits[:, :5]
+
+
+floats = rule_that(lambda proposal, memory: (proposal._replace(canvas=proposal.canvas + 0.5), memory))
+short = rule_that(lambda proposal, memory: (proposal._replace(canvas=proposal.canvas[:2]), memory))
+alone = rule_that(lambda proposal, memory: proposal)
+forgets = rule_that(lambda proposal, memory: (proposal, ()), init=lambda canvas, vocab: jnp.zeros(3))
+other = rule_that(lambda proposal, memory: ((proposal.canvas, proposal.answer), memory))
+stops_twice = mj.stop.stop(lambda view, proposal, memory: (proposal.canvas > 0, memory))
+Sampler, threshold, top_p = mj.Sampler, mj.rules.threshold, mj.shape.top_p
+
+
+def broken(change):
+    return dataclasses.replace(tiny(), params=change(tiny().params))
+
+
+WRONG = {
+    # prompts
+    "bytes": (lambda: sampled(b"def x"), "prompt is b'def x'"),
+    "list of bytes": (lambda: sampled([b"def x"]), r"prompt\[0\] is b'def x'"),
+    "float ids": (lambda: sampled([5.0, 6.5]), r"prompt is \[5.0, 6.5\]"),
+    "float array": (lambda: sampled(np.ones(3)), r"prompt is 'float64\[3\]'"),
+    "3-D array": (lambda: sampled(np.ones((1, 2, 3), int)), r"prompt is 'int64\[1, 2, 3\]'"),
+    "bool ids": (lambda: sampled([True, False]), "prompt is"),
+    "text for an id": (lambda: sampled([5, "7"]), "prompt is"),
+    # parameters of parts
+    "threshold 1.5": (lambda: threshold(1.5), r"threshold\(p=\) is 1.5; allowed: a number in \[0, 1\]"),
+    "threshold -1": (lambda: threshold(-1), r"threshold\(p=\) is -1"),
+    "a row out of range": (lambda: threshold(np.array([0.5, 1.5])), r"threshold\(p=\) is 1.5"),
+    "top_p 2": (lambda: top_p(2), r"top_p\(p=\) is 2"),
+    "top_k -3": (lambda: mj.shape.top_k(-3), r"top_k\(k=\) is -3; allowed: a whole number, 1 or more"),
+    "remdm_rescale 5": (lambda: mj.rules.remdm_rescale(5), r"remdm_rescale\(eta=\) is 5"),
+    "one_of 7 of 2": (
+        lambda: mj.rules.one_of([threshold(), mj.rules.confidence()], which=7),
+        r"one_of\(which=\) is 7; allowed: a whole number in \[0, 1\]",
+    ),
+    "one_of stops and rules": (
+        lambda: mj.rules.one_of([threshold(), mj.stop.never()]), r"one_of parts\[1\]"
+    ),
+    "knob of other rows": (lambda: sampled(sampler=threshold(np.array([0.5, 0.9]))), "shape of p"),
+    # samplers
+    "rule without its call": (lambda: sampled(sampler=threshold), "threshold without its call"),
+    "shaper without its call": (
+        lambda: sampled(sampler=Sampler(threshold(), (top_p,))), r"sampler.shape\[0\].*without its call"
+    ),
+    "shape without a tuple": (lambda: sampled(sampler=Sampler(threshold(), top_p(0.9))), "sampler.shape is"),
+    "parts in the wrong order": (lambda: sampled(sampler=Sampler(top_p(0.9), (threshold(),))), "sampler.rule"),
+    "a shaper as sampler": (lambda: sampled(sampler=top_p(0.9)), "sampler is 'the shaper top_p'"),
+    "a rule as stop": (lambda: sampled(sampler=Sampler(threshold(), stop=threshold())), "sampler.stop"),
+    "a name as sampler": (lambda: sampled(sampler="threshold", logit_bias={5: 1.0}), "sampler"),
+    # what parts return
+    "canvas of floats": (lambda: sampled(sampler=floats), "canvas of the Proposal of the rule mine"),
+    "canvas of another length": (lambda: sampled(sampler=short), r"canvas of .* whole numbers \[8\]"),
+    "no memory": (lambda: sampled(sampler=alone), "what the rule mine returned"),
+    "no proposal": (lambda: sampled(sampler=other), "what the rule mine returned"),
+    "memory of another structure": (lambda: sampled(sampler=forgets), "memory of the rule mine"),
+    "logits of another shape": (lambda: sampled(sampler=Sampler(threshold(), (narrow(),))), "the shaper narrow"),
+    "done for each position": (lambda: sampled(sampler=Sampler(threshold(), stop=stops_twice())), "done of the stop"),
+    # models
+    "a name as model": (lambda: mj.sample("nano", "x"), "lm is 'nano'"),
+    "a model in edit": (lambda: mj.edit("nano", "x"), "lm is 'nano'"),
+    "a model in infill": (lambda: mj.infill("nano", ["x", mj.Hole(2)]), "lm is 'nano'"),
+    "a model in score": (lambda: mj.score("nano", "x", "y"), "lm is 'nano'"),
+    "a model in logits": (lambda: mj.logits("nano", [5]), "lm is 'nano'"),
+    "no params": (lambda: sampled(lm=broken(lambda params: None)), "lm.params is None"),
+    "missing params": (
+        lambda: sampled(lm=broken(lambda p: {k: v for k, v in p.items() if k != "embed"})), "lm.params is"
+    ),
+    "params of another size": (
+        lambda: sampled(lm=broken(lambda p: jax.tree.map(lambda x: x[..., :3], p))), "lm.params is"
+    ),
+    # other arguments
+    "plan as a dict": (lambda: sampled(plan={}), "plan is {}"),
+    "plan by position": (lambda: mj.Plan(8), r"Plan\(\) argument is 8"),
+    "refresh as a text": (lambda: mj.Plan(refresh="dual"), "refresh is 'dual'"),
+    "block as a text": (lambda: mj.Plan(block="8"), "block is '8'"),
+    "mesh as a number": (lambda: sampled(mesh=4), "mesh is 4"),
+    "mesh of other axes": (
+        lambda: sampled(mesh=jax.make_mesh((1,), ("rows",))), "mesh is 'axes rows'; allowed: .* data"
+    ),
+    "state as a number": (lambda: sampled(state=5), "state is 5"),
+    "state in stream": (lambda: mj.stream(tiny(), "x", state=5), "state is 5"),
+    "guidance as a text": (lambda: sampled(guidance="2"), "guidance is '2'"),
+    "guidance of other rows": (lambda: sampled(guidance=[1.0, 2.0, 3.0]), "guidance is"),
+    "temperature of other rows": (lambda: sampled(temperature=[0.0, 1.0]), "shape of temperature"),
+    "temperature as a text": (lambda: sampled(temperature="0"), "temperature is '0'"),
+    "effort as a number": (lambda: sampled(effort=3), "effort is 3"),
+    "effort out of range": (lambda: sampled(effort=mj.Effort(0, 1.5, 1.0)), "Effort.p is 1.5"),
+    "passes 0": (lambda: sampled(passes=0), "passes is 0"),
+    "parts as a number": (lambda: mj.infill(tiny(), 5), "parts is 5"),
+    "text as floats": (lambda: mj.edit(tiny(), [0.5]), "text"),
+    "text as a number": (lambda: mj.edit(tiny(), 5), "text is 5"),
+    "spans as a number": (lambda: mj.edit(tiny(), "x", spans=5), "spans is 5"),
+    "plan in edit": (lambda: mj.edit(tiny(), "x", plan={}), "plan is {}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_call_is_refused_by_name(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_a_rule_may_return_any_kind_of_whole_numbers():
+    small = rule_that(
+        lambda proposal, memory: (proposal._replace(canvas=proposal.canvas.astype("int16")), memory)
+    )
+    plain = rule_that(lambda proposal, memory: (Proposal(*proposal), memory))
+    assert sampled(sampler=small).texts == sampled(sampler=plain).texts
+
+
+def test_one_temperature_a_row_may_be_a_list():
+    lists, arrays = (sampled(["x", "y"], temperature=t, seed=3) for t in ([0.0, 1.0], np.array([0.0, 1.0])))
+    assert lists.texts == arrays.texts
+
+
+def test_prompts_may_be_arrays_of_jax_or_numpy():
+    rows = np.array([[300, 301], [302, 303]])
+    want = sampled(rows.tolist()).texts
+    assert sampled(rows).texts == sampled(jnp.asarray(rows)).texts == want
+    assert sampled(jnp.asarray(rows[1])).texts == sampled([302, 303]).texts
