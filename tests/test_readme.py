@@ -1,11 +1,11 @@
 """Every code block of the README and of docs/ runs as it is written, and prints what it says.
 
-A block is fenced as `python` or `bash`. `# -> text` lines are what the code above them prints, since the last such lines;
-`...` stands for any text. Blocks that need an accelerator, the network or much time have `<!-- not run: REASON -->` in the
-line above. All Python blocks share one namespace; each bash block has an empty folder of its own.
+A block is fenced as `python` or `bash`. `# -> text` lines are what the code above them prints, since the last such
+lines; `...` stands for any text. Blocks that need an accelerator, the network or much time have
+`<!-- not run: REASON -->` in the line above. Python blocks share one namespace; a bash block has an empty folder.
 
-The recipe of a first training takes more than a minute: it is shortened here, and what the trained model says is compared
-only with MERCURY_README=full, as .ci/run sets it.
+The recipe of a first training takes more than a minute: it is shortened here, and what the trained model says is
+compared only with MERCURY_README=full, as .ci/run sets it.
 """
 
 import ast
