@@ -51,7 +51,7 @@ def train(config: TrainConfig) -> loop.Result:
     first = None if first is None else dataclasses.replace(first, params={})
     index, count = sharding.share(on)
     batches = pipelines.build(
-        config.data, tokenizer, model.layout,
+        config.mixture, tokenizer, model.layout,
         rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
@@ -99,7 +99,7 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
         return Tokenizer.load(config.tokenizer)
     kept = config.folder / TOKENIZER
     if not kept.exists() and jax.process_index() == 0:
-        texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
+        texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
         try:
             Tokenizer.train(texts, config.model.vocab).save(kept)
@@ -118,7 +118,7 @@ def _evaluator(
     on = loop.mesh_of(config)
     index, count = sharding.share(on)
     batches = pipelines.held_out(
-        config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
+        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
         batches=config.eval_batches, index=index, count=count,
     )  # fmt: skip
     run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)

@@ -26,8 +26,10 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
     assert config.name == path.stem and f"mercury train configs/{path.name}" in (path.read_text())
     tokenizer, model = Tokenizer.load(hub.NANO / "tokenizer.model"), models.build(config.model)
     rng = np.random.default_rng(0)
-    for source, _ in config.data.sources:
-        for _ in range(200 if isinstance(source, Generated) and source.name != "sudoku9" else 0):
+    for source, _ in config.mixture.sources:
+        if not isinstance(source, Generated) or source.name == "sudoku9":
+            continue
+        for _ in range(200):
             problem = generators.ALL[source.name].problem(rng)
             thinking = problem.thinking if source.thinking else None
             prompt, answer = example(tokenizer, problem.input, problem.output, thinking)

@@ -14,7 +14,7 @@ from mercury_jax.bench.chips import HOST, Target
 from mercury_jax.bench.weightless import Source, lm as weightless
 from mercury_jax.config import NoiseConfig, refuse
 from mercury_jax.decode import outline
-from mercury_jax.train import objectives, optim, step as steps
+from mercury_jax.train import data, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch
 
@@ -127,7 +127,12 @@ def _recipe(ask: Ask, found: Source, count: int, given: dict[str, int]) -> Train
     described: Any = found.noise or NoiseConfig()
     objective = objectives.masked_elbo()
     return TrainConfig(
-        name="ahead", model=found.config, objective=objective, data=None, noise=described, **plain | changes
+        name="ahead",
+        model=found.config,
+        objective=objective,
+        data=data.stdlib(),
+        noise=described,
+        **plain | changes,
     )
 
 

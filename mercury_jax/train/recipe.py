@@ -113,6 +113,12 @@ class TrainConfig:
             raise refuse("data", self.data, allowed)
 
     @property
+    def mixture(self) -> Mixture:
+        """The data; a source alone has become a mixture of one."""
+        assert isinstance(self.data, Mixture)
+        return self.data
+
+    @property
     def folder(self) -> Path:
         """Where the run lives."""
         return Path(self.out or f"runs/{self.name}")

@@ -47,7 +47,7 @@ def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name,
     for value in outside:
         with pytest.raises(ValueError, match=rf"^{name}\({knob}=\) is .*allowed: a (whole )?number"):
             make(**{knob: value})
-    assert f"{knob}: {make.ranges[knob]}" in inspect.getdoc(make)
+    assert f"{knob}: {make.ranges[knob]}" in str(inspect.getdoc(make))
 
 
 def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():

@@ -190,7 +190,7 @@ def _plain(base: str, c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
             base == "qwen3_moe" and i not in c["mlp_only_layers"] and not (i + 1) % c["decoder_sparse_step"]
         )
         if sparse:
-            count = c.get("num_experts", c.get("num_local_experts"))
+            count = int(c.get("num_experts") or c["num_local_experts"])
             yield f"{layer}mlp.gate.weight", (count, WIDTH)
         stems = [f"{layer}mlp.experts.{e}." for e in range(count)] if sparse else [f"{layer}mlp."]
         for stem in stems:

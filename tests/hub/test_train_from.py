@@ -5,6 +5,7 @@ import gc
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -139,7 +140,7 @@ def test_the_initial_parameters_lie_on_the_mesh_and_are_freed(tmp_path, monkeypa
     size = lambda tree: sum(
         np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     )
     # Beside the state there is a batch, smaller than the parameters.
     assert size(state) <= found[-1] - before < size(state) + size(state.params)

@@ -30,7 +30,7 @@ import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu import core as mosaic
 from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
-from jax._src.state import indexing
+from jax._src.state.indexing import NDIndexer, Slice  # pyright: ignore[reportPrivateImportUsage]
 
 
 class View(NamedTuple):
@@ -134,8 +134,9 @@ def checked() -> Iterator[list[Copy]]:
         shared, array = _views(eqn, args, ("src", "dst"), skip=2)
         return store(self, eqn, _report(found, False, eqn.invars[1], token, array, shared), *args, **params)
 
-    JaxprInterpreter._interpret_copy_gmem_to_smem_p = watched_load
-    JaxprInterpreter._interpret_copy_smem_to_gmem_p = watched_store
+    interpreter: Any = JaxprInterpreter
+    interpreter._interpret_copy_gmem_to_smem_p = watched_load
+    interpreter._interpret_copy_smem_to_gmem_p = watched_store
     try:
         yield found
     finally:
@@ -160,18 +161,18 @@ def _views(eqn: Any, values: Any, names: tuple[str, ...], skip: int) -> list[tup
                 shape = shape[: -2 * n] + tuple(
                     a * b for a, b in zip(shape[-2 * n : -n], t.tiling, strict=True)
                 )
-        indexers = [t for t in transforms if isinstance(t, indexing.NDIndexer)]
+        indexers = [t for t in transforms if isinstance(t, NDIndexer)]
         assert len(indexers) + len(layout) == len(transforms), transforms
         views.append((_sliced(shape, indexers), layout))
     return views
 
 
-def _sliced(shape: tuple[int, ...], indexers: list[indexing.NDIndexer]) -> View:
+def _sliced(shape: tuple[int, ...], indexers: list[NDIndexer]) -> View:
     start, size, squeezed = [0] * len(shape), list(shape), [False] * len(shape)
     for indexer in indexers:
         axes = [axis for axis, gone in enumerate(squeezed) if not gone]
         for axis, index in zip(axes, indexer.indices, strict=True):
-            if isinstance(index, indexing.Slice):
+            if isinstance(index, Slice):
                 assert index.stride == 1
                 start[axis], size[axis] = start[axis] + index.start, index.size
             else:

@@ -78,7 +78,8 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
 def _attention(way: str, causal: bool, seen: Any) -> Callable[..., Any]:
     if way == "ours":
         return lambda q, kv: attend(q, *kv, seen, cached=True)
-    theirs: Any = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=way)  # type: ignore[arg-type]
+    how: Any = {"is_causal": causal, "implementation": way}
+    theirs: Any = functools.partial(jax.nn.dot_product_attention, **how)  # one key and value, or a pair
     return lambda q, kv: theirs(q, *kv)
 
 

@@ -60,7 +60,8 @@ class Packed(grain.IterDataset):
             raise refuse("index", index, f"0..{count - 1}, one of {count} processes")
         if rows % count:
             raise refuse("rows", rows, f"a multiple of {count}, the processes that share a batch")
-        self.rows, self.row, self.pad, self.seed = rows, row, tokenizer.pad, seed
+        self.rows, self.row, self.pad = rows, row, tokenizer.pad
+        self.order = seed  # grain's own `seed` is a method
         self.own = range(index * rows // count, (index + 1) * rows // count)
         opened = [
             (stream(source, Setting(tokenizer, layout, row, (seed, number), split)), weight)
@@ -119,7 +120,7 @@ class RowPacker:
         self._data, self._number = data, number
         self._next = [0] * len(data.streams)
         # Each row starts at another point of the mixture, or every row of the first batch would hold the same source.
-        phase = np.random.default_rng((data.seed, number)).random(len(data.streams))
+        phase = np.random.default_rng((data.order, number)).random(len(data.streams))
         total = sum(data.weights)
         self._positions = [int(u * data.row * w / total) for u, w in zip(phase, data.weights)]
         self._open: list[packing.Row] = []

@@ -51,12 +51,13 @@ def test_what_is_chosen_fits_and_nothing_larger_would():
         (0.09, 4, LONG // 8),
         (0.04, 2, LONG // 8),
     ):
-        held = dataclasses.replace(asked, memory=int(share * whole))
+        limit = int(share * whole)
+        held = dataclasses.replace(asked, memory=limit)
         chosen = memory.fitted(lm, held, True, True)
         assert (chosen.slots, chosen.context) == (slots, context), share
-        assert memory.need(lm, chosen).total <= held.memory
+        assert memory.need(lm, chosen).total <= limit
         longer = dataclasses.replace(chosen, context=2 * context)
-        assert memory.need(lm, longer).total > held.memory
+        assert memory.need(lm, longer).total > limit
 
 
 def test_what_the_user_named_is_kept_or_refused_with_the_numbers():
