@@ -166,7 +166,8 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 def _plain(base: str, c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     heads = c["num_attention_heads"]
-    kv, head = c.get("num_key_value_heads") or heads, c.get("head_dim") or WIDTH // heads
+    kv: int = c.get("num_key_value_heads") or heads
+    head: int = c.get("head_dim") or WIDTH // heads
     sizes = dict(q=heads * head, k=kv * head, v=kv * head)
     yield "model.embed_tokens.weight", (VOCAB, WIDTH)
     yield "model.norm.weight", (WIDTH,)
@@ -257,7 +258,7 @@ def _rope(**found: Any) -> dict[str, Any]:
 
 
 def _yarn(**more: Any) -> dict[str, Any]:
-    return _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, **more)
+    return _rope(**{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **more})
 
 
 def _long(**more: Any) -> dict[str, Any]:
@@ -273,6 +274,7 @@ def _text(**change: Any) -> dict[str, Any]:
     return {"text_config": change}
 
 
+_WIDE = dict(beta_fast=2, beta_slow=0.1)  # bounds of the blend that lie apart, and between two dimensions
 _DYNAMIC = _rope(rope_type="dynamic", factor=2.0)
 _LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _DEFAULTS = dict(temperature=0.1, top_k=3, max_length=7, do_sample=True, repetition_penalty=3.0, num_beams=4)
@@ -337,14 +339,14 @@ CASES = (
         "qwen2",
         _yarn(mscale=0.4, mscale_all_dim=3.0, attention_factor=1.2),
     ),
-    Case("qwen2 yarn truncate false", "qwen2", _yarn(truncate=False)),
-    Case("qwen2 yarn truncate true", "qwen2", _yarn(truncate=True)),
+    Case("qwen2 yarn truncate false", "qwen2", {**_yarn(truncate=False, **_WIDE), "rope_theta": 20.0}),
+    Case("qwen2 yarn truncate true", "qwen2", {**_yarn(truncate=True, **_WIDE), "rope_theta": 20.0}),
     Case("qwen2 yarn betas", "qwen2", _yarn(beta_fast=4, beta_slow=0.2)),
     Case("qwen2 yarn betas null", "qwen2", _yarn(beta_fast=None, beta_slow=None)),
     Case(
         "qwen2 yarn backwards",
         "qwen2",
-        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=4),
+        _yarn(original_max_position_embeddings=4, truncate=False),
     ),
     Case("qwen2 yarn original unsaid", "qwen2", _rope(rope_type="yarn", factor=4.0)),
     Case("qwen2 yarn original beside", "qwen2", {**_yarn(), "original_max_position_embeddings": 40}),
@@ -454,7 +456,7 @@ CASES = (
     Case("qwen3 window", "qwen3", _window(max_window_layers=1)),
     Case("qwen3 head_dim unsaid", "qwen3", dict(head_dim=DROP), ("shape of", "by config.json")),
     Case("qwen3 llama3", "qwen3", _rope(**_LLAMA3, original_max_position_embeddings=16)),
-    Case("qwen3 yarn", "qwen3", _yarn(truncate=False, mscale=0.3, mscale_all_dim=2.0)),
+    Case("qwen3 yarn", "qwen3", _yarn(truncate=False, mscale=0.3, mscale_all_dim=2.0, **_WIDE)),
     # Qwen3-MoE
     Case("qwen3_moe", "qwen3_moe"),
     Case("qwen3_moe not renormalised", "qwen3_moe", dict(norm_topk_prob=False)),
