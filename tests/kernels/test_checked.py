@@ -141,7 +141,7 @@ def test_one_file_holds_several_chips(kept):
 
 def test_where_nothing_is_to_be_kept_nothing_is(monkeypatch):
     assert checked.path({"MERCURY_CACHE": ""}) is None
-    assert checked.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"}).name == "b.json"
+    assert str(checked.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"})) == "/a/b.json"
     assert str(checked.path({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
     assert str(checked.path({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
 
