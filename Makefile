@@ -31,6 +31,7 @@ types: $(VENV)/.dev  ## the type checker
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
 	$(BIN)/python tests/hub/parity/written.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python tests/hub/parity/mutated.py)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.infill import Hole, infill
     from mercury_jax.decode.output import LogProbs, Output, Session
     from mercury_jax.decode.parts import Sampler, propose, rule, settle, shaper
+    from mercury_jax.decode.ranges import Above, AtLeast, Between
     from mercury_jax.decode.sample import sample
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import stream
@@ -43,6 +44,7 @@ _PUBLIC = {
     "decode.infill": ("Hole", "infill"),
     "decode.output": ("LogProbs", "Output", "Session"),
     "decode.parts": ("Sampler", "propose", "rule", "settle", "shaper"),
+    "decode.ranges": ("Above", "AtLeast", "Between"),
     "decode.sample": ("sample",),
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("stream",),
@@ -55,9 +57,9 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig", "NoiseConfig", "Output",
-    "Plan", "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit", "grammar",
-    "hub", "infill", "load", "logits", "mesh", "propose", "rule", "rules", "sample", "score", "settle",
+    "EFFORTS", "LM", "Above", "AtLeast", "Between", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig",
+    "NoiseConfig", "Output", "Plan", "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit",
+    "grammar", "hub", "infill", "load", "logits", "mesh", "propose", "rule", "rules", "sample", "score", "settle",
     "shape", "shaper", "stop", "stream", "train",
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import refuse
@@ -78,7 +78,7 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> PartitionSpec:
+def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh | AbstractMesh) -> PartitionSpec:
     """The first rule whose pattern is found in `name`; no rule, or a scalar: replicated.
 
     A dimension that the axis does not divide stays whole; of several axes it takes those that do (see `along`). A
@@ -95,7 +95,7 @@ def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> Pa
     return PartitionSpec()
 
 
-def _fits(axis: Axis, size: int, pattern: str, on: Mesh) -> Axis:
+def _fits(axis: Axis, size: int, pattern: str, on: Mesh | AbstractMesh) -> Axis:
     for name in axis if isinstance(axis, tuple) else (axis,):
         if name is not None and name not in on.shape:
             raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(on.shape)}, or None")
@@ -105,7 +105,7 @@ def _fits(axis: Axis, size: int, pattern: str, on: Mesh) -> Axis:
     return None if axis is None or size % on.shape[axis] else axis
 
 
-def along(axes: Sequence[str], size: int, on: Mesh) -> tuple[str, ...]:
+def along(axes: Sequence[str], size: int, on: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Those of the axes, one after the other, that divide what those before left of a dimension of `size`."""
     found: tuple[str, ...] = ()
     for axis in axes:
@@ -192,6 +192,43 @@ def place(batch: Any, on: Mesh) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(batch, rows(on))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(on), np.asarray(x)), batch)
+
+
+def gather(x: Any) -> np.ndarray:
+    """A whole array in host memory.
+
+    A collective where the array is split over several processes: all of them must call it, in the same order. Each
+    device then holds this one array whole for a moment, never the tree that it belongs to.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(jax.device_get(x))
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def spans(tree: Any) -> bool:
+    """Whether any array of the tree lies on devices of other processes too."""
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
+
+
+def local(params: Any, rules: Sequence[Rule]) -> Any | None:
+    """Parameters on the devices of process 0 alone, split along `fsdp`; None on the other processes.
+
+    A collective for parameters that lie on several processes, one array at a time; others are returned as they are.
+    """
+    if not spans(params):
+        return params
+    here = mesh(data=1, fsdp=-1, devices=jax.local_devices()) if jax.process_index() == 0 else None
+
+    def one(path: Any, leaf: Any) -> Any:
+        found = gather(leaf)
+        if here is None:
+            return None
+        return jax.device_put(found, NamedSharding(here, spec(name_of(path), found.shape, rules, here)))
+
+    held = jax.tree_util.tree_map_with_path(one, params)
+    return None if here is None else held
 
 
 _passing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)

@@ -29,6 +29,19 @@ COMMANDS = {
     "info": ("info", "what a model is, and which rules and tasks there are"),
 }
 
+# What other programs call it -> ours.
+KNOWN_ELSEWHERE = {
+    "chat": "sample --chat",
+    "complete": "sample",
+    "generate": "sample",
+    "run": "sample",
+    "finetune": "train",
+    "new": "init",
+    "evaluate": "eval",
+    "benchmark": "bench",
+    "export": "convert",
+    "server": "serve",
+}
 BAD_INPUT, FAILED, DISK_FULL, INTERRUPTED = 2, 1, 4, 130
 
 HELP = """\
@@ -95,7 +108,8 @@ def _run(words: list[str]) -> int:
         print(f"mercury_jax {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        raise refuse("command", words[0], nearest(words[0], list(COMMANDS)))
+        other = KNOWN_ELSEWHERE.get(words[0])
+        raise refuse("command", words[0], f"mercury {other}" if other else nearest(words[0], list(COMMANDS)))
     compiled.keep()
     module = importlib.import_module(f"mercury_jax.cli.{COMMANDS[words[0]][0]}")
     return module.run(words[1:])

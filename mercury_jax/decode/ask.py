@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import constrained, defaults, effort as efforts, launch, shape
-from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
+from mercury_jax.decode.arguments import checked_mesh
 from mercury_jax.decode.output import Session
 from mercury_jax.decode.parts import checked_sampler
 from mercury_jax.decode.program import checked_temperature
@@ -37,14 +37,12 @@ class Ask(NamedTuple):
     schema: Any = None
 
 
-def checked(lm: LM, asked: Ask) -> Ask:
-    """The arguments with a plan and a mesh of the right kind; refuses those of a wrong type by name."""
-    check_lm(lm)
+def checked(asked: Ask) -> Ask:
+    """The arguments with a mesh and a temperature as the decoder takes them; refuses those of a wrong type by name."""
     if asked.state is not None and not isinstance(asked.state, Session):
         raise refuse("state", asked.state, "the state of an earlier Output, or None")
-    if asked.temperature is not None:
-        asked = asked._replace(temperature=checked_temperature(asked.temperature))
-    return asked._replace(plan=checked_plan(asked.plan), mesh=checked_mesh(asked.mesh))
+    temperature = None if asked.temperature is None else checked_temperature(asked.temperature)
+    return asked._replace(temperature=temperature, mesh=checked_mesh(asked.mesh))
 
 
 def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:

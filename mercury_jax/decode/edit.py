@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, launch, rules
 from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
+from mercury_jax.decode.parts import checked_sampler
 from mercury_jax.decode.prompts import check_seed, normalise
 from mercury_jax.types import LM
 
@@ -97,7 +98,7 @@ def edit(
     ]
     before = _prompts(lm, prompt, texts)
     began = time.perf_counter()
-    chosen = sampler if sampler is not None else _default(lm, spans)
+    chosen = _sampler(lm, sampler, spans)
     job = launch.prepare(
         lm, _request(lm, rows, before, plan, check_seed(seed)), chosen, plan, temperature=temperature,
         infilling=True, mesh=mesh,
@@ -114,12 +115,18 @@ class Row(NamedTuple):
     noised: np.ndarray | None
 
 
-def _default(lm: LM, spans: Any) -> Any:
-    if lm.corruption.mask is None:
-        return rules.entropy_bound()
-    if spans is not None:
-        return defaults.sampler(lm)
-    return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
+def _sampler(lm: LM, sampler: Any, spans: Any) -> Any:
+    """The sampler, or the default one; refuses a rule that would change the number of tokens."""
+    if sampler is None:
+        if lm.corruption.mask is None:
+            return rules.entropy_bound()
+        if spans is not None:
+            return defaults.sampler(lm)
+        return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
+    rule = checked_sampler(sampler).rule
+    if rule.grows and rule.name != "levenshtein":  # which fills each run up again
+        raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")
+    return sampler
 
 
 def _texts(text: Any) -> tuple[list[Any], bool]:

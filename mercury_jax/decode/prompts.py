@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from mercury_jax.config import refuse
 from mercury_jax.types import LM
@@ -56,7 +57,7 @@ KINDS = "a text (str), a list of messages, or ids (whole numbers)"
 
 def _array(prompt: Any, name: str) -> Any:
     """A JAX array as a numpy one; arrays that are not [T] or [B, T] of whole numbers are refused."""
-    if isinstance(prompt, jax.core.Tracer):
+    if isinstance(prompt, Tracer):
         raise refuse(name, prompt, "concrete ids: under jit use the decoder itself")
     if isinstance(prompt, jax.Array):
         prompt = np.asarray(prompt)
@@ -98,14 +99,15 @@ def _one(lm: LM, prompt: Any, name: str, thinking: bool, behind: Prompt | None) 
 def _ids(lm: LM, prompt: Any, name: str) -> list[int]:
     prompt = _array(prompt, name)
     listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes | bytearray)
-    if not listed or any(not _whole(i) for i in prompt):
+    if not listed or not all(_whole(i) for i in prompt):
         raise refuse(name, prompt, KINDS)
-    if len(prompt) == 0:
+    ids = [int(i) for i in prompt]
+    if not ids:
         raise refuse(name, prompt, "at least one token")
-    for i in prompt:
+    for i in ids:
         if not 0 <= i < lm.model.config.vocab:
-            raise refuse(f"{name} id", int(i), f"0..{lm.model.config.vocab - 1}")
-    return [int(i) for i in prompt]
+            raise refuse(f"{name} id", i, f"0..{lm.model.config.vocab - 1}")
+    return ids
 
 
 def _whole(i: Any) -> bool:

@@ -62,7 +62,8 @@ def done_of(stop: Part, returned: Any, memory: Memory) -> tuple[jax.Array, Memor
 def logits_of(shaper: Part, returned: Any, logits: jax.Array) -> jax.Array:
     """The logits as a shaper returned them; ValueError as `proposal_of`."""
     kind = getattr(returned, "dtype", None)
-    if getattr(returned, "shape", None) != logits.shape or not jnp.issubdtype(kind, jnp.floating):
+    floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
+    if getattr(returned, "shape", None) != logits.shape or not floats:
         allowed = f"logits {list(logits.shape)} of the dtype {logits.dtype}"
         raise refuse(f"what the shaper {shaper.name} returned", _shown(returned), allowed)
     return returned

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import ask, constrained, launch
+from mercury_jax.decode.arguments import check_lm, checked_plan
 from mercury_jax.decode.gate import Gate
 from mercury_jax.decode.output import LogProbs, Output, Session, collect
 from mercury_jax.decode.prompts import check_room, normalise
@@ -65,12 +66,15 @@ def sample(
     """
     began = time.perf_counter()
     keep = keep or state is not None or passes is not None
-    if passes is not None and (isinstance(passes, bool) or not isinstance(passes, int) or passes < 1):
+    check_lm(lm)
+    if passes is not None and (
+        isinstance(passes, bool) or not isinstance(passes, int | np.integer) or passes < 1
+    ):
         raise refuse("passes", passes, "a whole number from 1 on, or None")
-    asked = ask.checked(lm, ask.Ask(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
-        effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh, schema=schema,
+    asked = ask.checked(ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=checked_plan(plan),
+        temperature=temperature, effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative,
+        logprobs=logprobs, state=state, mesh=mesh, schema=schema,
     ))  # fmt: skip
     gates = None if schema is None else _gates(lm, asked, passes)
     job, prompts = ask.prepare(lm, asked)

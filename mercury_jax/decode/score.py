@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import at_least, refuse
@@ -276,7 +277,7 @@ def logits(lm: LM, canvas: Any, prompt: Any = None, *, time: Any = None) -> Floa
 def _canvas(lm: LM, canvas: Any) -> np.ndarray:
     """The canvas as whole numbers [B, L]."""
     allowed = "whole numbers [L] or [B, L], rows of one length of 1 or more"
-    if isinstance(canvas, jax.core.Tracer):
+    if isinstance(canvas, Tracer):
         raise refuse("canvas", canvas, f"concrete {allowed}")
     try:
         ids = np.atleast_2d(np.asarray(canvas))

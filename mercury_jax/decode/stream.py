@@ -11,7 +11,7 @@ import numpy as np
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import ask, launch
-from mercury_jax.decode.arguments import check_lm
+from mercury_jax.decode.arguments import check_lm, checked_plan
 from mercury_jax.decode.output import Session, decoded
 from mercury_jax.decode.prompts import Prompt, normalise
 from mercury_jax.decode.state import Frame
@@ -60,9 +60,9 @@ def stream(
         raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise refuse("every", every, "1 or more passes")
-    asked = ask.checked(lm, ask.Ask(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
-        effort=effort, logit_bias=logit_bias, state=state,
+    asked = ask.checked(ask.Ask(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=checked_plan(plan),
+        temperature=temperature, effort=effort, logit_bias=logit_bias, state=state,
     ))  # fmt: skip
     job, prompts = ask.prepare(lm, asked)
     return _moments(lm, job, prompts[0], every)

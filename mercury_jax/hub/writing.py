@@ -16,6 +16,7 @@ from mercury_jax.checkpoint.tensors import Source
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import assemble, families, files, tokenizer_json
 from mercury_jax.hub.family import Family, Leaf
+from mercury_jax.hub.reading import HEAD, Opened
 from mercury_jax.models.quantise import check_whole
 from mercury_jax.sharding import name_of
 from mercury_jax.tokenizer import Tokenizer
@@ -44,9 +45,60 @@ def to_hf(
     assert chosen.export is not None
     about = chosen.export(config)
     arrays = sources(chosen.names(config), params, dtype)
+    return files.write_folder(folder, about, arrays, shard=shard, extra=_tokenizer_files(lm))
+
+
+# Beside the tokenizer's files, what belongs to the checkpoint and would be lost.
+BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "README.md")
+
+
+def again(folder: str | Path, lm: LM, opened: Opened, *, dtype: Any = None, shard: int = files.SHARD) -> Path:
+    """Write an LM as the checkpoint that it was loaded from, with everything in that one which the model does not read.
+
+    Args:
+        folder: A new folder.
+        lm: The model, loaded from `opened`.
+        opened: The checkpoint. Its config.json is written as it is; its unread tensors are copied one at a time, in
+            the dtype in which they are stored.
+        dtype: Of the parameters (None: theirs).
+        shard: Most bytes in a file.
+
+    Returns:
+        The folder's path.
+    """
+    read = sources(opened.family.names(opened.config), lm.params, dtype)
+    theirs = opened.folder.tensors
+    # Under a tied head a copy of the embedding says nothing, and in another dtype it would no longer be equal.
+    skip = {source.name for source in read} | ({HEAD} if opened.config.tied else set())
+    carried = [
+        Source(name, place.entry.shape, place.entry.dtype, functools.partial(opened.folder.read, name))
+        for name, place in theirs.items()
+        if name not in skip
+    ]
+    beside = {name: files.find(opened.folder.path, name) for name in BESIDE}
+    extra = {name: path.read_bytes() for name, path in beside.items() if path is not None}
+    about = files.read_json(opened.folder.path, files.CONFIG)
+    if (mask := opened.folder.config.get("mask_token_id")) is not None:  # which may have been an argument
+        about["mask_token_id"] = mask
+    if dtype is not None:
+        about = _retyped(about, dtype)
+    return files.write_folder(
+        folder, about, [*read, *carried], shard=shard, extra=extra | _tokenizer_files(lm)
+    )
+
+
+def _retyped(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """A config.json whose dtype is another, under whichever of its names it stands; that of its text model, too."""
+    name = np.dtype(dtype).name
+    found = {k: name if k in ("dtype", "torch_dtype") else v for k, v in config.items()}
+    if isinstance(config.get("text_config"), Mapping):
+        found["text_config"] = _retyped(config["text_config"], dtype)
+    return found
+
+
+def _tokenizer_files(lm: LM) -> dict[str, bytes]:
     tok = lm.tokenizer
-    extra = tokenizer_json.files_of(tok) if isinstance(tok, Tokenizer) else tok.files
-    return files.write_folder(folder, about, arrays, shard=shard, extra=extra)
+    return dict(tokenizer_json.files_of(tok) if isinstance(tok, Tokenizer) else tok.files)
 
 
 def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:

@@ -164,6 +164,12 @@ class Tokenizer:
         """int32 [V]: the UTF-8 bytes of each id, 0 for specials; over a text they sum to its bytes."""
         return np.array([len(piece) for piece in self.pieces], np.int32)
 
+    def with_mask(self, mask: int) -> Tokenizer:
+        """This tokenizer, whose mask is fixed; ValueError for another one."""
+        if mask != self.mask:
+            raise refuse("mask", mask, f"{self.mask}, as in the tokenizer")
+        return self
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, never a special one. ValueError for a lone surrogate, which no UTF-8 text has."""
         first, *rest = valid(text).split(_SPACE)

@@ -73,7 +73,7 @@ def run(
     """Train `model` as `config` says; returns after the last step, or after SIGTERM or SIGINT.
 
     data: yields numpy batches of this process's rows, see `sharding.share`. evaluate, preview: called
-    with the averaged parameters; they must not keep them. params: start from these (fine-tuning).
+    with the averaged parameters; they must not keep them. params: start from these (fine-tuning); they are donated.
     Raises ValueError before any compute when `out` already holds checkpoints and `resume` is
     False, or holds another model's; Diverged on NaN or Inf; checkpoint.SaveFailed on a full disk.
     """

@@ -118,6 +118,7 @@ class TrainConfig:
         return Path(self.out or f"runs/{self.name}")
 
 
+MANY = 16  # names; where one of so many is similar, the others are not listed
 _KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
 
 
@@ -243,6 +244,8 @@ def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
     # `--lr` means `--optim.lr`: compare the last part too.
     close = close or [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     every = ", ".join(prefix + n for n in names)
+    if close and len(names) > MANY:
+        return f"{prefix}{close[0]} is the nearest of {len(names)}; --help lists them"
     return f"{prefix}{close[0]} is the nearest; all: {every}" if close else every
 
 

@@ -16,6 +16,8 @@ from tests.cli.talk import objects, refused
     "argv, words",
     [
         (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
+        (["chat"], ["command", "'chat'", "allowed: mercury sample --chat"]),
+        (["xyz"], ["'xyz'", "demo, sample"]),
         (["sample"], ["PROMPT", "required"]),
         (["sample", ""], ["PROMPT", "''"]),
         (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
@@ -166,6 +168,11 @@ def test_init_writes_a_recipe_once(capsys, tmp_path, monkeypatch):
     assert "mercury train mine.py" in (tmp_path / "mine.py").read_text()
     for argv in (["mine.py"], ["nano", "no/such/folder/x.py"], ["nan"], ["a b.py"]):
         assert argv[-1] in refused(capsys, "init", *argv)
+
+
+@pytest.mark.parametrize("option", ["--max-token", "--colour"])
+def test_a_mistyped_option_is_told_in_a_line(option, capsys):
+    assert len(refused(capsys, "sample", "x", option, "3")) < 150
 
 
 def test_train_refuses_what_no_recipe_has(recipe, capsys):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.ranges import Above, AtLeast, Between, Finite
+from mercury_jax.decode.ranges import Finite
 
 MAKERS = mj.rules.ALL | mj.shape.ALL | mj.stop.ALL
 EACH = [(name, knob) for name, make in MAKERS.items() for knob in make.knobs]
@@ -62,7 +62,7 @@ def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():
 
 def test_a_rule_of_ones_own_states_its_range_and_is_checked():
     @mj.rule
-    def mine(key, view, memory, *, p: Annotated[float, Between(0, 1)] = 0.5, free=3.0):
+    def mine(key, view, memory, *, p: Annotated[float, mj.Between(0, 1)] = 0.5, free=3.0):
         return mj.settle(view, view.masked), memory
 
     assert mine(1, -7.0).knobs == {"p": 1.0, "free": -7.0}
@@ -74,13 +74,19 @@ def test_a_rule_of_ones_own_states_its_range_and_is_checked():
 def test_ranges_say_what_they_hold():
     said = {
         str(x): x
-        for x in (Between(0, 1), Between(0, 3, whole=True), AtLeast(1, whole=True), Above(0), Finite())
+        for x in (
+            mj.Between(0, 1),
+            mj.Between(0, 3, whole=True),
+            mj.AtLeast(1, whole=True),
+            mj.Above(0),
+            Finite(),
+        )
     }
     assert list(said) == [
         "a number in [0, 1]", "a whole number in [0, 3]", "a whole number, 1 or more", "a number, above 0",
         "a number, finite",
     ]  # fmt: skip
-    assert str(AtLeast(0, infinite=True)) == "a number, 0 or more, or infinity"
+    assert str(mj.AtLeast(0, infinite=True)) == "a number, 0 or more, or infinity"
 
 
 def test_truncation_by_all_of_the_probability_keeps_every_id():

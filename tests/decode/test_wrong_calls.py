@@ -121,6 +121,9 @@ WRONG = {
     "text as floats": (lambda: mj.edit(tiny(), [0.5]), "text"),
     "text as a number": (lambda: mj.edit(tiny(), 5), "text is 5"),
     "spans as a number": (lambda: mj.edit(tiny(), "x", spans=5), "spans is 5"),
+    "a rule that deletes in edit": (
+        lambda: mj.edit(tiny(), "x", sampler=mj.rules.expand(delete=5)), "sampler.rule is 'expand'"
+    ),
     "plan in edit": (lambda: mj.edit(tiny(), "x", plan={}), "plan is {}"),
 }  # fmt: skip
 

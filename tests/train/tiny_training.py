@@ -103,14 +103,3 @@ def config(out, **fields) -> recipe.TrainConfig:
         optim=OptimConfig(lr=1e-2, warmup=3),
     )  # fmt: skip
     return dataclasses.replace(base, **fields)
-
-
-def same(a, b) -> bool:
-    """Equal bit for bit."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
-
-
-def near(a, b, tolerance=2e-6) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.allclose(x, y, rtol=0, atol=tolerance) for x, y in pairs)

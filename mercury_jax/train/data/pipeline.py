@@ -22,9 +22,20 @@ OPEN_ROWS = 4  # half-filled rows that each row of the batch keeps; more pack ti
 
 
 def check_fit(tokenizer: Any, config: ModelConfig) -> None:
-    """ValueError unless the model was made for this tokenizer."""
-    if tokenizer.vocab_size != config.vocab:
-        raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size}, the size of the tokenizer")
+    """Refuses a tokenizer that the model was not made for.
+
+    The model's vocabulary may be larger than the tokenizer's, as that of published models is: `noise.specials` forbids
+    the ids in between.
+
+    Args:
+        tokenizer: Anything with `vocab_size`, `mask`, `pad` and `eos`.
+        config: The model's.
+
+    Raises:
+        ValueError: The tokenizer has more ids than the model, or another mask, padding or end of text.
+    """
+    if tokenizer.vocab_size > config.vocab:
+        raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")
     for name in ("pad", "eos") if config.autoregressive else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
             raise refuse(name, getattr(config, name), f"{getattr(tokenizer, name)}, as in the tokenizer")
