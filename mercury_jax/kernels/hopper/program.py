@@ -108,7 +108,7 @@ def _scores(p: Plan, q: Any, k: Any) -> Any:
         return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
 
     def fill(acc: Any) -> Any:
-        plgpu.wgmma(acc, q, plgpu.transpose_ref(k, (1, 0)))
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(fill, plgpu.WGMMAAccumulatorRef((ROWS, p.keys), jnp.float32))

@@ -157,7 +157,7 @@ def _scores(s: Scratch, worker: Any) -> Any:
         def multiply(n: Any) -> None:
             slot = jax.lax.rem(jnp.int32(n), jnp.int32(RING))
             plgpu.barrier_wait(s.k_full.at[slot])
-            plgpu.wgmma(acc, s.q.at[n], plgpu.transpose_ref(s.k.at[slot, worker], (1, 0)))
+            plgpu.wgmma(acc, s.q.at[n], s.k.at[slot, worker].transpose((1, 0)))
 
         def then(n: Any, _: None) -> None:
             multiply(n)
