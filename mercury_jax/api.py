@@ -60,7 +60,8 @@ def train(config: TrainConfig) -> loop.Result:
         preview=_preview(config, model, corruption, tokenizer),
         params=params,
     )  # fmt: skip
-    card = {} if first is None else {"init": config.init, **first.card}
+    made_by = {"recipe": config.name, "seed": config.seed, "steps": result.step}
+    card = made_by if first is None else {**first.card, **made_by, "init": config.init}
     made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
     hub.save(config.folder / "model", made, config.noise)
     return result

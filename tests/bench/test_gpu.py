@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.bench.gpu import cases, check, commands, model, speed
-from mercury_jax.bench.gpu.runner import Case, Clock, Runner, append, troubled
+from mercury_jax.bench.gpu.runner import Case, Clock, Runner, append
 from mercury_jax.bench.known import find
 from mercury_jax.cli import main
 from mercury_jax.kernels import checked, chip
@@ -132,11 +132,11 @@ def test_a_row_is_in_the_file_when_it_is_measured(tmp_path):
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """broken(faults) -> rows of a check of the plain form of three head sizes, and what is kept of each form."""
+    """broken(faults) -> rows of a check of the plain form of four head sizes, and what is kept of each form."""
     shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
     found = [
         cases._case("attention", f"attention-{w}-bfloat16", shape | {"width": w, "r": r}, limit=25.0)
-        for w in (64, 128, 256)
+        for w in (64, 128, 256, 512)
         for r in (1, 2)
     ]
     found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=cases.KERNELS) for c in found]
@@ -144,46 +144,45 @@ def broken(tmp_path, monkeypatch):
     monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
 
-    def run(**faults):
+    def run(only=(), **faults):
         monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
         with Runner(Clock(300.0), BROKEN, lambda line: None) as running:
-            rows = list(commands.check(running, small=True))
+            rows = list(commands.check(running, small=True, only=only))
         return rows, checked.read(checked.key(jax.local_devices()[0].device_kind, jax.__version__))
 
     return run
 
 
-@pytest.mark.parametrize("fault", ["crash", "error", "nan", "wrong"])
-def test_a_form_that_fails_is_off_and_the_others_are_decided(broken, fault):
-    rows, kept = broken(w128=fault)
+def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
+    rows, kept = broken(w128="crash", w256="nan", w512="wrong")
     verdicts = {row["form"]: row["verdict"] for row in rows if "verdict" in row}
-    assert verdicts == {
-        "attention-64-bfloat16": "on",
-        "attention-128-bfloat16": "off",
-        "attention-256-bfloat16": "on",
-    }
+    assert verdicts == {f"attention-{w}-bfloat16": "on" if w == 64 else "off" for w in (64, 128, 256, 512)}
     assert {form: told["passed"] for form, told in kept.items()} == {
         f: v == "on" for f, v in verdicts.items()
     }
-    reason = {
-        "crash": "SIGABRT",
-        "error": "ILLEGAL_ADDRESS",
-        "nan": "NaN",
-        "wrong": "relative error 0.1",
-    }[fault]
-    assert reason in kept["attention-128-bfloat16"]["why"]
-    later = [row for row in rows if row.get("form") == "attention-128-bfloat16" and "not_run" in row]
-    assert len(later) == 1 and any(troubled([row]) for row in rows)
+    for width, reason in ((128, "SIGABRT"), (256, "NaN"), (512, "relative error 0.1")):
+        assert reason in kept[f"attention-{width}-bfloat16"]["why"]
+        later = [row for row in rows if row.get("form") == f"attention-{width}-bfloat16" and "not_run" in row]
+        assert len(later) == 1
 
 
 def test_a_form_that_hangs_is_off_and_what_an_earlier_case_broke_is_not(broken, monkeypatch):
     monkeypatch.setattr(cases, "check", lambda *a, found=cases.check(): [
-        c._replace(limit=6.0) if c.asked["shape"]["width"] == 256 else c for c in found
+        c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
     ])  # fmt: skip
-    rows, kept = broken(w256="hang", w128="once")
-    assert kept["attention-64-bfloat16"]["passed"] and kept["attention-128-bfloat16"]["passed"]
-    assert "killed after 6 s" in kept["attention-256-bfloat16"]["why"]
+    rows, kept = broken(w128="hang", w512="once")
+    assert kept["attention-64-bfloat16"]["passed"] and kept["attention-512-bfloat16"]["passed"]
+    assert "killed after 6 s" in kept["attention-128-bfloat16"]["why"]
     assert any("only here" in row.get("in_a_used_process", "") for row in rows)
+
+
+def test_a_part_of_a_name_chooses_whole_forms_and_the_others_keep_what_was_found(broken, monkeypatch):
+    rows, kept = broken(w256="error")
+    assert "ILLEGAL_ADDRESS" in kept["attention-256-bfloat16"]["why"]
+    rows, kept = broken(only=["attention-256-bfloat16 b=1 t=4 h=2 g=1 s=64 r=2"])
+    done = [row["case"].split()[0] for row in rows if "passed" in row and "case" in row]
+    assert done == ["attention-256-bfloat16"] * 2
+    assert all(told["passed"] for told in kept.values()) and len(kept) == 4
 
 
 def test_a_form_whose_time_did_not_come_is_off(broken, monkeypatch):
@@ -192,6 +191,14 @@ def test_a_form_whose_time_did_not_come_is_off(broken, monkeypatch):
     rows, kept = broken()
     assert kept["attention-64-bfloat16"]["passed"] and "time" in kept["attention-128-bfloat16"]["why"]
     assert [row["not_run"] for row in rows if "not_run" in row] == ["time"]
+
+
+def drawn(a):
+    """The shapes of what is drawn for a case."""
+    shape = jax.ShapeDtypeStruct
+    q, k = (shape((a.b, n, heads, a.width), jnp.float32) for n, heads in ((a.t, a.h), (a.s, a.g)))
+    pages = shape((a.b, a.s // (a.page or a.s)), jnp.int32)
+    return q, k, k, shape((a.b, a.s), jnp.bool_), shape((a.b, a.t, a.r, 2), jnp.int32), pages
 
 
 @pytest.mark.parametrize("which", [chip.HOPPER, chip.BLACKWELL])
@@ -203,7 +210,7 @@ def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_
         shape = case.asked["shape"]
         if case.work == "attention":
             a = check.Attention(**shape)
-            args, _ = jax.eval_shape(a.prepared, *a.drawn(0))
+            args, _ = jax.eval_shape(a.prepared, *drawn(a))
             assert case.form == checked.attention_form(args[0], args[1], a.softcap, bool(a.page))
             assert a.s % (a.page or 1) == 0
         else:
@@ -226,7 +233,7 @@ def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
             shape = case.asked["shape"]
             if case.work == "attention":
                 a = check.Attention(**shape)
-                args, _ = jax.eval_shape(a.prepared, *a.drawn(0))
+                args, _ = jax.eval_shape(a.prepared, *drawn(a))
             else:
                 a = check.Grouped(**shape)
                 args = jax.eval_shape(a.prepared, jax.random.key(0), jnp.zeros(a.experts, jnp.int32))
@@ -367,6 +374,11 @@ def test_the_command_checks_a_form_tells_it_and_keeps_it(tmp_path, capsys, monke
     assert rows[-1]["verdict"] == "on" and json.loads((tmp_path / "kernels.json").read_text())
     assert "grouped-bfloat16: ON" in capsys.readouterr().out
     assert main(["bench", "gpu", "check", "--small", "--only", "nothing of that name"]) == 2
+
+
+def test_info_tells_which_kernels_are_on_and_why(capsys):
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"]["rule"] == "off: no kernel is written for cpu"
 
 
 def test_the_command_times_what_it_can_and_says_why_not_else(tmp_path):

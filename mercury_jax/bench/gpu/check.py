@@ -51,7 +51,7 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
         "hardware": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
         "jax": jax.__version__, "python": platform.python_version(), "versions": versions, "driver": _driver(),
         "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": chip.present(),
-        "kernels": chip.status(), "cores": os.cpu_count(),
+        "kernels": chip.status(), "cores": os.cpu_count(), "cuda": _toolkit(),
     }  # fmt: skip
 
 
@@ -59,6 +59,12 @@ def _driver() -> str | None:
     """Version of NVIDIA's driver, as its kernel module tells it."""
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0] if file.is_file() else None
+
+
+def _toolkit() -> dict[str, str | None]:
+    """What Mosaic and XLA may compile with, for the reader of a row that says that they could not."""
+    found = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
+    return {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": found}
 
 
 def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:

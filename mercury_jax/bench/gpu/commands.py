@@ -30,7 +30,7 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
     Args:
         runner: Runs the cases; its clock has the budget.
         small: Few small shapes, interpreted where there is no GPU.
-        only: Parts of names of cases; the forms of others keep what an earlier check found.
+        only: Parts of names of cases; their forms are checked, and others keep what an earlier check found.
         seed: Of the inputs.
 
     Yields:
@@ -38,7 +38,10 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
     """
     told, first = _begun(runner, "check", small, cases.KERNELS)
     yield from told
-    todo = _matching(cases.check(first["chip"], seed, small), only) if first["chip"] or small else []
+    every = cases.check(first["chip"], seed, small) if first["chip"] or small else []
+    chosen = _matching(every, only)
+    forms = {case.form for case in chosen if case.form}  # a form is decided by all of its cases
+    todo = [case for case in every if case in chosen or case.form in forms]
     if not todo:
         yield first["same"] | {"case": "kernels", "left_out": f"no kernel is written for {first['hardware']}"}
         return

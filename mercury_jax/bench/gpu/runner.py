@@ -25,6 +25,7 @@ from typing import IO, Any, NamedTuple
 Row = dict[str, Any]
 WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.worker")
 BEAT = 10.0  # seconds between two lines on standard error
+STARTING = 30.0  # seconds more for the first case of a process: JAX, the device, its libraries
 TAIL = 600  # characters of a dead process's standard error that its row keeps
 SWITCH = "MERCURY_KERNELS"  # of `kernels.chip`, which would import JAX
 # Children come one after another, and one that was killed may hold its memory for a moment: none takes all of it.
@@ -111,9 +112,10 @@ class Runner:
         return rows
 
     def _once(self, case: Case) -> list[Row]:
-        began, limit = time.monotonic(), min(case.limit, self.clock.left)
+        began, limit = time.monotonic(), case.limit
         if self._child is None:
-            self._child = _Child(self._worker, case.env)
+            self._child, limit = _Child(self._worker, case.env), limit + STARTING
+        limit = min(limit, self.clock.left)
         rows: list[Row] = []
         for told in self._child.ask(
             case, limit, self._beat, lambda stage: self._tell(case, stage, began, limit)
