@@ -76,7 +76,7 @@ def constraint(lm: LM, ask: Mapping[str, Any], offered: Calls) -> Constraint:
     Raises:
         ApiError: 400, with the reason, for what cannot be guaranteed.
     """
-    wanted = ask["response_format"] or {"type": "text"}
+    wanted: Mapping[str, Any] = ask["response_format"] or {"type": "text"}
     formatted = wanted["type"] != "text"
     if offered.tools and (not formatted or offered.least):
         return _of_calls(lm, offered)

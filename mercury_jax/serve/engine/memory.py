@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from mercury_jax.config import refuse
 from mercury_jax.hub.memory import room
@@ -158,7 +159,7 @@ def _bytes(tree: Any, where: Any = None) -> int:
 
 
 def _itemsize(dtype: Any) -> int:
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
 
 
 def _devices(leaf: Any) -> set[Any]:
