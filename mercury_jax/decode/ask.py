@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import constrained, defaults, effort as efforts, launch, shape
+from mercury_jax.decode import constrained, defaults, effort as efforts, launch, shape, silent
 from mercury_jax.decode.arguments import checked_mesh
 from mercury_jax.decode.output import Session
-from mercury_jax.decode.parts import checked_sampler
+from mercury_jax.decode.parts import Part, Sampler, checked_sampler
 from mercury_jax.decode.program import checked_temperature
 from mercury_jax.decode.prompts import Prompt, check_room, check_seed, normalise
 from mercury_jax.types import LM
@@ -59,12 +59,7 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
         cut = -len(marks.opening)
         prompts = [p._replace(ids=p.ids[:cut]) if p.chat and not n else p for p, n in zip(prompts, room)]
     wanted = request(prompts, most, check_seed(asked.seed), room)
-    sampler, plan = asked.sampler, asked.plan
-    if effort is not None and lm.corruption.mask is not None:
-        sampler, plan = sampler or effort.rule(), effort.plan(plan, lm.model.config.block)
-    if sampler is None:
-        sampler, plan = defaults.sampler(lm), defaults.plan(lm, plan, 1.0 if effort is None else effort.steps)
-    sampler = _biased(sampler, asked.logit_bias)
+    sampler, plan = _sampler(lm, asked, effort)
     if asked.schema is not None:
         sampler = constrained.opened(sampler, len(prompts), lm.model.config.vocab)
     job = launch.prepare(
@@ -76,8 +71,46 @@ def prepare(lm: LM, asked: Ask) -> tuple[launch.Job, list[Prompt]]:
     return job, prompts
 
 
+def _sampler(lm: LM, asked: Ask, effort: efforts.Effort | None) -> tuple[Any, Plan]:
+    sampler, plan = asked.sampler, asked.plan
+    if effort is not None and lm.corruption.mask is not None:
+        sampler, plan = sampler or effort.rule(), effort.plan(plan, lm.model.config.block)
+    if sampler is None:
+        sampler, plan = defaults.sampler(lm), defaults.plan(lm, plan, 1.0 if effort is None else effort.steps)
+    return _biased(sampler, asked.logit_bias), plan
+
+
+def answering(
+    lm: LM, asked: Ask, prompts: Sequence[Prompt], said: Sequence[tuple[int, ...]], rows: Sequence[int]
+) -> launch.Job:
+    """The job that lets silent rows answer; the others are done in it from the start.
+
+    Args:
+        lm: The model.
+        asked: The arguments of the call.
+        prompts: Of all rows.
+        said: What stands behind each prompt; of a silent row with its thinking closed.
+        rows: The silent ones. The first token of their answers shows text.
+    """
+    begun, room = [], []
+    for i, (prompt, ids) in enumerate(zip(prompts, said, strict=True)):
+        whole = silent.Room((*prompt.ids, *ids), 0)
+        if i in rows:
+            whole = silent.room(lm.tokenizer, prompt.ids, ids, asked.max_tokens, lm.model.config.context)
+        begun.append(Prompt(list(whole.prompt), True))
+        room.append(whole.max_tokens)
+    sampler, plan = _sampler(lm, asked, efforts.find(asked.effort))
+    sampler = Sampler(sampler) if isinstance(sampler, Part) else sampler
+    bits = shape.allow_bits(silent.visible(lm.tokenizer, lm.model.config.vocab))
+    return launch.prepare(
+        lm, request(begun, np.asarray(room), check_seed(asked.seed)), sampler._replace(allow=(*sampler.allow, bits)),
+        plan, temperature=asked.temperature, logprobs=check_logprobs(asked.logprobs),
+        guidance=_guidance(lm, asked, len(prompts)), mesh=asked.mesh,
+    )  # fmt: skip
+
+
 def request(
-    prompts: Sequence[Prompt], max_tokens: int, seed: int, thinking: Sequence[int] | None = None
+    prompts: Sequence[Prompt], max_tokens: int | np.ndarray, seed: int, thinking: Sequence[int] | None = None
 ) -> launch.Request:
     """Prompts as left-aligned rows; row i is seeded with seed + i. thinking: its room in each row."""
     lengths = np.array([len(p.ids) for p in prompts])

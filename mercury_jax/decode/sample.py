@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import ask, constrained, launch
+from mercury_jax.decode import ask, constrained, launch, silent
 from mercury_jax.decode.arguments import check_lm, checked_plan
 from mercury_jax.decode.gate import Gate
-from mercury_jax.decode.output import LogProbs, Output, Session, collect
-from mercury_jax.decode.prompts import check_room, normalise
+from mercury_jax.decode.output import LogProbs, Output, Session, collect, decoded
+from mercury_jax.decode.prompts import Prompt, check_room, normalise
 from mercury_jax.decode.state import Frame
 from mercury_jax.types import LM
 
@@ -84,7 +85,50 @@ def sample(
     else:
         job, frames, used = constrained.run(lm, constrained.gated(job, gates), gates, history)
     out = collect(lm, job, prompts, began, frames, before)
+    if effort is not None and passes is None and gates is None:
+        out, job, more = _answered(lm, asked, job, prompts, out)
+        used += more
     return dataclasses.replace(out, passes=used, state=Session(job, prompts) if keep else None)
+
+
+def _answered(
+    lm: LM, asked: ask.Ask, job: launch.Job, prompts: Sequence[Prompt], out: Output
+) -> tuple[Output, launch.Job, int]:
+    """(answers, job, further passes): conversations that ended in silence are answered behind what they said."""
+    rows = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    if not rows:
+        return out, job, 0
+    said = [tuple(map(int, ids)) for ids in out.tokens]
+    for i in rows:
+        said[i] = silent.read(lm.tokenizer, prompts[i].ids, said[i])
+    history = bool(out.history)
+    began = time.perf_counter() - out.seconds
+    job, frames, used = _run(lm, ask.answering(lm, asked, prompts, said, rows), None, history)
+    more = collect(lm, job, prompts, began, [*out.history, *frames], np.zeros(len(prompts), int))
+    texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
+    tokens, nats = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
+    for i in rows:
+        tokens[i] = np.array([*said[i], *more.tokens[i]], np.int32)
+        thinking[i], texts[i] = decoded(lm, tokens[i], True)
+        finish[i] = more.finish[i]
+        if nats is not None and more.logprobs is not None:
+            nats[i] = _joined(nats[i], len(said[i]), more.logprobs[i])
+    return dataclasses.replace(
+        more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=nats,
+        forwards=out.forwards + more.forwards, encoded=out.encoded + more.encoded,
+    ), job, used  # fmt: skip
+
+
+def _joined(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
+    """Log-probabilities of `size` tokens, the last of which may be a close that no model wrote (0), and of others."""
+
+    def both(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        old = old[:size]
+        close = np.zeros((size - len(old), *old.shape[1:]), old.dtype)
+        return np.concatenate([old, close, new])
+
+    pairs = ((before.tokens, behind.tokens), (before.top_ids, behind.top_ids), (before.top, behind.top))
+    return LogProbs(*(both(old, new) for old, new in pairs))
 
 
 def _gates(lm: LM, asked: ask.Ask, passes: int | None) -> list[Gate | None]:

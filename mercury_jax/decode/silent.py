@@ -8,6 +8,7 @@ answer restricted to ids that show text. That holds for any weights.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -41,6 +42,13 @@ def thinks(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) ->
     for i in ids:
         inside = i == marks.opening[0] or (inside and i != marks.close)
     return inside
+
+
+def read(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Iterable[int]) -> tuple[int, ...]:
+    """What a silent reply leaves in front of its answer: all up to its first end, the thinking closed."""
+    ends = {*tokenizer.ends, tokenizer.pad, tokenizer.end_turn}
+    said = itertools.takewhile(lambda i: i not in ends, map(int, reply))
+    return closed(tokenizer, said, thinks(tokenizer, prompt))
 
 
 def closed(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> tuple[int, ...]:

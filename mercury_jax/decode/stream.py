@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import ask, launch
+from mercury_jax.decode import ask, launch, silent
 from mercury_jax.decode.arguments import check_lm, checked_plan
 from mercury_jax.decode.output import Session, decoded
 from mercury_jax.decode.prompts import Prompt, normalise
@@ -65,13 +66,29 @@ def stream(
         temperature=temperature, effort=effort, logit_bias=logit_bias, state=state,
     ))  # fmt: skip
     job, prompts = ask.prepare(lm, asked)
-    return _moments(lm, job, prompts[0], every)
+    return _moments(lm, asked, job, prompts[0], every)
 
 
-def _moments(lm: LM, job: launch.Job, prompt: Prompt, every: int) -> Iterator[Moment]:
+def _moments(lm: LM, asked: ask.Ask, job: launch.Job, prompt: Prompt, every: int) -> Iterator[Moment]:
+    """The moments of a job and, where a conversation ended in silence, of the one that answers behind it."""
+    answered, moment = True, None
+    for moment in _of_job(lm, job, prompt.chat, every, (), 0):
+        answered = not moment.done or asked.effort is None or not prompt.chat or bool(moment.text.strip())
+        yield moment if answered else dataclasses.replace(moment, done=False)
+    if moment is not None and not answered:
+        said = silent.read(lm.tokenizer, prompt.ids, moment.tokens)
+        yield from _of_job(
+            lm, ask.answering(lm, asked, [prompt], [said], [0]), True, every, said, moment.step
+        )
+
+
+def _of_job(
+    lm: LM, job: launch.Job, chat: bool, every: int, said: tuple[int, ...], steps: int
+) -> Iterator[Moment]:
+    """The moments of one job. said, steps: what an earlier one left in front of its answer, and took."""
     marks = lm.tokenizer.thinking
     close = lm.tokenizer.pad if marks is None else marks.close
-    board = _Board(len(prompt.ids), job.state.text.shape[1], close)
+    board = _Board(int(job.state.prompt[0]), job.state.text.shape[1], close)
     job, frames, used = launch.advance(lm, job, every)
     while True:
         # The next passes are under way before these are read, so the device does not wait for us.
@@ -80,7 +97,7 @@ def _moments(lm: LM, job: launch.Job, prompt: Prompt, every: int) -> Iterator[Mo
         if board.done:
             launch.refuse_broken(job)
         if seen:
-            yield _moment(lm, board, prompt)
+            yield _moment(lm, board, chat, said, steps)
         if board.done:
             return
         frames, used = ahead, used_ahead
@@ -119,23 +136,24 @@ class _Board:
         self.step += 1
 
 
-def _moment(lm: LM, board: _Board, prompt: Prompt) -> Moment:
+def _moment(lm: LM, board: _Board, chat: bool, said: tuple[int, ...], steps: int) -> Moment:
     tokens = board.tokens[: board.end]
     ends = np.flatnonzero(
         np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends))
         & (board.settled[: board.end] | board.done)
     )
     length = int(ends[0]) if len(ends) else len(tokens)
-    shown = [int(t) for t in tokens[:length]]
-    thinking, text = decoded(lm, np.asarray(shown, np.int32), prompt.chat)
+    join = lambda first, new: np.concatenate([np.full(len(said), first, new.dtype), new[:length]])
+    tokens = np.concatenate([np.array(said, np.int32), tokens[:length]])
+    thinking, text = decoded(lm, tokens, chat)
     return Moment(
         text=text,
-        tokens=tokens[:length].copy(),
-        settled=board.settled[:length].copy(),
-        confidence=board.confidence[:length].copy(),
-        start=min(board.start, length),
-        step=board.step,
-        forwards=board.step,
+        tokens=tokens,
+        settled=join(True, board.settled),
+        confidence=join(1.0, board.confidence),
+        start=len(said) + min(board.start, length),
+        step=steps + board.step,
+        forwards=steps + board.step,
         done=board.done,
         thinking=thinking,
     )

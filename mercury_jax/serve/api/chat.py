@@ -32,8 +32,9 @@ async def chat(service: Service, request: Request) -> Response:
     ask = tables.CHAT.read(data, "")
     service.check(ask["model"])
     salt = key_of(request.scope)
-    bound = bool(ask["tools"] or ask["response_format"])
-    return await respond(service, request, lambda: prepare(service, ask, data, salt), ask["n"], slow=bound)
+    bound = ask["tools"] or ask["response_format"]
+    size = len(errors.dumps([ask["tools"], ask["response_format"]])) if bound else None
+    return await respond(service, request, lambda: prepare(service, ask, data, salt), ask["n"], size)
 
 
 def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> tuple[Work, Sequence[Job]]:

@@ -28,12 +28,15 @@ Prepare = Callable[[], tuple[Work, Sequence[Job | Ready]]]
 
 
 async def respond(
-    service: Service, request: Request, prepare: Prepare, count: int, slow: bool = False
+    service: Service, request: Request, prepare: Prepare, count: int, grammar: int | None = None
 ) -> Response:
-    """Prepare `count` jobs in a thread, run them, and answer. What a client that left had asked for is cancelled."""
+    """Prepare `count` jobs in a thread, run them, and answer. What a client that left had asked for is cancelled.
+
+    grammar: as `Service.flight` has it.
+    """
     began = time.perf_counter()
     try:
-        work, flight = await sse.unless_gone(request.receive, service.flight(prepare, count, slow))
+        work, flight = await sse.unless_gone(request.receive, service.flight(prepare, count, grammar))
     except sse.Gone:
         return Response(status_code=499)
     if work.then is not None:

@@ -18,6 +18,7 @@ from mercury_jax.serve.api.ready import Ready
 from mercury_jax.serve.engine.types import Busy, Job, TooLong
 
 THREADS = 2  # that render prompts, and that compile grammars; more would only take turns
+SMALL = 8 << 10  # bytes of a request whose grammar counts as small
 T = TypeVar("T")
 
 
@@ -30,7 +31,8 @@ class Service:
         self.gate = Gate(engine.settings.slots, engine.settings.queue)
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(THREADS, "mercury-prepare")
-        self._slow = ThreadPoolExecutor(THREADS, "mercury-compile")
+        self._small = ThreadPoolExecutor(THREADS, "mercury-compile-small")
+        self._large = ThreadPoolExecutor(THREADS, "mercury-compile-large")
 
     @cached_property
     def longest(self) -> int:
@@ -45,14 +47,19 @@ class Service:
             raise closing() if self.engine.closing else errors.unavailable("The model is warming up.", 5)
 
     async def flight(
-        self, jobs: Callable[[], tuple[T, Sequence[Job | Ready]]], count: int, slow: bool = False
+        self, jobs: Callable[[], tuple[T, Sequence[Job | Ready]]], count: int, grammar: int | None = None
     ) -> tuple[T, Flight]:
         """Prepare and submit `count` jobs in a thread: (what was prepared, the jobs in flight).
 
-        slow: a grammar is compiled, which may take seconds; requests without one do not wait behind it.
+        grammar: bytes of a request whose grammar is compiled (None: it has none). That may take seconds: requests
+        without one do not wait behind it, nor do small ones behind large ones.
         """
         self.gate.enter(count)
-        future = (self._slow if slow else self._pool).submit(self._start, jobs, count)
+        if grammar is None:
+            pool = self._pool
+        else:
+            pool = self._small if grammar <= SMALL else self._large
+        future = pool.submit(self._start, jobs, count)
         try:
             return await asyncio.wrap_future(future)
         except BaseException:

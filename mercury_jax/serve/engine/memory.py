@@ -103,7 +103,7 @@ def check(lm: LM, settings: Settings) -> None:
     raise refuse(
         f"memory for {settings.slots} slots of {context} tokens",
         f"{told(wanted)} on each device",
-        f"up to {_gib(have)}, nine tenths of what is free: fewer --slots, a shorter --context, "
+        f"up to {_gib(have)}: fewer --slots, a shorter --context, "
         "keys as int8 (--kv int8), or more devices (--mesh)",
     )
 

@@ -245,8 +245,9 @@ def test_efforts_are_numbers_and_realtime_is_the_quickest(nano):
     used = {}
     for name in ("instant", "low", "medium", "high", None, "realtime"):
         more = {"realtime": True} if name == "realtime" else {"reasoning_effort": name}
+        engine.tickets.clear()  # a reply that only thinks has a second job
         post(engine, {**ASK, "max_tokens": 100, **more})
-        job = engine.tickets[-1].job
+        job = engine.tickets[0].job
         used[name] = (job.p, job.steps, job.thinking)
         assert job.max_tokens == 100
     assert used["realtime"] == used["instant"] == (0.7, 8, 0) and used["low"][:2] == (0.8, 16)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 
 import pytest
@@ -85,6 +86,37 @@ def test_the_excess_is_refused_at_once_and_nothing_is_rendered_for_it(nano):
     assert all(int(a.headers["retry-after"]) >= 1 for a in excess) and seconds < 0.1
     assert large.status == 400 and large.json["error"]["param"] == "n"
     assert app.state.service.gate.inside == 0
+
+
+def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
+    """A few large schemas take every thread that compiles such; the next client's trivial one has its own."""
+    engine = Scripted(nano, saying(nano, '{"a": 1}'))
+    app, done, seen = create_app(engine, Options(playground=False)), threading.Event(), []
+
+    def slow(tokenizer, spec):
+        seen.append(spec)
+        assert "k0" not in str(spec) or done.wait(20)
+        return
+
+    monkeypatch.setattr("mercury_jax.decode.grammar.compile", slow)
+    held = lambda schema: {**ASK, "response_format": {"type": "json_schema",
+                                                      "json_schema": {"name": "n", "schema": schema}}}  # fmt: skip
+    large = {"anyOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(900)]}
+
+    async def go():
+        lines = [Line(app, held(large)) for _ in range(4)]
+        for line in lines:
+            await line.open()
+        while len(seen) < 2:
+            await asyncio.sleep(0.005)
+        began = time.perf_counter()
+        small = await Line(app, held({"type": "object"})).whole()
+        seconds = time.perf_counter() - began
+        done.set()
+        return small.status, seconds, [(await line.whole()).status for line in lines]
+
+    status, seconds, others = asyncio.run(go())
+    assert (status, others) == (200, [200] * 4) and seconds < 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
