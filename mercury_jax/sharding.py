@@ -78,7 +78,7 @@ def name_of(path: Sequence[Any]) -> str:
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> PartitionSpec:
+def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh | AbstractMesh) -> PartitionSpec:
     """The first rule whose pattern is found in `name`; no rule, or a scalar: replicated.
 
     A dimension that the axis does not divide stays whole; of several axes it takes those that do (see `along`). A
@@ -95,7 +95,7 @@ def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh) -> Pa
     return PartitionSpec()
 
 
-def _fits(axis: Axis, size: int, pattern: str, on: Mesh) -> Axis:
+def _fits(axis: Axis, size: int, pattern: str, on: Mesh | AbstractMesh) -> Axis:
     for name in axis if isinstance(axis, tuple) else (axis,):
         if name is not None and name not in on.shape:
             raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(on.shape)}, or None")
@@ -105,7 +105,7 @@ def _fits(axis: Axis, size: int, pattern: str, on: Mesh) -> Axis:
     return None if axis is None or size % on.shape[axis] else axis
 
 
-def along(axes: Sequence[str], size: int, on: Mesh) -> tuple[str, ...]:
+def along(axes: Sequence[str], size: int, on: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Those of the axes, one after the other, that divide what those before left of a dimension of `size`."""
     found: tuple[str, ...] = ()
     for axis in axes:
