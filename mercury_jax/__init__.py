@@ -3,7 +3,7 @@
 import mercury_jax as mj
 
 lm = mj.load()
-print(mj.sample(lm, "def fibonacci(n):", max_tokens=64).text)
+print(mj.sample(lm, [{"role": "user", "content": "347+585="}]).text)  # 932
 """
 
 from __future__ import annotations

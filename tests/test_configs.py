@@ -10,7 +10,8 @@ from mercury_jax.chat import example
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
-from mercury_jax.train.recipe import load_recipe, packaged
+from mercury_jax.train.packaged import packaged
+from mercury_jax.train.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 

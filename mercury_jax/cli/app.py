@@ -47,13 +47,13 @@ BAD_INPUT, FAILED, DISK_FULL, INTERRUPTED = 2, 1, 4, 130
 HELP = """\
 usage: mercury COMMAND [OPTIONS]
 
-Diffusion language models: text out of noise, many tokens a pass.
+Train, sample and serve diffusion language models.
 
 {commands}
 
 Try:
   mercury demo
-  mercury sample "def fibonacci(n):" --max-tokens 64
+  mercury sample "347+585=" --chat
   mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64
   mercury init my_recipe.py

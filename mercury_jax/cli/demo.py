@@ -21,10 +21,10 @@ settle one token a pass. --seed draws other puzzles."""
 NEXT = """\
 What to try next:
   mercury demo --seed 7                              other puzzles
-  mercury sample "import os\\n" --escapes             any text, live
+  mercury sample "968+754=" --chat                   a question of your own, live
   mercury infill "def area(r):\\n[[16]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64                    how often is it right?
-  mercury train configs/nano.py --out runs/mine      train this model yourself"""
+  mercury init my_recipe.py                          write a recipe, and train a model of your own"""
 
 
 SCENE, SLOWEST = 3.0, 0.5  # seconds that a scene should last, and that a frame may

@@ -13,7 +13,7 @@ from mercury_jax.config import refuse
 FIRST = "first"  # the packaged recipe that a new one starts as
 MORE = """\
 examples:
-  mercury init my_recipe.py       a first recipe of your own, which trains in about a minute on two CPU cores
+  mercury init my_recipe.py       a first recipe of your own, which trains in one to two minutes on two CPU cores
   mercury init nano               a copy of the packaged recipe nano, as nano.py
   mercury init nano mine.py       the same under another name
 
@@ -22,7 +22,7 @@ Packaged recipes: {names}.
 
 
 def parser() -> Parser:
-    from mercury_jax.train.recipe import packaged
+    from mercury_jax.train.packaged import packaged
 
     p = Parser("init", "Write a recipe to start from.", MORE.format(names=", ".join(packaged())))
     p.add_argument("recipe", metavar="RECIPE", help="a new file, NAME.py, or the name of a packaged recipe")
@@ -33,7 +33,7 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
-    from mercury_jax.train.recipe import packaged
+    from mercury_jax.train.packaged import packaged
 
     known = packaged()
     own = args.recipe.endswith(".py") and args.file is None

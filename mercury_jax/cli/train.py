@@ -65,8 +65,9 @@ def run(argv: Sequence[str]) -> int:
 def _recipe(path: str) -> TrainConfig:
     """The recipe's config; whatever else the user's file raises is bad input, in words."""
     from mercury_jax.train import recipe
+    from mercury_jax.train.packaged import find_recipe
 
-    path = str(recipe.find_recipe(path))
+    path = str(find_recipe(path))
     try:
         return recipe.load_recipe(path)
     except ValueError as error:

@@ -21,6 +21,7 @@ from typing import Any
 from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, refuse
 from mercury_jax.train.data.sources import Mixture, Source, mixture
 from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.packaged import find_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,41 +127,6 @@ class TrainConfig:
 
 MANY = 16  # names; where one of so many is similar, the others are not listed
 _KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
-
-
-def packaged() -> dict[str, Path]:
-    """The recipes that come with mercury_jax, by name.
-
-    An installed package holds them as `mercury_jax/configs`; in a clone they are `configs/` beside the package.
-    """
-    package = Path(__file__).parents[1]
-    inside, beside = package / "configs", package.parent / "configs"
-    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.py"))}
-
-
-def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe: a path, or the name of one that comes with mercury_jax.
-
-    Raises:
-        ValueError: There is no such file; the message says how to get one.
-    """
-    path, known = Path(recipe), packaged()
-    if path.is_file():
-        return path
-    if str(recipe) in known:
-        return known[str(recipe)]
-    if path.is_dir():
-        raise ValueError(
-            f"recipe {recipe} is a folder; it must be a Python file that defines config() -> TrainConfig"
-        )
-    if path.stem in known:
-        how = f"`mercury init {path.stem}` writes a copy of that recipe, `mercury train {path.stem}` runs it as it is"
-    else:
-        mine = path.name if path.suffix == ".py" else f"{path.name}.py"
-        how = (
-            f"`mercury init {mine}` writes a first recipe; packaged ones: {_nearest(path.stem, list(known))}"
-        )
-    raise ValueError(f"recipe {recipe} does not exist. {how}")
 
 
 def load_recipe(recipe: str | Path) -> TrainConfig:

@@ -1,0 +1,41 @@
+"""Recipes by name: those that come with mercury_jax, and how to get one. Imports no JAX: help answers at once."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+
+def packaged() -> dict[str, Path]:
+    """The recipes that come with mercury_jax, by name.
+
+    An installed package holds them as `mercury_jax/configs`; in a clone they are `configs/` beside the package.
+    """
+    package = Path(__file__).parents[1]
+    inside, beside = package / "configs", package.parent / "configs"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.py"))}
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe: a path, or the name of one that comes with mercury_jax.
+
+    Raises:
+        ValueError: There is no such file; the message says how to get one.
+    """
+    path, known = Path(recipe), packaged()
+    if path.is_file():
+        return path
+    if str(recipe) in known:
+        return known[str(recipe)]
+    if path.is_dir():
+        raise ValueError(
+            f"recipe {recipe} is a folder; it must be a Python file that defines config() -> TrainConfig"
+        )
+    if path.stem in known:
+        how = f"`mercury init {path.stem}` writes a copy of that recipe, `mercury train {path.stem}` runs it as it is"
+    else:
+        mine = path.name if path.suffix == ".py" else f"{path.name}.py"
+        close = get_close_matches(path.stem, known, n=1)
+        names = (f"{close[0]} is the nearest; all: " if close else "") + ", ".join(known)
+        how = f"`mercury init {mine}` writes a first recipe; packaged ones: {names}"
+    raise ValueError(f"recipe {recipe} does not exist. {how}")
