@@ -31,6 +31,7 @@ types: $(VENV)/.dev  ## the type checker
 parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers can make; ARGS="llama3" for one
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
 	$(BIN)/python tests/hub/parity/written.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python tests/hub/parity/mutated.py)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \
@@ -58,7 +59,7 @@ deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that ar
 setup: $(VENV)/.core  ## only make the environment
 
 clean:  ## remove environments, caches and built files; runs/ stays
-	rm -rf $(VENV) .venv-newest $(CLIENTS) $(DEVICELESS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
+	rm -rf $(VENV) .venv-newest .venv-image $(CLIENTS) $(DEVICELESS) build dist *.egg-info .pytest_cache .ruff_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

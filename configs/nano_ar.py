@@ -8,14 +8,12 @@ scores nano does the same for its twin; `mj.score` is then exact.
 """
 
 import dataclasses
-import runpy
-from pathlib import Path
 
 from mercury_jax.train.objectives import autoregressive
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.train.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:
-    nano: TrainConfig = runpy.run_path(str(Path(__file__).with_name("nano.py")))["config"]()
+    nano = load_recipe("nano")
     twin = dataclasses.replace(nano.model, pattern="block_causal", block=1, predicts_next=False)
     return dataclasses.replace(nano, name="nano_ar", model=twin, objective=autoregressive(), row=256)

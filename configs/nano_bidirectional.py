@@ -2,27 +2,25 @@
 
     mercury train configs/nano_bidirectional.py            # two CPU cores: a few minutes
     mercury bench cache runs/nano_bidirectional/model      # what reusing its keys costs and brings
+    mercury convert runs/nano_bidirectional/model out --to hf   # A2DQwen3LMHeadModel, as dllm's tiny-A2D models
 
 It goes on from the embedded model: who sees whom is no matter of parameters, so a few hundred steps turn
 a causal encoder into a bidirectional denoiser.
 """
 
 import dataclasses
-import runpy
-from pathlib import Path
 
-import mercury_jax
 from mercury_jax.train.objectives_edit import masked_and_edited
 from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.train.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:
-    base: TrainConfig = runpy.run_path(str(Path(__file__).with_name("nano.py")))["config"]()
+    base = load_recipe("nano")
     return dataclasses.replace(
         base,
         name="nano_bidirectional",
-        init=str(Path(mercury_jax.__file__).parent / "assets" / "nano"),
+        init="nano",
         model=dataclasses.replace(base.model, pattern="bidirectional", predicts_next=False),
         objective=masked_and_edited(clip=4.0, causal=0.0),
         optim=OptimConfig(optimizer="muon", lr=2e-3, warmup=20, decay="wsd", final=0.02, tail=0.5),

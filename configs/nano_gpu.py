@@ -8,17 +8,15 @@ The model, the batch and the steps are larger; everything else is `configs/nano.
 """
 
 import dataclasses
-import runpy
-from pathlib import Path
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import data
 from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.train.recipe import TrainConfig, load_recipe
 
 
 def config() -> TrainConfig:
-    nano: TrainConfig = runpy.run_path(str(Path(__file__).with_name("nano.py")))["config"]()
+    nano = load_recipe("nano")
     return dataclasses.replace(
         nano,
         name="nano_gpu",

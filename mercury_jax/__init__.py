@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mercury_jax import hub
-    from mercury_jax.api import load, train
+    from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import grammar, rules, shape, stop
     from mercury_jax.decode.edit import EditOutput, edit
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.sample import sample
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import stream
+    from mercury_jax.load import load
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 # Loaded at first use: importing the package stays quick, and sampling never loads the trainer.
 _PUBLIC = {
-    "api": ("load",),
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
     "decode": ("grammar", "rules", "shape", "stop"),
     "decode.edit": ("EditOutput", "edit"),
@@ -79,7 +79,15 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """`mj.train` stays the function when the import system binds the submodule of the same name."""
+    """`mj.load` and `mj.train` stay functions when the import system binds the submodules of the same names."""
+
+    @property
+    def load(self) -> Any:
+        return importlib.import_module("mercury_jax.load").load
+
+    @load.setter
+    def load(self, module: ModuleType) -> None:
+        del module  # `from mercury_jax.load import load` finds it in sys.modules
 
     @property
     def train(self) -> Any:
@@ -87,7 +95,7 @@ class _Package(ModuleType):
 
     @train.setter
     def train(self, module: ModuleType) -> None:
-        del module  # `from mercury_jax.train import data` finds it in sys.modules
+        del module
 
 
 sys.modules[__name__].__class__ = _Package

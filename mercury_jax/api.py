@@ -1,24 +1,24 @@
-"""Where the parts meet: load() and train(), which need models, data and decoding at once."""
+"""train(): where models, data, objectives and decoding (for previews) meet."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
-from mercury_jax.config import refuse, to_dict
+from mercury_jax.config import ModelConfig, refuse, to_dict
+from mercury_jax.decode import defaults
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
 from mercury_jax.train.recipe import TrainConfig
-from mercury_jax.train.step import evaluator
+from mercury_jax.train.step import check, evaluator
 from mercury_jax.types import LM, Model, Params
 
-NANO = hub.NANO
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
@@ -27,31 +27,42 @@ def train(config: TrainConfig) -> loop.Result:
     """Train as the recipe says, and leave a model that `load()` reads in `<out>/model`.
 
     The same function that `mercury train` calls. ValueError, before any compute, for data that
-    cannot be read, a tokenizer that does not fit, or a folder that holds another run.
+    cannot be read, a tokenizer that does not fit, an objective that cannot score the noise, or a folder that holds
+    another run.
     """
     if config.distributed:
         launch.distributed()
-    loop.ready(config)
-    first = _first(config)
+    at, on, c = loop.ready(config), loop.mesh_of(config), config.model
+    decoding = defaults.described(config.sampler)
+    model = models.build(c)
+    check(
+        config.objective,
+        model,
+        noise.build(config.noise, c.vocab, c.mask),
+        config.batch // config.accumulate,
+        config.row,
+    )
+    first = _first(config, on)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
-    pipelines.check_fit(tokenizer, config.model)
-    model = models.build(config.model)
-    corruption = noise.build(config.noise, config.model.vocab, config.model.mask, noise.specials(tokenizer))
-    index, count = sharding.share(loop.mesh_of(config))
+    pipelines.check_fit(tokenizer, c)
+    corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
+    # The run takes the parameters over; at a resumed one the checkpoint's are in their place.
+    params = None if first is None or at is not None else first.params
+    first = None if first is None else dataclasses.replace(first, params={})
+    index, count = sharding.share(on)
     batches = pipelines.build(
         config.data, tokenizer, model.layout,
-        rows=loop.local_rows(config), row=config.row, seed=config.seed, index=index, count=count,
+        rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
         config, model, corruption, batches,
         evaluate=_evaluator(config, model, corruption, tokenizer),
         preview=_preview(config, model, corruption, tokenizer),
-        params=None if first is None else first.params,
+        params=params,
     )  # fmt: skip
-    if jax.process_index() == 0:
-        card = {} if first is None else {"init": config.init, **first.card}
-        made = LM(model, result.ema, tokenizer, corruption, config.name, card)
-        hub.save(config.folder / "model", made, config.noise)
+    card = {} if first is None else {"init": config.init, **first.card}
+    made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
+    hub.save(config.folder / "model", made, config.noise)
     return result
 
 
@@ -59,21 +70,24 @@ def train(config: TrainConfig) -> loop.Result:
 FREE = ("context", "dtype", "predicts_next", "pattern", "block", "alignment", "mask")
 
 
-def _first(config: TrainConfig) -> LM | None:
-    """The model that the run starts from, in fp32 at least whatever its files hold; None for fresh parameters."""
+def _first(config: TrainConfig, on: Mesh) -> LM | None:
+    """The model that the run starts from, on the mesh, in fp32 at least; None for fresh parameters."""
     if not config.init:
         return None
-    first = hub.load(config.init, dtype="float64" if config.model.dtype == "float64" else "float32")
-    _check_init(config, first)
-    return first
+    mask = config.model.mask
+    _check_init(config, hub.config_of(config.init, mask=mask))
+    dtype = "float64" if config.model.dtype == "float64" else "float32"
+    first = hub.load(config.init, dtype=dtype, mask=mask, mesh=on)
+    # The tokenizer of an autoregressive checkpoint has no mask: it gets the recipe's.
+    return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 
 
-def _check_init(config: TrainConfig, first: LM) -> None:
+def _check_init(config: TrainConfig, found: ModelConfig) -> None:
     """Whether the parameters of `init` fit the recipe's model: what changes none of them may differ."""
-    kinds = models.kind(config.model), models.kind(first.model.config)
+    kinds = models.kind(config.model), models.kind(found)
     if kinds[0] != kinds[1]:
         raise refuse("model", kinds[0], f"{kinds[1]}, as in init = {config.init!r}; hub.config_of() reads it")
-    have, want = to_dict(first.model.config), to_dict(config.model)
+    have, want = to_dict(found), to_dict(config.model)
     for name, value in want.items():
         if name not in FREE and have[name] != value:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
@@ -87,7 +101,10 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     if not kept.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.data, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
-        Tokenizer.train(texts, config.model.vocab).save(kept)
+        try:
+            Tokenizer.train(texts, config.model.vocab).save(kept)
+        except ValueError as error:
+            raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(kept)
@@ -98,11 +115,13 @@ def _evaluator(
 ) -> Callable[[Params], Mapping[str, float]] | None:
     if not config.eval_every or not config.eval_batches:
         return None
+    on = loop.mesh_of(config)
+    index, count = sharding.share(on)
     batches = pipelines.held_out(
         config.data, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches,
+        batches=config.eval_batches, index=index, count=count,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), loop.mesh_of(config))
+    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 
@@ -115,9 +134,12 @@ def _preview(
     asked = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
 
     def preview(params: Params) -> str:
-        out = sample(
-            LM(model, params, tokenizer, corruption, config.name), asked, max_tokens=64, seed=config.seed
-        )
+        # Of several processes the first one samples, on its own devices: `sample` knows no other process's.
+        held = sharding.local(params, model.shardings)
+        if held is None:
+            return ""
+        made = LM(model, held, tokenizer, corruption, config.name)
+        out = sample(made, asked, max_tokens=64, seed=config.seed)
         shown = []
         for prompt, thought, text in zip(config.sample_prompts, out.thinking, out.texts, strict=True):
             thinking = f" [{thought!r}]" if thought else ""
@@ -125,36 +147,3 @@ def _preview(
         return "\n".join(shown)
 
     return preview
-
-
-def load(
-    source: str | Path | None = None,
-    *,
-    dtype: str | None = None,
-    quantise: str | None = None,
-    kv: str | None = None,
-    mask: int | None = None,
-    mesh: Mesh | None = None,
-    progress: Callable[[int], None] = lambda done: None,
-) -> LM:
-    """A model to talk to: the embedded default, a folder, or a checkpoint of the Hugging Face hub by its id.
-
-    source: None or "nano"; a folder that `train` or `mercury convert` wrote; a folder in Hugging Face's layout; or
-        "google/diffusiongemma-26B-A4B-it", "org/name@revision".
-    dtype: float32, bfloat16, float16, or float64 under x64 (None: the checkpoint's own). quantise: "int8" or
-    "fp8" keeps matrices as that, with a scale for each output. kv: "int8", "4bit" or "3bit" keeps keys and values of
-    a cache in so few bits (None: as the arithmetic). mask: the mask id, where the checkpoint does not say it or says
-    it wrong. mesh: the devices it lies on (`sharding.mesh(tensor=8)`; None: the first device). progress: called
-    with the bytes of each parameter that was loaded.
-    Raises ValueError for a model that we do not build or that does not fit into memory, CheckpointError naming the
-    file or tensor that is missing, damaged or of another shape. Nothing in a checkpoint is ever executed.
-    """
-    return hub.load(
-        NANO if source is None else source,
-        dtype=dtype,
-        quantise=quantise,
-        kv=kv,
-        mask=mask,
-        mesh=mesh,
-        progress=progress,
-    )

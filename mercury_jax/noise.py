@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import Key
 
 Schedule = Callable[[Array], Array]
+Kind = Literal["absorbing", "uniform", "hybrid"]
 
 
 def linear() -> Schedule:
@@ -49,13 +50,15 @@ class Corruption(NamedTuple):
     """A forward process: a token survives with alpha(t), else it is redrawn from the prior.
 
     prior(key, t) draws one noise token for each element of t (GIDD's prior depends on time).
-    forbidden: ids that the denoiser never emits. mask: the absorbing id, or None.
+    forbidden: ids that the denoiser never emits. mask: the absorbing id, or None. kind: what the prior draws: the
+    mask alone, any id, or both.
     """
 
     alpha: Schedule
     prior: Callable[[Key, Array], Array]
     forbidden: tuple[int, ...]
     mask: int | None
+    kind: Kind
 
 
 class Noised(NamedTuple):
@@ -66,12 +69,12 @@ class Noised(NamedTuple):
 def absorbing(mask: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
     """Noise is one mask id (D3PM absorbing, MD4, MDLM)."""
     prior = lambda key, t: jnp.full(jnp.shape(t), mask, jnp.int32)
-    return Corruption(alpha or linear(), prior, tuple({mask, *forbidden}), mask)
+    return Corruption(alpha or linear(), prior, tuple({mask, *forbidden}), mask, "absorbing")
 
 
 def uniform(vocab: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
     """Noise is a uniform draw from the ids that may be emitted (UDLM, DUO, DiffusionGemma)."""
-    return Corruption(alpha or linear(), _uniform_ids(vocab, forbidden), tuple(forbidden), None)
+    return Corruption(alpha or linear(), _uniform_ids(vocab, forbidden), tuple(forbidden), None, "uniform")
 
 
 def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...] = ()) -> Corruption:
@@ -94,11 +97,11 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
         return jnp.where(is_uniform & (t < 1.0), draw(fill, t), mask)
 
     alpha = lambda t: (1.0 - t) / (1.0 + level(t))
-    return Corruption(alpha, prior, tuple({mask, *forbidden}), mask)
+    return Corruption(alpha, prior, tuple({mask, *forbidden}), mask, "hybrid")
 
 
 def _uniform_ids(vocab: int, forbidden: tuple[int, ...]) -> Callable[[Key, Array], Array]:
-    allowed = jnp.asarray([i for i in range(vocab) if i not in set(forbidden)], jnp.int32)
+    allowed = jnp.asarray(np.setdiff1d(np.arange(vocab), np.asarray(forbidden, np.int64)), jnp.int32)
     if allowed.size == 0:
         raise refuse("forbidden", forbidden, "at least one id of the vocabulary must remain")
     return lambda key, t: allowed[jax.random.randint(key, jnp.shape(t), 0, allowed.size)]
@@ -150,12 +153,27 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
     if config.kind == "uniform":
         return uniform(vocab, schedule(config), (*(() if mask is None else (mask,)), *forbidden))
     if mask is None:
-        raise refuse("model.mask", None, f"an id: {config.kind} noise needs one")
+        raise refuse(
+            "model.mask",
+            None,
+            f"an id: {config.kind} noise needs one. hub.config_of(folder, mask=ID) gives an autoregressive checkpoint "
+            "its mask; models of uniform noise (DiffusionGemma, DUO) cannot be trained yet",
+        )
     if config.kind == "absorbing":
         return absorbing(mask, schedule(config), forbidden)
     return hybrid(vocab, mask, config.uniform, forbidden)
 
 
-def specials(tokenizer: AnyTokenizer) -> tuple[int, ...]:
-    """Ids that no answer holds: the mask, and the padding where it does not end answers too."""
-    return tuple(i for i in (tokenizer.mask, tokenizer.pad) if i is not None and i not in tokenizer.ends)
+def specials(tokenizer: AnyTokenizer, vocab: int = 0) -> tuple[int, ...]:
+    """Ids that no answer holds and that noise never draws.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab: Size of the model's vocabulary; 0 for the tokenizer's own.
+
+    Returns:
+        The mask, the padding where it does not end answers too, and the ids behind the tokenizer's last one:
+        published models round their vocabulary up (Qwen3: 151,936 for 151,669 tokens).
+    """
+    named = (i for i in (tokenizer.mask, tokenizer.pad) if i is not None and i not in tokenizer.ends)
+    return tuple(dict.fromkeys((*named, *range(tokenizer.vocab_size, vocab))))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.config import refuse
@@ -192,6 +192,43 @@ def place(batch: Any, on: Mesh) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(batch, rows(on))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(on), np.asarray(x)), batch)
+
+
+def gather(x: Any) -> np.ndarray:
+    """A whole array in host memory.
+
+    A collective where the array is split over several processes: all of them must call it, in the same order. Each
+    device then holds this one array whole for a moment, never the tree that it belongs to.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return np.asarray(jax.device_get(x))
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def spans(tree: Any) -> bool:
+    """Whether any array of the tree lies on devices of other processes too."""
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
+
+
+def local(params: Any, rules: Sequence[Rule]) -> Any | None:
+    """Parameters on the devices of process 0 alone, split along `fsdp`; None on the other processes.
+
+    A collective for parameters that lie on several processes, one array at a time; others are returned as they are.
+    """
+    if not spans(params):
+        return params
+    here = mesh(data=1, fsdp=-1, devices=jax.local_devices()) if jax.process_index() == 0 else None
+
+    def one(path: Any, leaf: Any) -> Any:
+        found = gather(leaf)
+        if here is None:
+            return None
+        return jax.device_put(found, NamedSharding(here, spec(name_of(path), found.shape, rules, here)))
+
+    held = jax.tree_util.tree_map_with_path(one, params)
+    return None if here is None else held
 
 
 _passing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)

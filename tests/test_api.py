@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import api, hub
+from mercury_jax import hub
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import NoiseConfig
 from mercury_jax.tokenizer import Tokenizer
@@ -26,11 +26,16 @@ def test_every_public_name_is_there_and_no_other():
         mj.nosuch  # noqa: B018
 
 
-@pytest.mark.parametrize("first", ["", "from mercury_jax.train import data; ", "import mercury_jax.api; "])
-def test_train_is_the_function_whatever_was_imported_before(first):
-    code = first + "import mercury_jax as mj; from mercury_jax.train import loop; print(mj.train.__module__)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "mercury_jax.api"
+@pytest.mark.parametrize(
+    "first",
+    ["", "from mercury_jax.train import data; ", "import mercury_jax.api; ", "import mercury_jax.load; "],
+)
+def test_load_and_train_are_functions_whatever_was_imported_before(first):
+    code = "import mercury_jax as mj; from mercury_jax.train import loop; print(mj.load.__name__, mj.train.__name__)"
+    said = subprocess.run(
+        [sys.executable, "-c", first + code], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.split() == ["load", "train"]
 
 
 def test_the_embedded_model_solves_sudoku_it_has_not_seen():
@@ -43,7 +48,7 @@ def test_the_embedded_model_solves_sudoku_it_has_not_seen():
 
 
 def test_the_embedded_model_is_small():
-    assert sum(f.stat().st_size for f in api.NANO.iterdir()) <= 16_000_000
+    assert sum(f.stat().st_size for f in hub.NANO.iterdir()) <= 16_000_000
 
 
 def test_a_saved_model_loads_as_it_was(tmp_path):

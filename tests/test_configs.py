@@ -5,21 +5,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mercury_jax import api, models
+from mercury_jax import hub, models
 from mercury_jax.chat import example
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
-from mercury_jax.train.recipe import load_recipe
+from mercury_jax.train.recipe import load_recipe, packaged
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+def test_the_packaged_recipes_are_found_by_name():
+    assert packaged() == {path.stem: path for path in RECIPES}
+    assert load_recipe("nano_ar").name == "nano_ar"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
     config = load_recipe(path)
     assert config.name == path.stem and f"mercury train configs/{path.name}" in (path.read_text())
-    tokenizer, model = Tokenizer.load(api.NANO / "tokenizer.model"), models.build(config.model)
+    tokenizer, model = Tokenizer.load(hub.NANO / "tokenizer.model"), models.build(config.model)
     rng = np.random.default_rng(0)
     for source, _ in config.data.sources:
         for _ in range(200 if isinstance(source, Generated) and source.name != "sudoku9" else 0):

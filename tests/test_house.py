@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mercury_jax"
 
 # `chat`, the template over the tokenizer's special tokens, is core: training data and sampling both write it.
-CORE = {"types", "config", "noise", "sharding", "checkpoint", "tokenizer", "chat"}
+CORE = {"types", "config", "noise", "sharding", "checkpoint", "tokenizer", "chat", "install"}
 TOP = {"evaluate", "serve", "bench"}
 BELOW = CORE | {"kernels", "models", "hub", "decode", "train"}
 # What each room may import. `__init__` as a target is the package itself, `mercury_jax`.
@@ -19,8 +19,9 @@ MAY_IMPORT = (
     dict.fromkeys(CORE, CORE)
     | {"kernels": CORE, "models": CORE - {"noise"} | {"kernels"}, "hub": CORE | {"kernels", "models"}}
     | {"decode": CORE, "train": CORE}
-    | dict.fromkeys(TOP, BELOW | TOP | {"__init__"})
-    | dict.fromkeys(["__init__", "api", "cli", "__main__"], BELOW | TOP | {"__init__", "api", "cli"})
+    | {"load": CORE | {"hub"}}  # no trainer: `mj.load()` is what a sampler or a server starts with
+    | dict.fromkeys(TOP, BELOW | TOP | {"__init__", "load"})
+    | dict.fromkeys(["__init__", "api", "cli", "__main__"], BELOW | TOP | {"__init__", "api", "load", "cli"})
 )
 
 
@@ -109,6 +110,7 @@ seconds = time.perf_counter() - before
 print(json.dumps({"seconds": seconds, "modules": sorted({m.split(".")[0] for m in sys.modules})}))
 """
 HEAVY = {"torch", "tensorflow", "matplotlib", "starlette", "fastapi", "uvicorn", "flask"}
+TRAINER = {"grain", "optax", "orbax", "tyro"}
 
 
 def fresh_import() -> dict:
@@ -120,3 +122,42 @@ def test_import_is_quick_and_loads_nothing_heavy():
     runs = [fresh_import() for _ in range(3)]
     assert HEAVY.isdisjoint(runs[0]["modules"])
     assert min(run["seconds"] for run in runs) < 2.0
+
+
+BLOCKED = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def without(names: set[str], code: str) -> str:
+    """What `code` prints in a process in which the modules `names` cannot be imported."""
+    program = BLOCKED.replace("NAMES", repr(names)) + code
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_loading_and_sampling_need_no_trainer():
+    code = """
+import mercury_jax as mj
+out = mj.sample(mj.load(), "import ", max_tokens=4)
+loaded = [m for m in sys.modules if m.startswith(("mercury_jax.train", "mercury_jax.api"))]
+print(len(out.text) > 0, loaded)
+"""
+    assert without(TRAINER | HEAVY, code) == "True []\n"
+
+
+def test_the_command_line_starts_without_the_trainer():
+    code = """
+from mercury_jax.cli import main
+for command in ("info", "--help"), ("info",), ("sample", "--help"), ("eval", "--help"), ("bench", "gpu", "--help"):
+    assert main(command) == 0, command
+"""
+    assert "sudoku4" in without(TRAINER | HEAVY, code)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mercury_jax import install
 from mercury_jax.config import refuse
 
 TARGETS = Path(__file__).with_name("targets")
@@ -120,5 +121,5 @@ def missing(chip: Chip) -> str | None:
     what = "libtpu" if chip.dims else "JAX's CUDA plugin"
     return (
         f"compiling for {chip.label} needs {what}, which this Python does not have: "
-        "pip install 'mercury-jax[deviceless]', best in an environment of its own"
+        f"{install.command('deviceless')}, best in an environment of its own"
     )

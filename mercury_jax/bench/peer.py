@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mercury_jax import models, noise
+from mercury_jax import install, models, noise
 from mercury_jax.bench.timing import compiled, timed
 from mercury_jax.config import Experts, Plan, refuse
 from mercury_jax.decode import rules, shape, stop
@@ -152,7 +152,7 @@ class _Asked:
         raise refuse(
             "python",
             "".join(last),
-            "an interpreter with torch and transformers: pip install 'mercury-jax[parity]'",
+            f"an interpreter with torch and transformers: {install.command('parity')}",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mercury_jax import install
 from mercury_jax.config import refuse
 from mercury_jax.evaluate.runner import ONE_A_STEP
 
@@ -17,7 +18,9 @@ def check(path: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise refuse("plot", str(path), "any, once the extra `plot` (matplotlib) is installed") from None
+        raise refuse(
+            "plot", str(path), f"any, once matplotlib is installed: {install.command('plot')}"
+        ) from None
     path = Path(path)
     kinds = (".png", ".pdf", ".svg")
     if path.suffix.lower() not in kinds:

@@ -8,7 +8,7 @@ from mercury_jax.config import at_least, refuse
 from mercury_jax.decode.prompts import check_seed
 from mercury_jax.evaluate import TASKS, tasks
 from mercury_jax.evaluate.tasks import Task
-from mercury_jax.train.generators import Problem
+from mercury_jax.train.generators import Problem, Split
 
 ASKED = tuple(name for name, task in TASKS.items() if task.generator is not None)
 
@@ -46,17 +46,21 @@ def ask(
     *,
     limit: int = 512,
     batch: int = 64,
+    split: Split = "validation",
     seed: int = 0,
     max_tokens: int | None = None,
     alone: int = 3,
 ) -> Asked:
-    """The held-out questions of a task; all is checked before anything is compiled."""
+    """The held-out questions of a task; all is checked before anything is compiled.
+
+    A rule is chosen on the validation split, so that its figures on the test split are those of fresh questions.
+    """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
     task = tasks.find(name)
     if task.generator is None:
         raise refuse("task", name, f"one with questions to answer: {', '.join(ASKED)}")
-    problems = tasks.draw(task.generator, limit, check_seed(seed))
+    problems = tasks.draw(task.generator, limit, check_seed(seed), split)
     most = max_tokens or task.max_tokens or 64
     return Asked(task, problems, most, min(batch, limit), seed, min(alone, limit))
 

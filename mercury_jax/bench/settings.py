@@ -39,7 +39,7 @@ GRID: dict[str, tuple[Point, ...]] = {
     "remdm_confidence": _steps(12),
     "remdm_loop": _steps(12),
     "predictor_corrector": _steps(16),
-    "threshold": _along(p=(0.7, 0.9, 0.99)),
+    "threshold": _along(p=(0.7, 0.9, 0.95, 0.99)),
     "entropy_bound": _along(gamma=(1.0, 0.1, 0.01)),
     "factor": _along(f=(1.0, 0.3)),
     "scheduled": _along(p=(0.95, 0.99)),

@@ -20,12 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.header import Entry
 from mercury_jax.checkpoint.manifest import CheckpointError
 from mercury_jax.config import refuse
-from mercury_jax.sharding import name_of
+from mercury_jax.sharding import gather, name_of, spans
 
 FORMAT = 1
 CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
@@ -71,12 +72,40 @@ def export(
     tokenizer: bytes | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a nested dict of arrays and a JSON-ready config to `folder`; returns its path.
+    """Writes a nested dict of arrays and a JSON-ready config to `folder`.
 
-    dtype: floating arrays are stored so (default: as they are). A folder that exists is refused,
-    or with `overwrite` replaced once the new one is complete; one that is no export stays.
+    Arrays that are split over several processes are gathered one at a time, so every process must call this; process 0
+    writes, and the others return when the folder is complete.
+
+    Args:
+        folder: Where to; its parents are made.
+        params: Nested dict of arrays.
+        config: Written as JSON.
+        dtype: Floating arrays are stored so (None: as they are).
+        tokenizer: The tokenizer's bytes.
+        overwrite: Replace an earlier export, once the new one is complete. What is no export stays.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The folder is not empty, and not an export that may be replaced.
     """
     folder = Path(folder)
+    shared = spans(params)
+    if shared and jax.process_index():
+        for source in tensors.in_order(_sources(params, dtype)):
+            source.make()  # takes part in gathering it
+    else:
+        _write(folder, params, config, dtype, tokenizer, overwrite)
+    if shared:
+        multihost_utils.sync_global_devices("export")
+    return folder
+
+
+def _write(
+    folder: Path, params: Any, config: Mapping[str, Any], dtype: Any, tokenizer: bytes | None, overwrite: bool
+) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise refuse("folder", str(folder), "a new or empty folder, or overwrite=True")
@@ -91,7 +120,6 @@ def export(
         (work / TOKENIZER).write_bytes(tokenizer)
     manifest.write(work)
     _replace(work, folder)
-    return folder
 
 
 def load_exported(folder: str | Path, dtype: Any = None) -> Exported:
@@ -132,9 +160,9 @@ def _sources(params: Any, dtype: Any) -> Iterator[tensors.Source]:
 
 def _host(leaf: Any, dtype: Any) -> np.ndarray:
     # An array keeps what the host has seen of it for as long as it lives. A copy takes that along.
-    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jax.default_backend() != "cpu"):
-        leaf = jnp.copy(leaf)
-    return _cast(np.asarray(jax.device_get(leaf)), dtype)
+    if not spans(leaf) and isinstance(leaf, jax.Array):
+        leaf = jnp.copy(leaf) if len(leaf.devices()) > 1 or jax.default_backend() != "cpu" else leaf
+    return _cast(gather(leaf), dtype)
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:

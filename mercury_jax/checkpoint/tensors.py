@@ -69,7 +69,7 @@ def write(
     a type that the format lacks, and an array that is not as announced.
     """
     path = Path(path)
-    sources = sorted((Source(*a) for a in arrays), key=lambda source: -np.dtype(source.dtype).itemsize)
+    sources = in_order(arrays)
     head = _head(sources, metadata, path)
     work = path.with_name(path.name + ".tmp")
     try:
@@ -83,6 +83,13 @@ def write(
     except BaseException:
         work.unlink(missing_ok=True)
         raise
+
+
+def in_order(
+    arrays: Iterable[Source | tuple[str, Sequence[int], Any, Callable[[], Any]]],
+) -> list[Source]:
+    """The tensors in the order in which `write` asks for them: widest types first."""
+    return sorted((Source(*a) for a in arrays), key=lambda source: -np.dtype(source.dtype).itemsize)
 
 
 def _open(path: str | Path) -> BinaryIO:

@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
     "edit": ("edit", "write spans of a text anew, or let the model choose what to change"),
+    "init": ("init", "write a recipe to start from"),
     "train": ("train", "train a model as a recipe says"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP, behind Mercury's API and OpenAI's, with a playground"),
@@ -28,6 +29,19 @@ COMMANDS = {
     "info": ("info", "what a model is, and which rules and tasks there are"),
 }
 
+# What other programs call it -> ours.
+KNOWN_ELSEWHERE = {
+    "chat": "sample --chat",
+    "complete": "sample",
+    "generate": "sample",
+    "run": "sample",
+    "finetune": "train",
+    "new": "init",
+    "evaluate": "eval",
+    "benchmark": "bench",
+    "export": "convert",
+    "server": "serve",
+}
 BAD_INPUT, FAILED, DISK_FULL, INTERRUPTED = 2, 1, 4, 130
 
 HELP = """\
@@ -42,6 +56,7 @@ Try:
   mercury sample "def fibonacci(n):" --max-tokens 64
   mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64
+  mercury init my_recipe.py
 
 Every command has --help. --json prints one object a line, for programs; --debug shows where an error
 arose. Compiled programs are kept in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none (empty).
@@ -93,7 +108,8 @@ def _run(words: list[str]) -> int:
         print(f"mercury_jax {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        raise refuse("command", words[0], nearest(words[0], list(COMMANDS)))
+        other = KNOWN_ELSEWHERE.get(words[0])
+        raise refuse("command", words[0], f"mercury {other}" if other else nearest(words[0], list(COMMANDS)))
     compiled.keep()
     module = importlib.import_module(f"mercury_jax.cli.{COMMANDS[words[0]][0]}")
     return module.run(words[1:])

@@ -18,7 +18,7 @@ BENCHES = {
     "cache": ("bench_cache", "reuse of keys in a bidirectional model, against computing everything"),
     "gpu": (
         "bench_gpu",
-        "an accelerator: its ceilings, and what kernels, decoding and training make of them",
+        "a GPU: whether the kernels are right there, how fast they are, how fast a model is",
     ),
     "overhead": (
         "bench_overhead",
@@ -49,7 +49,7 @@ examples:
   mercury bench prompt --lengths 8192 32768
   mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
   mercury bench serve --concurrency 1 16 --agent 2
-  mercury bench gpu --out h200.jsonl --plot h200.png
+  mercury bench gpu check --out h200.jsonl
 
 `mercury bench WHAT --help` lists the options."""
 

@@ -23,7 +23,7 @@ examples:
 MODEL is a folder of a saved model, a recipe, a config.json, or a name: diffusiongemma-26b-a4b, llada-8b,
 mercury-100m, mercury-350m, mercury-1b, nano. No weights are read. The program is the one that sample(), its
 encoding of long prompts, or a training step runs; XLA's own compiler for the chip makes it, in a process of its
-own. That needs the chip's plugin and no chip: pip install 'mercury-jax[deviceless]'. Instead of a MODEL, `kernels`
+own. That needs the chip's plugin, which the extra `deviceless` installs, and no chip. Instead of a MODEL, `kernels`
 compiles every form of our Pallas kernels for one GPU, and says of each what ptxas says, or what runs instead of it.
 
 --json prints

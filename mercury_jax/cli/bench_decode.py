@@ -49,6 +49,12 @@ def parser() -> Parser:
         "--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=f"tasks (default {' '.join(TASKS)})"
     )
     bench.count(p, "--limit", 512, "questions of a task")
+    p.add_argument(
+        "--split",
+        choices=("validation", "test"),
+        default="validation",
+        help="which held-out questions: validation to choose a rule (the default), test to report one",
+    )
     bench.count(p, "--batch", 64, "rows decoded together")
     p.add_argument(
         "--max-tokens", type=whole, metavar="N", help="room for an answer (default: the task's own)"
@@ -81,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     options.writable("--out", args.out)
     lm = show.load(args.model)
     found = decode.entries(lm, chosen, None if args.twin is None else show.load(args.twin))
-    how = {name: getattr(args, name) for name in ("limit", "batch", "seed", "max_tokens", "alone")}
+    how = {name: getattr(args, name) for name in ("limit", "batch", "split", "seed", "max_tokens", "alone")}
     asked = [questions.ask(name, **how) for name in dict.fromkeys(args.tasks)]
     made, base, others = [], [], []
     for one in asked:

@@ -1,101 +1,140 @@
-"""`mercury bench gpu`: one command that says what an accelerator gives, and what we make of it."""
+"""`mercury bench gpu check | speed | model`: are the kernels right on this GPU, how fast are they and a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mercury_jax.cli import bench, options, show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import options, show
+from mercury_jax.cli.bench import count
+from mercury_jax.cli.parser import Parser, nearest, number
+from mercury_jax.config import refuse
+
+COMMANDS = {
+    "check": "versions, ceilings, and every kernel form against fp32; what passes is used from then on",
+    "speed": "what passed, beside cuDNN and XLA; then a 100M model with kernels and graphs on and off",
+    "model": "the 26B: a slice with kernels against without, int8, bf16, beside transformers; then training",
+}
 
 MORE = """\
 examples:
-  mercury bench gpu --out h200.jsonl --plot h200.png
-  mercury bench gpu --small                 # a minute on any machine, to see what it does
+  mercury bench gpu check --out h200.jsonl
+  mercury bench gpu speed --out h200.jsonl
+  mercury bench gpu model --out h200.jsonl
+  mercury bench gpu check --small               # on any machine: the same code on small shapes, in some minutes
+  python -m mercury_jax bench gpu check         # from the source tree, without installing it
 
-It needs nothing but JAX for the device. First come the device's own ceilings, measured: bytes that it copies a
-second, bf16 products that it makes. All else is a share of the time that these allow: whole models with random
-weights (a pass of the loop under sample(), from DiffusionGemma's 26B to our 100M), each attention backend over a
-table of shapes beside JAX's own, and updates of training. Our kernels are on, and off again for the largest model.
-What does not fit, hangs or breaks has a row with the reason: it runs in a process of its own."""
+Each command ends within --budget seconds. What hangs is killed, what crashes costs its own case, and what the time did
+not suffice for has a row that says so. They need jax, flax, optax, orbax-checkpoint, sentencepiece, chex and jaxtyping.
+
+What passed `check` is kept in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file), for this
+chip, this JAX and these sources of the kernels, and is used there by default; MERCURY_KERNELS=1 uses every kernel,
+MERCURY_KERNELS=0 none. `mercury info` tells what is on and why.
+
+--out: one JSON object a line, appended as soon as it is measured, so one file may hold all three commands. Records of
+a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. In each row "command", "case", "hardware",
+"jax" and "date" say what it is of; then
+  "passed", "relative_error", "moved"   a case of check: the largest error of a row, and how far two runs differ
+  "form", "verdict", "why"              a kernel form: "on" or "off" from then on
+  "seconds", "share_of_bound"           a call, and the time that the measured ceilings allow as a share of it
+  "seconds_per_forward", "mfu"          a pass of a model; of training, the share of the matmul ceiling
+  "times_as_fast"                       beside the fastest of the others in the same run
+  "peak_bytes"                          what the device held at most
+  "failed", "refused", "left_out", "not_run"    why there is no number
+Read it by `jq -c 'select(.verdict)' FILE`, or in Python by `[json.loads(line) for line in open(FILE)]`.
+
+Exit codes: 0 measured, 1 a kernel is wrong or a case failed, 2 bad input."""
+
+HELP = """\
+usage: mercury bench gpu WHAT [OPTIONS]
+
+Measure an accelerator, in this order:
+
+{commands}
+
+`mercury bench gpu check --help` lists the options, and says how to read the records."""
 
 
-def parser() -> Parser:
-    p = Parser(
-        "bench gpu", "Measure an accelerator, and how near to it kernels, decoding and training come.", MORE
+def parser(command: str) -> Parser:
+    p = Parser(f"bench gpu {command}", COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".", MORE)
+    p.add_argument(
+        "--small", action="store_true", help="small shapes and models, for a machine without a GPU"
     )
     p.add_argument(
-        "--small", action="store_true", help="small models and shapes, for a machine without a GPU"
+        "--budget", type=number, default=520.0, metavar="S", help="seconds that it may take (default 520)"
     )
     p.add_argument(
-        "--minutes", type=float, default=8.0, metavar="N", help="begin nothing new behind these (default 8)"
+        "--only", nargs="+", default=[], metavar="PART", help="only cases whose names hold one of these"
     )
-    p.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="PART",
-        help="only steps whose names hold one of these: attention",
-    )
-    p.add_argument("--plot", metavar="FILE.png", help="draw the page, too (.png, .pdf, .svg)")
-    bench.ending(p)
+    p.add_argument("--out", metavar="FILE.jsonl", help="append each row as soon as it is measured")
+    if command == "check":
+        count(p, "--seed", 0, "of the inputs")
+    options.machine(p)
     return p
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    from mercury_jax.bench import gpu, gpu_page, plot
-    from mercury_jax.config.checks import at_least
-
-    at_least(0, minutes=args.minutes)
-    gpu.steps(args.small, args.only)
+    words_given = list(argv)
+    if not words_given or words_given[0] in ("-h", "--help", "help"):
+        print(HELP.format(commands="\n".join(f"  {name:7}{about}" for name, about in COMMANDS.items())))
+        return 0 if words_given else 2
+    command = words_given[0]
+    if command not in COMMANDS:
+        raise refuse("bench gpu", command, nearest(command, list(COMMANDS)))
+    args = parser(command).read(words_given[1:])
+    if not args.budget > 0:
+        raise refuse("--budget", args.budget, "a number of seconds above 0")
     options.writable("--out", args.out)
-    if args.plot is not None:
-        plot.check(args.plot)
-    rows: list[Mapping[str, Any]] = []
-    for row in gpu.measure(args.small, args.minutes, args.only):
-        rows.append(row)
-        bench.write(args.out, rows)
-        show.emit(row) if args.json else print(words(row), flush=True)
-    if args.plot is not None:
-        gpu_page.page(rows, args.plot)
-    return 0
+    from mercury_jax.bench.gpu import commands, runner
+
+    how: dict[str, Any] = {"small": args.small, "only": args.only}
+    if command == "check":
+        how["seed"] = args.seed
+    bad = False
+    with runner.Runner(runner.Clock(args.budget)) as running:
+        for row in getattr(commands, command)(running, **how):
+            runner.append(args.out, row)
+            show.emit(row) if args.json else print(words(row), flush=True)
+            bad |= runner.troubled([row])
+    return 1 if bad else 0
 
 
 def words(row: Mapping[str, Any]) -> str:
     """A row for people."""
-    from mercury_jax.bench import gpu_page
+    name = row.get("case") or row["form"]
+    for reason in ("failed", "not_run", "left_out", "refused"):
+        if row.get(reason):
+            return f"{name}: {reason.replace('_', ' ')}: {row[reason]}"
+    if "verdict" in row:
+        return f"{row['form']}: {row['verdict'].upper()}" + (f" ({row['why']})" if "why" in row else "")
+    if name == "about":
+        device = f"{row['devices']} x {row['hardware']} ({row['platform']})"
+        return f"{device}, jax {row['jax']}, Python {row['python']}; kernels: {row['kernels']['rule']}"
+    if "bytes_per_second" in row:
+        return f"{row['bytes_per_second'] / 1e9:.0f} GB/s copied, {row['flops_per_second'] / 1e12:.2f} TFLOP/s in bf16"
+    return f"{name}: {', '.join(_figures(row))}"
 
-    what = row["experiment"]
-    if "failed" in row or "left_out" in row:
-        return f"{what}: {row.get('failed') or row['left_out']}"
-    if what == "ceilings":
-        return (
-            f"{row['hardware']}: {row['bytes_per_second'] / 1e9:.0f} GB/s copied, "
-            f"{row['flops_per_second'] / 1e12:.2f} TFLOP/s in bf16 products"
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """The numbers of a row that a person looks at first."""
+    found = []
+    if "passed" in row:
+        found.append("right" if row["passed"] else f"WRONG: {row.get('why')}")
+    if "relative_error" in row:
+        found.append(f"error {row['relative_error']:.1e}, moved {row['moved']:.1e}" if row["passed"] else "")
+    if "relative_error_on" in row:
+        found.append(
+            f"error {row['relative_error_on']:.1e} with kernels, {row['relative_error_off']:.1e} without"
         )
-    if what == "attention":
-        return f"{row['shape']}, {row['way']}: {_attention(row)}"
-    if what == "training":
-        return (
-            f"{row['model']} in training: {1e3 * row['seconds']:.1f} ms an update of {row['rows']} x {row['row']}, "
-            f"MFU {row['mfu']:.1%}"
-        )
-    if what == "peer":
-        times = f", ours is {row['times_as_fast']:.2f} times as fast" if "times_as_fast" in row else ""
-        return f"{row['compared_with']}: {1e3 * row['seconds_per_forward']:.2f} ms a pass{times}"
-    speed = f"{1e3 * row['seconds_per_forward']:.2f} ms a pass, {row['share_of_bound']:.0%} of the bound"
-    made = f"{row['tokens_per_second']:.0f} tokens/s at 16 passes and a commit"
-    return f"{gpu_page.label(row)}: {speed}; {made}"
-
-
-def _attention(row: Mapping[str, Any]) -> str:
-    if "refused" in row:
-        return f"not taken ({row['refused'][:100]})"
-    speed = f"{1e3 * row['seconds']:.3f} ms, {row['share_of_bound']:.0%} of the bound"
-    beside = (
-        f", {row['times_as_fast_as_jax']:.2f} times the best of JAX's"
-        if "times_as_fast_as_jax" in row
-        else ""
-    )
-    return f"{speed}, error {row['relative_error']:.1e}{beside}"
+    for key, scale, text in (
+        ("seconds_per_forward", 1e3, "{:.3f} ms a pass"), ("seconds", 1e3, "{:.3f} ms"),
+        ("gigabytes_per_second", 1, "{:.0f} GB/s"), ("share_of_bound", 100, "{:.0f}% of the bound"),
+        ("mfu", 100, "MFU {:.1f}%"),
+        ("times_as_fast", 1, "{:.2f} times as fast"), ("tokens_per_second", 1, "{:.0f} tokens/s"),
+        ("peak_bytes", 1e-9, "{:.1f} GB at most"),
+    ):  # fmt: skip
+        if row.get(key) is not None:
+            found.append(text.format(row[key] * scale))
+    found += [f"computed by {row['computed_by']}"] if "computed_by" in row else []
+    found += [row["note"]] if "note" in row else []
+    return [text for text in found if text]

@@ -15,7 +15,7 @@ examples:
 A random DiffusionGemma checkpoint is written once and read by both: `mercury_jax.sample` and transformers'
 `generate` (dynamic cache, eager, fp32), batch 1, prompt 64, canvas 256, the same number of denoising steps. They
 take turns in one run; the other one stands still meanwhile. transformers needs torch, so it runs in a process of
-its own: --python names an interpreter that has both, by default this one (pip install 'mercury-jax[parity]')."""
+its own: --python names an interpreter that has both, by default this one (the extra `parity` installs them)."""
 
 
 def parser() -> Parser:

@@ -90,7 +90,7 @@ def _decode(lm: LM, scene: Scene, slow: bool = False) -> Any:
         lm,
         scene.prompt,
         max_tokens=scene.max_tokens,
-        sampler=rules.confidence() if slow else rules.threshold(),
+        sampler=rules.confidence() if slow else None,
     )
 
 

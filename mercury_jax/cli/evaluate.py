@@ -32,6 +32,12 @@ def parser() -> Parser:
     p.add_argument("task", nargs="*", metavar="TASK", help="sudoku4, add3, code-bpb, ...")
     options.loaded(p)
     p.add_argument("--file", metavar="X.jsonl", help="questions of your own instead of the held-out ones")
+    p.add_argument(
+        "--split",
+        choices=("test", "validation"),
+        default="test",
+        help="which held-out questions: test for figures (the default), validation for choosing settings",
+    )
     p.add_argument("--dump", metavar="Y.jsonl", help="write every question with its prediction")
     p.add_argument(
         "--limit", type=whole, metavar="N", help="how many questions (default: the task's own number)"
@@ -63,8 +69,8 @@ def run(argv: Sequence[str]) -> int:
     for name in args.task:
         with progress(name, quiet=args.json) as advance:
             report = evaluate.run(
-                lm, name, file=args.file, limit=args.limit, sampler=sampler, plan=plan, batch=args.batch,
-                seed=args.seed, max_tokens=args.max_tokens, progress=advance,
+                lm, name, file=args.file, split=args.split, limit=args.limit, sampler=sampler, plan=plan,
+                batch=args.batch, seed=args.seed, max_tokens=args.max_tokens, progress=advance,
             )  # fmt: skip
         reports.append((name, report))
         _print(report, args)

@@ -41,15 +41,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def about_model(folder: str | None, mask: int | None = None) -> dict[str, Any]:
-    from mercury_jax import api, hub
+    from mercury_jax import hub
 
-    return hub.info(api.NANO if folder is None else folder, mask=mask)
+    return hub.info(hub.NANO if folder is None else folder, mask=mask)
 
 
 def about_machine() -> dict[str, Any]:
     import jax
 
     from mercury_jax import __version__
+    from mercury_jax.kernels import chip
 
     devices = jax.devices()
     return {
@@ -57,6 +58,7 @@ def about_machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "platform": devices[0].platform,
         "devices": [d.device_kind for d in devices],
+        "kernels": chip.status(),
     }
 
 
@@ -90,6 +92,7 @@ def _print(record: Mapping[str, Any]) -> None:
         "tasks",
         "card",
         "devices",
+        "kernels",
         "noise",
         "bytes_per_device",
         "room",
@@ -101,6 +104,8 @@ def _print(record: Mapping[str, Any]) -> None:
             print(f"{name:12} {value:,}" if name in ("parameters", "active") else f"{name:12} {value}")
     if "devices" in record:
         print(f"{'devices':12} {_counted(record['devices'])}")
+    if "kernels" in record:
+        _print_kernels(record["kernels"])
     for name, value in record.get("card", {}).items():
         print(f"{'card':12} {name}: {value}")
     for note in record["notes"]:
@@ -108,6 +113,15 @@ def _print(record: Mapping[str, Any]) -> None:
     _print_memory(record)
     if "rules" in record:
         _print_choices(record)
+
+
+def _print_kernels(found: Mapping[str, Any]) -> None:
+    """Which kernels of ours run here, and why the others do not."""
+    print(f"{'kernels':12} {found['rule']}")
+    for form in found["on"]:
+        print(f"{'':12} on: {form}")
+    for why in found["off"].values():
+        print(f"{'':12} off: {why}")
 
 
 def _print_memory(record: Mapping[str, Any]) -> None:

@@ -40,16 +40,23 @@ class Parser(argparse.ArgumentParser):
         options = [o for a in self._actions for o in a.option_strings if o.startswith("--")]
         for word in rest:
             if word.startswith("-") and word != "--":
-                raise refuse("option", word.split("=")[0], nearest(word.split("=")[0], options))
+                allowed = nearest(word.split("=")[0], options)
+                allowed = allowed if len(allowed) < 200 else f"those that `{self.prog} --help` lists"
+                raise refuse("option", word.split("=")[0], allowed)
         if rest:
             raise refuse("argument", rest[0], f"no more words; `{self.prog} --help` shows the order")
         return args
 
 
+MANY = 16  # names; where one of so many is similar, the others are not listed
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
-    """What is allowed, the most similar one first."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.3)
+    """What is allowed: the most similar name first, and all of them unless they are many."""
+    close = difflib.get_close_matches(name, names, n=1)
     every = ", ".join(names)
+    if close and len(names) > MANY:
+        return f"{close[0]} is the nearest of {len(names)}"
     return f"{close[0]} is the nearest; all: {every}" if close else every
 
 

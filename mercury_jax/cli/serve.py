@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax import install
 from mercury_jax.cli import options, show
 from mercury_jax.cli.parser import Parser, number, whole
 from mercury_jax.config import refuse
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax.serve.engine.types import Settings
 
 KEYS = "MERCURY_API_KEYS"
+SLOTS = 8  # where memory allows
 MORE = """\
 examples:
   mercury serve                                    nano on http://127.0.0.1:8000, the playground at /
@@ -70,13 +72,21 @@ def _door(group: Any) -> None:
 
 def _engine(group: Any) -> None:
     group.add_argument(
-        "--slots", type=whole, default=8, metavar="N", help="requests that run together (default 8)"
+        "--slots",
+        type=whole,
+        metavar="N",
+        help="requests that run together (default 8, fewer where memory is short)",
     )
     group.add_argument("--queue", type=whole, default=64, metavar="N", help="requests that may wait; beyond them 429 "
                        "(default 64)")  # fmt: skip
     group.add_argument(
-        "--context", type=whole, metavar="N", help="tokens of prompt and answer (default: the model's)"
+        "--context",
+        type=whole,
+        metavar="N",
+        help="tokens of prompt and answer (default: the model's, or what fits)",
     )
+    group.add_argument("--memory", type=number, metavar="GIB", help="most memory of each device for slots, prefix "
+                       "cache and passes (default: nine tenths of what is free)")  # fmt: skip
     group.add_argument("--block", type=whole, metavar="N", help="tokens of a block (default: the model's)")
     group.add_argument("--mesh", metavar="AXIS=N,...", help="devices the model lies on: tensor=8, or data=2,expert=4 "
                        "(default: the first one)")  # fmt: skip
@@ -110,11 +120,14 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
 
     from mercury_jax.serve.api import create_app
     from mercury_jax.serve.api.server import Server, settle
+    from mercury_jax.serve.engine import memory
     from mercury_jax.serve.engine.engine import Engine
 
     lm = show.load(args.model, mesh=mesh_of(args.mesh), **options.reading(args))
     told = dataclasses.replace(told, aliases=aliases(args.alias, lm.name))
+    settings = memory.fitted(lm, settings, slots=args.slots is None, context=args.context is None)
     engine = Engine(lm, settings)
+    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.told(memory.need(lm, settings))}")
     began = time.perf_counter()
 
     def ready() -> None:
@@ -139,15 +152,21 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from mercury_jax.models.cache import check_kind
     from mercury_jax.serve.engine.types import Settings
 
-    at_least(1, slots=args.slots, context=args.context or 1, block=args.block or 1)
+    given = {
+        name: value for name in ("slots", "context", "block") if (value := getattr(args, name)) is not None
+    }
+    at_least(1, **given)
+    if args.memory is not None and not args.memory > 0:
+        raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
     check_kind(args.kv)
     return Settings(
-        slots=args.slots,
+        slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,
         context=args.context,
         block=args.block,
         prefix_bytes=args.prefix_cache << 20,
+        memory=None if args.memory is None else int(args.memory * 2**30),
     )
 
 
@@ -201,7 +220,7 @@ def _check_installed() -> None:
     needed = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        allowed = "an environment with them: pip install 'mercury-jax[serve]'"
+        allowed = f"an environment with them: {install.command('serve')}"
         raise refuse("this environment", f"without {', '.join(missing)}", allowed)
 
 

@@ -81,11 +81,11 @@ def waiting(text: str) -> Iterator[None]:
 
 
 def load(folder: str | None, **how: Any) -> LM:
-    """The model to talk to; `how`: further arguments of `api.load`."""
+    """The model to talk to; `how`: further arguments of `mercury_jax.load`."""
     with waiting("loading the model"):
-        from mercury_jax import api
+        from mercury_jax.load import load
 
-        return api.load(folder, **how)
+        return load(folder, **how)
 
 
 def device() -> str:

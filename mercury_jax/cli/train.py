@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
 
 MORE = """\
 examples:
-  mercury train configs/nano.py
-  mercury train configs/nano.py --steps 200 --out runs/short
-  mercury train configs/nano.py --optim.lr 1e-3 --model.width 256
-  mercury train configs/nano.py --resume             go on from the newest checkpoint
-  mercury train configs/nano.py --distributed        one of several processes (SLURM, GKE, ...)
-  mercury train configs/nano.py --help               every field of this recipe, with its value
+  mercury init my_recipe.py                           write a first recipe of your own, then run it:
+  mercury train my_recipe.py
+  mercury train nano --steps 200 --out runs/short     a recipe that comes with mercury_jax, by its name
+  mercury train my_recipe.py --optim.lr 1e-3 --model.width 256
+  mercury train my_recipe.py --resume                 continue from the newest checkpoint
+  mercury train my_recipe.py --distributed            one of several processes (SLURM, GKE, ...)
+  mercury train my_recipe.py --help                   every field of this recipe, with its value
 
 A recipe is a Python file with `def config() -> TrainConfig`. The run lives in its `out` folder:
 metrics.jsonl, checkpoints, and in the end a model/ for `mercury sample --model`. SIGTERM and Ctrl-C save
@@ -30,7 +33,11 @@ and stop. Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the 
 
 def parser() -> Parser:
     p = Parser("train", "Train a model as RECIPE says.", MORE)
-    p.add_argument("recipe", metavar="RECIPE", help="a Python file that defines config()")
+    p.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a Python file that defines config(), or the name of a packaged recipe",
+    )
     # Only for the help: what stands behind the recipe is read by recipe.override.
     p.add_argument("--FIELD", dest="field", metavar="VALUE", help="change a field of the recipe: --steps 200")
     p.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -59,13 +66,14 @@ def _recipe(path: str) -> TrainConfig:
     """The recipe's config; whatever else the user's file raises is bad input, in words."""
     from mercury_jax.train import recipe
 
+    path = str(recipe.find_recipe(path))
     try:
         return recipe.load_recipe(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except Exception as error:
         line = _line(error, path)
-        told = str(error.msg if isinstance(error, SyntaxError) else error)
+        told = str(error.msg if isinstance(error, SyntaxError) else error) + _nearest(error)
         raise refuse(
             "recipe", path, f"a file that runs; this one fails{line}: {type(error).__name__}: {told}"
         ) from error
@@ -81,6 +89,18 @@ def _line(error: BaseException, path: str) -> str:
             found = f" in line {trace.tb_lineno}"
         trace = trace.tb_next
     return found
+
+
+def _nearest(error: BaseException) -> str:
+    """The most similar name, where the recipe asks a module for one that it lacks."""
+    if isinstance(error, AttributeError):
+        name, owner = error.name, error.obj
+    elif isinstance(error, ImportError) and (found := re.match(r"cannot import name '(\w+)'", str(error))):
+        name, owner = found[1], sys.modules.get(error.name or "")
+    else:
+        return ""
+    close = difflib.get_close_matches(name or "", dir(owner), n=1)
+    return f"; {close[0]} is the nearest name there" if close else ""
 
 
 def _report(config: TrainConfig, result: Result, as_json: bool) -> None:

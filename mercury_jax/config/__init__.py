@@ -1,6 +1,6 @@
 """Frozen, keyword-only configurations; each checks itself when it is built."""
 
-from mercury_jax.config.checks import at_least, from_dict, one_of, refuse, to_dict
+from mercury_jax.config.checks import at_least, check_types, from_dict, one_of, refuse, to_dict
 from mercury_jax.config.decoding import Plan, Refresh
 from mercury_jax.config.model import ComputeType, Experts, ModelConfig, Pattern, RopeScaling
 from mercury_jax.config.noise import NoiseConfig, NoiseKind, ScheduleName
@@ -17,6 +17,7 @@ __all__ = [
     "RopeScaling",
     "ScheduleName",
     "at_least",
+    "check_types",
     "from_dict",
     "one_of",
     "refuse",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -30,6 +32,46 @@ def one_of(choices: object, **fields: str) -> None:
     for name, value in fields.items():
         if value not in allowed:
             raise refuse(name, value, ", ".join(allowed))
+
+
+def check_types(config: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> None:
+    """Raise unless every field of a dataclass holds a value of its type.
+
+    Fields of other types than plain values, tuples of them, and dataclasses are left to the class itself.
+    """
+    hints = _hints(type(config))
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name not in skip and not _fits(value, hints[f.name]):
+            raise refuse(f"{prefix}{f.name}", value, _words(hints[f.name]))
+
+
+_hints = functools.cache(typing.get_type_hints)
+_PLAIN = {
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    bool: (bool, "True or False"),
+    type(None): (type(None), "None"),
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if typing.get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
+        return isinstance(value, tuple) and all(_fits(x, get_args(hint)[0]) for x in value)
+    if hint in _PLAIN:
+        return isinstance(value, _PLAIN[hint][0]) and (hint is bool or not isinstance(value, bool))
+    return not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint))
+
+
+def _words(hint: Any) -> str:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_words(choice) for choice in get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each of its values {_words(get_args(hint)[0])}"
+    return _PLAIN[hint][1] if hint in _PLAIN else f"a {hint.__name__}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -5,22 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mercury_jax.config.checks import at_least, one_of, refuse
+from mercury_jax.config.checks import at_least, check_types, one_of, refuse
 
 Pattern = Literal["bidirectional", "block_causal", "causal_encoder"]
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 Alignment = Literal["same_position", "shifted"]
-RopeKind = Literal["linear", "llama3", "yarn"]
+RopeKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 Score = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context that a model was first trained with.
+    """How rotary frequencies are scaled for contexts longer than the one that a model was first trained with.
 
-    linear divides all by `factor`; llama3 (Llama 3.1's report) only the slow ones, blending between wavelengths
-    original / low and original / high; yarn (arXiv 2309.00071) between `fast` and `slow` rotations over
-    `original` positions, and multiplies cos and sin by `attention`.
+    linear    divides every frequency by `factor`.
+    llama3    divides only the slow ones, and blends between wavelengths original / low and original / high (Llama
+              3.1's report).
+    yarn      blends between `fast` and `slow` rotations over `original` positions, and multiplies cos and sin by
+              `attention` (arXiv 2309.00071). truncate: the two bounds of the blend are rounded to whole dimensions.
+    dynamic   plain RoPE up to `original` positions ("dynamic NTK").
+    longrope  divides frequency i by `short[i]` up to `original` positions, and multiplies cos and sin by `attention`
+              (arXiv 2402.13753).
+
+    Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including those of
+    tokens that are already in the KV cache. Keys are cached after rotation and cannot be rotated again, so a model with
+    one of these two kinds has a context of at most `original` (`ModelConfig` checks it), where both are exact. There
+    `factor` and `long` are unused; they are kept for the export.
     """
 
     kind: RopeKind
@@ -31,11 +41,27 @@ class RopeScaling:
     fast: float = 32.0
     slow: float = 1.0
     attention: float = 1.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()  # one divisor per frequency
+    long: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         one_of(RopeKind, **{"rope_scaling.kind": self.kind})
         if not self.factor > 0:
             raise refuse("rope_scaling.factor", self.factor, "more than 0")
+        if self.kind == "llama3" and self.low == self.high:
+            raise refuse("rope_scaling.high", self.high, f"a number other than rope_scaling.low = {self.low}")
+        for name in ("short", "long"):
+            value = getattr(self, name)
+            if bool(value) != (self.kind == "longrope") or any(not x > 0 for x in value):
+                raise refuse(
+                    f"rope_scaling.{name}", value, "numbers above 0 for longrope, nothing for other kinds"
+                )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the frequencies hold for sequences of at most `original` positions only."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +116,8 @@ class ModelConfig:
     whose clean tokens see none behind them: causal_encoder, or block_causal with block 1.
     alignment: "shifted" where the denoiser says position i at position i - 1 (Dream, made of an
     autoregressive model). timed: it is told the time of the noise.
+    window: sliding-window attention, a token sees the last `window` tokens, itself included; layers listed in
+    `global_layers` see everything. For block_causal with block 1 only. None: every layer sees everything.
     """
 
     vocab: int
@@ -105,7 +133,11 @@ class ModelConfig:
     rope_fraction: float = 1.0  # share of a head's width that is rotated
     rope_scaling: RopeScaling | None = None
     qk_norm: bool = True
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # of the projections to queries, keys and values
+    out_bias: bool = False  # of the projection behind the attention
+    mlp_bias: bool = False  # of gate, up and down
+    window: int | None = None
+    global_layers: tuple[int, ...] = ()
     experts: Experts | None = None
     tied: bool = True
     zero_centred: bool = True  # a norm multiplies by 1 + its scale, not by the scale itself
@@ -122,6 +154,7 @@ class ModelConfig:
     predicts_next: bool = False  # a checkpoint without this key never learned it
 
     def __post_init__(self) -> None:
+        check_types(self, "model.")
         at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
         at_least(1, kv_heads=self.kv_heads, ffn=self.ffn, block=self.block, context=self.context)
         one_of(Pattern, pattern=self.pattern)
@@ -134,12 +167,52 @@ class ModelConfig:
         for name, value in (("mask", self.mask), ("pad", self.pad), ("eos", self.eos), *self._ends()):
             if value is not None and not 0 <= value < self.vocab:
                 raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
+        self._check_window()
+        self._check_scaling()
+        if self.mlp_bias and self.experts is not None:
+            raise refuse("mlp_bias", True, "False beside experts, which have no biases")
         if self.predicts_next and not self.causal:
             raise refuse(
                 "predicts_next", True,
                 f"False for {self.pattern} with block {self.block}: its clean tokens see what they would "
                 "predict; True for causal_encoder, or block_causal with block 1",
             )  # fmt: skip
+
+    def _check_window(self) -> None:
+        if self.window is None:
+            if self.global_layers:
+                raise refuse("global_layers", self.global_layers, "() where window is None")
+            return
+        at_least(1, window=self.window)
+        if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
+            raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
+        if not self.windowed:
+            allowed = (
+                "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
+            )
+            raise refuse("window", self.window, allowed)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the architecture knows what a sliding window means for its pattern."""
+        return self.pattern == "block_causal" and self.block == 1 and self.alignment == "same_position"
+
+    def _check_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if scaling.bounded and self.context > scaling.original:
+            allowed = f"at most {scaling.original}: beyond it {scaling.kind} RoPE changes the keys already in the cache"
+            raise refuse("context", self.context, allowed)
+        pairs = int(self.head_dim * self.rope_fraction) // 2
+        for name in ("short", "long"):
+            if getattr(scaling, name) and len(getattr(scaling, name)) != pairs:
+                have = f"{len(getattr(scaling, name))} numbers"
+                raise refuse(f"rope_scaling.{name}", have, f"{pairs}, one per frequency")
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer sees everything that the pattern allows."""
+        return self.window is None or layer in self.global_layers
 
     def _ends(self) -> list[tuple[str, int]]:
         return [("ends", x) for x in self.ends]

@@ -20,6 +20,26 @@ def sampler(lm: LM) -> Part | Sampler:
     return rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
 
 
+def described(sampler: Any) -> dict[str, Any]:
+    """A rule as `LM.decoding` stores it, for a model's own folder: {"rule": name, "knobs": {}}.
+
+    Args:
+        sampler: A rule of `mj.rules` with one number for each of its parameters; None for no rule of its own.
+
+    Returns:
+        What `sampler()` reads back; empty for None.
+
+    Raises:
+        ValueError: It is no such rule. Processors and stopping criteria are not stored.
+    """
+    if sampler is None:
+        return {}
+    plain = isinstance(sampler, Part) and sampler.name in rules.ALL
+    if not plain or not all(isinstance(value, int | float) for value in sampler.knobs.values()):
+        raise refuse("sampler", sampler, "a rule of mercury_jax.rules such as rules.threshold(0.9), or None")
+    return {"rule": sampler.name, "knobs": dict(sampler.knobs)}
+
+
 def plan(lm: LM, wanted: Plan, share: float = 1.0) -> Plan:
     """The plan with the checkpoint's own block and `share` of its steps, where it names none itself."""
     block, steps = lm.decoding.get("block"), lm.decoding.get("steps")

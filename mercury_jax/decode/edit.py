@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import launch, rules
+from mercury_jax.decode import defaults, launch, rules
 from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
 from mercury_jax.decode.parts import checked_sampler
 from mercury_jax.decode.prompts import check_seed, normalise
@@ -72,7 +72,7 @@ def edit(
             of texts, a list of such lists. Spans start from noise. None: editing starts from the text itself, and the
             rule replaces what the model would not have written.
         seed: Row i draws from `seed` + i.
-        sampler: A rule or a `Sampler`. None: with spans `rules.threshold()`; without, `rules.blind_editing()`, which
+        sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
             logits cannot be asked so and takes `rules.editing()`; one trained on uniform noise always takes
             `rules.entropy_bound()`, which redraws what it is unsure of.
@@ -121,7 +121,7 @@ def _sampler(lm: LM, sampler: Any, spans: Any) -> Any:
         if lm.corruption.mask is None:
             return rules.entropy_bound()
         if spans is not None:
-            return rules.threshold()
+            return defaults.sampler(lm)
         return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
     rule = checked_sampler(sampler).rule
     if rule.grows and rule.name != "levenshtein":  # which fills each run up again

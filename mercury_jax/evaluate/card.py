@@ -2,8 +2,8 @@
 
     python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out DIR/README.md
 
-Every task with questions is answered one token a step and by `rules.threshold` at 0.9 and 0.99; the
-summaries go to `evaluation.json` beside the card.
+Every task with questions is answered one token a step and by the model's own rule, which `sample` uses where none is
+named; the summaries go to `evaluation.json` beside the card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,16 +49,32 @@ SUITE = (
 
 
 def measure(
-    lm: LM, planning: str | Path | None = None, limit: int | None = None, say: Callable[[str], None] = print
+    lm: LM,
+    planning: str | Path | None = None,
+    limit: int | None = None,
+    say: Callable[[str], None] = print,
+    learnt: Collection[str] | None = None,
 ) -> list[Summary]:
-    """Everything in `SUITE`; without a planning folder, without its files. limit: at most so many of each."""
+    """Everything in `SUITE`; without a planning folder, without its files.
+
+    Args:
+        lm: The model.
+        planning: Folder of the public test files.
+        limit: The most questions of each task.
+        say: Called with a line for each result.
+        learnt: Tasks to ask, from `learnt_tasks`; None for all.
+
+    Returns:
+        Summaries in the order of `SUITE`.
+    """
+    suite = [item for item in SUITE if learnt is None or item.task in learnt]
     if limit is not None:
         at_least(1, limit=limit)
     if planning is not None:
-        for item in SUITE:
+        for item in suite:
             _file(planning, item)  # a missing file is refused now, not after minutes
     found: list[Summary] = []
-    for item in SUITE:
+    for item in suite:
         if item.file and planning is None:
             continue
         most = min(x for x in (item.limit, limit, 10**9) if x is not None)
@@ -72,6 +88,15 @@ def measure(
         for summary in new:
             say(line(summary))
     return found
+
+
+def learnt_tasks(recipe: Mapping[str, Any]) -> set[str] | None:
+    """The tasks whose problems the data of a resolved recipe hold; None without a recipe."""
+    if "data" not in recipe:
+        return None
+    sources = [source for source, _ in recipe["data"]["sources"]]
+    code = {"code-infill", "code-bpb"} if any(s["kind"] == "stdlib" for s in sources) else set()
+    return code | {s["name"] for s in sources if s["kind"] == "generated"}
 
 
 def _file(planning: str | Path | None, item: Item) -> Path | None:
@@ -180,7 +205,6 @@ def command(s: Mapping[str, Any]) -> str:
     words += [f"--file {s['data']}"] if s["data"].endswith(".jsonl") else []
     words += [f"--limit {s['limit']}"] if s.get("limit") else []
     words += ["--rule confidence"] if s.get("rule") == ONE_A_STEP else []
-    words += ["--p 0.99"] if s.get("rule") == "threshold(p=0.99)" else []
     return " ".join([*words, f"--seed {s['seed']}", "--json"])
 
 
@@ -230,7 +254,9 @@ def main(
     recipe, trained = training(run) if run else ({}, {})
     lm = hub.load(model)
     began = time.perf_counter()
-    found = measure(lm, planning, limit, lambda text: print(text, file=sys.stderr, flush=True))
+    found = measure(
+        lm, planning, limit, lambda text: print(text, file=sys.stderr, flush=True), learnt_tasks(recipe)
+    )
     text = card(lm, found, recipe=recipe, trained=trained, trained_on=trained_on, evaluated_on=hardware())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mercury_jax import install
 from mercury_jax.config import refuse
 
 Z = 1.959963984540054  # of a two-sided 95% interval
@@ -123,7 +124,9 @@ def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise refuse("plot", str(path), "any, once the extra `plot` (matplotlib) is installed") from None
+        raise refuse(
+            "plot", str(path), f"any, once matplotlib is installed: {install.command('plot')}"
+        ) from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: it would choose a window system
     axes = figure.add_subplot()

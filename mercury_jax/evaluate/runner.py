@@ -15,7 +15,7 @@ from mercury_jax.decode.prompts import check_seed
 from mercury_jax.evaluate import blanks, code, tasks
 from mercury_jax.evaluate.report import Report, Summary, counted, paired
 from mercury_jax.evaluate.tasks import Settings, Task
-from mercury_jax.train.generators import Problem
+from mercury_jax.train.generators import Problem, Split
 from mercury_jax.types import LM
 
 # What a parallel rule is compared with: the surest token first, one a step, each the argmax.
@@ -29,6 +29,7 @@ def run(
     task: str,
     *,
     file: str | Path | None = None,
+    split: Split = "test",
     limit: int | None = None,
     sampler: Any = None,
     plan: Plan | None = None,
@@ -39,8 +40,9 @@ def run(
 ) -> Report:
     """Evaluate `lm` on one of `TASKS`.
 
-    file: lines of {"input", "output"} instead of the held-out split. limit: how many questions (None: the
-    task's own number, or the whole file). sampler, plan: as in `sample`. batch: rows decoded together.
+    file: lines of {"input", "output"} instead of the held-out split. split: "test" for figures, or "validation" for
+    choosing settings. limit: how many questions (None: the task's own number, or the whole file). sampler, plan: as in
+    `sample`; None is the model's own. batch: rows decoded together.
     seed: draws the questions, and the tokens where the sampler is random. progress(done, of): called
     after every batch. The same arguments give the same answers; only the seconds differ.
     Raises ValueError, before any compute, for what does not fit.
@@ -48,6 +50,7 @@ def run(
     found = tasks.find(task)
     settings = Settings(
         file=None if file is None else Path(file),
+        split=_held_out(found, split),
         limit=_count("limit", limit),
         sampler=sampler,
         plan=plan,
@@ -66,11 +69,11 @@ def compare(
 ) -> list[Summary]:
     """The same questions by each (sampler, plan), named; summaries in that order.
 
-    None: one token a step against `rules.threshold` at 0.9 and 0.99. settings: as of `run`. From the second on a
+    None: one token a step against the model's own sampler. settings: as of `run`. From the second on a
     summary also has `forwards_share`, its forwards over the first's, and `points` with `points_low` and
     `points_high`: by how many points of accuracy it is better, with a paired 95% interval.
     """
-    chosen = standard() if samplers is None else samplers
+    chosen = standard(lm) if samplers is None else samplers
     if not chosen:
         raise refuse("samplers", chosen, "at least one name with (sampler, plan)")
     reports = [run(lm, task, sampler=s, plan=p, **settings) for s, p in chosen.values()]
@@ -79,10 +82,9 @@ def compare(
     return [named[0], *(_against(named[0], right[0], s, r) for s, r in zip(named[1:], right[1:]))]
 
 
-def standard() -> dict[str, tuple[Any, Plan | None]]:
-    """The rules of our cards, all drawing the argmax: the slow one, the usual threshold, a strict one."""
-    parallel = {f"threshold(p={p})": (rules.threshold(p), None) for p in (0.9, 0.99)}
-    return {ONE_A_STEP: (rules.confidence(), None), **parallel}
+def standard(lm: LM) -> dict[str, tuple[Any, Plan | None]]:
+    """The rules of our cards: one token a step, and what `sample` uses where no sampler is named."""
+    return {ONE_A_STEP: (rules.confidence(), None), tasks.rule_name(lm, defaults.sampler(lm)): (None, None)}
 
 
 def _against(first: Summary, before: Sequence[bool], summary: Summary, now: Sequence[bool]) -> Summary:
@@ -91,6 +93,14 @@ def _against(first: Summary, before: Sequence[bool], summary: Summary, now: Sequ
     points = [100 * x for x in paired(before, now)]
     share = summary["forwards"] / max(first["forwards"], 1e-9)
     return {**summary, "forwards_share": share, **dict(zip(("points", "points_low", "points_high"), points))}
+
+
+def _held_out(task: Task, split: Split) -> Split:
+    if split not in tasks.HELD_OUT:
+        raise refuse("split", split, ", ".join(tasks.HELD_OUT))
+    if split != "test" and task.generator is None:
+        raise refuse("split", split, f"test: {task.name} has no other held-out side")
+    return split
 
 
 def _count(name: str, value: Any) -> int | None:
@@ -120,7 +130,7 @@ def _answers(lm: LM, task: Task, settings: Settings) -> Report:
         timed.append((len(chosen), sum(out.lengths[: len(chosen)]), out.seconds))
         settings.progress(sum(n for n, _, _ in timed), len(asked))
     about = dict(rule=named, steps=plan.steps, block=plan.block, max_tokens=most)
-    data = tasks.HELD_OUT if settings.file is None else settings.file.name
+    data = tasks.HELD_OUT[settings.split] if settings.file is None else settings.file.name
     common = dict(task=task.name, data=data, seed=settings.seed, batch=settings.batch, **about)
     return Report(common | counted(rows, timed, time.perf_counter() - began), rows)
 

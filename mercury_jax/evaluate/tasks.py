@@ -14,10 +14,10 @@ import numpy as np
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import parts
 from mercury_jax.train import generators
-from mercury_jax.train.generators import Generator, Problem
+from mercury_jax.train.generators import Generator, Problem, Split
 from mercury_jax.types import LM
 
-HELD_OUT = "held-out"  # what `summary["data"]` says where no file was given
+HELD_OUT = {"test": "held-out", "validation": "validation"}  # `summary["data"]` where no file was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     """What `run` was asked for, checked."""
 
     file: Path | None
+    split: Split  # "test", or "validation" for choosing settings
     limit: int | None  # None: the task's own, or a whole file
     sampler: Any
     plan: Plan | None
@@ -59,6 +60,7 @@ TASKS: dict[str, Task] = {
         _asked("sudoku9", 96, "9x9 sudokus, each with one solution", limit=64),
         _asked("countdown3", 128, "reach a target with three numbers and + - * /; any valid way counts"),
         _asked("countdown4", 128, "reach a target with four numbers and + - * /; any valid way counts"),
+        _asked("add2", 32, "sums of two numbers of two digits"),
         _asked("add3", 64, "sums of two numbers of three digits"),
         Task(
             name="code-bpb",
@@ -84,20 +86,20 @@ def find(name: str) -> Task:
 
 
 def problems(task: Task, settings: Settings) -> list[Problem]:
-    """The task's questions: from the file, in its order, or drawn from the generator's test side."""
+    """The task's questions: from the file, in its order, or drawn from the split."""
     assert task.generator is not None
     if settings.file is not None:
         return read(settings.file, task.generator)[: settings.limit]
-    return draw(task.generator, settings.limit or task.limit, settings.seed)
+    return draw(task.generator, settings.limit or task.limit, settings.seed, settings.split)
 
 
-def draw(generator: Generator, n: int, seed: int) -> list[Problem]:
-    """`n` held-out problems, the same for the same seed, without repeats while there are others."""
+def draw(generator: Generator, n: int, seed: int, split: Split = "test") -> list[Problem]:
+    """`n` problems of a split, the same for the same seed, without repeats while there are others."""
     rng = np.random.default_rng((seed, *generator.name.encode()))
     found: dict[str, Problem] = {}
     spare: list[Problem] = []
     while len(found) < n and len(found) + len(spare) < 20 * n:
-        problem = generators.draw(generator, rng, "test")
+        problem = generators.draw(generator, rng, split)
         if problem.input in found:
             spare.append(problem)
         else:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mercury_jax.checkpoint import CheckpointError, manifest
 from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.hub import describe, fetch, native, reading, writing
+from mercury_jax.hub import describe, families, fetch, native, reading, writing
 from mercury_jax.hub.native import save
 from mercury_jax.models import cache
 from mercury_jax.types import LM
@@ -59,22 +59,38 @@ def convert(
 ) -> Path:
     """Write a model in the other layout: "ours" (verified by checksums) or "hf" (transformers, vLLM, SGLang).
 
-    out: a new folder. family: with "hf", the one to write. dtype: of the stored parameters (None: as they are).
-    Returns the folder; raises ValueError where no family holds the model.
+    From "hf" to "hf" of the same family, tensors that our model does not read (a vision tower) are copied one at a
+    time, as they are stored, with the checkpoint's own config.json and generation_config.json. A folder of ours and
+    another family have no place for them.
+
+    Args:
+        source: A folder, or an id on the Hugging Face hub.
+        out: A new folder.
+        to: "ours" or "hf".
+        family: With "hf", the family to write (None: the source's own, or the first that holds the model).
+        dtype: Of the stored parameters (None: as they are).
+        mask: The mask id, where the checkpoint does not name it.
+        progress: Called with the bytes of each parameter that was loaded.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: for a model that no family holds, and for arguments that are not as above.
     """
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     folder = folder_of(source)
-    if is_native(folder):
+    opened = None if is_native(folder) else reading.open_folder(folder, mask=mask)
+    if opened is None:
         lm, noise = native.load(folder, mask=mask, widen=False), native.noise_of(folder)
     else:
-        lm, noise = (
-            reading.load(folder, mask=mask, progress=progress),
-            reading.open_folder(folder, mask=mask).noise,
-        )
-    if to == "hf":
-        return writing.to_hf(out, lm, family=family, dtype=dtype)
-    return native.save(out, lm, noise, dtype=dtype, overwrite=False)
+        lm, noise = reading.load_opened(opened, progress=progress), opened.noise
+    if to == "ours":
+        return native.save(out, lm, noise, dtype=dtype, overwrite=False)
+    if opened is not None and (family is None or families.called(family) is opened.family):
+        return writing.again(out, lm, opened, dtype=dtype)
+    return writing.to_hf(out, lm, family=family, dtype=dtype)
 
 
 def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) -> ModelConfig:

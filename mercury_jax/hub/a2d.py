@@ -6,7 +6,8 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
+from mercury_jax.hub.keys import Json, Keys
 
 # architecture -> model_type, biases on q, k and v, norms of q and k
 KINDS = {
@@ -16,11 +17,24 @@ KINDS = {
 }
 
 
+BIASES = {"A2DQwen2LMHeadModel": decoder.FIXED_BIAS}
+
+
+def keys(config: Json) -> Keys:
+    """Those of the model it was made of."""
+    known = decoder.KEYS.plus(decoder.NO_WINDOW)
+    return known.plus(
+        BIASES.get(next(a for a in config["architectures"] if a in KINDS), decoder.NO_BIAS)
+    ).plus(Keys(only={"pretraining_tp": (1,)}))
+
+
 def config(config: Json) -> ModelConfig:
     """That of the model it was made of; the mask is the tokenizer's."""
     _, bias, norm = KINDS[next(a for a in config["architectures"] if a in KINDS)]
     return ModelConfig(
-        **decoder.sizes(masked(config), qkv_bias=bias, qk_norm=norm, pattern="bidirectional", block=32)
+        **decoder.sizes(
+            masked(config), qkv_bias=bias, out_bias=False, qk_norm=norm, pattern="bidirectional", block=32
+        )
     )
 
 
@@ -42,7 +56,14 @@ def export(c: ModelConfig) -> dict[str, Any]:
 def dcoder(config: Json) -> ModelConfig:
     """Open-dCoder's config.json is Qwen2.5's, its class too; only the mask id tells it apart."""
     return ModelConfig(
-        **decoder.sizes(masked(config), qkv_bias=True, pattern="bidirectional", block=32, alignment="shifted")
+        **decoder.sizes(
+            masked(config),
+            qkv_bias=True,
+            out_bias=False,
+            pattern="bidirectional",
+            block=32,
+            alignment="shifted",
+        )
     )
 
 
@@ -50,6 +71,7 @@ A2D = Family(
     name="tiny-A2D",
     architectures=tuple(KINDS),
     checkpoints=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
+    keys=keys,
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),
@@ -63,6 +85,7 @@ OPEN_DCODER = Family(
     name="Open-dCoder",
     architectures=("Qwen2ForCausalLM",),
     checkpoints=("fredzzp/open-dcoder-0.5B",),
+    keys=decoder.KEYS.plus(decoder.NO_WINDOW).plus(decoder.FIXED_BIAS),
     config=dcoder,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

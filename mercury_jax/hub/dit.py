@@ -9,11 +9,28 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
 from mercury_jax.hub.decoder import dtype_of
-from mercury_jax.hub.family import Family, Json, Leaf, need, only
+from mercury_jax.hub.family import Family, Leaf, need
+from mercury_jax.hub.keys import BOOL, COMMON, INT, Json, Keys
 from mercury_jax.models.dit import DiTConfig
 
 # Stand among the tensors, but are no parameters: tables of rotary angles, and the range of times BD3-LM trained on.
 CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(min|max)$")
+
+
+KEYS = COMMON.plus(
+    Keys(
+        used={
+            "vocab_size": INT, "hidden_dim": INT, "n_heads": INT, "n_blocks": INT, "cond_dim": INT, "model_length": INT,
+        },
+        only={"causal": (False,), "adaln": (True,)},
+        unused={
+            "attn_backend": "how the reference computes the same numbers",
+            **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training only"),
+        },
+    )
+)  # fmt: skip
+TIMED = Keys(used={"time_conditioning": BOOL})
+BLOCKS = Keys(used={"block_size": INT, "cross_attn": BOOL})
 
 
 def names(prefix: str, config: ModelConfig) -> dict[str, Leaf]:
@@ -56,8 +73,6 @@ def sizes(config: Json, width: str, heads: str, layers: str, cond: str, context:
 
 
 def _sizes(config: Json) -> dict[str, Any]:
-    only(config, "causal", False)
-    only(config, "adaln", True)
     return sizes(config, "hidden_dim", "n_heads", "n_blocks", "cond_dim", "model_length")
 
 
@@ -142,6 +157,7 @@ MDLM = Family(
     name="MDLM",
     architectures=("MDLM",),
     checkpoints=("kuleshov-group/mdlm-owt",),
+    keys=KEYS.plus(TIMED),
     config=_mdlm,
     names=_backbone,
     noise=NoiseConfig(kind="absorbing"),
@@ -154,6 +170,7 @@ BD3LM = Family(
     name="BD3-LM",
     architectures=("BD3LM",),
     checkpoints=tuple(f"kuleshov-group/bd3lm-owt-block_size{n}" for n in (4, 8, 16)),
+    keys=KEYS.plus(TIMED).plus(BLOCKS),
     config=_bd3lm,
     names=_backbone,
     noise=NoiseConfig(kind="absorbing"),
@@ -167,6 +184,7 @@ DUO = Family(
     name="DUO",
     architectures=("DUO",),
     checkpoints=("s-sahoo/duo", "s-sahoo/duo-distilled"),
+    keys=KEYS,
     config=_duo,
     names=_backbone,
     noise=NoiseConfig(kind="uniform"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
+from mercury_jax.hub.keys import Json
 
 MASK = 151666
 
 
 def config(config: Json) -> ModelConfig:
-    """Dream's config.json; biases on queries, keys and values are not written there, nor ever a window used."""
-    plain = {"mask_token_id": MASK, **config, "use_sliding_window": False}
+    """Dream's config.json; biases on queries, keys and values are not written there."""
     return ModelConfig(
-        **decoder.sizes(plain, qkv_bias=True, pattern="bidirectional", block=32, alignment="shifted")
-    )
+        **decoder.sizes(
+            {"mask_token_id": MASK, **config}, qkv_bias=True, out_bias=False, pattern="bidirectional", block=32,
+            alignment="shifted",
+        )
+    )  # fmt: skip
 
 
 DREAM = Family(
@@ -26,6 +29,7 @@ DREAM = Family(
         "apple/DiffuCoder-7B-Instruct",
         "Dream-org/DreamOn-v0-7B",
     ),
+    keys=decoder.KEYS.plus(decoder.NO_WINDOW).plus(decoder.FIXED_BIAS),
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

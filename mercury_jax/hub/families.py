@@ -19,7 +19,8 @@ from mercury_jax.hub import (
     qwen,
     sdar,
 )
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
+from mercury_jax.hub.keys import Json
 
 ALL: tuple[Family, ...] = (
     gemma4.DIFFUSION_GEMMA,
@@ -46,11 +47,26 @@ ALL: tuple[Family, ...] = (
 def family_of(config: Json) -> Family:
     """By `architectures` and what else the config holds: `model_type` alone misleads (LLaDA-MoE says llada)."""
     named = config.get("architectures") or []
+    named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
     for family in ALL:
         if set(named) & set(family.architectures) and family.fits(config):
             return family
     known = ", ".join(name for family in ALL for name in family.architectures)
     raise refuse("config.json: architectures", named, known)
+
+
+def notes(config: Json, family: Family) -> list[str]:
+    """What config.json leaves open: another family has the same one, and a mask."""
+    masked = {**config, "mask_token_id": 0}
+    return [
+        f"config.json fits {other.name} as well, which is {other.about}, and names no mask: read as {family.name}; "
+        f"pass mask= (--mask) to read it as {other.name}"
+        for other in ALL
+        if other is not family
+        and set(config["architectures"]) & set(other.architectures)
+        and other.fits(masked)
+        and not other.fits(config)
+    ]
 
 
 def called(name: str) -> Family:
@@ -71,7 +87,7 @@ def reads_back(family: Family, config: ModelConfig) -> bool:
     """Whether the family's config.json says all that our config does; a block where nothing is cut is no part of it."""
     assert family.export is not None
     try:
-        found = family.config(family.export(config))
+        found = family.read(family.export(config))
         free = {"block": config.block} if config.pattern == "bidirectional" else {}
         return dataclasses.replace(found, **free) == config
     except (ValueError, AssertionError, TypeError):

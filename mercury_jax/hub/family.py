@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
-
-Json = Mapping[str, Any]
+from mercury_jax.hub.keys import Json, Keys, check
 
 
 class Leaf(NamedTuple):
@@ -47,7 +46,8 @@ class Family(NamedTuple):
 
     architectures: entries of config.json's list that it takes, if `fits` says yes to the rest.
     checkpoints: ids on the Hugging Face hub.
-    config: their config.json -> ours; ValueError for what we do not build.
+    keys: what may stand in their config.json; a function of it where its classes differ.
+    config: their config.json -> ours; ValueError for what we do not build. Call `read`, which looks at the keys first.
     names: our parameters' paths ("block_0/attention/q/w") -> `Leaf`.
     noise: what it was trained with; None for an autoregressive model.
     about, block, licence: for tables; block is that of its published models.
@@ -59,6 +59,7 @@ class Family(NamedTuple):
     name: str
     architectures: tuple[str, ...]
     checkpoints: tuple[str, ...]
+    keys: Keys | Callable[[Json], Keys]
     config: Callable[[Json], ModelConfig]
     names: Callable[[ModelConfig], dict[str, Leaf]]
     noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
@@ -69,6 +70,20 @@ class Family(NamedTuple):
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
     licence: str = "see the checkpoint"
     decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
+
+    def read(self, config: Json, file: str = "config.json") -> ModelConfig:
+        """Our config from theirs.
+
+        Args:
+            config: The object in config.json.
+            file: Where it stands, for messages.
+
+        Raises:
+            ValueError: for a key that the family does not know, and for a value that we do not build.
+        """
+        keys = self.keys(config) if callable(self.keys) else self.keys
+        check(keys, config, f"{file} ({self.name})")
+        return self.config(config)
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
         """Whether a tensor of the file is meant to be read."""
@@ -82,10 +97,3 @@ def need(config: Json, *keys: str) -> Any:
         if config.get(key) is not None:
             return config[key]
     raise refuse(f"config.json: {keys[0]}", None, "a value: this family cannot be built without it")
-
-
-def only(config: Json, key: str, *allowed: Any) -> None:
-    """Refuse a setting that would change the arithmetic in a way we do not build; an absent one is fine."""
-    value = config.get(key)
-    if value is not None and value not in allowed:
-        raise refuse(f"config.json: {key}", value, ", ".join(map(repr, allowed)))

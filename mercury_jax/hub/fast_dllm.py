@@ -6,18 +6,20 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
+from mercury_jax.hub.keys import INT, Json, Keys
 
 MASK, BLOCK = 151665, 32
 
 
 def config(config: Json) -> ModelConfig:
     """Fast-dLLM v2's config.json; `bd_size` is the block."""
-    plain = {"mask_token_id": MASK, **config, "use_sliding_window": False}
-    block = config.get("bd_size") or BLOCK
     return ModelConfig(
-        **decoder.sizes(plain, qkv_bias=True, pattern="block_causal", block=block, alignment="shifted")
-    )
+        **decoder.sizes(
+            {"mask_token_id": MASK, **config}, qkv_bias=True, out_bias=False, pattern="block_causal",
+            block=config.get("bd_size", BLOCK), alignment="shifted",
+        )
+    )  # fmt: skip
 
 
 def export(c: ModelConfig) -> dict[str, Any]:
@@ -31,6 +33,9 @@ FAST_DLLM = Family(
     name="Fast-dLLM v2",
     architectures=("Fast_dLLM_QwenForCausalLM",),
     checkpoints=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
+    keys=decoder.KEYS.plus(decoder.NO_WINDOW)
+    .plus(decoder.FIXED_BIAS)
+    .plus(Keys(used={"bd_size": INT}, unused={"conplemenrary_mask": "training only"})),
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import refuse
 
@@ -31,7 +32,7 @@ def folder(source: str) -> Path:
         raise refuse(
             "source",
             source,
-            "a folder, or an id with the extra that fetches it: pip install 'mercury-jax[hub]'",
+            f"a folder, or an id with the extra that fetches it: {install.command('hub')}",
         ) from None
     try:
         found = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=PATTERNS)

@@ -7,7 +7,8 @@ from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, refuse
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Json, Leaf, need, only
+from mercury_jax.hub.family import Leaf, need
+from mercury_jax.hub.keys import BOOL, COMMON, INT, LIST, NULL, NUMBER, TEXT, Json, Keys
 from mercury_jax.models.gemma import GemmaConfig
 
 PATTERN = 6  # without `layer_types` every sixth layer is global
@@ -26,6 +27,81 @@ _MIXED = {
 }
 
 
+_ROPE = Keys(used={"rope_type": TEXT, "rope_theta": NUMBER})
+_PROPORTIONAL = _ROPE.plus(Keys(used={"partial_rotary_factor": NUMBER, "factor": NUMBER}))
+_LAYER = Keys(used={"head_dim": INT, "num_key_value_heads": INT})
+
+
+def _global_rope(found: Json) -> Keys:
+    return _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE
+
+
+def _layers(found: Json) -> Keys:
+    return Keys(nested={index: lambda _: _LAYER for index in found if index.isdecimal()})
+
+
+ROPES = Keys(nested={"sliding_attention": lambda _: _ROPE, "full_attention": _global_rope})
+TEXT_KEYS = COMMON.plus(
+    Keys(
+        used={
+            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
+            "num_attention_heads": INT, "num_key_value_heads": INT, "head_dim": INT, "global_head_dim": INT,
+            "num_global_key_value_heads": INT + NULL, "sliding_window": INT, "layer_types": LIST + NULL,
+            "max_position_embeddings": INT, "rms_norm_eps": NUMBER, "num_experts": INT + NULL,
+            "top_k_experts": INT + NULL, "moe_intermediate_size": INT + NULL,
+        },
+        only={
+            "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
+            "use_bidirectional_attention": ("vision", None),
+        },
+        nested={"rope_parameters": lambda _: ROPES, "per_layer_config": _layers},
+    )
+)  # fmt: skip
+# What Gemma 4's text model has and DiffusionGemma's has not.
+DIFFUSION_TEXT = TEXT_KEYS.plus(
+    Keys(
+        used={"final_logit_softcapping": NUMBER},
+        only={
+            "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
+        },
+        unused={"attention_k_eq_v": "keys are values in every global layer, by its class"},
+    )
+)  # fmt: skip
+GEMMA4_TEXT = TEXT_KEYS.plus(
+    Keys(
+        used={
+            "final_logit_softcapping": NUMBER + NULL, "attention_k_eq_v": BOOL, "enable_moe_block": BOOL,
+            "hidden_size_per_layer_input": INT, "vocab_size_per_layer_input": INT, "num_kv_shared_layers": INT,
+            "use_double_wide_mlp": BOOL,
+        }
+    )
+)  # fmt: skip
+# Around a text model: images and sound are refused, so nothing depends on how they would be read.
+SENSES = COMMON.plus(
+    Keys(
+        only={"tie_word_embeddings": (True,)},
+        unused=dict.fromkeys(
+            (
+                "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
+                "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
+            ),
+            "images and sound are not read",
+        ),
+    )
+)  # fmt: skip
+DIFFUSION_KEYS = SENSES.plus(
+    Keys(
+        used={"canvas_length": INT},
+        only={"model_type": ("diffusion_gemma",)},
+        nested={"text_config": lambda _: DIFFUSION_TEXT},
+    )
+)
+GEMMA4_KEYS = SENSES.plus(
+    Keys(only={"model_type": ("gemma4",)}, nested={"text_config": lambda _: GEMMA4_TEXT})
+)
+GEMMA4_TEXT_KEYS = GEMMA4_TEXT.plus(Keys(only={"model_type": ("gemma4_text",)}))
+
+
 def text_of(config: Json) -> Json:
     """The text model's part of config.json: all of it where there is no other."""
     return config.get("text_config") or config
@@ -34,11 +110,7 @@ def text_of(config: Json) -> Json:
 def sizes(config: Json, **ours: Any) -> dict[str, Any]:
     """GemmaConfig's fields; `ours` adds what tells DiffusionGemma and Gemma 4 apart."""
     text = text_of(config)
-    only(text, "attention_bias", False)
-    only(text, "use_bidirectional_attention", "vision", None)
-    only(config, "tie_word_embeddings", True)
     activation = text.get("hidden_activation", "gelu_pytorch_tanh")
-    only(text, "hidden_activation", *ACTIVATIONS)
     layers = need(text, "num_hidden_layers")
     seen = global_layers(text, layers)
     found = dict(
@@ -48,7 +120,7 @@ def sizes(config: Json, **ours: Any) -> dict[str, Any]:
         window=need(text, "sliding_window"), activation=ACTIVATIONS[activation],
         norm_eps=text.get("rms_norm_eps", 1e-6), context=text.get("max_position_embeddings", 131_072),
         dtype=decoder.dtype_of({**text, **{k: v for k, v in config.items() if k in ("dtype", "torch_dtype")}}),
-        **global_sizes(text, seen), **rotations(text), **special_ids(config),
+        **rotations(text), **special_ids(config),
     )  # fmt: skip
     return found | ours
 
@@ -56,52 +128,70 @@ def sizes(config: Json, **ours: Any) -> dict[str, Any]:
 def global_layers(text: Json, layers: int) -> tuple[int, ...]:
     """Layers that see everything; the last one always does, whatever the list says."""
     kinds = text.get("layer_types")
-    kinds = ["" if (i + 1) % PATTERN else "full_attention" for i in range(layers)] if kinds is None else kinds
-    if len(kinds) != layers:
-        raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
-    return tuple(i for i in range(layers) if kinds[i] == "full_attention" or i == layers - 1)
+    kinds = (
+        [decoder.SLIDING if (i + 1) % PATTERN else decoder.FULL for i in range(layers)]
+        if kinds is None
+        else kinds
+    )
+    decoder.check_layer_types([*kinds[:-1], decoder.FULL], layers)
+    return tuple(i for i in range(layers) if kinds[i] == decoder.FULL or i == layers - 1)
 
 
-def global_sizes(text: Json, seen: tuple[int, ...]) -> dict[str, int]:
-    """Head width and key heads of the global layers: one for all, whether listed by layer or said once."""
-    per_layer = text.get("per_layer_config")
-    if per_layer is None:
-        heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
-        width = text.get("global_head_dim", 512)
-        return dict(global_head_dim=width, global_kv_heads=heads or need(text, "num_key_value_heads"))
-    listed = {int(i): dict(entry) for i, entry in per_layer.items()}
-    kinds = {(e.get("head_dim", text["head_dim"]), e.get("num_key_value_heads")) for e in listed.values()}
-    if set(listed) - set(seen) or len(kinds) != 1:
-        raise refuse("config.json: per_layer_config", sorted(listed), f"the same entry for all of {seen}")
-    (width, heads) = kinds.pop()
-    return dict(global_head_dim=width, global_kv_heads=heads or need(text, "num_key_value_heads"))
+def global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
+    """Head width and key heads of the global layers: one for all, whether listed by layer or said once.
+
+    own_heads: `num_global_key_value_heads` counts, where nothing is listed. A layer that is not listed has the sizes
+    of the sliding layers; `{}` and null list none.
+    """
+    heads, width = need(text, "num_key_value_heads"), need(text, "head_dim")
+    if "per_layer_config" not in text:
+        wide = text.get("num_global_key_value_heads") if own_heads else None
+        return dict(
+            global_head_dim=text.get("global_head_dim", 512), global_kv_heads=heads if wide is None else wide
+        )
+    layers = need(text, "num_hidden_layers")
+    listed = {int(i): entry for i, entry in (text["per_layer_config"] or {}).items()}
+    size = lambda i: (
+        listed.get(i, {}).get("head_dim", width),
+        listed.get(i, {}).get("num_key_value_heads", heads),
+    )
+    seen = global_layers(text, layers)
+    kinds = {size(i) for i in seen}
+    if len(kinds) != 1 or any(size(i) != (width, heads) for i in listed if i not in seen):
+        raise refuse(
+            "config.json: per_layer_config",
+            sorted(listed),
+            f"the same entry for each of the global layers {list(seen)}, and none for the others",
+        )
+    (global_width, global_heads) = kinds.pop()
+    return dict(global_head_dim=global_width, global_kv_heads=global_heads)
 
 
 def rotations(text: Json) -> dict[str, float]:
     """Rotary bases of both kinds of layers."""
-    found = text.get("rope_parameters") or {}
-    near = found.get("sliding_attention") or {"rope_type": "default", "rope_theta": 10_000.0}
-    far = found.get("full_attention") or {
-        "rope_type": "proportional",
-        "rope_theta": 1e6,
-        "partial_rotary_factor": 0.25,
-    }
-    only(near, "rope_type", "default")
-    only(far, "rope_type", "proportional", "default")
+    found = text.get("rope_parameters")
+    if found is None:
+        found = {
+            "sliding_attention": {"rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        }
+    near, far = need(found, "sliding_attention"), need(found, "full_attention")
+    for name, rope, allowed in (("sliding", near, ("default",)), ("full", far, ("proportional", "default"))):
+        if rope.get("rope_type", "default") not in allowed:
+            where = f"config.json: rope_parameters.{name}_attention.rope_type"
+            raise refuse(where, rope["rope_type"], ", ".join(allowed))
     fraction = far.get("partial_rotary_factor", 1.0) if far.get("rope_type") == "proportional" else 1.0
     return dict(
-        rope_theta=float(near.get("rope_theta", 10_000.0)), global_rope_theta=float(far.get("rope_theta", 1e6)),
-        global_rope_fraction=float(fraction), global_rope_factor=float(far.get("factor") or 1.0),
+        rope_theta=float(need(near, "rope_theta")), global_rope_theta=float(need(far, "rope_theta")),
+        global_rope_fraction=float(fraction), global_rope_factor=float(far.get("factor", 1.0)),
     )  # fmt: skip
 
 
 def special_ids(config: Json) -> dict[str, Any]:
     """Ids of the text's config, and what the whole checkpoint adds to its ends."""
     text = text_of(config)
-    listed = lambda x: [] if x is None else list(x) if isinstance(x, list | tuple) else [x]
-    ends = list(dict.fromkeys([*listed(text.get("eos_token_id")), *listed(config.get("eos_token_id"))])) or [
-        1
-    ]
+    found = [id for some in (text, config) for id in decoder.listed_ids(some.get("eos_token_id"))]
+    ends = list(dict.fromkeys(found)) or [1]
     pad = text.get("pad_token_id")
     return dict(mask=None, pad=0 if pad is None else pad, eos=ends[0], ends=tuple(ends[1:]))
 
@@ -117,11 +207,12 @@ def experts(text: Json) -> Experts:
 
 def diffusion(config: Json) -> GemmaConfig:
     """DiffusionGemma: the soft-capping is fixed in its class, keys are values in every global layer."""
-    text = text_of(config)
+    text = need(config, "text_config")
     mixed = experts(text) if text.get("num_experts") else None
     return GemmaConfig(
         **sizes(
-            config, experts=mixed, pattern="causal_encoder", block=config.get("canvas_length") or 256,
+            config, experts=mixed, pattern="causal_encoder", block=config.get("canvas_length", 256),
+            **global_sizes(text, own_heads=True),
             softcap=text.get("final_logit_softcapping", 30.0), keys_as_values=True, self_conditioning=True,
             encoder_scalars=True,
         )
@@ -131,14 +222,14 @@ def diffusion(config: Json) -> GemmaConfig:
 def autoregressive(config: Json) -> GemmaConfig:
     """A text model of Gemma 4."""
     text = text_of(config)
-    shared = text.get("num_kv_shared_layers") or 0
+    shared, same = text.get("num_kv_shared_layers", 0), text.get("attention_k_eq_v", False)
     own = text.get("hidden_size_per_layer_input", 256)
     doubled = 2 * need(text, "intermediate_size") if text.get("use_double_wide_mlp") and shared else None
     return GemmaConfig(
         **sizes(
             config, experts=experts(text) if text.get("enable_moe_block") else None, pattern="block_causal", block=1,
-            predicts_next=True, softcap=text.get("final_logit_softcapping"),
-            keys_as_values=bool(text.get("attention_k_eq_v")), shared_kv=shared, shared_ffn=doubled,
+            predicts_next=True, **global_sizes(text, own_heads=same), softcap=text.get("final_logit_softcapping"),
+            keys_as_values=same, shared_kv=shared, shared_ffn=doubled,
             per_layer_width=own, per_layer_vocab=text.get("vocab_size_per_layer_input", 262_144) if own else 0,
         )
     )  # fmt: skip
@@ -148,6 +239,8 @@ def names(c: ModelConfig, stem: str) -> dict[str, Leaf]:
     """What both have; `stem` stands before every name."""
     assert isinstance(c, GemmaConfig)
     found = {"embed": Leaf(f"{stem}embed_tokens.weight"), "norm/scale": Leaf(f"{stem}norm.weight")}
+    if not c.tied:
+        found["head"] = Leaf("lm_head.weight", 1)
     if c.per_layer_width:
         found |= {
             "per_layer/embed": Leaf(f"{stem}embed_tokens_per_layer.weight", fold=2),

@@ -6,7 +6,8 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub.dit import CONSTANTS, common, fixed, names, sizes, specials
-from mercury_jax.hub.family import Family, Json, Leaf
+from mercury_jax.hub.family import Family, Leaf
+from mercury_jax.hub.keys import COMMON, INT, NUMBER, Json, Keys
 from mercury_jax.models.dit import DiTConfig
 
 _KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "timestep_cond_dim", "max_seq_len")
@@ -43,6 +44,9 @@ GIDD = Family(
     architectures=("DIT",),
     checkpoints=tuple(
         f"dvruette/gidd-{size}-p_unif-{p}" for size in ("small", "base") for p in ("0.0", "0.1", "0.2")
+    ),
+    keys=COMMON.plus(
+        Keys(used={"vocab_size": INT, "t_eps": NUMBER, "p_uniform": NUMBER, **dict.fromkeys(_KEYS, INT)})
     ),
     config=_config,
     names=_names,

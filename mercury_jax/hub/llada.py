@@ -6,13 +6,32 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json, Leaf, need, only
+from mercury_jax.hub.family import Family, Leaf, need
+from mercury_jax.hub.keys import BOOL, COMMON, INT, NULL, NUMBER, Json, Keys
 
 # What the code could do and no published model does; each would change the arithmetic.
 PLAIN = dict(
     block_type=("llama",), activation_type=("silu",), layer_norm_type=("rms",), rope=(True,), alibi=(False,),
     include_bias=(False,), include_qkv_bias=(False,), bias_for_layer_norm=(False,), attention_layer_norm=(False,),
-    scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,),
+    scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,), layer_norm_with_affine=(True,),
+)  # fmt: skip
+KEYS = COMMON.plus(
+    Keys(
+        used={
+            "vocab_size": INT, "embedding_size": INT + NULL, "d_model": INT, "n_layers": INT, "n_heads": INT,
+            "n_kv_heads": INT + NULL, "multi_query_attention": BOOL + NULL, "mlp_hidden_size": INT + NULL,
+            "mlp_ratio": NUMBER, "rope_theta": NUMBER, "rms_norm_eps": NUMBER, "max_sequence_length": INT,
+            "weight_tying": BOOL,
+        },
+        only=PLAIN,
+        unused={
+            "alibi_bias_max": "alibi is false",
+            "attention_layer_norm_with_affine": "attention_layer_norm is false",
+            "rope_full_precision": "angles are computed in fp32 here, whatever it says",
+            "precision": "of its training",
+            **dict.fromkeys(("init_device", "init_fn", "init_std", "init_cutoff_factor"), "training only"),
+        },
+    )
 )  # fmt: skip
 _OURS = dict(q="q_proj", k="k_proj", v="v_proj", o="attn_out")
 _MLP = dict(gate="ff_proj", up="up_proj", down="ff_out")
@@ -20,8 +39,6 @@ _MLP = dict(gate="ff_proj", up="up_proj", down="ff_out")
 
 def config(config: Json) -> ModelConfig:
     """LLaDA's config.json; the rows of the embedding may outnumber the vocabulary."""
-    for key, allowed in PLAIN.items():
-        only(config, key, *allowed)
     heads, width = need(config, "n_heads"), need(config, "d_model")
     ids = decoder.special_ids({"mask_token_id": 126336, **config})
     return ModelConfig(
@@ -67,6 +84,7 @@ LLADA = Family(
     name="LLaDA",
     architectures=("LLaDAModelLM",),
     checkpoints=("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
+    keys=KEYS,
     config=config,
     names=names,
     noise=NoiseConfig(kind="absorbing"),

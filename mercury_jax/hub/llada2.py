@@ -6,16 +6,34 @@ from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json, Leaf, need, only
+from mercury_jax.hub.family import Family, Leaf, need
+from mercury_jax.hub.keys import BOOL, INT, NULL, NUMBER, Json, Keys
 
 MASK, BLOCK = 156895, 32  # not in config.json
+KEYS = decoder.KEYS.plus(decoder.NO_WINDOW).plus(
+    Keys(
+        used={
+            "num_experts": INT, "num_experts_per_tok": INT, "moe_intermediate_size": INT, "n_group": INT,
+            "topk_group": INT, "num_shared_experts": INT + NULL, "routed_scaling_factor": NUMBER,
+            "first_k_dense_replace": INT, "use_qk_norm": BOOL, "partial_rotary_factor": NUMBER, "block_size": INT,
+        },
+        only={
+            "score_function": ("sigmoid",), "use_bias": (False,), "use_qkv_bias": (False,), "use_rmsnorm": (True,),
+            "norm_head": (False,), "norm_softmax": (False,), "using_split_qkv_in_self_attention": (False,),
+            "moe_router_enable_expert_bias": (True,), "expert_capacity": (None, 0), "attention_bias": (False,),
+            "num_nextn_predict_layers": (0, None),
+        },
+        unused={
+            "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
+            "router_dtype": "the router computes in fp32 here, whatever it says",
+            "rotary_dim": "partial_rotary_factor says it",
+        },
+    )
+)  # fmt: skip
 
 
 def config(config: Json) -> ModelConfig:
     """LLaDA2's config.json."""
-    only(config, "score_function", "sigmoid")
-    only(config, "use_bias", False)
-    only(config, "use_qkv_bias", False)
     dense = tuple(range(config.get("first_k_dense_replace", 0)))
     width = need(config, "moe_intermediate_size")
     experts = Experts(
@@ -26,9 +44,9 @@ def config(config: Json) -> ModelConfig:
     )  # fmt: skip
     return ModelConfig(
         **decoder.sizes(
-            {"mask_token_id": MASK, **config, "use_sliding_window": False}, experts=experts,
+            {"mask_token_id": MASK, **config}, experts=experts,
             qk_norm=config.get("use_qk_norm", True), rope_fraction=config.get("partial_rotary_factor", 1.0),
-            qkv_bias=False, pattern="block_causal", block=config.get("block_size") or BLOCK,
+            qkv_bias=False, pattern="block_causal", block=config.get("block_size", BLOCK),
         )
     )  # fmt: skip
 
@@ -85,6 +103,7 @@ LLADA2 = Family(
     name="LLaDA2.0, 2.1",
     architectures=("LLaDA2MoeModelLM",),
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash"),
+    keys=KEYS,
     config=config,
     names=names,
     noise=NoiseConfig(kind="absorbing"),

@@ -6,19 +6,29 @@ from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json, need, only
+from mercury_jax.hub.family import Family, need
+from mercury_jax.hub.keys import BOOL, INT, LIST, NULL, NUMBER, Json, Keys
 
 MASK = 156895  # not in config.json
+KEYS = decoder.KEYS.plus(decoder.NO_WINDOW).plus(
+    Keys(
+        used={
+            "num_experts": INT, "num_experts_per_tok": INT, "expert_intermediate_size": INT,
+            "dense_intermediate_size": INT + NULL, "moe_layer_freq": LIST + NULL, "qk_layernorm": BOOL,
+            "partial_rotary_factor": NUMBER + NULL,
+        },
+        only={
+            "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias": (False,),
+            "attention_bias": (False,), "norm_topk_prob": (False, None), "router_num_group": (None,),
+            "router_topk_group": (None,), "shared_expert_intermediate_size": (None,), "clip_qkv": (None,),
+            "routed_scaling_factor": (1, 1.0),
+        },
+    )
+)  # fmt: skip
 
 
 def config(config: Json) -> ModelConfig:
     """LLaDA-MoE's config.json: one frequency list says which layers have experts."""
-    only(config, "moe_router_score_function", "softmax")
-    for key in ("moe_router_enable_expert_bias", "attention_bias", "norm_topk_prob"):
-        only(config, key, False)
-    for key in ("router_num_group", "shared_expert_intermediate_size", "clip_qkv"):
-        only(config, key, None)
-    only(config, "routed_scaling_factor", 1, 1.0)
     layers = need(config, "num_hidden_layers")
     frequency = config.get("moe_layer_freq") or [1] * layers
     experts = Experts(
@@ -55,6 +65,7 @@ LLADA_MOE = Family(
     name="LLaDA-MoE",
     architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
     checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
+    keys=KEYS,
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

@@ -41,7 +41,7 @@ def save(
         "name": lm.name,
         "architecture": models.kind(config),
         "model": to_dict(config),
-        "noise": None if noise_config is None else to_dict(noise_config),
+        "noise": None if noise_config is None or config.autoregressive else to_dict(noise_config),
         "forbidden": list(lm.corruption.forbidden),
         "tokenizer": lm.tokenizer.fingerprint,
         "card": dict(lm.card),
@@ -89,7 +89,7 @@ def load(
     memory.check(model, mesh, kind or config.dtype, quantise, data["name"])
     params = _params(model, found, kind, quantise, mesh)
     described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-    kept_out = tuple(data.get("forbidden", noise.specials(tokenizer)))
+    kept_out = tuple(data.get("forbidden", noise.specials(tokenizer, config.vocab)))
     return LM(
         model=model,
         params=params,
@@ -121,9 +121,10 @@ def _tokenizer(found: checkpoint.Exported) -> AnyTokenizer:
 
 
 def _check_tokenizer(tokenizer: AnyTokenizer, config: ModelConfig, data: Mapping[str, Any]) -> None:
-    exact = isinstance(tokenizer, Tokenizer)  # a checkpoint may have ids that stand for nothing
-    if tokenizer.vocab_size > config.vocab or (exact and tokenizer.vocab_size != config.vocab):
-        raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, f"{config.vocab}, the model's vocab")
+    if tokenizer.vocab_size > config.vocab:  # a model may have ids that stand for nothing
+        raise refuse(
+            "tokenizer.vocab_size", tokenizer.vocab_size, f"at most {config.vocab}, the model's vocab"
+        )
     if tokenizer.fingerprint != data["tokenizer"]:
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")
 

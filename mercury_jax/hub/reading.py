@@ -17,13 +17,15 @@ from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, NoiseConfig, one_of, refuse
 from mercury_jax.config.model import ComputeType
 from mercury_jax.hub import assemble, files, ids, memory
-from mercury_jax.hub.families import family_of
+from mercury_jax.hub.families import family_of, notes
 from mercury_jax.hub.family import Family
 from mercury_jax.hub.unread import Ids
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Model
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
+HEAD = "lm_head.weight"
+SLICE = 64_000_000  # bytes that are compared at a time
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -59,18 +61,9 @@ def open_folder(folder: str | Path, *, dtype: str | None = None, mask: int | Non
     Raises ValueError for a model that we do not build, CheckpointError for damage.
     """
     found = files.scan(folder)
-    if mask is not None:
-        found.config["mask_token_id"] = mask
     ids.complete(found.path, found.config)
-    if found.config.get("quantization_config"):
-        kind = dict(found.config["quantization_config"]).get("quant_method")
-        raise refuse(
-            "config.json: quantization_config",
-            kind,
-            "none: load the unquantised files, with quantise='int8' or 'fp8'",
-        )
-    family = family_of(found.config)
-    config = family.config(found.config)
+    family, config = _understood(found, files.CONFIG, mask)
+    config = own_head(found, family, config)
     if dtype is not None:
         one_of(ComputeType, dtype=dtype)
         config = dataclasses.replace(config, dtype=dtype)
@@ -83,11 +76,43 @@ def open_config(path: str | Path, *, mask: int | None = None) -> Opened:
     """The model of a config.json without its tensors: what it would be, and what it would need."""
     path = Path(path)
     found = files.Folder(path.parent, files.read_json(path.parent, path.name), {}, [])
+    family, config = _understood(found, path.name, mask)
+    return Opened(found, family, config, models.build(config))
+
+
+def _understood(found: files.Folder, name: str, mask: int | None) -> tuple[Family, ModelConfig]:
+    """The family of a config.json and our config of it; `mask` goes before the one that it names."""
     if mask is not None:
         found.config["mask_token_id"] = mask
+    if (kind := found.config.get("quantization_config")) is not None:
+        method = kind.get("quant_method") if isinstance(kind, Mapping) else kind
+        allowed = "none: load the unquantised files, with quantise='int8' or 'fp8'"
+        raise refuse(f"{found.path / name}: quantization_config", method, allowed)
     family = family_of(found.config)
-    config = family.config(found.config)
-    return Opened(found, family, config, models.build(config))
+    found.notes.extend(notes(found.config, family))
+    return family, family.read(found.config, str(found.path / name))
+
+
+def own_head(folder: files.Folder, family: Family, config: ModelConfig) -> ModelConfig:
+    """The config with `tied` off where the files hold a head that differs from the embedding.
+
+    As transformers 5 does: under `tie_word_embeddings` two equal tensors are tied, and two that differ are both used.
+    They are compared slice by slice, up to the first difference, so that neither is in memory whole.
+    """
+    if not config.tied or HEAD not in folder.tensors or family.uses(HEAD, config):
+        return config
+    embed = family.names(config)["embed"].name
+    same = isinstance(embed, str) and embed in folder.tensors and _equal(folder, embed, HEAD)
+    return config if same else dataclasses.replace(config, tied=False)
+
+
+def _equal(folder: files.Folder, one: str, other: str) -> bool:
+    a, b = folder.tensors[one].entry, folder.tensors[other].entry
+    if a.shape != b.shape or a.dtype != b.dtype or not a.shape:
+        return False
+    rows = max(1, SLICE * a.shape[0] // max(1, a.end - a.start))
+    cuts = [slice(i, min(i + rows, a.shape[0])) for i in range(0, a.shape[0], rows)]
+    return all(np.array_equal(folder.read(one, cut), folder.read(other, cut)) for cut in cuts)
 
 
 def _check(opened: Opened) -> None:
@@ -119,10 +144,24 @@ def load(
     dtype: of parameters and arithmetic (None: the files'). quantise: "int8" or "fp8" keeps matrices as that, with a
     scale for each output. mask: see `open_folder`. mesh: where it lies (None: the first device).
     """
-    assemble.check_kind(quantise)
     opened = open_folder(folder, dtype=dtype, mask=mask)
+    kind = None if dtype is None else jnp.dtype(dtype)
+    return load_opened(opened, dtype=kind, quantise=quantise, mesh=mesh, name=name, progress=progress)
+
+
+def load_opened(
+    opened: Opened,
+    *,
+    dtype: np.dtype | None = None,
+    quantise: str | None = None,
+    mesh: Mesh | None = None,
+    name: str | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> LM:
+    """`load` of a folder that was opened. dtype: of the parameters (None: that of most of the files' numbers)."""
+    assemble.check_kind(quantise)
     label = name or str(opened.folder.config.get("_name_or_path") or opened.folder.path.name)
-    kind = opened.stored if dtype is None else jnp.dtype(dtype)
+    kind = opened.stored if dtype is None else dtype
     memory.check(opened.model, mesh, kind, quantise, label)
     params = assemble.params(
         opened.model, opened.family.names(opened.config), opened.folder.read, dtype=kind,

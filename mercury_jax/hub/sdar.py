@@ -6,9 +6,20 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import decoder
-from mercury_jax.hub.family import Family, Json
+from mercury_jax.hub.family import Family
+from mercury_jax.hub.keys import INT, Json, Keys
 
 MASK, BLOCK = 151669, 4  # of every published model whose config.json is silent
+
+
+TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
+
+
+def keys(config: Json) -> Keys:
+    """Qwen3's, and how it was trained."""
+    known = decoder.KEYS.plus(decoder.NO_WINDOW).plus(decoder.NO_BIAS)
+    known = known.plus(Keys(used={"block_size": INT}, unused=dict.fromkeys(TRAINING, "training only")))
+    return known.plus(decoder.EXPERTS) if "SDARMoeForCausalLM" in config["architectures"] else known
 
 
 def config(config: Json) -> ModelConfig:
@@ -16,7 +27,7 @@ def config(config: Json) -> ModelConfig:
     return ModelConfig(
         **decoder.sizes(
             {"mask_token_id": MASK, **config}, qk_norm=True, experts=decoder.experts_of(config),
-            pattern="block_causal", block=config.get("block_size") or BLOCK,
+            pattern="block_causal", block=config.get("block_size", BLOCK),
         )
     )  # fmt: skip
 
@@ -31,6 +42,7 @@ SDAR = Family(
     name="SDAR, TraDo",
     architectures=("SDARForCausalLM", "SDARMoeForCausalLM"),
     checkpoints=("JetLM/SDAR-4B-Chat", "JetLM/SDAR-30B-A3B-Chat", "Gen-Verse/TraDo-8B-Instruct"),
+    keys=keys,
     config=config,
     names=decoder.names,
     noise=NoiseConfig(kind="absorbing"),

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import refuse
 from mercury_jax.hub.sandbox.traced import mask_of
@@ -160,7 +161,7 @@ def _build(text: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
-        raise refuse("tokenizer", "tokenizers is not installed", "pip install mercury-jax[hub]") from error
+        raise refuse("tokenizer", "tokenizers is not installed", install.command("hub")) from error
     try:
         core = Tokenizer.from_str(text)
         core.encode("a 1", add_special_tokens=True)

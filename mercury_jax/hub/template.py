@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mercury_jax import install
 from mercury_jax.chat import ROLES
 from mercury_jax.config import refuse
 from mercury_jax.hub.sandbox import meter as meters
@@ -94,7 +95,7 @@ def _sandbox() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "jinja2":
             raise
-        raise refuse("chat_template", "jinja2 is not installed", "pip install mercury-jax[hub]") from error
+        raise refuse("chat_template", "jinja2 is not installed", install.command("hub")) from error
     return Sandbox()
 
 

@@ -90,6 +90,13 @@ class HFTokenizer:
         made._check()
         return made
 
+    def with_mask(self, mask: int) -> HFTokenizer:
+        """The same tokenizer with another mask id: what an autoregressive checkpoint lacks."""
+        if mask == self.mask:
+            return self
+        given = {"eos": self.eos, "pad": self.pad, "ends": self.ends, "vocab": self.vocab}
+        return HFTokenizer.of(self.files, mask=mask, **given)
+
     def _check(self) -> None:
         if self.vocab_size > MOST_IDS:
             raise CheckpointError(f"tokenizer.json: id {self.vocab_size - 1}; allowed: 0..{MOST_IDS - 1}")

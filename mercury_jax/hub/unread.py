@@ -33,6 +33,10 @@ class Ids:
         self.ends = tuple(given["ends"])
         self.eos = self.end_turn = self.ends[0]
 
+    def with_mask(self, mask: int) -> Ids:
+        """The same ids with another mask."""
+        return Ids(**{**self._given, "mask": mask})
+
     @property
     def proto(self) -> bytes:
         """The ids as bytes, which `of` reads."""

@@ -16,10 +16,17 @@ from mercury_jax.checkpoint.tensors import Source
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import assemble, families, files, tokenizer_json
 from mercury_jax.hub.family import Family, Leaf
+from mercury_jax.hub.reading import HEAD, Opened
 from mercury_jax.models.quantise import check_whole
 from mercury_jax.sharding import name_of
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
+
+EXPORTABLE = (
+    "a build that a family of checkpoints has. With same_position, qk_norm and no predicts_next: block_causal "
+    "with a mask (SDAR; recipe nano_sdar), bidirectional (tiny-A2D; recipe nano_bidirectional). Without a mask: "
+    "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe nano_qwen3)"
+)
 
 
 def to_hf(
@@ -38,9 +45,60 @@ def to_hf(
     assert chosen.export is not None
     about = chosen.export(config)
     arrays = sources(chosen.names(config), params, dtype)
+    return files.write_folder(folder, about, arrays, shard=shard, extra=_tokenizer_files(lm))
+
+
+# Beside the tokenizer's files, what belongs to the checkpoint and would be lost.
+BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "README.md")
+
+
+def again(folder: str | Path, lm: LM, opened: Opened, *, dtype: Any = None, shard: int = files.SHARD) -> Path:
+    """Write an LM as the checkpoint that it was loaded from, with everything in that one which the model does not read.
+
+    Args:
+        folder: A new folder.
+        lm: The model, loaded from `opened`.
+        opened: The checkpoint. Its config.json is written as it is; its unread tensors are copied one at a time, in
+            the dtype in which they are stored.
+        dtype: Of the parameters (None: theirs).
+        shard: Most bytes in a file.
+
+    Returns:
+        The folder's path.
+    """
+    read = sources(opened.family.names(opened.config), lm.params, dtype)
+    theirs = opened.folder.tensors
+    # Under a tied head a copy of the embedding says nothing, and in another dtype it would no longer be equal.
+    skip = {source.name for source in read} | ({HEAD} if opened.config.tied else set())
+    carried = [
+        Source(name, place.entry.shape, place.entry.dtype, functools.partial(opened.folder.read, name))
+        for name, place in theirs.items()
+        if name not in skip
+    ]
+    beside = {name: files.find(opened.folder.path, name) for name in BESIDE}
+    extra = {name: path.read_bytes() for name, path in beside.items() if path is not None}
+    about = files.read_json(opened.folder.path, files.CONFIG)
+    if (mask := opened.folder.config.get("mask_token_id")) is not None:  # which may have been an argument
+        about["mask_token_id"] = mask
+    if dtype is not None:
+        about = _retyped(about, dtype)
+    return files.write_folder(
+        folder, about, [*read, *carried], shard=shard, extra=extra | _tokenizer_files(lm)
+    )
+
+
+def _retyped(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """A config.json whose dtype is another, under whichever of its names it stands; that of its text model, too."""
+    name = np.dtype(dtype).name
+    found = {k: name if k in ("dtype", "torch_dtype") else v for k, v in config.items()}
+    if isinstance(config.get("text_config"), Mapping):
+        found["text_config"] = _retyped(config["text_config"], dtype)
+    return found
+
+
+def _tokenizer_files(lm: LM) -> dict[str, bytes]:
     tok = lm.tokenizer
-    extra = tokenizer_json.files_of(tok) if isinstance(tok, Tokenizer) else tok.files
-    return files.write_folder(folder, about, arrays, shard=shard, extra=extra)
+    return dict(tokenizer_json.files_of(tok) if isinstance(tok, Tokenizer) else tok.files)
 
 
 def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:
@@ -51,8 +109,11 @@ def _family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:
             return found
         raise refuse("family", wanted, _names(able) + ", which hold this model exactly")
     if not able:
-        about = f"{config.pattern}, {models.kind(config)}"
-        raise refuse("model", about, "one that a family of checkpoints can hold; none has this build")
+        about = (
+            f"{config.pattern} (block {config.block}), {models.kind(config)}, alignment {config.alignment}, "
+        )
+        about += f"qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, predicts_next {config.predicts_next}"
+        raise refuse("model", about, EXPORTABLE)
     return able[0]
 
 

@@ -16,8 +16,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import blockwise, chip, reference, walk
-from mercury_jax.kernels.rounded import Keys
+from mercury_jax.kernels import blockwise, checked, chip, reference, walk
+from mercury_jax.kernels.rounded import Keys, Rounded
 
 
 class Backend(NamedTuple):
@@ -89,9 +89,10 @@ def attend(
     gradient; without it there is one, in reverse mode. backend: one by its name; None takes the first that does not
     refuse, for the platform that the program is lowered for.
     Returns [B, T, H, K] in q's dtype; with `residual` also the log-sum-exp of each row's scores [B, T, H] in fp32,
-    -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where a backend that
-    was named refuses.
+    -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where shapes do not belong
+    together, and where a backend that was named refuses. The GPU kernels copy keys whose S is no multiple of 8.
     """
+    _check(q, k, v, ranges)
     asked: dict[str, Any] = dict(
         scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, residual=residual
     )
@@ -104,15 +105,34 @@ def attend(
     return jax.lax.platform_dependent(q, k, v, ranges, default=each.pop("tpu"), **each)
 
 
+def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
+    """Raises ValueError for shapes that do not belong together, and for empty ones."""
+    if q.ndim != 4 or 0 in q.shape:
+        raise refuse("q", list(q.shape), "[B, T, H, K], each at least 1")
+    b, t, h, width = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if len(x.shape) != 4 or x.shape[0] != b or x.shape[3] != width or 0 in x.shape or h % x.shape[2]:
+            raise refuse(
+                name, list(x.shape), f"[{b}, S, G, {width}], S at least 1 and G a divisor of {h} heads"
+            )
+        if isinstance(x, Rounded) and x.scale.shape != x.shape[:3]:
+            raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
+    if k.shape != v.shape:
+        raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
+    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
+        raise refuse("ranges", list(ranges.shape), f"[{b}, {t}, R, 2], R at least 1")
+
+
 def _first(platform: str, cached: bool, *args: Any) -> Backend:
     """The first backend of a platform that takes it."""
     *arrays, asked = args
+    kernel = chip.chosen(checked.attention_form(arrays[0], arrays[1], asked["softcap"]))
     return next(
         one
         for one in _BACKENDS.values()
         if platform in one.platforms
         and one.cached in (None, cached)
-        and one.chip in (None, chip.chip())
+        and (one.chip is None or one.chip == kernel)
         and one.refuses(*arrays, **asked) is None
     )
 

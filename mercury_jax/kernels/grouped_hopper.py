@@ -41,14 +41,16 @@ def run(
     x: Float[Array, "M I"],
     w: Array,
     visits: Int[Array, "4 t"],
+    rows: int,
     tile: int,
     turned: bool,
     dtype: Any,
-) -> Float[Array, "M O"]:
+) -> Float[Array, "rows O"]:
     """Every visit's rows times its expert's matrix: w [E, I, O], or [E, O, I] where `turned`; 8 bits as they are.
 
     visits: the expert, the first of `tile` rows to read, and the rows [low, high) to write; none where low >= high.
-    Rows that no visit writes are left as they were found. Rows that a visit reads must be there: M >= tile.
+    The first is a multiple of 8, as are `tile` and M, and first + tile <= M; the rows to write are among those read
+    and below `rows`. Rows that no visit writes are left as they were found.
     """
     outputs = w.shape[1] if turned else w.shape[2]
     block = block_of(outputs)
@@ -60,7 +62,7 @@ def run(
 
     call = plgpu.kernel(
         grouped,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), dtype),
+        out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
         grid=(visits.shape[1] * s.blocks,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

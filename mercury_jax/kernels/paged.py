@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import chip
+from mercury_jax.kernels import checked, chip
 from mercury_jax.kernels.attention import attend
 from mercury_jax.kernels.reference import visible
 from mercury_jax.kernels.rounded import Pool, Rounded
@@ -60,7 +60,7 @@ def attend_paged(
             )
         return _in_place(*args, **asked)
     gathered = functools.partial(_gathered, **asked)
-    if why is not None or chip.chip() != chip.HOPPER:
+    if why is not None or chip.chosen(checked.attention_form(q, k, softcap, paged=True)) != chip.HOPPER:
         return gathered(*args)
     return jax.lax.platform_dependent(*args, cuda=functools.partial(_in_place, **asked), default=gathered)
 
@@ -110,5 +110,5 @@ def _check(q: Any, k: Any, v: Any, pages: Any, ranges: Any) -> None:
         )
     if not jnp.issubdtype(pages.dtype, jnp.integer):
         raise refuse("pages", str(pages.dtype), "integers")
-    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2:
-        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2]")
+    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
+        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2], each at least 1")

@@ -25,6 +25,7 @@ from mercury_jax.kernels.tpu_program import Plan, program
 ROWS = 1024  # of a tile of queries of one key head, at most
 KEYS = (512, 256, 128)  # of a tile, the first that fits
 SUBLANES, LANES = 16, 128  # rows of a register of bfloat16, two of float32; its columns
+LEAST = 8  # keys: products with a single one do not lower
 WIDTHS = range(64, 513, 64)  # head sizes
 
 
@@ -41,6 +42,8 @@ def refuses(
         return f"head size {q.shape[-1]} is no multiple of 64 up to 512"
     if q.shape[2] % k.shape[2]:
         return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
+    if k.shape[1] < LEAST:
+        return f"{k.shape[1]} keys; it takes {LEAST} or more"
     if _plan(q, k, ranges, scale, softcap, residual) is None:
         return f"{KEYS[-1]} keys of {k.shape[2]} heads do not fit into VMEM"
     if _divided(q):

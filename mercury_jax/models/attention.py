@@ -38,5 +38,4 @@ class Attention(nn.Module):
             k, v = kv
         out = parallel.attend(q, k, v, ranges, cached=kv is not None)
         scale = 1.0 / (2 * c.layers)
-        out = Matrix((c.heads, c.head_dim), (c.width,), scale, name="o").part(out)
-        return parallel.total([out])[0], kv
+        return Matrix((c.heads, c.head_dim), (c.width,), scale, c.out_bias, name="o").whole(out), kv

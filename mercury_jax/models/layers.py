@@ -66,19 +66,29 @@ class Linear(nn.Module):
 
 
 class Matrix(nn.Module):
-    """The matrix of a `Linear` without a bias, for those who multiply by it themselves."""
+    """A `Linear` at the end of a layer; on a mesh its product is a sum over the devices that hold parts of w."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scale: float = 1.0
+    bias: bool = False
 
     @nn.compact
-    def __call__(self) -> Array | Scaled:
-        return weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
+    def __call__(self) -> tuple[Array | Scaled, Array | None]:
+        w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
+        return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
     def part(self, x: Float[Array, "B T *s"]) -> parallel.Part:
-        """x @ w as a term of a sum: over the devices that hold a part of each."""
-        return parallel.product(x, self(), functools.partial(dot, count=len(self.inputs)))
+        """x @ w as a term of a sum, for a matrix without a bias: each device would add it once."""
+        w, bias = self()
+        assert bias is None
+        return parallel.product(x, w, functools.partial(dot, count=len(self.inputs)))
+
+    def whole(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
+        """x @ w + b, summed over the devices before the bias is added."""
+        w, bias = self()
+        y = parallel.total([parallel.product(x, w, functools.partial(dot, count=len(self.inputs)))])[0]
+        return y if bias is None else y + bias.astype(y.dtype)
 
 
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Scaled:
@@ -104,12 +114,19 @@ class SwiGLU(nn.Module):
     width: int
     hidden: int
     scale: float  # of the last projection's init: 1 / (2 layers)
+    bias: bool = False
 
-    @nn.compact
+    def setup(self) -> None:
+        self.gate = Linear((self.width,), (self.hidden,), bias=self.bias)
+        self.up = Linear((self.width,), (self.hidden,), bias=self.bias)
+        self.down = Matrix((self.hidden,), (self.width,), self.scale, self.bias)
+
+    def _inner(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return jax.nn.silu(self.gate(x)) * self.up(x)
+
     def part(self, x: Float[Array, "B T D"]) -> parallel.Part:
-        gate = Linear((self.width,), (self.hidden,), name="gate")(x)
-        up = Linear((self.width,), (self.hidden,), name="up")(x)
-        return Matrix((self.hidden,), (self.width,), self.scale, name="down").part(jax.nn.silu(gate) * up)
+        """The output as a term of a sum, for a shared expert; without biases."""
+        return self.down.part(self._inner(x))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return parallel.total([self.part(x)])[0]
+        return self.down.whole(self._inner(x))

@@ -62,6 +62,23 @@ def blind_ranges(
     return jnp.where(live[:, :, None, None], ranges, 0)
 
 
+def near(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int[Array, "B T R 2"]:
+    """The ranges without the slots before `lowest`: what a sliding layer sees of them."""
+    start = jnp.maximum(ranges[..., 0], lowest[..., None])
+    return jnp.stack([start, jnp.maximum(ranges[..., 1], start)], axis=-1)
+
+
+def windowed(ranges: Int[Array, "B T R 2"], window: int) -> Int[Array, "B T R 2"]:
+    """The ranges of an autoregressive model in a layer with a sliding window.
+
+    A query sees `window` tokens, itself included: those at positions (p - window, p]. Its first range ends with itself,
+    or, where it has a slot elsewhere (a canvas token in training, the mask of a blind pass), with the token before it,
+    and a later range holds its own slot.
+    """
+    apart = (ranges[:, :, 1:, 1] > ranges[:, :, 1:, 0]).any(axis=-1)
+    return near(ranges, ranges[:, :, 0, 1] - window + apart)
+
+
 def layout(
     config: ModelConfig, ids: np.ndarray, prompt: int, fill: int | None = None, whole: bool | None = None
 ) -> Laid:

@@ -81,7 +81,7 @@ def grouped_or_tiled(
     XLA for GPUs has no grouped product: it makes ragged_dot a dense one of every row by every expert, [E, M, D] in
     memory. Where the kernels refuse, the tiles' loop is left.
     """
-    if refuses(rows, gate_up, down) is not None:
+    if refuses(rows, gate_up, down, tile) is not None:
         return tiled(act, rows, sizes, gate_up, down, tile)
 
     def product(x: Array, w: Stack) -> Array:
@@ -92,14 +92,14 @@ def grouped_or_tiled(
     return product(gated(act, product(rows, gate_up)), down)
 
 
-def refuses(rows: Float[Array, "M D"], gate_up: Stack, down: Stack) -> str | None:
+def refuses(rows: Float[Array, "M D"], gate_up: Stack, down: Stack, tile: int | None = None) -> str | None:
     """Why our kernels do not take these experts; None: they do."""
 
     def why(width: int, w: Stack) -> str | None:
         x = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
         if isinstance(w, Scaled):
-            return grouped.refuses(x, w.values, w.scale)
-        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype))
+            return grouped.refuses(x, w.values, w.scale, tile=tile)
+        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile)
 
     inside = (down.values if isinstance(down, Scaled) else down).shape[1]
     return why(rows.shape[1], gate_up) or why(inside, down)

@@ -37,10 +37,12 @@ def rope(
 def frequencies(theta: float, half: int, scaling: RopeScaling | None = None) -> Float[np.ndarray, "half"]:
     """theta**(-i/half), stretched; float64, so that every caller rounds once."""
     plain = float(theta) ** (-np.arange(half) / half)
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":  # plain within the context that `RopeScaling` allows
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "longrope":
+        return plain / np.asarray(scaling.short)
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
     return _yarn(plain, theta, half, scaling)
@@ -56,6 +58,11 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def _yarn(plain: np.ndarray, theta: float, half: int, scaling: RopeScaling) -> np.ndarray:
     # The pair that makes `turns` rotations over the original context (YaRN, equations 17 to 22).
     at = lambda turns: half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
-    low, high = max(math.floor(at(scaling.fast)), 0), min(math.ceil(at(scaling.slow)), 2 * half - 1)
-    ramp = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    low, high = at(scaling.fast), at(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    # An empty range is a step. One that runs backwards (fewer than `fast` rotations fit into the original context)
+    # divides by a negative number, as the reference does.
+    ramp = np.clip((np.arange(half) - low) / (high - low or 1e-3), 0.0, 1.0)
     return plain / scaling.factor * ramp + plain * (1 - ramp)

@@ -25,6 +25,7 @@ SHARDINGS = (
     (r"(gate|up)/w$", ("fsdp", "tensor")),
     (r"down/w$", ("tensor", "fsdp")),
     (r"(q|k|v)/b$", ("tensor", None)),
+    (r"(gate|up)/b$", ("tensor",)),
     (r"moe/gate_up$", (("expert", "tensor"), "fsdp", None)),
     (r"moe/down$", (("expert", "tensor"), None, "fsdp")),
     (r"head$", ("fsdp", "tensor")),
@@ -52,7 +53,7 @@ class Block(nn.Module):
         x = x + y
         scale = 1.0 / (2 * c.layers)
         if c.experts is None or self.layer in c.experts.dense:
-            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, name="mlp")
+            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, c.mlp_bias, name="mlp")
         else:
             mlp = Mixture(c.experts, c.width, scale, name="moe")
         return x + mlp(norm("mlp_norm")(x)), kv
@@ -82,9 +83,11 @@ class Transformer(nn.Module):
         c = self.config
         enter = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
         x = parallel.total([parallel.lookup(self.embed, tokens, enter)])[0]
+        near = ranges if c.window is None else masks.windowed(ranges, c.window)
         filled = []
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, positions, ranges, None if cache is None else cache[i], slots)
+            seen = ranges if c.is_global(i) else near
+            x, kv = block(x, positions, seen, None if cache is None else cache[i], slots)
             filled.append(kv)
         return self.norm(x), tuple(filled)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import sentencepiece as spm
 
+from mercury_jax.config import refuse
 from mercury_jax.tokenizer.protocol import Fim, Messages, Thinking, lazy, valid
 
 
@@ -90,7 +91,9 @@ class Tokenizer:
         """
         fixed = len(SPECIAL) + len(_WHITESPACE) + 256
         if vocab_size <= fixed:
-            raise ValueError(f"vocab_size: {vocab_size}; must exceed the {fixed} fixed pieces")
+            raise refuse(
+                "vocab_size", vocab_size, f"more than the {fixed} fixed pieces (specials, whitespace, bytes)"
+            )
         out = io.BytesIO()
         try:
             spm.SentencePieceTrainer.train(
@@ -105,7 +108,7 @@ class Tokenizer:
                 max_sentence_length=8 * _SENTENCE, num_threads=1, minloglevel=2,
             )  # fmt: skip
         except RuntimeError as error:
-            raise ValueError(f"vocab_size: {vocab_size} does not suit these texts: {error}") from error
+            raise _vocab_error(vocab_size, str(error)) from error
         return cls(out.getvalue())
 
     @classmethod
@@ -161,6 +164,12 @@ class Tokenizer:
         """int32 [V]: the UTF-8 bytes of each id, 0 for specials; over a text they sum to its bytes."""
         return np.array([len(piece) for piece in self.pieces], np.int32)
 
+    def with_mask(self, mask: int) -> Tokenizer:
+        """This tokenizer, whose mask is fixed; ValueError for another one."""
+        if mask != self.mask:
+            raise refuse("mask", mask, f"{self.mask}, as in the tokenizer")
+        return self
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, never a special one. ValueError for a lone surrogate, which no UTF-8 text has."""
         first, *rest = valid(text).split(_SPACE)
@@ -208,6 +217,20 @@ class Tokenizer:
     @cached_property
     def _literal_space(self) -> list[int]:
         return [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+
+
+def _vocab_error(vocab_size: int, told: str) -> ValueError:
+    """What sentencepiece's trainer says about a size, in our words; it names the bound in its message."""
+    if most := re.search(r"too high .*<= (\d+)", told):
+        allowed = f"at most {most[1]}: these texts hold no more pieces to learn. More or more varied text allows more"
+        return refuse("vocab_size", vocab_size, allowed)
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", told):
+        return refuse(
+            "vocab_size", vocab_size, f"at least {least[1]}: so many different characters are in these texts"
+        )
+    return refuse(
+        "vocab_size", vocab_size, f"a size that sentencepiece can make of these texts; it says: {told}"
+    )
 
 
 def _chat() -> Any:

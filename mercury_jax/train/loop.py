@@ -31,7 +31,11 @@ CONFIG = "config.json"
 
 @runtime_checkable
 class Data(Protocol):
-    """An endless iterator of batches, this process's rows of them, that can go on where it was."""
+    """An endless iterator of batches, this process's rows of them, that can go on where it was.
+
+    With several processes a state is `{"rows": {number: state of that row of the batch}, ...}`: a checkpoint merges
+    the rows of all processes, and `set_state` is given all of them.
+    """
 
     def __next__(self) -> Batch: ...
     def get_state(self) -> Any: ...  # ready for JSON
@@ -68,8 +72,8 @@ def run(
 ) -> Result:
     """Train `model` as `config` says; returns after the last step, or after SIGTERM or SIGINT.
 
-    data: yields numpy batches of `local_rows(config)` rows. evaluate, preview: called with the
-    averaged parameters; they must not keep them. params: start from these (fine-tuning).
+    data: yields numpy batches of this process's rows, see `sharding.share`. evaluate, preview: called
+    with the averaged parameters; they must not keep them. params: start from these (fine-tuning); they are donated.
     Raises ValueError before any compute when `out` already holds checkpoints and `resume` is
     False, or holds another model's; Diverged on NaN or Inf; checkpoint.SaveFailed on a full disk.
     """
@@ -98,11 +102,6 @@ def mesh_of(config: TrainConfig) -> Mesh:
     return on
 
 
-def local_rows(config: TrainConfig) -> int:
-    """Rows of each batch that this process feeds; `sharding.share(mesh_of(config))` says which."""
-    return config.batch // sharding.share(mesh_of(config))[1]
-
-
 @contextmanager
 def _opened(
     config: TrainConfig, model: Model, corruption: Corruption, data: Data, params: Params | None
@@ -119,7 +118,7 @@ def _opened(
     else:
         found = checkpoint.restore(folder, steps.shapes(model, tx, config.ema > 0, on), at)
         state, tokens = found.tree, found.extra["tokens"]
-        resume.hand_back(data, found.extra["data"])
+        data.set_state(found.extra["data"])
     loop = _Loop(config, model, corruption, data, on, tx, state, at or 0, tokens)
     try:
         if stale:

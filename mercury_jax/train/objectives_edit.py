@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import noise
 from mercury_jax.config import at_least, refuse
-from mercury_jax.train.objectives import Objective, canvas_times, cross_entropy
+from mercury_jax.train.objectives import (
+    BOUND,
+    NO_BOUND,
+    Objective,
+    canvas_times,
+    check_masks_only,
+    check_weight,
+    cross_entropy,
+)
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 
@@ -40,19 +48,19 @@ def masked_and_edited(
     situation in which a filled canvas is edited; these are all spoiled. right: weight of the
     cross-entropy at a visible token that stands as it should, where a wrong one has 1.
     prompt: weight of a next token that is inside of the prompt, where one of the answer has 1.
-    With visible tokens that may be wrong, or canvases that are full, the sum is no longer a bound.
+    With visible tokens that may be wrong, or canvases that are full, the masked part is no longer a bound, and is
+    logged as `weighted_masked_ce` instead of `nats_per_token`.
     wrong, edit and causal at 0 leave exactly `masked_elbo(clip=clip, least=least)`.
     """
     at_least(0, wrong=wrong, spoiled=spoiled, full=full, edit=edit, right=right, causal=causal, prompt=prompt)
     for name, value in {"wrong": wrong, "spoiled": spoiled, "full": full}.items():
         if value > 1:
             raise refuse(name, value, "0 <= share <= 1")
-    if clip is not None and not clip > 0:
-        raise refuse("clip", clip, "more than 0, or None")
+    check_weight(clip, least)
+    masked_part = BOUND if clip is None and not wrong else NO_BOUND
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
-        if corruption.mask is None:
-            raise refuse("noise.kind", "uniform", "absorbing, for masked_and_edited")
+        check_masks_only("masked_and_edited", corruption)
         if causal and not model.config.predicts_next:
             raise refuse("causal", causal, "0 for a model whose config has predicts_next = False")
         draw, spoil = jax.random.split(key)
@@ -77,7 +85,7 @@ def masked_and_edited(
         repair = edit * (bad + right * good) * ce
         ahead = causal * next_.known * in_prompt * ce
         metrics = {
-            "nats_per_token": (scored.sum(), batch.editable.sum().astype(jnp.float32)),
+            masked_part: (scored.sum(), batch.editable.sum().astype(jnp.float32)),
             "masked_ce": _mean(ce, masked),
             "masked_accuracy": _mean(hit, masked),
             "edit_accuracy_wrong": _mean(hit, bad),
@@ -89,6 +97,32 @@ def masked_and_edited(
         total = total + repair if edit else total
         total = total + ahead if causal else total
         return Loss(total.sum(1), batch.editable.astype(jnp.float32).sum(1), metrics)
+
+    return objective
+
+
+def next_token() -> Objective:
+    """The autoregressive loss: the cross-entropy of each answer token given the clean tokens before it.
+
+    For models whose encoding pass predicts the next token (`ModelConfig.predicts_next`). Nothing is noised, so it
+    trains models without a mask too, such as those of Qwen3's build. Exact: -log p of the answer in nats per token.
+
+    Returns:
+        The objective. ValueError where it meets a model with predicts_next = False.
+    """
+
+    def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
+        del key, corruption
+        if not model.config.predicts_next:
+            raise refuse("predicts_next", False, "True, for the objective next_token")
+        next_ = next_tokens(batch)
+        target = jnp.where(next_.known, next_.token, batch.tokens)
+        ce, hit = cross_entropy(model, params, batch, batch.tokens, target)
+        scored = next_.known & next_.answer
+        nats, count = _mean(ce, scored)
+        metrics = {"nats_per_token": (nats, count), "causal_accuracy": _mean(hit, scored)}
+        weight = scored.astype(jnp.float32).sum(1)
+        return Loss(jnp.where(scored, ce, 0.0).sum(1), weight, metrics)
 
     return objective
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mercury_jax.config import at_least, one_of, refuse
+from mercury_jax.config import at_least, check_types, one_of, refuse
 from mercury_jax.sharding import name_of
 
 Decay = Literal["cosine", "linear", "constant", "wsd"]
@@ -34,6 +34,7 @@ class OptimConfig:
     clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
 
     def __post_init__(self) -> None:
+        check_types(self, "optim.")
         one_of(Kind, optimizer=self.optimizer)
         one_of(Decay, decay=self.decay)
         at_least(0, lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip)

@@ -11,12 +11,15 @@ import difflib
 import inspect
 import re
 import runpy
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.config import ModelConfig, NoiseConfig, at_least, refuse
+from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, refuse
+from mercury_jax.train.data.sources import Mixture, Source, mixture
 from mercury_jax.train.optim import OptimConfig
 
 
@@ -30,6 +33,7 @@ class MeshConfig:
     expert: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self, "mesh.")
         for name, size in dataclasses.asdict(self).items():
             if size != -1 and size < 1:
                 raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
@@ -37,12 +41,15 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`."""
+    """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`.
+
+    A single source as `data` stands for the mixture of that source alone. Fields are checked here, before any compute.
+    """
 
     name: str
     model: ModelConfig
     objective: Callable[..., Any]
-    data: Any
+    data: Mixture | Source
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -55,6 +62,7 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 200  # steps; 0: never
     eval_batches: int = 8
+    sampler: Any = None  # the model's default rule, as `mj.rules` makes it; None: what its noise suggests
     sample_every: int = 200  # steps; 0: never
     sample_prompts: tuple[str, ...] = ()  # what the model answers while it is trained
     sample_chat: bool = False  # they are user turns; else raw text to go on from
@@ -67,10 +75,11 @@ class TrainConfig:
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
 
     def __post_init__(self) -> None:
+        check_types(self, skip=("data",))
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
-        if not callable(self.objective):
-            raise refuse("objective", self.objective, "a function, as train.objectives makes them")
+        self._check_objective()
+        self._check_data()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
         at_least(
@@ -83,17 +92,84 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             raise refuse("seed", self.seed, "0 .. 2**32 - 1")
 
+    def _check_objective(self) -> None:
+        if not callable(self.objective):
+            raise refuse("objective", self.objective, "a function, as train.objectives makes them")
+        try:
+            inspect.signature(self.objective).bind("key", "model", "params", "batch", "corruption")
+        except TypeError:
+            name = getattr(self.objective, "__name__", "it")
+            raise refuse(
+                "objective",
+                self.objective,
+                f"a function of (key, model, params, batch, corruption). Call it: {name}()",
+            ) from None
+
+    def _check_data(self) -> None:
+        if isinstance(self.data, Source):
+            object.__setattr__(self, "data", mixture((self.data, 1.0)))
+        elif self.data is not _KEPT and not isinstance(self.data, Mixture):
+            allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
+            raise refuse("data", self.data, allowed)
+
     @property
     def folder(self) -> Path:
         """Where the run lives."""
         return Path(self.out or f"runs/{self.name}")
 
 
-def load_recipe(path: str | Path) -> TrainConfig:
-    """Run a recipe file, the user's own code, and return what its `config()` returns."""
-    path = Path(path)
-    if not path.is_file():
-        raise refuse("recipe", str(path), "a Python file that defines config() -> TrainConfig")
+MANY = 16  # names; where one of so many is similar, the others are not listed
+_KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
+
+
+def packaged() -> dict[str, Path]:
+    """The recipes that come with mercury_jax, by name.
+
+    An installed package holds them as `mercury_jax/configs`; in a clone they are `configs/` beside the package.
+    """
+    package = Path(__file__).parents[1]
+    inside, beside = package / "configs", package.parent / "configs"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.py"))}
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe: a path, or the name of one that comes with mercury_jax.
+
+    Raises:
+        ValueError: There is no such file; the message says how to get one.
+    """
+    path, known = Path(recipe), packaged()
+    if path.is_file():
+        return path
+    if str(recipe) in known:
+        return known[str(recipe)]
+    if path.is_dir():
+        raise ValueError(
+            f"recipe {recipe} is a folder; it must be a Python file that defines config() -> TrainConfig"
+        )
+    if path.stem in known:
+        how = f"`mercury init {path.stem}` writes a copy of that recipe, `mercury train {path.stem}` runs it as it is"
+    else:
+        mine = path.name if path.suffix == ".py" else f"{path.name}.py"
+        how = (
+            f"`mercury init {mine}` writes a first recipe; packaged ones: {_nearest(path.stem, list(known))}"
+        )
+    raise ValueError(f"recipe {recipe} does not exist. {how}")
+
+
+def load_recipe(recipe: str | Path) -> TrainConfig:
+    """Run a recipe, which is the user's own code, and return what its `config()` returns.
+
+    Args:
+        recipe: A Python file, or the name of a recipe that comes with mercury_jax, such as "nano".
+
+    Returns:
+        The config. A recipe may start from another one: `dataclasses.replace(load_recipe("nano"), steps=100)`.
+
+    Raises:
+        ValueError: The file is missing, has no `config()`, or a field of its config is wrong.
+    """
+    path = find_recipe(recipe)
     make = runpy.run_path(str(path)).get("config")
     if not callable(make):
         raise refuse(
@@ -111,12 +187,15 @@ def load_recipe(path: str | Path) -> TrainConfig:
 
 
 def _unknown_argument(error: TypeError) -> Exception:
-    """A misspelt field of a config, in our words; any other TypeError as it was."""
-    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    kinds = {k.__name__: k for k in (TrainConfig, ModelConfig, NoiseConfig, OptimConfig, MeshConfig)}
-    if not found or found[1] not in kinds:
+    """A misspelt argument of a function or config of ours, with the nearest name; any other TypeError as it was."""
+    found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if not found:
         return error
-    names = [f.name for f in dataclasses.fields(kinds[found[1]])]
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
+    made = next((getattr(m, found[1]) for m in modules if callable(getattr(m, found[1], None))), None)
+    if made is None:
+        return error
+    names = list(inspect.signature(made).parameters)
     return refuse(f"{found[1]} key", found[2], _nearest(found[2], names))
 
 
@@ -134,19 +213,24 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
             raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
     # tyro makes options of dataclasses and leaves what it does not know as it is.
-    plain = dataclasses.replace(config, data=object())
+    plain = dataclasses.replace(config, data=_KEPT, sampler=_KEPT)
     fixed = (tyro.conf.SuppressFixed,)
-    new = tyro.cli(type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed)
-    return dataclasses.replace(new, data=config.data)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those two
+        new = tyro.cli(
+            type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed
+        )
+    return dataclasses.replace(new, data=config.data, sampler=config.sampler)
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all plain fields: `steps`, `optim.lr`, `model.width`; not of the data."""
+    """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of values that only Python can write."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value) and f.name != "data":
+        if not prefix and f.name in ("data", "objective", "sampler"):
+            continue
+        if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{f.name}.")
-        elif f.name not in ("data", "objective"):
+        else:
             yield prefix + f.name
 
 
@@ -160,6 +244,8 @@ def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
     # `--lr` means `--optim.lr`: compare the last part too.
     close = close or [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     every = ", ".join(prefix + n for n in names)
+    if close and len(names) > MANY:
+        return f"{prefix}{close[0]} is the nearest of {len(names)}; --help lists them"
     return f"{prefix}{close[0]} is the nearest; all: {every}" if close else every
 
 

@@ -35,18 +35,16 @@ def ready(config: TrainConfig) -> int | None:
     return newest
 
 
-def gather(state: Any) -> list[Any]:
-    """The data state of every process, by index."""
+def gather(state: Any) -> Any:
+    """The data state of all processes: `state` with the `rows` of every process, on each of them.
+
+    Any number of processes can go on from it. A single process's state is returned as it is.
+    """
     if jax.process_count() == 1:
-        return [state]
+        return state
     mine = np.frombuffer(json.dumps(state).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(mine)))
     padded = np.pad(mine, (0, int(lengths.max()) - len(mine)))
     every = multihost_utils.process_allgather(padded)
-    return [json.loads(bytes(row[:length])) for row, length in zip(every, lengths)]
-
-
-def hand_back(data: Any, states: list[Any]) -> None:
-    if len(states) != jax.process_count():
-        raise refuse("processes", jax.process_count(), f"{len(states)}, as many as the data was split over")
-    data.set_state(states[jax.process_index()])
+    states = [json.loads(bytes(row[:length])) for row, length in zip(every, lengths)]
+    return {**state, "rows": {number: row for one in states for number, row in one["rows"].items()}}

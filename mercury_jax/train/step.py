@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from mercury_jax import sharding
+from mercury_jax.config import refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import optim
 from mercury_jax.types import Batch, Key, Loss, Model, Params
@@ -58,11 +60,22 @@ def init(
 ) -> TrainState:
     """A fresh state, made where it lies: no device ever holds all of a sharded model.
 
-    params: start from these instead of the model's init.
+    Args:
+        key: For the parameters and for the noise of all updates.
+        model: Gives shapes, shardings, and parameters where none are given.
+        tx: The optimizer.
+        ema: Whether an average of the parameters is kept.
+        on: The mesh.
+        params: Start from these instead of the model's init. They are donated: their buffers are freed, or become
+            those of the state, which otherwise would stand beside them for the whole run.
     """
     lies = jax.tree.map(lambda x: x.sharding, shapes(model, tx, ema, on))
+    if params is not None:  # only what lies as the state does can be donated
+        params = jax.device_put(params, lies.params)
     with jax.set_mesh(on):
-        build = jax.jit(lambda key, params: _fresh(key, model, tx, ema, params), out_shardings=lies)
+        build = jax.jit(
+            lambda key, params: _fresh(key, model, tx, ema, params), donate_argnums=1, out_shardings=lies
+        )
         return build(key, params)
 
 
@@ -71,8 +84,46 @@ def _fresh(
 ) -> TrainState:
     begin, noise = jax.random.split(key)
     start: Any = model.init(begin) if params is None else params
+    # An update's results are never weakly typed. Where the first state is, the second update would compile again.
+    start = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), start)
     average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if ema else ()
     return TrainState(start, average, tx.init(start), noise, jnp.zeros((), jnp.int32))
+
+
+def scored(
+    key: Key, model: Model, objective: Objective, params: Params, batch: Batch, corruption: Corruption
+) -> Loss:
+    """The objective's Loss. ValueError, while it is traced, where its shapes are not those of `types.Loss`."""
+    loss = objective(key, model, params, batch, corruption)
+    try:
+        chex.assert_shape((loss.per_example, loss.weight), (len(batch.tokens),))
+        chex.assert_rank(jax.tree.leaves(dict(loss.metrics)), 0)
+    except AssertionError as error:
+        allowed = (
+            f"one that returns per_example and weight of shape ({len(batch.tokens)},) and scalar metrics"
+        )
+        raise refuse("objective", getattr(objective, "__qualname__", "?"), f"{allowed}: {error}") from error
+    return loss
+
+
+def check(objective: Objective, model: Model, corruption: Corruption, rows: int, row: int) -> None:
+    """Traces the objective on abstract data, so that what it refuses is refused before anything is loaded.
+
+    Args:
+        objective: The recipe's.
+        model: What it will be called with.
+        corruption: The noise; its forbidden ids do not matter here.
+        rows: Rows B of a microbatch.
+        row: Positions T of a row.
+
+    Raises:
+        ValueError: The objective does not fit the noise or the model, or returns other shapes than `types.Loss`.
+    """
+    slots = lambda *more, dtype=jnp.int32: jax.ShapeDtypeStruct((rows, row, *more), dtype)
+    batch = Batch(slots(), slots(), slots(2, 2), slots(dtype=jnp.bool_), slots())  # pyright: ignore
+    key = jax.eval_shape(jax.random.key, 0)
+    params = jax.eval_shape(model.init, key)
+    jax.eval_shape(lambda k, p, b: scored(k, model, objective, p, b, corruption), key, params, batch)
 
 
 def updater(
@@ -153,7 +204,7 @@ def gradients(
     """
 
     def total(params: Params, key: Key, batch: Batch) -> tuple[Array, Sums]:
-        loss = objective(key, model, params, batch, corruption)
+        loss = scored(key, model, objective, params, batch, corruption)
         sums = (loss.per_example.sum(), loss.weight.sum(), dict(loss.metrics))
         return sums[0], sums
 
@@ -183,7 +234,7 @@ def evaluator(
 
     @jax.jit
     def sums(params: Params, batch: Batch, index: Array) -> dict[str, tuple[Array, Array]]:
-        loss = objective(jax.random.fold_in(key, index), model, params, batch, corruption)
+        loss = scored(jax.random.fold_in(key, index), model, objective, params, batch, corruption)
         return {"loss": (loss.per_example.sum(), loss.weight.sum()), **loss.metrics}
 
     def evaluate(params: Params, batches: list[Batch]) -> dict[str, float]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax import api
 from mercury_jax.bench import decode, overhead, plot, prompt, questions, recommend, rows, timing
 from mercury_jax.bench.recommend import Case
 from mercury_jax.bench.settings import GRID, Setting, settings as points_of
@@ -333,7 +332,7 @@ def test_one_layer_encodes_without_attention():
 
 @pytest.fixture
 def at_hand(monkeypatch):
-    monkeypatch.setattr(api, "load", lambda source: tiny())
+    monkeypatch.setattr("mercury_jax.cli.show.load", lambda source: tiny())
 
 
 def test_the_command_prints_one_object_a_line_and_writes_them(at_hand, tmp_path, capsys):

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from mercury_jax import api
+import mercury_jax as mj
 from mercury_jax.bench import quantise
 from mercury_jax.decode import score
 
 
 @pytest.fixture(scope="module")
 def nano():
-    return api.load()
+    return mj.load()
 
 
 def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
@@ -26,7 +26,7 @@ def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
 
 def test_every_variant_is_measured_against_the_model_in_full(monkeypatch):
     monkeypatch.setattr(quantise, "PAIRS", ((None, None), ("fp8", "3bit")))
-    answers, fewer, text, rougher = quantise.run(api.load, ["sudoku4"], limit=4, batch=4, pieces=4, samples=2)
+    answers, fewer, text, rougher = quantise.run(mj.load, ["sudoku4"], limit=4, batch=4, pieces=4, samples=2)
     assert [r["weights"] for r in (answers, fewer)] == ["float32", "fp8"] and fewer["kv"] == "3bit"
     assert answers["agreement"] == 1.0 and answers["points"] == 0.0 and fewer["n"] == 4
     assert text["more"] == 0.0 and rougher["more"] != 0.0 and rougher["low"] < rougher["nats_per_token"]

@@ -147,7 +147,7 @@ def test_a_missing_plugin_is_told_with_what_to_install(capsys, monkeypatch):
     for target, what in (("h200", "CUDA plugin"), ("v5e:4x4", "libtpu")):
         assert main(["bench", "compile", "nano", "--for", target]) == 2
         told = capsys.readouterr().err
-        assert what in told and "pip install 'mercury-jax[deviceless]'" in told
+        assert what in told and "[deviceless]'" in told
 
 
 @pytest.mark.parametrize(

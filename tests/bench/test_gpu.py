@@ -1,170 +1,395 @@
-"""The measurement of an accelerator, on a machine that has none: its arithmetic, its rows, and what it leaves out."""
+"""`mercury bench gpu` without a GPU: what fails costs its own case, what passed is kept, no time is overrun."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.bench import gpu, gpu_attention, gpu_models, gpu_page, gpu_peer, gpu_training, gpu_worker
-from mercury_jax.bench.ceilings import Ceilings, per_call
+from mercury_jax.bench.gpu import cases, check, commands, model, speed
+from mercury_jax.bench.gpu.runner import Case, Clock, Runner, append, troubled
 from mercury_jax.bench.known import find
 from mercury_jax.cli import main
+from mercury_jax.kernels import checked, chip
 
-WORDS, RUN = gpu.words, subprocess.run
-MOST = Ceilings(bandwidth=1e9, matmul=1e12)
-SHAPE = gpu_attention.Shape("some", 1, 4, 300, 4, 2, 8)
-
-
-def test_the_bound_is_whichever_takes_longer():
-    assert MOST.bound(2e9, 1e12) == 2.0 and MOST.bound(1e9, 3e12) == 3.0
+ROOT = Path(__file__).parents[2]
+BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
 
 
-def test_a_call_of_a_chain_runs_on_what_the_one_before_gave():
-    seen = []
-    assert per_call(lambda x: seen.append(1) or x + 1, jnp.zeros(()), calls=5, repeats=1) > 0
-    assert len(seen) == 5  # traced once, in one program
+# --- processes
 
 
-def test_work_of_attention_is_counted_from_its_definition():
-    """Two products of T x S x K a head; keys and values read, queries read, the result written."""
-    bytes, flops = gpu_attention.work(SHAPE)
-    assert bytes == 2 * (2 * 300 * 2 * 8 + 2 * 4 * 4 * 8) and flops == 2 * 2 * 4 * 300 * 8 * 4
-    assert gpu_attention.work(SHAPE._replace(causal=True))[1] == flops / 2
+def scripted(script, budget=60.0, **how):
+    """A runner whose children answer each case by a script that sees `asked` and has `say`."""
+    begin = "import json, os, sys, time\nsay = lambda **told: print(json.dumps(told), flush=True)\n"
+    loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
+    body = "".join(f"    {line}\n" for line in script.splitlines())
+    said = []
+    return Runner(Clock(budget), (sys.executable, "-c", begin + loop + body), said.append, **how), said
 
 
-def test_every_way_is_timed_against_the_reference_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "per_call", lambda *a: 0.5)
-    rows = {row["way"]: row for row in gpu_attention.measure(MOST, [SHAPE])}
-    assert rows["reference"]["relative_error"] < 0.02 and rows["jax xla"]["relative_error"] < 0.02
-    assert rows["reference"]["times_as_fast_as_jax"] == 1.0 and "cuDNN" in rows["jax cudnn"]["refused"]
-    wrong = {"wrong": lambda q, k, v, ranges: q + 1}
-    monkeypatch.setattr(gpu_attention, "ways", lambda shape: wrong)
-    (row,) = gpu_attention.measure(MOST, [SHAPE])
-    assert row["relative_error"] > 0.1
+CHILD = """
+if asked.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
+if asked.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
+if asked.get('do') == 'refuse': say(failed='it cannot')
+else: print('noise of a library'); say(row={'pid': os.getpid()}); say(done=True)
+""".strip()
+
+
+def asking(do="", **how):
+    return Case(do or "fine", "x", {"do": do}, **how)
+
+
+def test_what_hangs_crashes_or_fails_costs_its_own_case_alone():
+    running, said = scripted(CHILD, beat=0.2)
+    with running:
+        first, second = (running.run(asking())[0]["pid"] for _ in range(2))
+        assert first == second  # a process serves while all goes well
+        hung = running.run(asking("hang", limit=1.0))
+        assert "killed after 1 s while in a kernel" in hung[0]["failed"] and hung[0]["killed"]
+        third = running.run(asking())[0]["pid"]
+        assert third != first
+        crashed = running.run(asking("crash"))
+        assert "signal SIGABRT: no such instruction" in crashed[0]["failed"]
+        assert running.run(asking("refuse"))[0]["failed"] == "it cannot"
+        assert running.run(asking())[0]["pid"] not in (first, third)
+        for pid in (first, third):
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    assert any("hang: in a kernel" in line and "of at most 1 s" in line for line in said)
+
+
+def test_what_fails_in_a_used_process_is_tried_again_alone():
+    script = "new = not globals().get('used'); used = True\nsay(row={'passed': new}); say(done=True)"
+    running, _ = scripted(script)
+    with running:
+        assert running.run(asking())[0]["passed"]
+        (row,) = running.run(asking())
+        assert row["passed"] and "in_a_used_process" in row
+
+
+def test_nothing_begins_without_time_and_nothing_outlasts_it():
+    running, _ = scripted(CHILD, budget=2.0)
+    with running:
+        began = time.monotonic()
+        assert "killed" in running.run(asking("hang", limit=60.0, least=0.1))[0]["failed"]
+        assert time.monotonic() - began < 4
+        assert running.run(asking(least=0.5))[0]["not_run"] == "time"
+
+
+def test_each_environment_has_a_process_of_its_own_and_no_kernels_are_forced_unasked(monkeypatch):
+    monkeypatch.setenv("MERCURY_KERNELS", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--a")
+    running, _ = scripted("say(row={**os.environ, 'pid': os.getpid()}); say(done=True)")
+    with running:
+        (plain,) = running.run(asking())
+        (told,) = running.run(asking(env=(("MERCURY_KERNELS", "0"), ("XLA_FLAGS", "--b"))))
+    assert "MERCURY_KERNELS" not in plain and plain["XLA_FLAGS"] == "--a" and plain["pid"] != told["pid"]
+    assert told["MERCURY_KERNELS"] == "0" and told["XLA_FLAGS"] == "--a --b"
+    assert told["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" and told["PYTHONPATH"].startswith(str(ROOT))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a child with its parent")
+def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
+    """Its group is another than its child's, so that the child ends by itself."""
+    script = (
+        "from mercury_jax.bench.gpu.runner import *\n"
+        "r = Runner(Clock(60)); r.run(Case('about', 'about', {}))\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(r._child._process.pid)); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert parent.poll() is None
+        time.sleep(0.1)
+    child = int((tmp_path / "pid").read_text())
+    os.kill(child, 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split(") ")[1][0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child lives on")
+
+
+def test_a_row_is_in_the_file_when_it_is_measured(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for n in range(2):
+        append(str(file), {"n": n})
+        assert [json.loads(line)["n"] for line in file.read_text().splitlines()] == list(range(n + 1))
+
+
+# --- check
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """broken(faults) -> rows of a check of the plain form of three head sizes, and what is kept of each form."""
+    shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
+    found = [
+        cases._case("attention", f"attention-{w}-bfloat16", shape | {"width": w, "r": r}, limit=25.0)
+        for w in (64, 128, 256)
+        for r in (1, 2)
+    ]
+    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=cases.KERNELS) for c in found]
+    monkeypatch.setattr(cases, "check", lambda *a: found)
+    monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
+
+    def run(**faults):
+        monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
+        with Runner(Clock(300.0), BROKEN, lambda line: None) as running:
+            rows = list(commands.check(running, small=True))
+        return rows, checked.read(checked.key(jax.local_devices()[0].device_kind, jax.__version__))
+
+    return run
+
+
+@pytest.mark.parametrize("fault", ["crash", "error", "nan", "wrong"])
+def test_a_form_that_fails_is_off_and_the_others_are_decided(broken, fault):
+    rows, kept = broken(w128=fault)
+    verdicts = {row["form"]: row["verdict"] for row in rows if "verdict" in row}
+    assert verdicts == {
+        "attention-64-bfloat16": "on",
+        "attention-128-bfloat16": "off",
+        "attention-256-bfloat16": "on",
+    }
+    assert {form: told["passed"] for form, told in kept.items()} == {
+        f: v == "on" for f, v in verdicts.items()
+    }
+    reason = {
+        "crash": "SIGABRT",
+        "error": "ILLEGAL_ADDRESS",
+        "nan": "NaN",
+        "wrong": "relative error 0.1",
+    }[fault]
+    assert reason in kept["attention-128-bfloat16"]["why"]
+    later = [row for row in rows if row.get("form") == "attention-128-bfloat16" and "not_run" in row]
+    assert len(later) == 1 and any(troubled([row]) for row in rows)
+
+
+def test_a_form_that_hangs_is_off_and_what_an_earlier_case_broke_is_not(broken, monkeypatch):
+    monkeypatch.setattr(cases, "check", lambda *a, found=cases.check(): [
+        c._replace(limit=6.0) if c.asked["shape"]["width"] == 256 else c for c in found
+    ])  # fmt: skip
+    rows, kept = broken(w256="hang", w128="once")
+    assert kept["attention-64-bfloat16"]["passed"] and kept["attention-128-bfloat16"]["passed"]
+    assert "killed after 6 s" in kept["attention-256-bfloat16"]["why"]
+    assert any("only here" in row.get("in_a_used_process", "") for row in rows)
+
+
+def test_a_form_whose_time_did_not_come_is_off(broken, monkeypatch):
+    found = cases.check()
+    monkeypatch.setattr(cases, "check", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
+    rows, kept = broken()
+    assert kept["attention-64-bfloat16"]["passed"] and "time" in kept["attention-128-bfloat16"]["why"]
+    assert [row["not_run"] for row in rows if "not_run" in row] == ["time"]
+
+
+@pytest.mark.parametrize("which", [chip.HOPPER, chip.BLACKWELL])
+def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_for(which):
+    names = set()
+    for case in cases.check(which, 0):
+        if case.work == "sanitizer":
+            continue
+        shape = case.asked["shape"]
+        if case.work == "attention":
+            a = check.Attention(**shape)
+            args, _ = jax.eval_shape(a.prepared, *a.drawn(0))
+            assert case.form == checked.attention_form(args[0], args[1], a.softcap, bool(a.page))
+            assert a.s % (a.page or 1) == 0
+        else:
+            assert case.form == checked.grouped_form(shape["dtype"], shape.get("gradient", False))
+            sizes = check.Grouped(**shape).sizes(np.random.default_rng(0))
+            starts = (np.cumsum(sizes) - sizes)[sizes > 0]
+            assert sizes.sum() == shape["rows"] and set(starts % 8) == set(range(8)) and 0 in sizes
+        names.add(case.form)
+    assert len(names) == (28 if which == chip.HOPPER else 15)
+
+
+def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
+    """Each form's first and last shape, lowered for CUDA: no chip is needed to find what cannot even be built."""
+    todo = {}
+    for case in cases.check(chip.HOPPER, 0):
+        if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
+            todo.setdefault(case.form, case)
+    with chip.traced_for(chip.HOPPER):
+        for case in todo.values():
+            shape = case.asked["shape"]
+            if case.work == "attention":
+                a = check.Attention(**shape)
+                args, _ = jax.eval_shape(a.prepared, *a.drawn(0))
+            else:
+                a = check.Grouped(**shape)
+                args = jax.eval_shape(a.prepared, jax.random.key(0), jnp.zeros(a.experts, jnp.int32))
+            text = jax.jit(a.made().kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+            assert "mosaic_gpu" in text, case.name
+
+
+def test_the_error_is_that_of_the_worst_row():
+    want = np.random.default_rng(0).normal(size=(1, 50, 2, 8)).astype(np.float32)
+    got = want.copy()
+    assert check.worst((got,), (want,)) == 0
+    got[0, 7, 1] *= 1.5
+    assert 0.4 < check.worst((got,), (want,)) < 0.6
+    got[0, 7, 1, 0] = np.nan
+    assert check.worst((got,), (want,)) == np.inf
+    nats = np.zeros((1, 50, 2), np.float32)
+    gone = np.full_like(nats, -np.inf)
+    assert check.worst((gone,), (gone,)) == 0 and check.worst((nats,), (gone,)) == np.inf
+
+
+# --- models
 
 
 def test_the_load_of_a_pass_counts_experts_once_each_and_products_of_the_active_alone():
     """DiffusionGemma: 25.2B parameters, 3.8B of them active; every expert is read, few of them multiply."""
-    asked = gpu_models.Running("diffusiongemma-26b-a4b", prefix=1024)
-    found = gpu_models.weightless.source(asked.name)
-    lm = gpu_models.weightless.lm(found, gpu_models.sharding.mesh(devices=jax.devices()[:1]))
-    bytes, flops = gpu_models.load(lm, asked)
+    found = model.find(cases.GEMMA)
+    lm = model.weightless.lm(found, model.sharding.mesh(devices=jax.devices()[:1]))
+    bytes, flops = model.load(lm, 1, 1024)
     assert 50e9 < bytes < 54e9 and 1.9e12 < flops < 2.3e12
 
 
 def test_a_training_row_is_full_and_its_work_is_six_a_parameter_and_position():
     c = find("mercury-100m").config()
-    data = gpu_training.batch(c, 2, 2048)
+    data = model.batch_of(c, 2, 2048)
     assert data.tokens.shape == (2, 2048) and data.editable[0].sum() == data.editable[1].sum() >= 1024
     params = {"a": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": jax.ShapeDtypeStruct((10,), jnp.float32)}
-    alone = gpu_training.flops(params, c, data._replace(ranges=np.zeros_like(data.ranges)))
+    alone = model.flops_of(params, c, data._replace(ranges=np.zeros_like(data.ranges)))
     assert alone == 6 * 100 * 2 * 2048
 
 
-def test_what_fails_or_comes_too_late_has_a_row_and_the_others_are_measured(monkeypatch):
-    def fails(most):
-        raise MemoryError("too large")
-
-    steps = [
-        gpu.Step("large", fails),
-        gpu.Step("small", lambda most: iter([{"mfu": most.matmul}]), kernels=False),
+def test_weights_are_random_numbers_of_the_right_size_and_no_two_leaves_are_alike():
+    lm = model.made(model.find("tiny"), "int8", lambda stage: None)
+    leaves = [x for x in jax.tree.leaves(lm.params) if x.ndim > 1]
+    wide = [
+        np.asarray(x, np.float32) for x in leaves if x.dtype == jnp.float32 and x.size > 4000 and x.std() > 0
     ]
-    monkeypatch.setattr(gpu, "steps", lambda *a: steps)
-    most = {"bytes_per_second": 1.0, "flops_per_second": 2.0}
-    asked = {"small": True, "only": [], "from": 0, "to": 2, "seconds": 60, "most": most}
-
-    def said(**more):
-        out = []
-        with monkeypatch.context() as m:
-            m.setenv("MERCURY_KERNELS", "0")
-            m.setattr(jax, "clear_caches", lambda: None)
-            gpu_worker.work(asked | more, out.append)
-        return out
-
-    told = said()
-    assert [x["at"] for x in told if "at" in x] == [0, 1, 2]
-    bad, good = (x["row"] for x in told if "row" in x)
-    assert (
-        "too large" in bad["failed"]
-        and good["mfu"] == 2.0
-        and (bad["kernels"], good["kernels"]) == (True, False)
-    )
-    assert [x["row"]["left_out"] for x in said(seconds=-1) if "row" in x] == ["the minutes were over"] * 2
+    small = [np.asarray(x, np.float32) for x in leaves if x.dtype == jnp.int8]
+    assert wide and small
+    for x in wide:
+        assert abs(x.std() - 0.02) < 1e-3 and abs(x.mean()) < 5 * 0.02 / np.sqrt(x.size)
+    for x in small:
+        assert (
+            70 < x.std() < 78
+            and abs(x.mean()) < 5 * 74 / np.sqrt(x.size)
+            and abs(np.corrcoef(x[..., :-1].ravel(), x[..., 1:].ravel())[0, 1]) < 0.05
+        )
+    heads = [x.ravel()[:64].tobytes() for x in (*wide, *small)]
+    assert len(set(heads)) == len(heads)
 
 
-def scripted(monkeypatch, *scripts):
-    """Children of `measure`, one after another: Python that sees what it was asked as `asked`."""
-    left = list(scripts)
-
-    def run(command, *more):
-        return WORDS([sys.executable, "-c", f"import time; asked = {command[-1]!r}\n{left.pop(0)}"], *more)
-
-    monkeypatch.setattr(gpu, "words", run)
+def test_routings_have_all_rows_and_differ():
+    for routing in ("even", "random", "skewed"):
+        assert speed.routed(routing, 2048, 128).sum() == 2048
+    assert speed.routed("even", 2048, 128).max() == 16 < speed.routed("skewed", 2048, 128).max()
 
 
-def test_a_step_that_hangs_or_breaks_costs_its_own_row_alone(monkeypatch):
-    """The next process goes on behind it, and is told the ceilings instead of measuring them again."""
-    todo = [gpu.Step(name, lambda most: iter([])) for name in "abcd"]
-    monkeypatch.setattr(gpu, "steps", lambda *a: todo)
-    most = dict(experiment="ceilings", hardware="x", platform="y", devices=1, jax="z", date="0")
-    say = lambda told: f"print({json.dumps(told)!r}, flush=True)"
-    row = lambda name: say({"row": {"experiment": name}})
-    scripted(
-        monkeypatch,
-        "\n".join([say({"row": most}), say({"at": 0}), row("a"), say({"at": 1}), "time.sleep(60)"]),
-        "\n".join(
-            ["assert '\"from\": 2' in asked", say({"at": 2}), "import sys; sys.exit('no such kernel')"]
-        ),
-        "\n".join(['assert \'"hardware": "x"\' in asked', say({"at": 3}), row("d"), say({"at": 4})]),
-    )
-    got = list(gpu.measure(patience=3.0))
-    assert [r["experiment"] for r in got] == ["ceilings", "a", "b", "c", "d"]
-    assert (
-        "silent for 3 s" in got[2]["failed"]
-        and "no such kernel" in got[3]["failed"]
-        and got[3]["hardware"] == "x"
-    )
-    scripted(monkeypatch, "import sys; sys.exit('no device')")
-    with pytest.raises(gpu.Unmeasured, match="no device"):
-        list(gpu.measure())
+# --- the commands
 
 
-def test_the_peer_is_left_out_where_it_is_not_installed_and_compared_where_it_is(monkeypatch):
-    absent = "import sys; sys.modules['torch'] = None; exec(open(sys.argv[1]).read())"
-    monkeypatch.setattr(
-        gpu_peer.subprocess,
-        "run",
-        lambda command, **how: RUN([*command[:1], "-c", absent, *command[1:]], **how),
-    )
-    row = gpu_peer.peer(gpu.GEMMA)
-    assert row["experiment"] == "peer" and "install torch" in row["left_out"]
-    ours = dict(experiment="decoding", model=gpu.GEMMA.name, quantise=None, batch=1, kernels=True, env=[])
-    theirs = {"experiment": "peer", "seconds_per_forward": 0.3}
-    told = [{"experiment": "ceilings"}, ours | {"seconds_per_forward": 0.1}, theirs]
-    monkeypatch.setattr(gpu, "words", lambda *a: iter([*({"row": row} for row in told), {"at": 10**6}]))
-    assert list(gpu.measure())[-1]["times_as_fast"] == pytest.approx(3.0)
+def test_the_commands_import_neither_grain_nor_tyro_nor_rich_of_their_own(tmp_path):
+    """Every module that the parent and a child need, where these are not installed; flax itself brings rich along."""
+    script = """
+import builtins, sys
+for name in ("grain", "tyro", "matplotlib", "starlette", "uvicorn", "jinja2", "tokenizers", "huggingface_hub", "torch"):
+    sys.modules[name] = None
+real = builtins.__import__
+def ours(name, given=None, *more):
+    if name.split(".")[0] == "rich" and str((given or {}).get("__name__", "")).startswith("mercury_jax"):
+        raise ImportError("rich is imported by " + given["__name__"])
+    return real(name, given, *more)
+builtins.__import__ = ours
+from mercury_jax.cli import main
+assert main(["bench", "gpu", "--help"]) == 0 and main(["bench", "gpu", "check", "--help"]) == 0
+from mercury_jax.bench.gpu import commands, runner
+import importlib
+from mercury_jax.bench.gpu.worker import WORK
+for name, module in WORK.items():
+    getattr(importlib.import_module("mercury_jax.bench.gpu." + module), name)
+import mercury_jax as mj
+mj.sample, mj.logits
+from mercury_jax.train import objectives, optim, step
+from mercury_jax.kernels import hopper, grouped_hopper, interpret
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_steps_are_chosen_by_parts_of_their_names():
-    assert {s.name.split()[0] for s in gpu.steps(only=["attention", "training"])} == {"attention", "training"}
-    assert len(gpu.steps()) == len({s[:1] + s[2:] for s in gpu.steps()})  # each differs in what it does
-    with pytest.raises(ValueError, match="--only"):
-        gpu.steps(only=["nothing of that name"])
+def test_the_parent_never_starts_jax_on_a_device():
+    script = """
+import sys
+from mercury_jax.bench.gpu import commands, cases, runner
+from mercury_jax.cli import bench_gpu, bench, app
+assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
+from mercury_jax.kernels import checked
+checked.key("x", "y"), checked.read("z")
+import jax
+assert not jax._src.xla_bridge._backends
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_command_measures_a_small_model_and_draws_its_page(tmp_path, capsys):
-    out, plot = tmp_path / "rows.jsonl", tmp_path / "page.png"
-    only = ["decoding nano prefix", "attention prefill", "training"]
-    assert main(["bench", "gpu", "--small", "--only", *only, "--out", str(out), "--plot", str(plot)]) == 0
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["check", "--budget", "0"], "--budget"),
+        (["check", "--small", "--out", "/no/such/folder/rows.jsonl"], "--out"),
+        (["chek"], "check is the nearest"),
+        (["speed", "--seed", "1"], "--seed"),
+        (["speed", "--plot", "x.png"], "--plot"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
+    assert main(["bench", "gpu", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_command_checks_a_form_tells_it_and_keeps_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
+    out = tmp_path / "rows.jsonl"
+    only = ["grouped-bfloat16 "]
+    assert main(["bench", "gpu", "check", "--small", "--only", *only, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["experiment"] for r in rows if "failed" in r or "left_out" in r] == []
-    assert {r["experiment"] for r in rows} == {"ceilings", "decoding", "attention", "training"}
-    told = next(r for r in rows if r["experiment"] == "decoding")
-    assert told["passes"] == [gpu_models.SHORT, gpu_models.LONG] and told["seconds_per_forward"] > 0
-    assert plot.stat().st_size > 10_000 and "a pass" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="plot"):
-        gpu_page.page(rows, tmp_path / "page.txt")
+    assert [r.get("case") for r in rows[:2]] == ["about", "ceilings"] and rows[0]["versions"]["numpy"]
+    one = next(r for r in rows if r.get("passed"))
+    assert one["starts_modulo_8"] == list(range(8)) and 0 < one["relative_error"] < 2e-2 and one["moved"] == 0
+    assert all({"command", "hardware", "jax", "date"} <= r.keys() for r in rows)
+    assert rows[-1]["verdict"] == "on" and json.loads((tmp_path / "kernels.json").read_text())
+    assert "grouped-bfloat16: ON" in capsys.readouterr().out
+    assert main(["bench", "gpu", "check", "--small", "--only", "nothing of that name"]) == 2
+
+
+def test_the_command_times_what_it_can_and_says_why_not_else(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert (
+        main(
+            ["bench", "gpu", "speed", "--small", "--only", "attention b=1 t=32", "--out", str(out), "--json"]
+        )
+        == 0
+    )
+    rows = {r["case"].split(", ")[-1]: r for r in map(json.loads, out.read_text().splitlines())}
+    assert "cuDNN" in rows["cudnn"]["refused"] and rows["ours"]["computed_by"] == "plain XLA"
+    assert rows["ours"]["times_as_fast"] == rows["xla"]["seconds"] / rows["ours"]["seconds"]
+    assert 0 < rows["xla"]["share_of_bound"]
+
+
+def test_transformers_is_left_out_in_words_where_it_is_not_installed():
+    script = str(ROOT / "mercury_jax/bench/gpu/peer_worker.py")
+    absent = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"
+    )
+    asked = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
+    done = subprocess.run(
+        [sys.executable, "-c", absent], input=json.dumps(asked), capture_output=True, text=True
+    )
+    assert "install torch" in json.loads(done.stdout)["left_out"]

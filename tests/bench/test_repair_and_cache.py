@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import api, models
+from mercury_jax import models
 from mercury_jax.bench import cache, questions, repair
 
 
 @pytest.fixture(scope="module")
 def nano():
-    return api.load()
+    return mj.load()
 
 
 def test_a_case_has_one_wrong_digit_where_the_puzzle_leaves_a_cell_open():

@@ -26,9 +26,9 @@ def folder(lm, tmp_path_factory) -> str:
 @pytest.fixture
 def at_hand(lm, folder, monkeypatch) -> str:
     """The same folder; the model is not read again, so that what was compiled for it serves all calls."""
-    from mercury_jax import api
+    from mercury_jax.cli import show
 
-    monkeypatch.setattr(api, "load", lambda source, **how: lm)
+    monkeypatch.setattr(show, "load", lambda source, **how: lm)
     return folder
 
 

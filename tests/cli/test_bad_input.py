@@ -7,6 +7,7 @@ import pytest
 from mercury_jax import api, checkpoint
 from mercury_jax.cli import main
 from mercury_jax.train import loop
+from mercury_jax.train.recipe import load_recipe as recipe_of
 from tests.cli.recipe import RECIPE
 from tests.cli.talk import objects, refused
 
@@ -15,6 +16,8 @@ from tests.cli.talk import objects, refused
     "argv, words",
     [
         (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
+        (["chat"], ["command", "'chat'", "allowed: mercury sample --chat"]),
+        (["xyz"], ["'xyz'", "demo, sample"]),
         (["sample"], ["PROMPT", "required"]),
         (["sample", ""], ["PROMPT", "''"]),
         (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
@@ -107,6 +110,69 @@ def test_a_broken_recipe_is_refused(text, words, tmp_path, capsys):
     path.write_text(text)
     told = refused(capsys, "train", str(path))
     assert [w for w in [str(path), *words] if w not in told] == []
+
+
+SOURCE = "data.mixture((data.stdlib(), 1.0))"
+MISTAKES = {
+    "a function of another name": (
+        ("data.stdlib()", "data.stdlb()"),
+        ["line 10", "stdlb", "stdlib is the nearest"],
+    ),
+    "an import of another name": (
+        ("import masked_elbo", "import masked_elbow"),
+        ["line 4", "masked_elbo is the nearest"],
+    ),
+    "a misspelt argument": (
+        (SOURCE, 'data.generated("add2", thinkng=True)'),
+        ["thinkng", "thinking is the nearest"],
+    ),
+    "an objective that is not called": (
+        ("masked_elbo(),", "masked_elbo,"),
+        ["objective", "Call it: masked_elbo()"],
+    ),
+    "a list of sources": ((SOURCE, "[data.stdlib()]"), ["data is [Text(", "data.mixture("]),
+    "the name of a folder": ((SOURCE, '"notes"'), ["data is 'notes'", "data.text("]),
+    "a number as text": (("width=16", 'width="16"'), ["model.width", "'16'", "a whole number"]),
+    "a fraction": (('out="OUT"', "steps=1e3"), ["steps", "1000.0", "a whole number"]),
+    "one prompt alone": (('out="OUT"', 'sample_prompts="1+1="'), ["sample_prompts", "'1+1='", "a tuple"]),
+    "a class": (("ModelConfig(vocab=400, width=16)", "ModelConfig"), ["model is <class", "a ModelConfig"]),
+    "no return": (("return TrainConfig", "TrainConfig"), ["returns a TrainConfig, not NoneType"]),
+    "files that are not there": ((SOURCE, 'data.text("/no/such/*.txt")'), ["/no/such/*.txt"]),
+    "an unknown generator": ((SOURCE, 'data.generated("sudoku")'), ["'sudoku'", "sudoku4"]),
+    "a vocabulary too large": ((SOURCE, 'data.generated("add2")'), ["model.vocab", "400", "at most 2"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_first_recipe_is_told_in_words(mistake, tmp_path, capsys):
+    (before, after), words = MISTAKES[mistake]
+    path = tmp_path / "mine.py"
+    assert before in RECIPE
+    path.write_text(RECIPE.replace(before, after).replace("OUT", str(tmp_path / "run")))
+    told = refused(capsys, "train", str(path))
+    assert [w for w in words if w not in told] == []
+
+
+def test_a_recipe_that_is_not_there_is_told_how_to_get(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = refused(capsys, "train", "configs/nano.py")
+    assert "configs/nano.py does not exist" in told and "`mercury init nano`" in told
+    assert "`mercury init other.py`" in refused(capsys, "train", "other.py")
+
+
+def test_init_writes_a_recipe_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine.py"]) == 0 and main(["init", "nano_ar", "twin.py"]) == 0
+    assert capsys.readouterr().out == "mine.py\ntwin.py\n"
+    assert recipe_of("mine.py").name == "mine" and recipe_of("twin.py").name == "twin"
+    assert "mercury train mine.py" in (tmp_path / "mine.py").read_text()
+    for argv in (["mine.py"], ["nano", "no/such/folder/x.py"], ["nan"], ["a b.py"]):
+        assert argv[-1] in refused(capsys, "init", *argv)
+
+
+@pytest.mark.parametrize("option", ["--max-token", "--colour"])
+def test_a_mistyped_option_is_told_in_a_line(option, capsys):
+    assert len(refused(capsys, "sample", "x", option, "3")) < 150
 
 
 def test_train_refuses_what_no_recipe_has(recipe, capsys):

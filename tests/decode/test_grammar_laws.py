@@ -1,16 +1,29 @@
 """Laws of grammars, without a model: whatever is proposed, what comes out obeys, and fits the budget."""
 
+import importlib
 import json
+import time
 from datetime import date
 
 import numpy as np
 import pytest
 
-from mercury_jax.decode.grammar import Choice, FreeOr, JSONObject, JSONSchema, Regex, ToolCalls, compile
+from mercury_jax.decode.grammar import (
+    CallsOr,
+    Choice,
+    FreeOr,
+    JSONObject,
+    JSONSchema,
+    Regex,
+    ToolCalls,
+    compile,
+)
+from mercury_jax.decode.grammar.plan import Search
 from tests.decode.grammar_many import allowed, fault, generate, nano_tokenizer
 from tests.decode.grammar_schemas import SCHEMAS, record
 
 TOK = nano_tokenizer()
+walking = importlib.import_module("mercury_jax.decode.grammar.walk")
 OPEN, CLOSE = TOK.special.tool_call, TOK.special.end_tool_call
 WEATHER = {
     "name": "weather",
@@ -231,6 +244,49 @@ def test_a_free_answer_may_call(marks):
     # A free text that the budget cuts off is complete, and cut.
     walker, _ = driven(spec, "word " * 40, budget=9)
     assert walker.ended and walker.cut and len(walker.written) == 9
+
+
+def test_a_free_answer_shows_something_or_calls():
+    made = grammar(FreeOr(ToolCalls([NOW], OPEN, CLOSE)))
+    call = [OPEN, *TOK.encode('{"name": "now", "arguments": {}}'), CLOSE]
+    for ids, complete in (([], False), (TOK.encode(" \n"), False), (TOK.encode("\n a b"), True), (call, True),
+                          ([*TOK.encode("\n"), *call], True), ([*TOK.encode("So: "), *call], True)):  # fmt: skip
+        assert made.completes(ids) == complete, ids
+
+
+def test_an_answer_is_calls_or_a_value_and_never_a_mixture():
+    made = grammar(CallsOr(ToolCalls([NOW], OPEN, CLOSE), JSONSchema(record(n={"type": "integer"}))))
+    value, call = TOK.encode('{"n": 5}'), [OPEN, *TOK.encode('{"name": "now", "arguments": {}}'), CLOSE]
+    for ids, complete in ((value, True), (call, True), ([*call, *call], True), ([*value, *call], False),
+                          ([*call, *value], False), (TOK.encode("text"), False), ([], False)):  # fmt: skip
+        assert made.completes(ids) == complete, ids
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        said = generate(made, made.shortest + int(rng.integers(0, 30)), rng, TOK.vocab_size).tokens
+        assert (OPEN in said) or isinstance(json.loads(TOK.decode(said))["n"], int)
+
+
+def test_no_step_searches_longer_than_its_time_and_the_answer_still_obeys(monkeypatch):
+    """Each state of a large grammar takes milliseconds; whoever shares the batch waits for the search."""
+    child = Search._child
+
+    def slow(*args, **named):
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+        return child(*args, **named)
+
+    schema = {"anyOf": [record(**{f"k{i}": {"type": "string", "pattern": f"^[a-z]{{{i},{i + 9}}}[0-9]$"}})
+                        for i in range(9)]}  # fmt: skip
+    made, rng = grammar(schema), np.random.default_rng(1)
+    monkeypatch.setattr(Search, "_child", slow)
+    walker, steps = made.walk(60), []
+    while not walker.ended:
+        began, drawn = time.thread_time(), rng.choice(allowed(walker.bits()))
+        walker.advance([int(drawn)], [True])
+        steps.append(time.thread_time() - began)
+    assert len(json.loads(TOK.decode(walker.written))) == 1
+    assert max(steps) < walking.STEP_SECONDS + 0.05 and sum(steps) < walking.ANSWER_SECONDS + 1
 
 
 def _ids(part):

@@ -69,6 +69,11 @@ SCHEMAS = {
         "multipleOf is 0.01; allowed: a whole number, or a power of two",
     ),
     "no number": ({"const": math.nan}, "const is nan; allowed: a finite number"),
+    "control characters": (
+        {"const": "a\0b"},
+        r"const is 'a\\x00b'; allowed: texts without control characters",
+    ),
+    "escape sequence": ({"enum": [1, {"a": ["\x1b[0m"]}]}, r"enum is '\\x1b\[0m'; allowed"),
     "no JSON": ({"const": {1: "x"}}, "key is 1; allowed: a text"),
     "required is no list": ({"required": "a"}, "required is 'a'; allowed: a list of names"),
     "not a schema": (record(a=3), "properties/a is 3; allowed: a schema"),

@@ -1,5 +1,6 @@
 """Laws of evaluation: right is what the generator's check accepts, and nothing depends on the batching."""
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -106,6 +107,7 @@ def test_questions_are_held_out_distinct_and_repeatable(task):
     assert {generator.split(p.input) for p in found} == {"test"}
     assert len({p.input for p in found}) == n
     assert found == tasks.draw(generator, n, 3) != tasks.draw(generator, n, 4)
+    assert {generator.split(p.input) for p in tasks.draw(generator, n, 3, "validation")} == {"validation"}
 
 
 def test_a_small_model_runs_end_to_end_whatever_the_batch():
@@ -115,6 +117,12 @@ def test_a_small_model_runs_end_to_end_whatever_the_batch():
     same = [(r["prediction"], r["forwards"]) for r in first.rows]
     assert same == [(r["prediction"], r["forwards"]) for r in run(batch=2).rows]
     assert "of 3 right" in str(first)
+
+
+def test_a_model_is_compared_by_the_rule_that_sample_uses():
+    lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "knobs": {"f": 0.5}})
+    each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16, split="validation")
+    assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5)") and own["data"] == "validation"
 
 
 def test_comparing_counts_the_forwards_of_both_rules():
@@ -166,6 +174,10 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
             evaluate.run(lm, "add3", **bad)
     with pytest.raises(ValueError, match="sampler is"):
         evaluate.run(lm, "add3", sampler="threshold")
+    with pytest.raises(ValueError, match="split is 'train'; allowed: test, validation"):
+        evaluate.run(lm, "add3", split="train")
+    with pytest.raises(ValueError, match="split is 'validation'; allowed: test: code-bpb"):
+        evaluate.run(lm, "code-bpb", split="validation")
     with pytest.raises(ValueError, match="samplers is"):
         evaluate.compare(lm, "add3", {})
 
@@ -215,7 +227,7 @@ def test_plotting_needs_matplotlib_and_says_so(tmp_path, monkeypatch):
 
 def test_every_task_says_what_it_is():
     assert list(evaluate.TASKS) == [
-        "sudoku4", "sudoku9", "countdown3", "countdown4", "add3", "code-bpb", "code-infill",
+        "sudoku4", "sudoku9", "countdown3", "countdown4", "add2", "add3", "code-bpb", "code-infill",
     ]  # fmt: skip
     assert all(task.about and task.name == name for name, task in evaluate.TASKS.items())
     assert set(ASKED) <= set(generators.ALL)

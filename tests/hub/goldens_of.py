@@ -35,6 +35,11 @@ def golden(name: str) -> Golden:
     )
 
 
+def limit(own: np.ndarray) -> float:
+    """Largest difference that counts as equal, given the reference's own between float32 and float64."""
+    return max(1e-4, 4 * float(own.max()))
+
+
 def read_all(path: Path) -> dict[str, np.ndarray]:
     return {name: tensors.read(path, entry) for name, entry in tensors.header(path).items()}
 
@@ -57,4 +62,4 @@ def logits_of(g: Golden, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(out)
 
 
-__all__ = ["GOLDENS", "NAMES", "Golden", "forward", "golden", "logits_of", "read_all"]
+__all__ = ["GOLDENS", "NAMES", "Golden", "forward", "golden", "limit", "logits_of", "read_all"]

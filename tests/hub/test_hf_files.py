@@ -25,6 +25,7 @@ def test_the_ids_are_the_models_or_those_that_the_files_name():
     given = HFTokenizer.of(byte_level(), mask=9, eos=10, pad=11, ends=(12,), vocab=600)
     assert (given.mask, given.eos, given.pad, given.ends, given.begin) == (9, 10, 11, (10, 12), ())
     assert noise.specials(given) == (9, 11)
+    assert noise.specials(given, 600) == (9, 11, *range(given.vocab_size, 600))  # ids that stand for nothing
     assert (
         noise.specials(dataclasses.replace(given, mask=None, pad=12)) == ()
     )  # a pad that ends answers is none

@@ -156,7 +156,7 @@ def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
 
 def test_the_command_line_reads_a_checkpoint_as_it_is_told(capsys, monkeypatch):
     seen = {}
-    monkeypatch.setattr("mercury_jax.api.load", lambda source, **how: seen.update(how) or golden_lm())
+    monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: seen.update(how) or golden_lm())
     argv = ["infill", "a[[4]]", "--model", "x", "--quantise", "int8", "--mask", "7"]
     assert main(argv) == 2 and "no tokenizer" in capsys.readouterr().err
     assert seen == {"quantise": "int8", "mask": 7}

@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.hub.goldens_of import NAMES, forward, golden, logits_of
+from tests.hub.goldens_of import NAMES, forward, golden, limit, logits_of
 
-LIMIT = 1e-4
 # Models whose reference takes more than tokens have their own tests below.
 PLAIN = [n for n in NAMES if not n.startswith(("diffusion_gemma", "mdlm", "bd3lm", "duo", "gidd"))]
 
@@ -19,7 +18,7 @@ def test_logits_are_the_references(name):
         want = np.concatenate([want[:, :1], want[:, :-1]], axis=1)
     got = logits_of(g, g.said["tokens"])
     assert want.std() > 0.3  # logits that vary: a model of zeros would agree with anything near zero
-    assert np.abs(got - want).max() <= LIMIT
+    assert np.abs(got - want).max() <= limit(g.said["fp64_diff"])
 
 
 @pytest.mark.parametrize("name", [n for n in PLAIN if n in ("llada2", "sdar", "sdar_moe", "fast_dllm")])
@@ -38,4 +37,4 @@ def test_a_block_behind_a_cache_has_the_references_logits(name):
     want = g.said["canvas_logits"]
     if g.opened.config.alignment == "shifted":  # the first of the block is said by the token before it
         got, want = np.asarray(got)[:, 1:], want[:, :-1]
-    assert np.abs(np.asarray(got) - want).max() <= LIMIT
+    assert np.abs(np.asarray(got) - want).max() <= limit(g.said["fp64_diff"])

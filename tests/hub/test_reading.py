@@ -1,5 +1,6 @@
 """What is refused before a parameter is read, each in words; and what a loaded model may be asked for."""
 
+import functools
 import json
 import shutil
 
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax import sharding
+from mercury_jax import hub, sharding
 from mercury_jax.checkpoint import CheckpointError, tensors
+from mercury_jax.cli import main
 from mercury_jax.hub import assemble, families, memory
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.quantise import Scaled
-from tests.hub.goldens_of import GOLDENS, golden, logits_of
+from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
 
 
 @pytest.fixture
@@ -67,11 +69,11 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
         ),
         ({"architectures": None}, ["architectures", "[]"]),
         ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "yarn"]),
+        ({"rope_parameters": {"rope_type": "proportional"}}, ["rope_scaling", "proportional", "yarn"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "quantise='int8'"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers", "a value"]),
         ({"num_attention_heads": 5}, ["kv_heads"]),
-        ({"num_hidden_layers": 9}, ["model.layers.", "is missing", "more"]),
+        ({"num_hidden_layers": 9, "layer_types": None}, ["model.layers.", "is missing", "more"]),
     ],
 )
 def test_configs_that_we_do_not_build_are_refused(folder, changes, words):
@@ -79,6 +81,36 @@ def test_configs_that_we_do_not_build_are_refused(folder, changes, words):
     with pytest.raises(ValueError) as error:
         open_folder(folder)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_refuses_a_key_that_it_does_not_know(name, tmp_path):
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+    nested = [
+        k for k in ("text_config", "rope_parameters", "rope_scaling", "per_layer_config") if config.get(k)
+    ]
+    for path in [(), *((key,) for key in nested)]:
+        changed = json.loads(json.dumps(config))
+        inner = functools.reduce(dict.__getitem__, path, changed)
+        inner["some_scale"] = 0.25
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        where = rf"config.json .*: {'.'.join((*path, 'some_scale'))} is 0.25; allowed: "
+        with pytest.raises(ValueError, match=where):
+            hub.info(tmp_path / "config.json", mask=5)
+        if "mask_id" not in golden(name).said:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            assert hub.info(tmp_path / "config.json")["vocab"]
+
+
+def test_a_config_that_two_families_share_says_so(tmp_path, capsys):
+    about = GOLDENS / "open_dcoder"
+    assert main(["info", str(about), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["family"] == "Qwen2.5" and any("pass mask=" in x and "Open-dCoder" in x for x in row["notes"])
+    assert main(["info", str(about), "--mask", "94", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["family"] == "Open-dCoder" and not any("pass mask=" in x for x in row["notes"])
+    assert len(hub.info(GOLDENS / "qwen2")["notes"]) == 0
 
 
 def test_the_mask_may_be_given_and_is_asked_for_where_nobody_knows_it():

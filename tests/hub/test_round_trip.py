@@ -4,10 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from mercury_jax import hub
 from mercury_jax.checkpoint import tensors
+from mercury_jax.cli import main
 from mercury_jax.hub import assemble, families, files, writing
 from mercury_jax.hub.reading import open_folder
-from tests.hub.goldens_of import NAMES, golden
+from tests.hub.goldens_of import GOLDENS, NAMES, golden
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -16,7 +18,7 @@ def test_theirs_to_ours_to_theirs_is_exact(name, tmp_path):
     config = g.opened.config
     same = g.opened.family.export is not None  # Gemma 4 with other senses is written as its text model alone
     family = g.opened.family if same else families.writers(config)[0]
-    assert family.export is not None and family.config(family.export(config)) == config
+    assert family.export is not None and family.read(family.export(config)) == config
     arrays = writing.sources(family.names(config), g.params)
     written = files.scan(files.write_folder(tmp_path / "x", family.export(config), arrays, shard=60_000))
     if same:
@@ -28,6 +30,40 @@ def test_theirs_to_ours_to_theirs_is_exact(name, tmp_path):
     assert again.config == config
     back = assemble.params(again.model, family.names(config), again.folder.read)
     jax.tree.map(np.testing.assert_array_equal, back, g.params)
+
+
+@pytest.mark.parametrize("name", ["diffusion_gemma", "gemma4_ple", "bd3lm", "qwen2_tied"])
+def test_tensors_that_no_model_of_ours_reads_are_kept_by_a_conversion(name, tmp_path):
+    theirs = files.scan(GOLDENS / name)
+    out = tmp_path / "out"
+    assert main(["convert", str(GOLDENS / name), str(out), "--to", "hf"]) == 0
+    written = files.scan(out)
+    assert set(written.tensors) == set(theirs.tensors) and written.config == theirs.config
+    for tensor in theirs.tensors:
+        np.testing.assert_array_equal(written.read(tensor), theirs.read(tensor))
+    beside = [p.name for p in (GOLDENS / name).iterdir() if p.name == "generation_config.json"]
+    assert all((out / x).read_bytes() == (GOLDENS / name / x).read_bytes() for x in beside)
+
+
+def test_a_conversion_to_another_dtype_keeps_unread_tensors_as_they_are(tmp_path):
+    out = hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf", dtype="bfloat16")
+    written = files.scan(out)
+    kinds = {name: place.entry.dtype.name for name, place in written.tensors.items()}
+    assert {kinds[n] for n in kinds if "vision" in n} == {"float32"}
+    assert {kinds[n] for n in kinds if n.startswith("model.decoder.")} == {"bfloat16"}
+    assert written.config["dtype"] == "bfloat16"
+    assert open_folder(out).config.dtype == "bfloat16"
+
+
+def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
+    order = []
+    read, put = files.read, tensors._put
+    monkeypatch.setattr(files, "read", lambda *a: (order.append("read"), read(*a))[1])
+    monkeypatch.setattr(tensors, "_put", lambda *a: (put(*a), order.append("written"))[0])
+    hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf")
+    writing_them = order[order.index("written") :]
+    assert "read" in writing_them
+    assert all(writing_them[i + 1] == "written" for i, what in enumerate(writing_them) if what == "read")
 
 
 def test_shards_are_as_small_as_asked(tmp_path):

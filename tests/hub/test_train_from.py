@@ -1,14 +1,23 @@
-"""A training may start from a checkpoint in Hugging Face's layout, and leaves a model that loads and samples."""
+"""A training may start from a checkpoint of others, and leaves a model that loads and samples."""
 
 import dataclasses
+import gc
+import json
 
+import jax
 import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax import cli, hub, models, noise
+from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import writing
-from mercury_jax.train import data
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.train import data, loop, optim, step as steps
 from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.recipe import MeshConfig
+from tests.hub.goldens_of import GOLDENS
+from tests.hub.tiny_tokenizers import byte_level
 from tests.tiny import tiny
 
 
@@ -23,11 +32,133 @@ def recipe(folder, out, **changes):
 
 def test_a_training_starts_from_a_checkpoint_of_others(tmp_path):
     folder = writing.to_hf(tmp_path / "hf", tiny("bidirectional"))
-    result = mj.train(recipe(folder, tmp_path / "run"))
+    result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
     lm = mj.load(tmp_path / "run" / "model")
     assert lm.card["init"] == str(folder) and lm.model.config.pattern == "block_causal"
-    assert mj.sample(lm, "1+2=", max_tokens=8).forwards[0] > 0
+    assert lm.decoding == {
+        "rule": "factor",
+        "knobs": {"f": 0.5},
+    }  # the recipe's sampler is the model's default
+    own, named = (mj.sample(lm, "1+2=", max_tokens=8, sampler=s) for s in (None, mj.rules.factor(0.5)))
+    assert own.forwards[0] == named.forwards[0] > 0 and own.text == named.text
+    with pytest.raises(ValueError, match=r"sampler is .*; allowed: a rule of mercury_jax\.rules"):
+        mj.train(recipe(folder, tmp_path / "c", sampler=mj.Sampler(mj.rules.factor(0.5))))
     other = dataclasses.replace(recipe(folder, tmp_path / "b").model, width=32)
     with pytest.raises(ValueError, match="model.width is 32; allowed: 16, as in init"):
         mj.train(recipe(folder, tmp_path / "b", model=other))
+
+
+PADDED = 512  # ids of the model; the tokenizer has fewer, as Qwen3's 151,669 of 151,936
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A folder as Qwen3 is published: autoregressive, no mask in the tokenizer, a vocabulary that is rounded up."""
+    files = dict(byte_level())
+    about = json.loads(files["tokenizer_config.json"])
+    files["tokenizer_config.json"] = json.dumps(
+        {k: v for k, v in about.items() if k != "mask_token"}
+    ).encode()
+    tok = HFTokenizer.of(files, vocab=PADDED)
+    config = ModelConfig(
+        vocab=PADDED, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, pattern="block_causal", block=1,
+        mask=None, pad=tok.pad, eos=tok.eos, zero_centred=False, scale_embed=False, context=256,
+        predicts_next=True,
+    )  # fmt: skip
+    model = models.build(config)
+    lm = mj.LM(model, model.init(jax.random.key(0)), tok, noise.uniform(PADDED))
+    return writing.to_hf(tmp_path_factory.mktemp("qwen3") / "hf", lm, family="Qwen3"), tok
+
+
+RECIPE = """
+from mercury_jax import hub
+from mercury_jax.train import data
+from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.recipe import TrainConfig
+
+def config():
+    return TrainConfig(
+        name="a2d", objective=masked_elbo(), data=data.mixture((data.generated("add3"), 1.0)),
+        model=hub.config_of("FOLDER", mask=MASK, pattern="bidirectional", block=8, predicts_next=False),
+        steps=2, batch=4, row=160, eval_every=0, sample_every=0, save_every=2,
+    )
+"""
+
+
+@pytest.mark.parametrize("to", ["hf", "ours"])
+def test_an_autoregressive_checkpoint_becomes_a_diffusion_model_on_the_command_line(
+    qwen3, tmp_path, to, capsys
+):
+    folder, tok = qwen3
+    mask = tok.vocab_size  # the first id that stands for nothing
+    if to == "ours":
+        folder = hub.convert(folder, tmp_path / "converted")
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)).replace("MASK", str(mask)))
+    argv = ["train", str(path), "--init", str(folder), "--out", str(tmp_path / "run"), "--json"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    lm = mj.load(tmp_path / "run" / "model")
+    c = lm.model.config
+    assert (c.mask, lm.tokenizer.mask, c.vocab, c.pattern) == (mask, mask, PADDED, "bidirectional")
+    # Two steps leave the probabilities near uniform, where one token in four would be an id without a text.
+    out = mj.sample(lm, "1+2=", max_tokens=96, temperature=2.0, seed=0)
+    assert len(out.tokens[0]) and max(out.tokens[0]) < tok.vocab_size
+    drawn = noise.uniform(PADDED, forbidden=lm.corruption.forbidden).prior(jax.random.key(0), np.zeros(4096))
+    assert int(drawn.max()) < tok.vocab_size
+
+
+def held(device) -> int:
+    """Bytes of all arrays that are alive on a device."""
+    shards = (s for x in jax.live_arrays() if not x.is_deleted() for s in x.addressable_shards)
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_initial_parameters_lie_on_the_mesh_and_are_freed(tmp_path, monkeypatch, resume):
+    hub.save(tmp_path / "first", tiny("bidirectional"), NoiseConfig())
+    found, given = [], []
+
+    def objective(key, model, params, batch, corruption):
+        found.append(held(jax.devices()[0]))  # at last when the first update is traced: its state stands
+        return masked_elbo()(key, model, params, batch, corruption)
+
+    init = steps.init
+    monkeypatch.setattr(loop.steps, "init", lambda *args: given.append(shardings(args[-1])) or init(*args))
+    config = recipe(
+        tmp_path / "first", tmp_path / "run", objective=objective, mesh=MeshConfig(data=1, fsdp=4)
+    )
+    if resume:
+        mj.train(config)
+        config = dataclasses.replace(config, steps=4, resume=True)
+    gc.collect()
+    before = held(jax.devices()[0])
+    mj.train(config)
+    model, on = models.build(config.model), loop.mesh_of(config)
+    state = steps.shapes(model, optim.optimizer(config.optim, config.steps), True, on)
+    size = lambda tree: sum(
+        np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    # Beside the state there is a batch, smaller than the parameters.
+    assert size(state) <= found[-1] - before < size(state) + size(state.params)
+    assert given == [shardings(state.params)]
+
+
+def shardings(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+@pytest.mark.parametrize(
+    "kind, words", [("absorbing", "model.mask is None"), ("uniform", "noise.kind is 'uniform'")]
+)
+def test_a_model_of_uniform_noise_is_refused_before_it_is_loaded(tmp_path, monkeypatch, kind, words):
+    monkeypatch.setattr(hub, "load", lambda *args, **more: pytest.fail("the checkpoint was loaded"))
+    config = hub.config_of(GOLDENS / "diffusion_gemma")
+    made = mj.TrainConfig(
+        name="gemma", model=config, objective=masked_elbo(), data=data.mixture((data.generated("add3"), 1.0)),
+        init=str(GOLDENS / "diffusion_gemma"), noise=NoiseConfig(kind=kind), out=str(tmp_path / "run"), batch=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{words}; allowed: .*DiffusionGemma.* cannot be trained yet"):
+        mj.train(made)

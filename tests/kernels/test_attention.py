@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, backends, chip, reference
-from mercury_jax.kernels.rounded import plain, rounded
+from mercury_jax.kernels.rounded import Rounded, plain, rounded
 
 SLOTS = {"reference": 9, "walk": 300}
 HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own
@@ -98,6 +98,24 @@ def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
         attend(q, k, v, ranges, backend="abacus")
     with pytest.raises(ValueError, match="backend is 'walk'; .*9 keys; it takes more than 256"):
         attend(q, k, v, ranges, backend="walk")
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    q, k, v, ranges = case()
+
+    def told(*args):
+        with pytest.raises((ValueError, TypeError)) as refused:  # under --jaxtyping the type may refuse first
+            attend(*args)
+        return str(refused.value)
+
+    three = jnp.zeros((2, 9, 3, 8))
+    assert "k is [2, 9, 3, 8]; allowed: [2, S, G, 8], S at least 1 and G a divisor of 4" in told(
+        q, three, three, ranges
+    )
+    assert "ranges is [2, 5, 0, 2]" in told(q, k, v, ranges[:, :, :0])
+    assert "q is [2, 0, 4, 8]" in told(q[:, :0], k, v, ranges[:, :0])
+    assert "v" in told(q, k, v[:, :8], ranges)
+    assert "scale" in told(q, Rounded(k.astype(jnp.int8), jnp.ones((2, 9, 1))), v, ranges)
 
 
 def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):

@@ -57,6 +57,7 @@ CASES = {
     "blocks of 128 outputs, in fp32": ((5, 12), 64, 256, None, jnp.float32),
     "int8": ((13, 0, 20), 128, 64, jnp.int8, None),
     "fp8, blocks of 128": ((5, 12), 64, 128, jnp.float8_e4m3fn, None),
+    "starts at 0 to 7 above a multiple of 8": ((11,) * 8, 64, 64, None, None),
 }
 
 
@@ -109,6 +110,12 @@ def test_what_the_kernel_does_not_take_is_said_in_words():
         pass
 
 
+def test_tiles_are_whole():
+    x, w, _ = drawn((2, 3), 64, 64)
+    with traced_for("sm_90a"), pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
+        grouped.grouped(x, w, jnp.asarray([2, 3]), tile=12)
+
+
 @pytest.mark.parametrize("tile", [16, 48])
 def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     sizes = np.array([0, 50, 16, 0, 97, 1])
@@ -119,3 +126,36 @@ def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     np.testing.assert_array_equal(covered, np.arange(sizes.sum()))
     owner = np.repeat(np.arange(len(sizes)), sizes)
     np.testing.assert_array_equal(owner[np.asarray(p.start[: p.count])], p.expert[: p.count])
+
+
+SIZES = {
+    "uneven": (0, 50, 16, 0, 97, 1),
+    "one row each": (1,) * 40,
+    "as many tiles as can be": (
+        7,
+        10,
+        14,
+        10,
+        14,
+        10,
+        14,
+        10,
+    ),  # 16 rows hold 9 of a tile that starts 7 rows early
+    "all in the last": (0, 0, 0, 200),
+    "fewer rows than there is room for": (3, 9, 0, 5),
+}
+
+
+@pytest.mark.parametrize("tile", [8, 16, 128])
+@pytest.mark.parametrize("name", SIZES)
+def test_tiles_of_the_kernel_start_at_multiples_of_8_and_write_every_row_once(name, tile):
+    sizes = np.array(SIZES[name])
+    rows = int(sizes.sum()) + (20 if name.startswith("fewer") else 0)
+    room = max(-(-rows // 8) * 8, tile)
+    expert, first, low, high = np.asarray(grouped._visits(jnp.asarray(sizes), rows, tile, room))
+    assert not (first % 8).any() and (first + tile <= room).all() and (first >= 0).all()
+    written = [np.arange(a, b) for a, b in zip(low, high)]
+    np.testing.assert_array_equal(np.concatenate(written), np.arange(sizes.sum()))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    for e, at, each in zip(expert, first, written):
+        assert (owner[each] == e).all() and ((each >= at) & (each < at + tile)).all()

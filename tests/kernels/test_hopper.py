@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import hopper
+from mercury_jax.kernels import attend, chip, hopper
 from mercury_jax.kernels.hopper import launch
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
@@ -83,6 +83,20 @@ def test_int8_keys_are_what_they_stand_for(monkeypatch):
     expected = dense(q, plain(k, q.dtype), plain(v, q.dtype), see, 0.125, None)
     k, v = (Rounded(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
     check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
+
+
+@pytest.mark.parametrize("slots, int8", [(70, False), (129, True)])
+def test_ranges_may_end_behind_the_last_slot(slots, int8):
+    """They end there, as in the reference; the kernel itself reads whole tiles of keys, filled up with zeros."""
+    q, k, v, ranges, _ = case(1, 3, 2, 1, slots, 64, 1, jnp.bfloat16)
+    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    k, v = (rounded(k), rounded(v)) if int8 else (k, v)
+    late = ranges.at[:, 0, 0, 1].set(slots + 9)
+    with chip.traced_for(chip.HOPPER), interpreted():
+        out, nats = jax.jit(lambda *xs: attend(*xs, residual=True, backend="hopper"))(q, k, v, late)
+    want, told = attend(q, k, v, late.at[:, 0, 0, 1].set(slots), residual=True, backend="reference")
+    np.testing.assert_allclose(np.float32(out), np.float32(want), atol=2e-2)
+    np.testing.assert_allclose(nats, told, atol=5e-3)
 
 
 def test_it_says_what_it_does_not_take():

@@ -1,5 +1,6 @@
 """Laws of the model: who sees whom, and that the cache changes nothing."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 
 from mercury_jax import models
-from mercury_jax.config import ModelConfig
+from mercury_jax.config import ModelConfig, RopeScaling
 from tests.tiny import PATTERNS, tiny
 
 BLOCK = 8
+LONG = RopeScaling(kind="longrope", factor=2.0, original=64, short=(1.0,) * 16, long=(2.0,) * 16)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -51,6 +53,21 @@ def test_information_flows_as_the_pattern_says_and_no_other_way(pattern):
         )
         want = same | before | (clean[q] & clean[k] & causal)
     np.testing.assert_array_equal(flows, want)
+
+
+@pytest.mark.parametrize("global_layers", [(), (1,)])
+def test_a_sliding_window_hides_what_is_before_it_in_all_layers_but_the_global_ones(global_layers):
+    config = dataclasses.replace(
+        tiny("block_causal").model.config, block=1, window=4, global_layers=global_layers, predicts_next=True,
+        out_bias=True, mlp_bias=True, layers=1 + len(global_layers),
+    )  # fmt: skip
+    model = models.build(config)
+    lm = dataclasses.replace(tiny("block_causal"), model=model, params=model.init(jax.random.key(0)))
+    laid = model.layout(np.arange(30, 51), 5)
+    q, k = np.meshgrid(np.arange(len(laid.tokens)), np.arange(len(laid.tokens)), indexing="ij")
+    clean, back = laid.canvas < 0, laid.positions[q] - laid.positions[k]
+    seen = (q == k) | (clean[k] & ((back > 0) | (clean[q] & (back == 0))))
+    np.testing.assert_array_equal(influence(lm, laid), seen if global_layers else seen & (back < 4))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -115,6 +132,12 @@ def test_heads_and_norms_are_as_configured(tied, norm):
     [
         (dict(kv_heads=3), "kv_heads"), (dict(head_dim=7), "head_dim"), (dict(mask=99), "mask"),
         (dict(pattern="diagonal"), "pattern"), (dict(layers=0), "layers"), (dict(dtype="int8"), "dtype"),
+        (dict(window=4), "window"), (dict(global_layers=(0,)), "global_layers"),
+        (dict(pattern="block_causal", block=1, window=0), "window"),
+        (dict(pattern="block_causal", block=1, window=4, global_layers=(1, 0)), "global_layers"),
+        (dict(rope_scaling=RopeScaling(kind="dynamic", factor=2.0, original=64), context=65), "context is 65"),
+        (dict(rope_scaling=LONG, context=65), "context is 65"),
+        (dict(rope_scaling=LONG, context=64, head_dim=10), "rope_scaling.short"),
     ],
 )  # fmt: skip
 def test_bad_configs_are_refused_by_name(change, named):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def test_a_run_learns_and_leaves_its_papers(whole):
 def test_the_noise_and_the_start_follow_the_seed(whole, tmp_path):
     again = run(tmp_path / "a")
     other = run(tmp_path / "b", seed=1, steps=10)
-    assert tiny.same((again.params, again.ema), (whole.params, whole.ema))
+    chex.assert_trees_all_equal((again.params, again.ema), (whole.params, whole.ema))
     assert rows(tmp_path / "b")[0]["loss"] != rows(whole.out)[0]["loss"] and other.step == 10
 
 
@@ -94,13 +95,27 @@ def test_a_resumed_run_ends_equal_bit_for_bit(whole, tmp_path, number):
     with pytest.raises(Killed):
         run(tmp_path, tiny.Data(at(number, fail)))
     found = run(tmp_path, resume=True)
-    assert tiny.same((found.params, found.ema), (whole.params, whole.ema))
+    chex.assert_trees_all_equal((found.params, found.ema), (whole.params, whole.ema))
     assert rows(tmp_path) == rows(whole.out)
+
+
+def test_a_run_and_a_resumed_one_trace_the_update_once(tmp_path, monkeypatch):
+    """A state or a batch that changes its type between two steps would compile the program again."""
+    plain = loop.steps.plain
+    monkeypatch.setattr(loop.steps, "plain", lambda *a, **k: chex.assert_max_traces(plain(*a, **k), n=1))
+    chex.clear_trace_counter()
+    run(tmp_path, steps=12)
+    chex.clear_trace_counter()
+    run(tmp_path, steps=15, resume=True)
+    with pytest.raises(AssertionError, match="traced > 1 times"):  # the counter counts
+        run(tmp_path, steps=18, resume=True)
+    chex.clear_trace_counter()
 
 
 def test_resuming_a_finished_run_changes_nothing(whole):
     found = run(whole.out, resume=True)
-    assert found.step == 30 and tiny.same(found.params, whole.params) and saved(whole.out) == [20, 30]
+    assert found.step == 30 and saved(whole.out) == [20, 30]
+    chex.assert_trees_all_equal(found.params, whole.params)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
@@ -109,7 +124,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(whole, tmp_path, sign, capsys)
     assert (stopped.step, stopped.stopped) == (15, sign.name) and saved(tmp_path) == [10, 15]
     assert f"{sign.name}: saved step 15" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert tiny.same(run(tmp_path, resume=True).params, whole.params)
+    chex.assert_trees_all_equal(run(tmp_path, resume=True).params, whole.params)
 
 
 def test_nan_stops_names_the_batch_and_leaves_the_last_good_checkpoint(tmp_path, whole):
@@ -204,7 +219,10 @@ def test_evaluation_and_samples_see_the_average(tmp_path):
     seen = []
     evaluate = lambda params: seen.append(jax.tree.map(np.asarray, params)) or {"bits": jnp.float32(2.0)}
     found = run(tmp_path, evaluate=evaluate, preview=lambda params: "once upon", steps=25, sample_every=20)
-    assert len(seen) == 3 and tiny.same(seen[-1], found.ema) and not tiny.same(found.ema, found.params)
+    assert len(seen) == 3
+    chex.assert_trees_all_equal(seen[-1], found.ema)
+    with pytest.raises(AssertionError, match="not equal"):
+        chex.assert_trees_all_equal(found.ema, found.params)
     assert [(row["step"], row["bits"]) for row in rows(tmp_path, "eval")] == [(10, 2.0), (20, 2.0), (25, 2.0)]
     assert (tmp_path / "samples.txt").read_text().count("once upon") == 2
     assert found.metrics["eval/bits"] == 2.0

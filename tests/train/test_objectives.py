@@ -1,5 +1,6 @@
 """The NELBO against a source of known entropy, and objectives against each other."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import objectives
 from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
+from mercury_jax.train.objectives_edit import masked_and_edited, next_token
 from mercury_jax.types import Batch
 
 STATES, LENGTH, FIRST, MASK = 3, 6, 4, 3
@@ -116,6 +118,103 @@ def test_the_bound_is_the_same_under_every_schedule():
         assert abs(mean - found[0][0]) < 4 * np.hypot(se, found[0][1])
 
 
+def exact(model):
+    """The model with the chain's own posterior, given all visible tokens, in the place of its logits."""
+
+    def apply(params, xt, positions, ranges, carry=()):
+        seen = jnp.where(
+            (xt == MASK)[..., None], 1.0, jax.nn.one_hot(xt - FIRST, STATES)
+        )  # likelihood [B, T, K]
+        forward, backward = [jnp.full((len(xt), STATES), 1 / STATES)], [jnp.ones((len(xt), STATES))]
+        for i in range(1, LENGTH):
+            forward.append((forward[-1] * seen[:, i - 1]) @ CHAIN)
+            backward.append((backward[-1] * seen[:, -i]) @ CHAIN.T)
+        return _logits(seen * jnp.stack(forward, 1) * jnp.stack(backward[::-1], 1))
+
+    return model._replace(apply=apply, head=lambda params, hidden: hidden)
+
+
+def exact_next(model):
+    """At block 1: the row of the transition matrix of the clean token before a canvas, or in a clean slot."""
+    laid = model.layout(np.zeros(LENGTH, np.int32) + FIRST, 0)
+    slot = {int(p): i for i, p in enumerate(laid.positions) if laid.canvas[i] < 0}  # of the clean token at p
+    before = np.array([slot.get(int(p) - (laid.canvas[i] >= 0), 0) for i, p in enumerate(laid.positions)])
+
+    def apply(params, xt, positions, ranges, carry=()):
+        step = jnp.asarray(CHAIN)[jnp.maximum(xt[:, before] - FIRST, 0)]
+        first = (laid.positions == 0) & (laid.canvas >= 0)
+        return _logits(jnp.where(first[:, None], 1 / STATES, step))
+
+    return model._replace(apply=apply, head=lambda params, hidden: hidden)
+
+
+def _logits(p):
+    log_p = jnp.log(jnp.maximum(p, 1e-30))
+    return jnp.concatenate([jnp.full((*p.shape[:2], FIRST), -1e30), log_p], axis=-1)
+
+
+def measured(objective, model, corruption, name, chunks=24):
+    """(mean of a metric, its standard error) over chunks of 256 fresh sequences; (None, 0) where it is not logged."""
+    run = jax.jit(lambda key, data: objective(key, model, {}, data, corruption).metrics)
+    found = [run(jax.random.key(i), batch(model, sequences(2000 + i, 256))) for i in range(chunks)]
+    if name not in found[0]:
+        return None, 0.0
+    each = np.array([float(f[name][0] / f[name][1]) for f in found])
+    return each.mean(), each.std(ddof=1) / np.sqrt(chunks)
+
+
+BOUNDS = {
+    "linear": (masked_elbo(), noise.linear()),
+    "cosine": (masked_elbo(), noise.cosine()),
+    "polynomial": (masked_elbo(), noise.polynomial(2.0)),
+    "llada": (llada(), noise.linear()),
+    "edited": (masked_and_edited(wrong=0, causal=0), noise.linear()),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_with_an_exact_denoiser_what_is_logged_as_nats_per_token_is_the_entropy(name):
+    objective, alpha = BOUNDS[name]
+    model = exact(models.build(config("bidirectional", LENGTH)))
+    mean, se = measured(objective, model, noise.absorbing(MASK, alpha), "nats_per_token")
+    assert abs(mean - entropy()) < 4 * se < 0.05
+
+
+@pytest.mark.parametrize("objective", [autoregressive(), masked_elbo()])
+def test_with_an_exact_next_token_model_nats_per_token_is_the_entropy(objective):
+    model = exact_next(models.build(config("block_causal", 1)))
+    mean, se = measured(objective, model, noise.absorbing(MASK), "nats_per_token")
+    assert abs(mean - entropy()) < 4 * se < 0.08
+
+
+def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step():
+    causal = dataclasses.replace(config("block_causal", 1), predicts_next=True, mask=None)
+    model = exact_next(models.build(causal))
+    mean, se = measured(next_token(), model, noise.uniform(FIRST + STATES), "nats_per_token")
+    assert abs(mean + (CHAIN[0] * np.log(CHAIN[0])).sum()) < 4 * se < 0.08
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        masked_elbo(clip=4.0),
+        llada(clip=4.0),
+        masked_and_edited(clip=4.0, causal=0),
+        masked_and_edited(causal=0),
+    ],
+)
+def test_what_is_no_bound_is_not_logged_as_nats_per_token(objective):
+    model = exact(models.build(config("bidirectional", LENGTH)))
+    assert measured(objective, model, noise.absorbing(MASK), "nats_per_token", 2)[0] is None
+    assert measured(objective, model, noise.absorbing(MASK), "weighted_masked_ce", 2)[0] > 0
+
+
+def test_a_clipped_weight_stands_below_the_entropy():
+    model = exact(models.build(config("bidirectional", LENGTH)))
+    mean, se = measured(masked_elbo(clip=2.0), model, noise.absorbing(MASK), "weighted_masked_ce")
+    assert mean < entropy() - 4 * se
+
+
 def test_lladas_normalisation_is_the_bound_itself_where_answers_are_equally_long():
     model, params = trained("bidirectional", 4)
     data = batch(model, sequences(5, 256))
@@ -195,9 +294,12 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
 def test_objectives_refuse_what_they_cannot_bound():
     model = models.build(config("causal_encoder", 4))
     params, data = initial(model), batch(model, sequences(0, 2))
-    for objective in (masked_elbo(), autoregressive()):
-        with pytest.raises(ValueError, match="absorbing"):
-            objective(jax.random.key(0), model, params, data, noise.uniform(9))
+    for objective in (masked_elbo(), llada(), autoregressive(), masked_and_edited(causal=0)):
+        for corruption in (noise.uniform(9), noise.hybrid(9, MASK)):
+            with pytest.raises(ValueError, match=f"noise.kind is '{corruption.kind}'; allowed: absorbing"):
+                objective(jax.random.key(0), model, params, data, corruption)
+    with pytest.raises(ValueError, match="least is 1.0; allowed"):
+        masked_elbo(least=1.0)
     with pytest.raises(ValueError, match="clip"):
         masked_elbo(clip=0.0)
     with pytest.raises(ValueError, match="normalise"):

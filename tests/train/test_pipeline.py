@@ -30,7 +30,7 @@ def test_a_restored_state_goes_on_exactly_with_rows_open(mixed, prefetch):
     run = build(mixed, prefetch=prefetch)
     take(run, 5)
     state = json.dumps(run.get_state())
-    assert sum(map(len, json.loads(state)["open"])) > 4
+    assert sum(len(refs) for row in json.loads(state)["rows"].values() for refs in row["open"]) > 4
     after = take(run, 6)
     fresh = build(mixed, prefetch=prefetch)
     fresh.set_state(json.loads(state))
@@ -58,22 +58,53 @@ def test_the_seed_decides(mixed):
 
 def test_weights_are_shares_of_the_positions(mixed):
     run = build(mixed, prefetch=0)
-    take(run, 30)
-    given = np.array(run.get_state()["positions"])
-    np.testing.assert_allclose(given / given.sum(), [0.5, 0.2, 0.3], atol=0.02)
+    take(run, 40)
+    given = np.array([row["positions"] for row in run.get_state()["rows"].values()]).sum(0)
+    np.testing.assert_allclose(given / given.sum(), [0.5, 0.2, 0.3], atol=0.03)
 
 
-def test_processes_read_different_documents(tmp_path):
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_any_number_of_processes_makes_the_batches_of_one(split, many):
+    mixture = data.mixture((data.jsonl(many, held_out=0.3), 0.5), (data.generated("add2"), 0.5))
+    setting = {"split": split, "prefetch": 0}
+    whole = take(build(mixture, **setting), 6)
+    for count in (2, 4):
+        parts = [take(build(mixture, index=i, count=count, **setting), 6) for i in range(count)]
+        joined = [type(a)(*map(np.concatenate, zip(*rows))) for a, rows in zip(whole, zip(*parts))]
+        assert_same(joined, whole)
+
+
+def test_a_state_of_one_process_goes_on_in_two_and_back(mixed):
+    one = build(mixed, prefetch=0)
+    take(one, 3)
+    state = one.get_state()
+    after = take(one, 4)
+    two = [build(mixed, index=i, count=2, prefetch=0) for i in range(2)]
+    for part in two:
+        part.set_state(state)
+    parts = [take(part, 2) for part in two]
+    assert_same([type(a)(*map(np.concatenate, zip(*rows))) for a, rows in zip(after, zip(*parts))], after[:2])
+    states = [part.get_state() for part in two]
+    back = build(mixed, prefetch=0)
+    with pytest.raises(
+        ValueError, match=r"state\.rows is \[0, 1\]; allowed: all of this process's, \[2, 3\] too"
+    ):
+        back.set_state(states[0])
+    back.set_state({**states[0], "rows": states[0]["rows"] | states[1]["rows"]})
+    assert_same(take(back, 2), after[2:])
+
+
+def test_rows_read_different_documents(tmp_path):
     lines = [json.dumps({"text": f"{name} {name % 90 + 1}"}) for name in range(900)]
     (tmp_path / "many.jsonl").write_text("\n".join(lines))
     mixture = data.mixture((data.jsonl(f"{tmp_path}/many.jsonl"), 1))
-    seen = []
-    for index in range(3):
-        run = build(mixture, Runs(), index=index, count=3, rows=1, row=256, prefetch=0)
-        names: set[int] = set()
-        while run.get_state()["next"][0] < 250:  # of an epoch of 300 for each
-            names |= {name for tokens in next(run).tokens for name in owners(tokens)} - {-1}
-        seen.append(names)
+    run = build(mixture, Runs(), rows=3, row=256, prefetch=0)
+    seen: list[set[int]] = [set(), set(), set()]
+    while (
+        min(row["next"][0] for row in run.get_state()["rows"].values()) < 250
+    ):  # of an epoch of 300 for each
+        for names, tokens in zip(seen, next(run).tokens):
+            names |= set(owners(tokens)) - {-1}
     assert all(seen[i].isdisjoint(seen[j]) for i in range(3) for j in range(i))
     assert all(len(names) > 150 for names in seen)
 
@@ -191,6 +222,10 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         (lambda: build(data.mixture((data.generated("add99"), 1))), "generated is 'add99'; allowed: add2"),
         (lambda: build(data.mixture((data.generated("add3"), 1)), row=8), "row is 8; .*a problem of add3"),
         (lambda: build(data.mixture((data.generated("add3"), 1)), index=2, count=2), "index is 2"),
+        (
+            lambda: build(data.mixture((data.generated("add3"), 1)), count=3),
+            "rows is 4; allowed: a multiple of 3",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(make, message):

@@ -6,17 +6,18 @@ import json
 import pytest
 import tiny_training as tiny
 
-from mercury_jax.train import objectives, recipe
+from mercury_jax.train import data as sources, objectives, recipe
 
 RECIPE = """
 from mercury_jax.config import ModelConfig
+from mercury_jax.train.data import stdlib
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig
 
 def config():
     return TrainConfig(
-        name="mine", model=ModelConfig(vocab=32), objective=masked_elbo(clip=5.0), data=("anything", 1.0),
+        name="mine", model=ModelConfig(vocab=32), objective=masked_elbo(clip=5.0), data=stdlib(),
         optim=OptimConfig({optim}), steps=7,
     )
 """
@@ -68,22 +69,27 @@ def test_an_objective_that_is_no_function_is_refused(unhooked):
         tiny.config("x", objective="elbo")
 
 
+def test_a_source_alone_is_the_mixture_of_it():
+    one = sources.generated("sudoku4")
+    assert tiny.config("x", data=one).data == sources.mixture((one, 1.0))
+
+
 def test_errors_of_the_users_own_code_pass_unchanged(write):
     with pytest.raises(TypeError, match="unsupported operand"):
         recipe.load_recipe(write("def config(): return 1 + 'a'"))
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="recipe is .*none.py"):
+    with pytest.raises(ValueError, match="none.py does not exist"):
         recipe.load_recipe(tmp_path / "none.py")
 
 
 def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
-    base = tiny.config("x", data={"any": "value"}, objective=objectives.masked_elbo())
-    argv = "--optim.lr 3e-4 --model.no-qk-norm --resume --sample_prompts a b --mesh.fsdp=2 --save-every 5"
+    base = tiny.config("x", objective=objectives.masked_elbo())
+    argv = "--optim.lr 3e-4 --model.no-qk-norm --resume --sample_prompts a b --mesh.fsdp=2 --mesh.data 3 --save-every 5"
     found = recipe.override(base, argv.split())
     assert (found.optim.lr, found.model.qk_norm, found.resume, found.save_every) == (3e-4, False, True, 5)
-    assert found.sample_prompts == ("a", "b") and found.mesh.fsdp == 2
+    assert found.sample_prompts == ("a", "b") and (found.mesh.fsdp, found.mesh.data) == (2, 3)
     assert found.objective is base.objective and found.data is base.data
     assert recipe.override(base, []) == base
 
@@ -128,8 +134,8 @@ def test_fields_that_make_no_sense_are_refused(field, value):
 
 
 def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
-    config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0), data=("text", 1.0))
+    config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0))
     told = json.loads(json.dumps(recipe.resolved(config)))
     assert told["objective"]["function"] == "mercury_jax.train.objectives.masked_elbo.objective"
-    assert told["objective"]["clip"] == 5.0 and told["data"] == ["text", 1.0]
+    assert told["objective"]["clip"] == 5.0 and told["data"]["sources"][0][0]["kind"] == "stdlib"
     assert set(told) == {f.name for f in dataclasses.fields(config)}

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from mercury_jax.train import optim, step
 from mercury_jax.train.optim import OptimConfig
 
 MODEL = tiny.model()
+near = functools.partial(chex.assert_trees_all_close, atol=2e-6, rtol=0)
 
 
 @functools.cache
@@ -42,7 +44,7 @@ def trained(*batches, objective=tiny.objective, accumulate=1, rate=0.1, **sizes)
 def test_accumulated_gradients_are_those_of_one_big_batch():
     whole, a = trained(objective=tiny.quiet)
     parts, b = trained(objective=tiny.quiet, accumulate=4)
-    assert tiny.near((whole.params, a.values), (parts.params, b.values))
+    near((whole.params, a.values), (parts.params, b.values))
 
 
 def test_the_mean_is_over_the_batch_not_over_its_parts():
@@ -52,20 +54,20 @@ def test_the_mean_is_over_the_batch_not_over_its_parts():
     editable[0], editable[1, :1] = True, True
     lopsided = rows._replace(editable=editable)
     run = lambda n: trained(lopsided, objective=tiny.quiet, accumulate=n)[0].params
-    assert tiny.near(run(1), run(4))
+    near(run(1), run(4))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}])
 def test_four_devices_train_as_one(sizes):
     one = trained(accumulate=2)[0]
     four = trained(accumulate=2, **sizes)[0]
-    assert tiny.near((one.params, one.ema), (four.params, four.ema), 1e-5)
+    near((one.params, one.ema), (four.params, four.ema), atol=1e-5)
     where = four.params["hidden"]["w"].sharding.spec
     assert where == sharding.spec("hidden/w", (8, 8), MODEL.shardings, sharding.mesh(**sizes))
 
 
 def test_noise_depends_on_the_step_alone():
-    assert tiny.same(trained()[0].params, trained()[0].params)
+    chex.assert_trees_all_equal(trained()[0].params, trained()[0].params)
     # The same rows see other noise at the next step.
     losses = [trained(*[tiny.batch(0)] * n, rate=0.0)[1].values["loss"] for n in (1, 2)]
     assert losses[0] != losses[1]
@@ -94,7 +96,24 @@ def test_a_batch_that_is_not_finite_changes_nothing(where):
     after, report = trained(tiny.batch(0), ill, objective=spoilt)
     assert bool(fine.finite) and not bool(report.finite)
     assert bool(jnp.isfinite(report.values["loss"])) == (where == "gradient")
-    assert int(after.step) == 1 and tiny.same((before.params, before.ema), (after.params, after.ema))
+    assert int(after.step) == 1
+    chex.assert_trees_all_equal((before.params, before.ema), (after.params, after.ema))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda loss: loss._replace(per_example=loss.per_example.sum()),
+        lambda loss: loss._replace(weight=loss.weight[:, None]),
+        lambda loss: loss._replace(metrics={"ce": (loss.per_example, loss.weight)}),
+    ],
+)
+def test_an_objective_that_returns_other_shapes_is_refused_by_its_name(wrong):
+    def mine(*args):
+        return wrong(tiny.objective(*args))
+
+    with pytest.raises(ValueError, match=r"objective is .*mine'; allowed: .* of shape \(8,\) and scalar"):
+        step.check(mine, MODEL, tiny.CORRUPTION, tiny.ROWS, tiny.ROW)
 
 
 def test_a_batch_without_scored_tokens_has_no_gradient():
@@ -102,7 +121,7 @@ def test_a_batch_without_scored_tokens_has_no_gradient():
     state, report = trained(empty)
     fresh = machine(tiny.objective, 1, 0.1, ())[1]()
     assert bool(report.finite) and float(report.values["grad_norm"]) == 0
-    assert tiny.same(state.params, fresh.params)
+    chex.assert_trees_all_equal(state.params, fresh.params)
 
 
 def test_the_average_follows_early_and_is_slow_late():

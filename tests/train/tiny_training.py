@@ -8,7 +8,7 @@ import numpy as np
 
 from mercury_jax import noise
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import recipe
+from mercury_jax.train import data, recipe
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.types import Batch, Loss, Model
 
@@ -98,19 +98,8 @@ class Data:
 def config(out, **fields) -> recipe.TrainConfig:
     """Thirty steps, saved every ten."""
     base = recipe.TrainConfig(
-        name="tiny", model=model().config, objective=objective, data=None, steps=30, batch=ROWS, row=ROW,
+        name="tiny", model=model().config, objective=objective, data=data.stdlib(), steps=30, batch=ROWS, row=ROW,
         save_every=10, eval_every=10, sample_every=0, ema=0.9, out=str(out),
         optim=OptimConfig(lr=1e-2, warmup=3),
     )  # fmt: skip
     return dataclasses.replace(base, **fields)
-
-
-def same(a, b) -> bool:
-    """Equal bit for bit."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
-
-
-def near(a, b, tolerance=2e-6) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.allclose(x, y, rtol=0, atol=tolerance) for x, y in pairs)

@@ -9,6 +9,7 @@ until the frontier reaches it. Needs the package llguidance (the extra `serve`),
 
 from mercury_jax.decode.grammar.compile import Grammar, compile
 from mercury_jax.decode.grammar.spec import (
+    CallsOr,
     Choice,
     FreeOr,
     GrammarError,
@@ -21,6 +22,6 @@ from mercury_jax.decode.grammar.spec import (
 from mercury_jax.decode.grammar.walk import Step, Walker
 
 __all__ = [
-    "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "Step", "ToolCalls",
-    "Walker", "compile",
+    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "Step",
+    "ToolCalls", "Walker", "compile",
 ]  # fmt: skip

@@ -49,13 +49,13 @@ class Grammar:
 
     def _shortest(self, source: Source, deadline: float) -> list[int]:
         """Something first, which takes a narrow search however long it is; then as short as can be found."""
-        plans = [self.search.find(self.units, START, MOST_TOKENS, ANY, deadline=deadline)]
+        late = lambda: time.monotonic() > deadline
+        early = lambda: time.monotonic() > deadline - SECONDS / 2
+        plans = [self.search.find(self.units, START, MOST_TOKENS, ANY, late=late)]
         try:
             if plans[0] is None and not self.search.missed:
                 raise GrammarError(f"{source.name}: nothing satisfies it{self._trouble()}")
-            plans.append(
-                self.search.find(self.units, START, MOST_TOKENS, BEST, deadline=deadline - SECONDS / 2)
-            )
+            plans.append(self.search.find(self.units, START, MOST_TOKENS, BEST, late=early))
         except TimeoutError:
             if plans[0] is None:
                 raise

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +64,10 @@ class Effort(NamedTuple):
 QUICK = Effort(4, 400, first=True, leaps=True)
 ANY = Effort(3, 12_000, first=True)  # at the start of a grammar
 BEST = Effort(24, 4_000)
+
+
+def _never() -> bool:
+    return False
 
 
 class _Node(NamedTuple):
@@ -132,12 +135,24 @@ class Search:
         room: int,
         effort: Effort,
         bridges: Sequence[list[Unit]] = (),
-        deadline: float = math.inf,
+        late: Callable[[], bool] = _never,
     ) -> list[Unit] | None:
-        """The units of a completion of `start` (a byte matcher, left as it is), of at most `room` tokens.
+        """Searches for a completion of a byte matcher.
 
-        bridges: ends that completed the text before; a path that reaches one of them is complete.
-        TimeoutError behind the deadline, a time of `time.monotonic`.
+        Args:
+            start: The matcher; left as it is.
+            lex: Where JSON stands there.
+            room: Most tokens of the completion.
+            effort: How far to search.
+            bridges: Ends that completed the text before; a path that reaches one of them is complete.
+            late: Whether to give up. Asked before every state that is looked at, since one state of a large
+                grammar takes milliseconds.
+
+        Returns:
+            The units of the completion, or None where none was found.
+
+        Raises:
+            TimeoutError: `late` said so.
         """
         spelling = None if effort.first else NOTHING
         levels = {0: [_Node(start.deep_copy(), lex, start.compute_bitmask(), (), None, spelling)]}
@@ -145,12 +160,12 @@ class Search:
         best, cost, last, left = None, room + 1, math.inf, effort.nodes
         seen: Counter[bytes] = Counter()
         while heap and left > 0 and heap[0] <= min(last, 16 * max(room, 1)):
-            if time.monotonic() > deadline:
-                raise TimeoutError
             at = heapq.heappop(heap)
             level = levels.pop(at)
             self.missed |= len({(node.mask, node.chain) for node in level}) > effort.width
             for node in _kept(level, effort, seen):
+                if late():
+                    raise TimeoutError
                 left -= 1
                 seen[node.mask] += 1
                 for units in self._completions(node, bridges):
@@ -161,7 +176,7 @@ class Search:
                         best, cost = units, size
                 if best is not None and effort.first:
                     return best
-                for child, size in self._children(node):
+                for child, size in self._children(node, late):
                     size = 1 if effort.leaps else size
                     if child.lex[0] - lex[0] <= MOST_DEPTH:
                         if at + size not in levels:
@@ -179,22 +194,26 @@ class Search:
                 if node.matcher.validate_tokens(whole) == len(whole):
                     yield node.units() + bridge
 
-    def _children(self, node: _Node) -> list[tuple[_Node, int]]:
+    def _children(self, node: _Node, late: Callable[[], bool]) -> list[tuple[_Node, int]]:
         forced = node.matcher.compute_ff_tokens()
         if forced:
-            child = self._child(node, forced)
+            child = self._child(node, forced, late)
             return [] if child is None else [(child, len(forced))]
         macros = [macro for macro in self.macros if node.allows(macro[0])]
         if not node.allows(0x22) and node.allows(self.run[0]):
             macros.append(self.run)
-        found = [(self._child(node, macro, macro=True), len(macro)) for macro in macros]
+        found = [(self._child(node, macro, late, macro=True), len(macro)) for macro in macros]
         ways = self._known.get(node.mask) or self._new.get(node.mask)
         if ways is None:
-            ways = self._new[node.mask] = self._kinds_of(node)
-        found += [(self._child(node, [unit]), 1) for unit in ways]
+            ways = self._new[node.mask] = self._kinds_of(node, late)
+        found += [(self._child(node, [unit], late), 1) for unit in ways]
         return [(child, size) for child, size in found if child is not None]
 
-    def _child(self, node: _Node, units: list[Unit], macro: bool = False) -> _Node | None:
+    def _child(
+        self, node: _Node, units: list[Unit], late: Callable[[], bool], macro: bool = False
+    ) -> _Node | None:
+        if late():
+            raise TimeoutError
         if len(units) > 1 and node.matcher.validate_tokens(units) < len(units):
             return None
         matcher = node.matcher.deep_copy()
@@ -210,14 +229,14 @@ class Search:
         spelling = None if node.spelling is None else self.vocabulary.extended(node.spelling, units)
         return _Node(matcher, lex, mask, chain, (node.path, units), spelling)
 
-    def _kinds_of(self, node: _Node) -> list[Unit]:
+    def _kinds_of(self, node: _Node, late: Callable[[], bool]) -> list[Unit]:
         """One unit for each kind of state that the next one leads to."""
         bits = np.unpackbits(np.frombuffer(node.mask, np.uint8), bitorder="little")
         ends = {256 + n for n, id in enumerate(self.vocabulary.specials) if id in self.vocabulary.ends}
         kinds: dict[bytes, Unit] = {}
         for unit in (*self.vocabulary.fill, *range(256, len(bits))):
             if bits[unit] and unit not in ends:
-                child = self._child(node, [unit])
+                child = self._child(node, [unit], late)
                 if child is not None:
                     kinds.setdefault(child.mask, unit)
         return list(kinds.values())

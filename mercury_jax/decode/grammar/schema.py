@@ -104,6 +104,7 @@ def _rewritten(schema: Any, where: str, patterns: list[str]) -> dict[str, Any] |
     _check_counts(new, where)
     _check_numbers(new, where)
     _check_reference(new, where)
+    _check_fixed(new, where)
     _tighten(new)
     patterns += _patterns(new, where)
     for key in new:
@@ -160,6 +161,19 @@ def _check_reference(schema: dict[str, Any], where: str) -> None:
         raise wrong(
             f"{where}/$ref", target, "a place in this schema, such as '#/$defs/name': nothing is fetched"
         )
+
+
+def _check_fixed(schema: dict[str, Any], where: str) -> None:
+    """Refuse texts of `const` and `enum` that JSON can only spell with \\u escapes, which no answer uses."""
+    for key in ("const", "enum"):
+        waiting = [schema[key]] if key in schema else []
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, str) and any(c < " " and c not in "\b\t\n\f\r" for c in value):
+                allowed = "texts without control characters other than \\b, \\t, \\n, \\f and \\r"
+                why = "JSON spells the others as \\u escapes, and no answer holds those"
+                raise wrong(f"{where}/{key}", value, f"{allowed}: {why}")
+            waiting += [inner for _, inner in _inside(value, where)]
 
 
 def _tighten(schema: dict[str, Any]) -> None:

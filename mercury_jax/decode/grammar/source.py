@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from mercury_jax.decode.grammar.library import library
 from mercury_jax.decode.grammar.sample import sample
-from mercury_jax.decode.grammar.schema import MOST_BYTES, MOST_PATTERN, checked
+from mercury_jax.decode.grammar.schema import MOST_BYTES, MOST_PATTERN, Checked, checked
 from mercury_jax.decode.grammar.spec import (
+    CallsOr,
     Choice,
     FreeOr,
     JSONObject,
@@ -45,18 +46,20 @@ class Source(NamedTuple):
 
 def source_of(spec: Spec) -> Source:
     """The grammar of a spec. Raises GrammarError for what is out of bounds or no spec."""
-    if isinstance(spec, JSONSchema):
-        schema = checked(spec.schema)
-        return Source(f"start: {_json(schema.schema)}\n", "schema", _macros(schema.patterns))
-    if isinstance(spec, JSONObject):
-        return Source(f"start: {_json({'type': 'object'})}\n", "schema", ())
+    if isinstance(spec, JSONSchema | JSONObject):
+        answer = _answer(spec)
+        return Source(f"start: {_json(answer.schema)}\n", "schema", _macros(answer.patterns))
     if isinstance(spec, Regex):
         return _regex(spec)
     if isinstance(spec, Choice):
         return _choice(spec)
-    if isinstance(spec, ToolCalls | FreeOr):
+    if isinstance(spec, ToolCalls | FreeOr | CallsOr):
         return _calls(spec)
     raise wrong("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
+
+
+def _answer(spec: JSONSchema | JSONObject) -> Checked:
+    return checked(spec.schema if isinstance(spec, JSONSchema) else {"type": "object"})
 
 
 def special(id: int) -> str:
@@ -108,10 +111,10 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _calls(spec: ToolCalls | FreeOr) -> Source:
-    calls = spec.calls if isinstance(spec, FreeOr) else spec
+def _calls(spec: ToolCalls | FreeOr | CallsOr) -> Source:
+    calls = spec if isinstance(spec, ToolCalls) else spec.calls
     if not isinstance(calls, ToolCalls):
-        raise wrong("FreeOr", calls, "ToolCalls")
+        raise wrong(type(spec).__name__, calls, "ToolCalls")
     tools = calls.tools
     if isinstance(tools, str) or not isinstance(tools, Sequence) or not 0 < len(tools) <= MOST_TOOLS:
         raise wrong("tools", tools, f"a list of 1..{MOST_TOOLS} tools")
@@ -123,6 +126,12 @@ def _calls(spec: ToolCalls | FreeOr) -> Source:
     rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{''.join(bodies)}"
     if len(rules) > MOST_BYTES:
         raise wrong("tools", f"{len(rules)} bytes", f"at most {MOST_BYTES}")
+    if isinstance(spec, CallsOr):
+        if not isinstance(spec.answer, JSONSchema | JSONObject):
+            raise wrong("CallsOr", spec.answer, "JSONSchema or JSONObject")
+        answer = _answer(spec.answer)
+        start = f"start: calls | answer\ncalls: {_listed(calls)}\nanswer: {_json(answer.schema)}\n"
+        return Source(start + rules, "tools and schema", _macros([*patterns, *answer.patterns]))
     start = _free(calls) if isinstance(spec, FreeOr) else _bound(calls)
     return Source(start + rules, "tools", _macros(patterns))
 
@@ -148,31 +157,37 @@ def _quoted(text: str) -> str:
 
 
 def _bound(calls: ToolCalls) -> str:
+    listed = _listed(calls)
+    return f"start: {listed}\n" if _counts(calls)[0] else f"start: ({listed})?\n"
+
+
+def _listed(calls: ToolCalls) -> str:
+    """One call or more."""
+    return f"{_mark(calls.open, 'open')} body {_mark(calls.close, 'close')} {_again(calls)}"
+
+
+def _again(calls: ToolCalls) -> str:
+    """The calls behind the first one."""
     least, most = _counts(calls)
-    body = f"{_mark(calls.open, 'open')} body {_mark(calls.close, 'close')}"
-    more = (
-        f"({_mark(calls.separator, 'separator')} {body}){{{max(least, 1) - 1},{most - 1}}}"
-        if most > 1
-        else ""
-    )
-    return f"start: {body} {more}\n" if least else f"start: ({body} {more})?\n"
+    if most == 1:
+        return ""
+    one = f"{_mark(calls.separator, 'separator')} {_mark(calls.open, 'open')} body {_mark(calls.close, 'close')}"
+    return f"({one}){{{max(least, 1) - 1},{most - 1}}}"
 
 
 def _free(calls: ToolCalls) -> str:
-    """Free text up to what opens a call; where that is a text, it cannot be part of the free text."""
-    least, most = _counts(calls)
+    """Free text up to what opens a call; where that is a text, it cannot be part of the free text.
+
+    A text without calls shows something: a reply of spaces alone would be no answer.
+    """
     parts = _parts(calls.open, "open")
-    close, separator = _mark(calls.close, "close"), _mark(calls.separator, "separator")
-    again = (
-        f"({separator} {_mark(calls.open, 'open')} body {close}){{{max(least, 1) - 1},{most - 1}}}"
-        if most > 1
-        else ""
-    )
-    text = "TEXT: /(?s:.*)/\n"
+    text = "TEXT: /(?s:\\s*\\S.*)/\n"
     if isinstance(parts[0], int):
-        return f"start: TEXT ({_mark(calls.open, 'open')} body {close} {again})?\n{text}"
+        return f"start: TEXT ({_listed(calls)})? | SPACE? {_listed(calls)}\n{text}SPACE: /\\s+/\n"
     rest = "".join(f" {_one(part)}" for part in parts[1:])
-    return f"start: TEXT | head{rest} body {close} {again}\nhead[lazy]: TEXT {_text(parts[0])}\n{text}"
+    close = _mark(calls.close, "close")
+    head = f"head[lazy]: /(?s:.*)/ {_text(parts[0])}\n"
+    return f"start: TEXT | head{rest} body {close} {_again(calls)}\n{head}{text}"
 
 
 def _counts(calls: ToolCalls) -> tuple[int, int]:

@@ -70,9 +70,17 @@ class ToolCalls:
 
 @dataclass(frozen=True)
 class FreeOr:
-    """Any text, and behind it calls if the model wants them; its `at_least` counts only where there are any."""
+    """Any text that shows something, calls, or both in this order; `at_least` counts only where there are calls."""
 
     calls: ToolCalls
 
 
-Spec = JSONSchema | JSONObject | Regex | Choice | ToolCalls | FreeOr
+@dataclass(frozen=True)
+class CallsOr:
+    """Either calls, or a JSON value and nothing else; `at_least` counts only where there are calls."""
+
+    calls: ToolCalls
+    answer: JSONSchema | JSONObject
+
+
+Spec = JSONSchema | JSONObject | Regex | Choice | ToolCalls | FreeOr | CallsOr

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 _BRIDGES = 6  # ends of the plan that a search looks out for
 _NEAR = 12  # units of the plan that may have been written in another way
+# CPU seconds of search. Other rows of the batch wait for it; what a search of a usual schema takes is 1 to 10 ms. The
+# time of the calling thread, not the clock's, so that a busy machine does not change what is written.
+STEP_SECONDS = 0.05  # of one `advance`
+ANSWER_SECONDS = 0.5  # of one answer
 
 
 class Step(NamedTuple):
@@ -37,7 +42,11 @@ class _Legal(NamedTuple):
 
 
 class Walker:
-    """Made by `Grammar.walk`. At any moment a legal end of at most `room` tokens is known."""
+    """Made by `Grammar.walk`. At any moment a legal end of at most `room` tokens is known.
+
+    Where a proposal leaves that end, another one is searched, within STEP_SECONDS and ANSWER_SECONDS. Beyond them the
+    answer follows the end that is known: it still obeys the grammar, but the model chooses less of it.
+    """
 
     def __init__(self, grammar: Grammar, budget: int):
         self.grammar, self.budget = grammar, budget
@@ -48,6 +57,7 @@ class Walker:
         self._plan = grammar.vocabulary.units_of(grammar.plan)
         self._tight = False  # the plan is as short as a search makes it
         self._search = grammar.search.branch()
+        self._seconds = ANSWER_SECONDS  # of search that are left
         self._tokens = grammar.tokens.deep_copy()
         self._units, self._lex, self._behind = grammar.units.deep_copy(), START, 0
 
@@ -84,7 +94,10 @@ class Walker:
         if self.ended:
             return Step([], [], True, False)
         taken, forced, ended, clear, plan = self._legal(tokens, sure)
-        count = self._affordable(taken, plan)
+        began = time.thread_time()
+        until = began + min(STEP_SECONDS, self._seconds)
+        count = self._affordable(taken, plan, lambda: time.thread_time() > until)
+        self._seconds -= time.thread_time() - began
         if count < len(taken):
             taken, forced, ended, clear = taken[:count], forced[:count], False, True
         if not taken and len(tokens) and not ended:
@@ -137,7 +150,7 @@ class Walker:
             return plan[len(units) :]
         return plan if self._completes(plan) else None
 
-    def _affordable(self, taken: list[int], plan: list[Unit] | None) -> int:
+    def _affordable(self, taken: list[int], plan: list[Unit] | None, late: Callable[[], bool]) -> int:
         """How many of the tokens leave room for a plan; the matcher stands behind so many, the plan fits them."""
         broken = self._tokens.is_error()
         if plan is not None and not broken and self._fits(plan, self.room - len(taken)):
@@ -149,7 +162,7 @@ class Walker:
         while True:
             self._back(taken, consumed, count)
             consumed = count
-            found = self._plan_behind(taken[:count]) if count else self._plan
+            found = self._plan_behind(taken[:count], late) if count else self._plan
             if found is not None:
                 # Where no token is left that a search finds an end behind, there is no other end to find.
                 self._tight = count == 0
@@ -179,20 +192,27 @@ class Walker:
         self._tokens = self.grammar.tokens.deep_copy()
         self._tokens.try_consume_tokens([*self.written, *more])
 
-    def _plan_behind(self, taken: list[int]) -> list[Unit] | None:
-        """A plan for what follows these tokens, of at most what the budget leaves; None where none is found."""
+    def _plan_behind(self, taken: list[int], late: Callable[[], bool]) -> list[Unit] | None:
+        """A plan for what follows these tokens, of at most what the budget leaves; None where none is found in time."""
+        if late():
+            return None
         search, vocabulary, room = self._search, self.grammar.vocabulary, self.room - len(taken)
         bridges = [self._plan[i:] for i in _cuts(self._plan)]
         mask = self._tokens.compute_bitmask()
         guesses = [self._plan[i:] for i in range(min(_NEAR, len(self._plan)))]
         guesses += [way + bridge for way in search.ways(mask) for bridge in (*bridges, [])]
         for guess in guesses:
+            if late():
+                return None
             if vocabulary.begins(guess, mask) and self._fits(guess, room) and self._completes(guess):
                 return guess
         if self._tight and not self._fits(self._plan, self.room - 1):
             return None  # no room beside the plan, and the last search found nothing: nor do 98 of 100 others
         units, lex = self._synced(vocabulary.units_of(taken))
-        plan = search.find(units, lex, room, QUICK, bridges)
+        try:
+            plan = search.find(units, lex, room, QUICK, bridges, late)
+        except TimeoutError:
+            return None
         if plan is None or not self._completes(plan):
             return None
         search.learn(mask, plan, bridges)

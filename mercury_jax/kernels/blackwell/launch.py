@@ -14,7 +14,7 @@ from mercury_jax.kernels import hopper, parts
 from mercury_jax.kernels.blackwell.program import program
 from mercury_jax.kernels.blackwell.tensor import PART, ROWS, arrivals, lacking, tensor
 from mercury_jax.kernels.hopper.feed import RAW, sources_of
-from mercury_jax.kernels.hopper.plan import Plan, Scratch
+from mercury_jax.kernels.hopper.plan import Plan, Scratch, room
 from mercury_jax.kernels.rounded import Keys, Rounded
 
 PROCESSORS = 148  # of a B200
@@ -50,6 +50,7 @@ def run(
     """
     batch, queries, heads, _ = q.shape
     p = _plan(q, k, ranges, scale, softcap)
+    ranges = jnp.minimum(ranges, k.shape[1])  # what is filled in behind the last slot is seen by no row
     edges = parts.fold_ranges(ranges, heads // p.groups, ROWS)
     bounds = parts.bounds(edges, ROWS, p.keys, p.slots)
     outs, lses = _launch(p, parts.fold(q, p.groups, ROWS), edges, bounds, sources_of(p, k, v))
@@ -65,12 +66,12 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
     keys = min(KEYS[width], 64) if int8 else KEYS[width]  # int8 tiles are in shared memory twice
     tiles = -(-queries * (heads // groups) // ROWS)
     line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
-    room = SHARED - ROWS * (line + edge + 4 * PART) - (RAW * keys * (line + 8) if int8 else 0)
-    slots = max(slots, keys)
+    free = SHARED - ROWS * (line + edge + 4 * PART) - (RAW * keys * (line + 8) if int8 else 0)
+    slots = room(slots, keys)
     return Plan(
         workers=1,
         keys=keys,
-        stages=min(4, room // (2 * keys * line)),
+        stages=min(4, free // (2 * keys * line)),
         splits=parts.splits(batch * groups * tiles, -(-slots // keys), PROCESSORS),
         slots=slots,
         groups=groups,

@@ -83,14 +83,18 @@ def _widen(p: Plan, s: Scratch, walk: Walk, sources: tuple[Any, ...], i: Any) ->
 
 
 def sources_of(p: Plan, k: Keys, v: Keys) -> tuple[Array, ...]:
-    """What `feed` reads: keys and values, with at least one tile of slots; the scales of int8 ones, slots last."""
+    """What `feed` reads: keys and values, filled up to `p.slots` with zeros; the scales of int8 ones, slots last.
 
-    def filled(x: Array, multiple: int = 1) -> Array:
-        more = 0 if p.paged else p.slots + -p.slots % multiple - x.shape[1]
+    In shared memory keys lie in tiles of 8 slots, and TMA copies whole tiles: a cache whose slots are no multiple of 8
+    is copied first.
+    """
+
+    def filled(x: Array) -> Array:
+        more = 0 if p.paged else p.slots - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
 
     if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
         return tuple(filled(jnp.asarray(x)) for x in (k, v))
-    # A line of what is copied by TMA has a multiple of 16 bytes.
-    scales = [filled(x.scale, 4).transpose(0, 2, 1) for x in (k, v)]
+    # Slots last and a multiple of 8: TMA wants rows whose bytes are a multiple of 16.
+    scales = [filled(x.scale).transpose(0, 2, 1) for x in (k, v)]
     return filled(k.values), filled(v.values), *scales

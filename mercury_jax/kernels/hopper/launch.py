@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.kernels import parts
 from mercury_jax.kernels.hopper import wide
 from mercury_jax.kernels.hopper.feed import RAW, sources_of
-from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch
+from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch, room
 from mercury_jax.kernels.hopper.program import program
 from mercury_jax.kernels.interpret import interpreting
 from mercury_jax.kernels.rounded import Keys, Pool, Rounded
@@ -76,6 +76,8 @@ def run(
     """
     batch, queries, heads, _ = q.shape
     p = _plan(q, k, ranges, scale, softcap, pages)
+    if pages is None:  # what is filled in behind the last slot is seen by no row
+        ranges = jnp.minimum(ranges, k.shape[1])
     edges = parts.fold_ranges(ranges, heads // p.groups, p.rows)
     bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
     sources = sources_of(p, k, v) if pages is None else _pool(p, k, v, pages)
@@ -92,12 +94,12 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, page
     # Who widens int8 needs more registers than two that compute could leave.
     workers = 2 if both else 1 if rows <= ROWS or int8 else 2
     line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
-    room = SHARED - workers * ROWS * (line + edge) - (RAW * keys * (line + 8) if int8 else 0)
-    slots = max(slots, keys) if pages is None else pages.shape[1] * slots
+    free = SHARED - workers * ROWS * (line + edge) - (RAW * keys * (line + 8) if int8 else 0)
+    slots = room(slots, keys) if pages is None else pages.shape[1] * slots
     p = Plan(
         workers,
         keys,
-        stages=wide.RING if both else min(4, room // (2 * keys * line)),
+        stages=wide.RING if both else min(4, free // (2 * keys * line)),
         splits=1,
         slots=slots,
         groups=groups,

@@ -9,6 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 ROWS = 64  # of one warpgroup's wgmma
+ALIGN = 8  # slots of a tile in shared memory: TMA copies whole tiles
 
 
 class Plan(NamedTuple):
@@ -18,7 +19,7 @@ class Plan(NamedTuple):
     keys: int  # of a tile
     stages: int  # tiles in flight
     splits: int  # of the keys
-    slots: int
+    slots: int  # of the keys that are read, a multiple of ALIGN and at least `keys`
     groups: int
     ranges: int
     scale: float
@@ -87,3 +88,8 @@ def walk_of(p: Plan, bounds: Any) -> Walk:
     first = first + split * share
     steps = jnp.maximum(jnp.minimum(share, last - first), 0)
     return Walk(batch, group, first, steps, own.at[pl.ds(2, 2)], own.at[pl.ds(4, 2 * p.ranges)])
+
+
+def room(slots: int, keys: int) -> int:
+    """Slots that keys and values are filled up to: whole tiles of shared memory, and at least one tile of keys."""
+    return max(slots + -slots % ALIGN, keys)

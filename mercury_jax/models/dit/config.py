@@ -11,7 +11,8 @@ Level = Literal["log_linear", "clipped", "time"]
 
 # What a DiT does not have; a config that asks for it is refused instead of ignored.
 _FIXED = {
-    "rope_fraction": 1.0, "rope_scaling": None, "qk_norm": False, "qkv_bias": False, "experts": None, "tied": False,
+    "rope_fraction": 1.0, "rope_scaling": None, "qk_norm": False, "qkv_bias": False, "out_bias": False,
+    "mlp_bias": False, "window": None, "experts": None, "tied": False,
     "zero_centred": False, "scale_embed": False, "alignment": "same_position", "predicts_next": False,
 }  # fmt: skip
 

@@ -50,12 +50,6 @@ class Attention(nn.Module):
         return kv_cache.KV(k, v) if kv is None or slots is None else parallel.write(kv, k, v, slots)
 
 
-def near(ranges: Int[Array, "B T R 2"], lowest: Int[Array, "B T"]) -> Int[Array, "B T R 2"]:
-    """The ranges without the slots before `lowest`: what a sliding layer sees of them."""
-    start = jnp.maximum(ranges[..., 0], lowest[..., None])
-    return jnp.stack([start, jnp.maximum(ranges[..., 1], start)], axis=-1)
-
-
 def row_window(
     config: GemmaConfig, ranges: Int[Array, "B T 2 2"]
 ) -> tuple[Bool[Array, "B T"], Int[Array, "B T"]]:

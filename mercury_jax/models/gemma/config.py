@@ -12,8 +12,8 @@ Activation = Literal["gelu_tanh", "gelu", "silu"]
 
 # What `ModelConfig` offers and this architecture does not have, with the one value that it takes.
 _FIXED = dict(
-    rope_fraction=1.0, rope_scaling=None, qk_norm=True, qkv_bias=False, zero_centred=False, scale_embed=True,
-    alignment="same_position", timed=False,
+    rope_fraction=1.0, rope_scaling=None, qk_norm=True, qkv_bias=False, out_bias=False, mlp_bias=False,
+    zero_centred=False, scale_embed=True, alignment="same_position", timed=False,
 )  # fmt: skip
 
 
@@ -36,8 +36,7 @@ class GemmaConfig(ModelConfig):
     pattern: Pattern = "causal_encoder"
     zero_centred: bool = False
     mask: int | None = None
-    global_layers: tuple[int, ...] = ()
-    window: int = 512
+    window: int = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # never None here
     context_tail: int | None = None
     global_head_dim: int = 64
     global_kv_heads: int = 2
@@ -66,7 +65,7 @@ class GemmaConfig(ModelConfig):
                 "pattern", self.pattern, "causal_encoder, or block_causal with block 1, in a Gemma model"
             )
         one_of(Activation, activation=self.activation)
-        at_least(1, window=self.window, global_kv_heads=self.global_kv_heads)
+        at_least(1, global_kv_heads=self.global_kv_heads)
         at_least(0, per_layer_width=self.per_layer_width, shared_kv=self.shared_kv, context_tail=self.tail)
         if self.heads % self.global_kv_heads:
             raise refuse("global_kv_heads", self.global_kv_heads, f"a divisor of heads = {self.heads}")
@@ -84,8 +83,6 @@ class GemmaConfig(ModelConfig):
             _check_experts(self.experts)
 
     def _check_layers(self) -> None:
-        if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
-            raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
         own = range(self.layers - self.shared_kv)
         kinds = {self.is_global(i) for i in own}
         if any(self.is_global(i) not in kinds for i in range(self.layers)):
@@ -97,9 +94,10 @@ class GemmaConfig(ModelConfig):
         """How many clean tokens before its canvas a canvas token sees in a sliding layer."""
         return self.window - 1 if self.context_tail is None else self.context_tail
 
-    def is_global(self, layer: int) -> bool:
-        """Whether a layer sees everything that the pattern allows."""
-        return layer in self.global_layers
+    @property
+    def windowed(self) -> bool:
+        """Sliding layers are part of every pattern that this architecture has."""
+        return self.causal
 
     def source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, or the last of its kind that has some."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.models import cache as kv_cache, masks, parallel, unembed
-from mercury_jax.models.gemma.attention import near, pass_window, row_window
+from mercury_jax.models.gemma.attention import pass_window, row_window
 from mercury_jax.models.gemma.block import Block
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, PerLayer, Rotation, SelfConditioning, rotation, told
@@ -71,7 +71,7 @@ class Gemma(nn.Module):
         c = self.config
         plain, x = self._enter(tokens, clean, carry)
         own = self.per_layer(tokens, plain) if c.per_layer_width else None
-        rotate, sight = rotations(c, positions), (near(ranges, lowest), ranges)
+        rotate, sight = rotations(c, positions), (masks.near(ranges, lowest), ranges)
         kvs: list[kv_cache.KV] = []
         for i, block in enumerate(self.blocks):
             kind = c.is_global(i)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mercury_jax.serve.api import body, errors, logprobs, numbers, tables, wire
-from mercury_jax.serve.api.again import thought_on
+from mercury_jax.serve.api.again import continued
 from mercury_jax.serve.api.constraint import Calls, Constraint, calls, constraint
 from mercury_jax.serve.api.guard import key_of
 from mercury_jax.serve.api.numbers import Ask, Pace, Room
@@ -40,9 +40,11 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
     """The jobs of a request. ApiError for what cannot be honoured. Takes a processor: not for the event loop."""
     messages, tools = _checked(service, data)
     offered = calls(ask, tools)
-    bound = constraint(service.engine.lm, ask, offered)
     pace = numbers.pace(service, _effort(ask))
     prompt, room = _prompt(service, messages, offered, ask, pace)
+    bound = constraint(
+        service.engine.lm, ask, offered
+    )  # may take seconds: what is too long is refused before
     warmth, warning = numbers.temperature(ask, service.options.strict_temperature)
     job = Job(
         prompt=prompt,
@@ -60,7 +62,7 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
         **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )
     work = _work(service.engine.lm, ask, prompt, bool(offered.tools), bound)
-    then = thought_on(service.engine.lm, service.engine.context, work.thinks)
+    then = continued(service.engine.lm, service.engine.context, work.thinks)
     return work._replace(warning=warning, then=then), copies(job, ask["n"])
 
 

@@ -43,40 +43,61 @@ class Calls(NamedTuple):
 
 def calls(ask: Mapping[str, Any], tools: Tools) -> Calls:
     """What `tool_choice` makes of the tools. ApiError where it asks for one that is not there."""
-    choice = ask["tool_choice"] or "auto"
-    named = choice["function"]["name"] if isinstance(choice, dict) else None
-    chosen = [t for t in tools if named is None or t["function"]["name"] == named]
+    choice, named = ask["tool_choice"] or "auto", None
     if choice == "none":
         return Calls((), 0, 0)
-    if not chosen and choice != "auto":
-        have = ", ".join(t["function"]["name"] for t in tools) or "none: there are no tools"
-        raise errors.refused("tool_choice", named or choice, f"auto, none, or a call of these tools: {have}")
-    most = 1 if named is not None or not ask["parallel_tool_calls"] else None
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        named = {t["function"]["name"] for t in choice["allowed_tools"]["tools"]}
+        choice = choice["allowed_tools"]["mode"]
+    elif isinstance(choice, dict):
+        named = {choice["function"]["name"]}
+    have = [t["function"]["name"] for t in tools]
+    missing = next((name for name in sorted(named or ()) if name not in have), None)
+    if missing is not None or (not tools and choice != "auto"):
+        there = ", ".join(have) or "none: there are no tools"
+        raise errors.refused(
+            "tool_choice", missing or choice, f"auto, none, or a call of these tools: {there}"
+        )
+    chosen = [t for t in tools if named is None or t["function"]["name"] in named]
+    most = 1 if isinstance(choice, dict) or not ask["parallel_tool_calls"] else None
     return Calls(chosen, int(choice != "auto"), most)
 
 
 def constraint(lm: LM, ask: Mapping[str, Any], offered: Calls) -> Constraint:
-    """The grammar of a request, compiled. ApiError 400 with the reason for what cannot be guaranteed."""
+    """The grammar of a request, compiled.
+
+    With tools and a format, an answer that need not call may do either: agent frameworks send both in every turn.
+
+    Args:
+        lm: Whose tokenizer and form of calls count.
+        ask: The request, read by its table.
+        offered: What `tool_choice` leaves of the tools.
+
+    Raises:
+        ApiError: 400, with the reason, for what cannot be guaranteed.
+    """
     wanted = ask["response_format"] or {"type": "text"}
-    if offered.tools and (wanted["type"] == "text" or offered.least):
+    formatted = wanted["type"] != "text"
+    if offered.tools and (not formatted or offered.least):
         return _of_calls(lm, offered)
-    if wanted["type"] == "text":
+    if not formatted:
         return Constraint()
-    if offered.tools:
-        raise errors.invalid(
-            "response_format",
-            "response_format with tools needs a tool_choice of none, required, or a function",
-        )
-    return _of_format(lm, wanted)
-
-
-def _of_format(lm: LM, wanted: Mapping[str, Any]) -> Constraint:
     schema = wanted["json_schema"]["schema"] if wanted["type"] == "json_schema" else None
-    spec = grammars.JSONObject() if schema is None else grammars.JSONSchema(schema)
-    where = "response_format.json_schema.schema" if schema is not None else "response_format"
-    made = compiled(lm, spec, where)
-    valid = _validator({"type": "object"} if schema is None else schema)
-    return Constraint(made, lambda message: _obeys(message.content, valid), json=True)
+    where = "response_format" if schema is None else "response_format.json_schema.schema"
+    answer = grammars.JSONObject() if schema is None else grammars.JSONSchema(schema)
+    if not offered.tools:
+        made, valid = compiled(lm, answer, where), _validator(schema)
+        return Constraint(made, lambda message: _obeys(message.content, valid), json=True)
+    form = tool_format(lm.tokenizer)
+    if form.quote is not None:
+        told = (
+            f"{lm.name} cannot be held to a format and to calls at once; allowed with tools: tool_choice none"
+        )
+        raise errors.invalid("response_format", told)
+    made = compiled(lm, grammars.CallsOr(_spec(form, offered), answer), where)
+    called, valid = _called(offered), _validator(schema)
+    check = lambda message: called(message) if message.calls else _obeys(message.content, valid)
+    return Constraint(made, check, json=True)
 
 
 def _of_calls(lm: LM, offered: Calls) -> Constraint:
@@ -86,17 +107,22 @@ def _of_calls(lm: LM, offered: Calls) -> Constraint:
             raise errors.invalid("tool_choice", f"{lm.name} cannot be held to calls; allowed: auto, none")
         return Constraint()
     spec = _spec(form, offered)
-    made = compiled(lm, spec if offered.least else grammars.FreeOr(spec), "tools")
+    return Constraint(
+        compiled(lm, spec if offered.least else grammars.FreeOr(spec), "tools"), _called(offered)
+    )
+
+
+def _called(offered: Calls) -> Callable[[Message], bool]:
+    """Whether the calls of a message are those that were offered, and as many as may be."""
     valid = {
-        t["function"]["name"]: _validator(t["function"].get("parameters") or {"type": "object"})
-        for t in offered.tools
+        t["function"]["name"]: _validator(t["function"].get("parameters") or None) for t in offered.tools
     }
 
     def check(message: Message) -> bool:
         obeyed = all(c.name in valid and _obeys(c.arguments, valid[c.name]) for c in message.calls)
         return obeyed and offered.least <= len(message.calls) <= (offered.most or len(message.calls))
 
-    return Constraint(made, check)
+    return check
 
 
 def _spec(form: ToolFormat, offered: Calls) -> grammars.ToolCalls:
@@ -120,7 +146,11 @@ def compiled(lm: LM, spec: Any, param: str) -> Any:
 
 
 def _validator(schema: Any) -> Valid:
-    """Whether a value is valid, by another implementation than the one that made it; nothing is ever fetched."""
+    """Whether a value is valid, by another implementation than the one that made it; nothing is ever fetched.
+
+    None: any object. Only for schemas that were compiled, which bounds them.
+    """
+    schema = {"type": "object"} if schema is None else schema
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)

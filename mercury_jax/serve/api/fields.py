@@ -5,6 +5,7 @@ from __future__ import annotations
 from mercury_jax.serve.api.kinds import (
     REQUIRED,
     Anything,
+    Choice,
     Either,
     Field,
     Flag,
@@ -156,19 +157,32 @@ TOOL = Tagged(
         )
     },
 )
-NAMED = Tagged(
+NAMED_ONE = Record(
+    (
+        Field(
+            "function",
+            Record((Field("name", Text(1, 64, NAME), REQUIRED, "One of the tools."),)),
+            REQUIRED,
+            "The function that must be called.",
+        ),
+    )
+)
+SOME = Record(
+    (
+        Field("mode", Choice(("auto", "required")), REQUIRED, "Whether one of them must be called."),
+        Field(
+            "tools",
+            Items(Tagged("type", {"function": NAMED_ONE}), 1, TOOLS),
+            REQUIRED,
+            "Those of the tools that may be called.",
+        ),
+    )
+)
+CHOSEN = Tagged(
     "type",
     {
-        "function": Record(
-            (
-                Field(
-                    "function",
-                    Record((Field("name", Text(1, 64, NAME), REQUIRED, "One of the tools."),)),
-                    REQUIRED,
-                    "The function that must be called.",
-                ),
-            )
-        )
+        "function": NAMED_ONE,
+        "allowed_tools": Record((Field("allowed_tools", SOME, REQUIRED, "A choice among the tools."),)),
     },
 )
 FORMAT = Tagged(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mercury_jax.serve.api.errors import refused
@@ -116,11 +116,18 @@ class Field(NamedTuple):
         return {"anyOf": [kind, {"type": "null"}], "description": self.about} | default
 
 
+ABSENT = (None, False, 0, "", [], {})  # values by which clients say that a field is not used
+
+
 @dataclass(frozen=True)
 class Record:
-    """A JSON object of known fields; others are left out and never refused."""
+    """A JSON object of known fields; others are left out, but for those in `never`, which are refused by name.
+
+    never: fields whose loss a client would not notice, by name, with what to use instead; ABSENT values are fine.
+    """
 
     fields: tuple[Field, ...]
+    never: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, value: Any) -> bool:
         return isinstance(value, dict)
@@ -129,11 +136,16 @@ class Record:
         if not self.fits(value):
             raise refused(at or "body", value, self.allowed())
         prefix = f"{at}." if at else ""
+        for name, instead in self.never.items():
+            if value.get(name) not in ABSENT:
+                raise refused(prefix + name, value[name], f"none: this server has no such field. {instead}")
         return {f.name: f.read(value, prefix) for f in self.fields}
 
     def schema(self) -> Schema:
         required = [f.name for f in self.fields if f.default is REQUIRED]
         out: Schema = {"type": "object", "properties": {f.name: f.schema() for f in self.fields}}
+        for name, instead in self.never.items():
+            out["properties"][name] = {"enum": list(ABSENT), "description": f"Refused. {instead}"}
         return out | ({"required": required} if required else {})
 
     def allowed(self) -> str:

@@ -29,7 +29,8 @@ class Options:
     (None: no limit). effort: of requests that name none (None: the model's own rule; it thinks first where
     medium's thinking takes at most a quarter of the context). strict_temperature: as the vendor, temperatures
     outside of 0.5 to 1 become 0.75, with a warning. max_body: bytes. max_depth: of a body's JSON.
-    read_timeout: seconds that a body may take to arrive. playground: whether `/` shows it.
+    read_timeout: seconds that a body may take to arrive. keep_alive: seconds of silence after which a stream of
+    events gets a comment. playground: whether `/` shows it.
     """
 
     keys: tuple[str, ...] = field(default=(), repr=False)  # no log and no error shows them
@@ -41,6 +42,7 @@ class Options:
     max_body: int = 4 << 20
     max_depth: int = 100
     read_timeout: float = 30.0
+    keep_alive: float = 15.0
     playground: bool = True
 
     def __post_init__(self) -> None:
@@ -48,8 +50,10 @@ class Options:
             raise refuse("effort", self.effort, ", ".join(EFFORTS))
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "a number of requests a minute above 0")
-        if self.max_body < 1 or not self.read_timeout > 0:
-            raise refuse("max_body, read_timeout", (self.max_body, self.read_timeout), "numbers above 0")
+        above = {"max_body": self.max_body, "read_timeout": self.read_timeout, "keep_alive": self.keep_alive}
+        for name, value in above.items():
+            if not value > 0:
+                raise refuse(name, value, "a number above 0")
         for key in self.keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
                 raise refuse("an API key", "*" * len(key), "8 or more printable ASCII characters, no space")

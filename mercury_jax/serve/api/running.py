@@ -37,10 +37,11 @@ async def respond(
     except sse.Gone:
         return Response(status_code=499)
     if work.then is not None:
-        flight.tickets = [Again(service.engine, ticket, work.then) for ticket in flight.tickets]
+        parsed: Any = work.reply  # of a chat, never a `Ready`
+        flight.tickets = [Again(service.engine, ticket, work.then, parsed) for ticket in flight.tickets]
     run = Run(service, work, began, request.scope[REQUEST_ID])
     if work.stream:
-        return sse.EventStream(run.events(flight), flight.close)
+        return sse.EventStream(run.events(flight), flight.close, service.options.keep_alive)
     try:
         answers = await sse.unless_gone(request.receive, run.answers(flight))
     except sse.Gone:

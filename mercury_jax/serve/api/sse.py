@@ -14,6 +14,7 @@ from mercury_jax.serve.api.errors import dumps
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+ALIVE = b": keep-alive\n\n"  # a comment, which every reader of events skips
 HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
@@ -29,14 +30,16 @@ def event(value: Any) -> bytes:
 class EventStream(Response):
     """Sends what a generator yields, and calls `close` in any case: at its end, or as soon as the client leaves.
 
+    keep_alive: seconds of silence after which a comment says that the server lives: proxies close what is silent.
     Nothing is buffered here: the next piece is asked for when the last one was taken, and what a slow reader
     misses meanwhile is left out by the generator's own source.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]):
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None], keep_alive: float):
         self.events, self.close, self.background, self.status_code = events, close, None, 200
+        self.keep_alive = keep_alive
         self.init_headers(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,9 +53,29 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self.events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for part in self.events:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+            async with contextlib.aclosing(kept_alive(self.events, self.keep_alive)) as parts:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def kept_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """The events, and a comment after every `seconds` in which none came."""
+    following = asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            done, _ = await asyncio.wait((following,), timeout=seconds)
+            if not done:
+                yield ALIVE
+                continue
+            try:
+                part = following.result()
+            except StopAsyncIteration:
+                return
+            yield part
+            following = asyncio.ensure_future(anext(events))
+    finally:
+        await _ended(following)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,7 +1,11 @@
 """The fields of every endpoint: one table each, which validates requests and writes the OpenAPI document.
 
 Names, ranges and defaults follow the vendor's document; where that knows less than OpenAI's, OpenAI's are
-accepted as well. A field that stands in no table is ignored.
+accepted as well.
+
+A field that stands in no table is ignored, as the vendor does: clients send bookkeeping of their own (`user`, `store`,
+`nextEdit`, `metadata`) and hints to other servers. Not those that promise what the answer holds (CONSTRAINTS): without
+them the client would read an answer that obeys nothing for one that does, so they are refused by name.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from mercury_jax.serve.api.fields import (
     ALTERNATIVES,
     BIAS,
     CHOICES,
+    CHOSEN,
     EXTRA,
     FORMAT,
     LENGTH,
@@ -18,7 +23,6 @@ from mercury_jax.serve.api.fields import (
     MESSAGES_FIELD,
     MIN_P,
     MODEL,
-    NAMED,
     ONE_MESSAGE,
     REPETITION,
     SEED,
@@ -45,6 +49,22 @@ from mercury_jax.serve.api.kinds import (
     Text,
 )
 
+_FORMAT = "Use response_format of /v1/chat/completions, with type json_schema or json_object."
+_SHAPED = "No grammar of this kind is offered; response_format of /v1/chat/completions takes a JSON Schema."
+_TOKENS = "Use logit_bias and stop."
+# Names that other servers (vLLM, SGLang, TGI, llama.cpp, older forms of OpenAI's API) have for a constraint.
+CONSTRAINTS = {
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "structural_tag", "guided_decoding"), _FORMAT),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), _SHAPED),
+    **dict.fromkeys(("regex", "ebnf", "grammar", "choice"), _SHAPED),
+    **dict.fromkeys(("allowed_token_ids", "stop_token_ids", "bad_words", "bad_words_ids"), _TOKENS),
+    "logits_processors": _TOKENS,
+    "min_tokens": "The length of an answer has no lower bound.",
+    "functions": "Use tools of /v1/chat/completions.",
+    "function_call": "Use tool_choice of /v1/chat/completions.",
+}  # fmt: skip
+UNFORMATTED = CONSTRAINTS | {"response_format": _FORMAT}
+
 CHAT = Record(
     (
         MODEL,
@@ -58,9 +78,9 @@ CHAT = Record(
         Field("tools", Items(TOOL, most=TOOLS), None, "Functions that the model may call."),
         Field(
             "tool_choice",
-            Either((Choice(("auto", "required", "none")), NAMED)),
+            Either((Choice(("auto", "required", "none")), CHOSEN)),
             None,
-            "Whether a tool is called: as the model likes, in any case, never, or this one.",
+            "Whether a tool is called: as the model likes, in any case, never, this one, or one of these.",
         ),
         Field("parallel_tool_calls", Flag(), True, "Whether one answer may hold several calls."),
         Field(
@@ -68,7 +88,7 @@ CHAT = Record(
         ),
         Field(
             "reasoning_effort",
-            Choice(tuple(EFFORTS), {"none": "instant", "minimal": "instant"}),
+            Choice(tuple(EFFORTS), {"none": "instant", "minimal": "instant", "xhigh": "high"}),
             None,
             "How much to think and how strictly to accept tokens; the answer keeps its own room.",
         ),
@@ -89,7 +109,8 @@ CHAT = Record(
         N,
         SEED,
         EXTRA,
-    )
+    ),
+    CONSTRAINTS,
 )
 
 COMPLETIONS = Record(
@@ -118,7 +139,8 @@ COMPLETIONS = Record(
         N,
         SEED,
         EXTRA,
-    )
+    ),
+    UNFORMATTED,
 )
 
 FIM = Record(
@@ -141,7 +163,8 @@ FIM = Record(
         STREAM_OPTIONS,
         SEED,
         EXTRA,
-    )
+    ),
+    UNFORMATTED,
 )
 
 EDIT = Record(
@@ -156,7 +179,8 @@ EDIT = Record(
         STREAM_OPTIONS,
         SEED,
         EXTRA,
-    )
+    ),
+    UNFORMATTED,
 )
 
 APPLY = Record(
@@ -171,5 +195,6 @@ APPLY = Record(
         STREAM_OPTIONS,
         SEED,
         EXTRA,
-    )
+    ),
+    UNFORMATTED,
 )

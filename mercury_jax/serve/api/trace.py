@@ -59,7 +59,16 @@ class Trace:
 
 
 def check_head(scope: Scope) -> None:
-    """ApiError 431. HTTP libraries count what is incomplete only, so that one large packet passes them."""
+    """ApiError for a head that no honest client sends; the connection is closed behind it.
+
+    431: HTTP libraries count what is incomplete only, so that one large packet passes them. 400: with two lengths of
+    the body a proxy in front may see another end of this request, and take what follows for the next one (request
+    smuggling, RFC 9112 section 6.1).
+    """
+    names = {name.lower() for name, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        told = "Content-Length and Transfer-Encoding in one request; allowed: one of them"
+        raise ApiError(400, told, headers={"connection": "close"})
     size = len(scope["path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > HEADER_BYTES:

@@ -19,8 +19,8 @@ class Work(NamedTuple):
 
     reply: a fresh parser of snapshots. prompt_tokens: of all prompts; copies: answers to each of them. whole:
     content of (text, finish), where it is known at the end alone. check: whether an answer obeys what was
-    promised. logprobs: the answer's log-probabilities in the endpoint's form. then: the job that goes on where one
-    ended too early.
+    promised. logprobs: the answer's log-probabilities in the endpoint's form. then: the job that continues a reply
+    which ended without an answer.
     """
 
     form: wire.Form

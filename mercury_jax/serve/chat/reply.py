@@ -64,6 +64,11 @@ class Reply:
         count, and its ticket may be cancelled."""
         return self._fold.over
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing that a reader sees was said, and no stop sequence is why. After an end."""
+        return not (self._fold.talk.over or self._fold.talk.whole or "".join(self._content).strip())
+
     def feed(self, snapshot: Snapshot) -> Delta:
         """What became final since the last call. Snapshots in their order; some may be left out."""
         self._advance(snapshot)

@@ -15,7 +15,7 @@ from mercury_jax.config import refuse
 from mercury_jax.decode.gate import Gate
 from mercury_jax.decode.state import Frame, State
 from mercury_jax.models import cache
-from mercury_jax.serve.engine import device, knobs, moments, shapes
+from mercury_jax.serve.engine import device, knobs, memory, moments, shapes
 from mercury_jax.serve.engine.fill import BEHIND, Fills, in_order
 from mercury_jax.serve.engine.moments import Running
 from mercury_jax.serve.engine.prefix import Prefixes, piece_of
@@ -58,6 +58,7 @@ class Engine:
             settings = dataclasses.replace(settings, passes=passes)
         if settings.kv is not None:
             lm = dataclasses.replace(lm, model=cache.kept(lm.model, settings.kv))
+        memory.check(lm, settings)
         self.lm, self.settings = lm, settings
         self.plan = shapes.plan(lm, settings)
         self.context = self.plan.context

@@ -126,7 +126,10 @@ class Fills:
         except Exception:  # whatever one request does, the next one is served
             log.exception("a hole could not be filled")
             return moments.ended(ticket, "error", "the engine failed")
-        return _whole(out.fillings[0][0], int(out.forwards[0]))
+        tokens = out.fillings[0][0]
+        # Of a length that was asked for, or chosen below the most that was allowed, the hole is complete.
+        full = row[1].tokens is None and len(tokens) >= row[1].most
+        return _whole(tokens, int(out.forwards[0]), "length" if full else "stop")
 
     def _shown(self, ticket: Ticket, row: Row, frame: Frame) -> None:
         """After each pass: has the client left, and what stands in a hole of a fixed length."""
@@ -151,8 +154,8 @@ def _row(lm: LM, job: Job) -> Row:
     return [list(job.prompt), hole, list(behind)]
 
 
-def _whole(tokens: np.ndarray, forwards: int) -> Snapshot:
+def _whole(tokens: np.ndarray, forwards: int, finish: str) -> Snapshot:
     n = len(tokens)
     yes = np.ones(n, bool)
     tokens = np.asarray(tokens, np.int32)
-    return Snapshot(tokens, yes, yes.astype(np.float32), ~yes, n, n, forwards, 0, "stop")
+    return Snapshot(tokens, yes, yes.astype(np.float32), ~yes, n, n, forwards, 0, finish)

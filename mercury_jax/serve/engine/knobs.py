@@ -13,6 +13,7 @@ import numpy as np
 from mercury_jax.config import refuse
 from mercury_jax.decode import defaults, rules, shape
 from mercury_jax.decode.parts import Part, Sampler, Whole, complete
+from mercury_jax.decode.silent import visible
 from mercury_jax.decode.state import Knobs
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.types import LM
@@ -36,6 +37,7 @@ class Menu(NamedTuple):
     stops: tuple[Part, ...]
     own: Sampler  # the model's own, completed: its shapers always apply
     revises: tuple[bool, ...]  # a settled token may still change
+    visible: np.ndarray  # uint32 [1, words], the ids that show text
 
     def find(self, name: str) -> int:
         """The number of a rule; ValueError for one that is not offered."""
@@ -62,6 +64,7 @@ def menu(lm: LM, wanted: tuple[str, ...] | None = None) -> Menu:
         rules=tuple(s.rule for s in every),
         stops=tuple(s.stop for s in every if s.stop is not None),
         own=own,
+        visible=visible(lm.tokenizer, lm.model.config.vocab),
         revises=tuple(lm.corruption.mask is None or s.rule.stop is not None for s in every),
     )
 
@@ -80,7 +83,8 @@ def sampler(menu: Menu, job: Job, level: int, vocab: int) -> Sampler:
         more = (shape.repetition(float(job.repetition)), shape.presence(float(job.presence)),
                 shape.frequency(float(job.frequency)),
                 _bias(job.bias, vocab))  # fmt: skip
-        allow = (shape.allow_bits(np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32), 0),)
+        bits = menu.visible if job.visible else np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+        allow = (shape.allow_bits(bits, 0),)
     if level >= CUT:
         more += (shape.top_k(job.top_k or vocab), shape.top_p(job.top_p), shape.min_p(job.min_p))
     rule = rules.one_of(parts, which)
@@ -95,7 +99,8 @@ def level_of(job: Job) -> int:
     if job.top_p < 1 or job.top_k or job.min_p > 0:
         return CUT
     shaped = job.repetition != 1 or job.presence or job.frequency or job.bias
-    return SHAPED if shaped or job.logprobs is not None or job.grammar is not None else PLAIN
+    ruled = job.grammar is not None or job.visible
+    return SHAPED if shaped or ruled or job.logprobs is not None else PLAIN
 
 
 def _strict(part: Part, p: float | None) -> Part:

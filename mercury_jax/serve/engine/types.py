@@ -38,7 +38,9 @@ class Settings:
     in which a request's text never depends on what runs beside it, bit for bit. rules: names offered beside the
     model's own (None: all of `engine.knobs` that fit its noise); fewer of them compile sooner. kv: "int8" keeps
     keys and values as int8, in a quarter of the memory of fp32 and half of bf16; "4bit" and "3bit" in a half and
-    three eighths of that (`models.turbo`); None: in the model's dtype.
+    three eighths of that (`models.turbo`); None: in the model's dtype. memory: most bytes that slots, prefix cache
+    and passes may take on each device (None: nine tenths of what is free there); where they take more, the engine
+    is refused (`engine.memory`).
     """
 
     slots: int = 8
@@ -51,6 +53,7 @@ class Settings:
     programs: Literal["all", "one"] = "all"
     rules: tuple[str, ...] | None = None
     kv: Literal["int8", "4bit", "3bit"] | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Job:
     the draw (None: the rule's own, 0: argmax). top_p 1, top_k 0, min_p 0, penalties 1, 0, 0: off.
     bias: {id: added logit}. logprobs: alternatives to keep at each token (None: none).
     grammar: a `decode.grammar.Grammar` that the answer obeys (its thinking is free).
+    visible: the first token shows text: neither an end nor a mark nor a space (not with `thinking`).
     suffix: ids that stand behind the answer, which then fills the hole between prompt and suffix (None: it goes
     on to its own end). salt: requests of another salt never share cached keys. frames: keep what every pass shows.
     """
@@ -85,6 +89,7 @@ class Job:
     logprobs: int | None = None
     grammar: Any = None
     suffix: tuple[int, ...] | None = None
+    visible: bool = False
     salt: str = ""
     frames: bool = False
 

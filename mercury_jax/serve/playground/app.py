@@ -91,7 +91,7 @@ class Playground:
             ticket = self.engine.submit(dataclasses.replace(job, salt=key_of(request.scope)))
         except Exception as error:
             raise told(error, self.engine.context) from None
-        return sse.EventStream(self._events(ticket, asked, began), ticket.cancel)
+        return sse.EventStream(self._events(ticket, asked, began), ticket.cancel, self.options.keep_alive)
 
     def _open(self) -> None:
         """ApiError 503 while the engine takes nothing."""

@@ -18,20 +18,35 @@ from mercury_jax.train.data.sources import Chat, Generated, Mixture, Source, Spl
 from mercury_jax.train.data.streams import Layout, Setting, Stream, problems, stream
 from mercury_jax.types import Batch
 
-OPEN_ROWS = 16  # rows that wait for documents that fit; more pack tighter and make a larger state
+OPEN_ROWS = 4  # half-filled rows that each row of the batch keeps; more pack tighter and make a larger state
 
 
 def check_fit(tokenizer: Any, config: ModelConfig) -> None:
-    """ValueError unless the model was made for this tokenizer."""
-    if tokenizer.vocab_size != config.vocab:
-        raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size}, the size of the tokenizer")
-    for name in ("mask", "pad", "eos"):
+    """Refuses a tokenizer that the model was not made for.
+
+    The model's vocabulary may be larger than the tokenizer's, as that of published models is: `noise.specials` forbids
+    the ids in between.
+
+    Args:
+        tokenizer: Anything with `vocab_size`, `mask`, `pad` and `eos`.
+        config: The model's.
+
+    Raises:
+        ValueError: The tokenizer has more ids than the model, or another mask, padding or end of text.
+    """
+    if tokenizer.vocab_size > config.vocab:
+        raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")
+    for name in ("pad", "eos") if config.autoregressive else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
             raise refuse(name, getattr(config, name), f"{getattr(tokenizer, name)}, as in the tokenizer")
 
 
 class Packed(grain.IterDataset):
-    """Batches without end; opening it reads, tokenises and checks every source."""
+    """Batches without end; opening it reads, tokenises and checks every source.
+
+    Row b of every batch is packed by itself, from documents b, b + B, b + 2B, ... of each source. So a batch of B
+    rows is the same on any number of processes, each of which makes only its own rows.
+    """
 
     def __init__(
         self, mixture: Mixture, tokenizer: Any, layout: Layout, *,
@@ -43,7 +58,10 @@ class Packed(grain.IterDataset):
         one_of(Split, split=split)
         if index >= count:
             raise refuse("index", index, f"0..{count - 1}, one of {count} processes")
-        self.rows, self.row, self.pad, self.index, self.count = rows, row, tokenizer.pad, index, count
+        if rows % count:
+            raise refuse("rows", rows, f"a multiple of {count}, the processes that share a batch")
+        self.rows, self.row, self.pad, self.seed = rows, row, tokenizer.pad, seed
+        self.own = range(index * rows // count, (index + 1) * rows // count)
         opened = [
             (stream(source, Setting(tokenizer, layout, row, (seed, number), split)), weight)
             for number, (source, weight) in enumerate(mixture.sources)
@@ -53,7 +71,7 @@ class Packed(grain.IterDataset):
         if not self.streams:
             raise refuse("split", split, "train: no source of this mixture holds anything out")
         plain = dataclasses.asdict(mixture), [s.size for s in self.streams], _probe(tokenizer, layout)
-        facts = (*plain, rows, row, seed, split, index, count)
+        facts = (*plain, rows, row, seed, split)
         self.digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
     def __iter__(self) -> PackedIterator:
@@ -61,37 +79,69 @@ class Packed(grain.IterDataset):
 
 
 class PackedIterator(grain.DatasetIterator):
-    """Its state: how far each source is, how many positions it gave, which documents the open rows hold."""
+    """This process's rows of every batch."""
 
     def __init__(self, data: Packed):
         super().__init__()
         self._data = data
-        self._next = [0] * len(data.streams)
-        self._positions = [0] * len(data.streams)
-        self._open: list[packing.Row] = []
+        self._packers = {number: RowPacker(data, number) for number in data.own}
 
     def __next__(self) -> Batch:
-        data, closed = self._data, []
-        while len(closed) < data.rows:
+        rows = [packer.next() for packer in self._packers.values()]
+        return packing.batch(rows, self._data.row, self._data.pad)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where each of this process's rows is, under its number in the batch."""
+        rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
+        return {"data": self._data.digest, "rows": rows}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; it may hold the rows of other processes too.
+
+        Raises:
+            ValueError: It was taken on other data or with other settings, or lacks a row of this process.
+        """
+        if state["data"] != self._data.digest:
+            raise refuse("state.data", state["data"], f"{self._data.digest}, same data, seed and rows")
+        missing = [number for number in self._packers if str(number) not in state["rows"]]
+        if missing:
+            raise refuse(
+                "state.rows", sorted(map(int, state["rows"])), f"all of this process's, {missing} too"
+            )
+        for number, packer in self._packers.items():
+            packer.set_state(state["rows"][str(number)])
+
+
+class RowPacker:
+    """Packs one row of every batch; the state is how far each source is and which documents the open rows hold."""
+
+    def __init__(self, data: Packed, number: int):
+        self._data, self._number = data, number
+        self._next = [0] * len(data.streams)
+        # Each row starts at another point of the mixture, or every row of the first batch would hold the same source.
+        phase = np.random.default_rng((data.seed, number)).random(len(data.streams))
+        total = sum(data.weights)
+        self._positions = [int(u * data.row * w / total) for u, w in zip(phase, data.weights)]
+        self._open: list[packing.Row] = []
+
+    def next(self) -> packing.Row:
+        """Lays out documents until a row is full."""
+        data = self._data
+        while True:
             # The source furthest behind its share of the positions, which are what training costs.
             s = min(range(len(data.streams)), key=lambda s: self._positions[s] / data.weights[s])
-            ref = (s, data.index + data.count * self._next[s])
+            ref = (s, self._number + data.rows * self._next[s])
             laid = data.streams[s].at(ref[1])
             self._next[s] += 1
             self._positions[s] += len(laid.tokens)
-            done = packing.place(self._open, ref, laid, data.row, OPEN_ROWS)
-            closed += [done] if done else []
-        return packing.batch(closed, data.row, data.pad)
+            if closed := packing.place(self._open, ref, laid, data.row, OPEN_ROWS):
+                return closed
 
     def get_state(self) -> dict[str, Any]:
         rows = [[list(ref) for ref in row.refs] for row in self._open]
-        told = {"next": [*self._next], "positions": [*self._positions], "open": rows}
-        return {"data": self._data.digest, **told}
+        return {"next": [*self._next], "positions": [*self._positions], "open": rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. ValueError when that was on other data or with other settings."""
-        if state["data"] != self._data.digest:
-            raise refuse("state.data", state["data"], f"{self._data.digest}, same data, seed and rows")
         self._next, self._positions = list(state["next"]), list(state["positions"])
         self._open = [self._row(refs) for refs in state["open"]]
 
@@ -122,11 +172,25 @@ def build(
     count: int = 1,
     prefetch: int = 2,
 ) -> grain.DatasetIterator[Batch]:
-    """Batches [rows, row] without end, made in a thread; `get_state()` is JSON-ready, `set_state()` exact.
+    """Batches without end, made in a thread; `get_state()` is JSON-ready, `set_state()` exact.
 
-    layout: `Model.layout`. index, count: this process and how many there are; each reads its own
-    documents. prefetch: batches that the thread makes ahead (0: no thread). ValueError, before any
-    batch, when a source cannot be read or does not fit a row.
+    Args:
+        mixture: Sources and their weights.
+        tokenizer: Encodes texts; its `pad` fills rows up.
+        layout: `Model.layout`, how a document stands in a row.
+        rows: Rows B of a batch, over all processes.
+        row: Positions T of a row.
+        seed: Decides order, cuts and problems, for any number of processes alike.
+        split: "train", or "test" for what training never sees.
+        index: Which part of the rows this process makes: rows index * B / count up to (index + 1) * B / count.
+        count: Into how many parts the rows are split.
+        prefetch: Batches that the thread makes ahead; 0 for no thread.
+
+    Returns:
+        An iterator of numpy batches [B / count, T].
+
+    Raises:
+        ValueError: Before any batch, when a source cannot be read or does not fit a row.
     """
     data = Packed(
         mixture, tokenizer, layout, rows=rows, row=row, seed=seed, split=split, index=index, count=count
@@ -145,14 +209,17 @@ def held_out(
     row: int,
     seed: int = 0,
     batches: int = 8,
+    index: int = 0,
+    count: int = 1,
 ) -> list[Batch]:
-    """The first batches of the test side: always the same for the same arguments.
+    """The first batches of the test side: always the same for the same arguments, see `build`.
 
     Text is never infilled here, so that its loss is a bound on whole canvases. Sources that hold
     nothing out are left aside; ValueError when all do.
     """
     at_least(1, batches=batches)
-    test = build(mixture, tokenizer, layout, rows=rows, row=row, seed=seed, split="test", prefetch=0)
+    part = {"index": index, "count": count}
+    test = build(mixture, tokenizer, layout, rows=rows, row=row, seed=seed, split="test", prefetch=0, **part)
     return list(islice(test, batches))
 
 

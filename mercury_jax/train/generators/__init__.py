@@ -1,9 +1,10 @@
-"""Endless problems with answers that can be checked, split so that no test problem is ever trained on.
+"""Endless problems with answers that can be checked, split so that no held-out problem is ever trained on.
 
     problem = generators.draw(generators.sudoku4, rng, "train")
     generators.sudoku4.check(problem.input, prediction)
 
-A test problem is one whose class of equivalent problems hashes there, or one of the public test files.
+A problem's split follows from the hash of its class of equivalent problems; those of the public test files are test
+problems. Settings are chosen on "validation", figures are reported on "test".
 """
 
 from mercury_jax.train.generators.arithmetic import addition, subtraction

@@ -8,11 +8,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from mercury_jax.config import one_of
 from mercury_jax.train.generators.reserved import RESERVED
 
-Split = Literal["train", "test"]
+Split = Literal["train", "validation", "test"]
 
-TEST_SHARE = 16  # one class of equivalent problems in this many is for testing
+HELD_OUT_SHARE = 16  # one class of equivalent problems in this many is never trained on
+VALIDATION_SHARE = 4  # of these one in this many is for choosing settings, the others for reporting
 
 
 class Problem(NamedTuple):
@@ -27,7 +29,7 @@ class Generator(NamedTuple):
     """A task as data. `canonical`, `split` and `check` raise ValueError for any other input.
 
     canonical(input)           a form that all equivalent problems share
-    split(input)               "train" or "test"; equivalent problems fall on the same side
+    split(input)               its Split; equivalent problems fall on the same side
     check(input, prediction)   whether the prediction is a right answer, not only the one we would give
     """
 
@@ -40,8 +42,7 @@ class Generator(NamedTuple):
 
 def draw(generator: Generator, rng: np.random.Generator, split: Split) -> Problem:
     """The next problem of one side of the split."""
-    if split not in ("train", "test"):
-        raise ValueError(f"split: {split!r}; must be 'train' or 'test'")
+    one_of(Split, split=split)
     while True:
         problem = generator.problem(rng)
         if generator.split(problem.input) == split:
@@ -49,9 +50,12 @@ def draw(generator: Generator, rng: np.random.Generator, split: Split) -> Proble
 
 
 def bucket(name: str, canonical: str) -> Split:
-    """Side of a class of problems, by a hash that is the same in every process and for ever."""
+    """Side of a class of problems, by a hash that is the same in every process and every version."""
     digest = hashlib.blake2b(f"{name}:{canonical}".encode(), digest_size=8).digest()
-    return "test" if int.from_bytes(digest, "big") % TEST_SHARE == 0 else "train"
+    which, side = divmod(int.from_bytes(digest, "big"), HELD_OUT_SHARE)
+    if side:
+        return "train"
+    return "test" if which % VALIDATION_SHARE else "validation"
 
 
 def reserved(name: str, key: str) -> bool:

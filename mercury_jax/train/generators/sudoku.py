@@ -128,7 +128,7 @@ def _least(images: np.ndarray) -> str:
 
 
 def _split4(text: str) -> Split:
-    """By the class, but for the public test files, where a problem stands for its relabellings only.
+    """By the class, except for the public test files, where a problem stands for its relabellings only.
 
     There are just 13 classes with four givens: to reserve whole classes would leave none for training.
     """

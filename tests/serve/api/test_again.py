@@ -48,27 +48,85 @@ def test_the_reply_is_never_empty_and_all_of_it_is_counted(nano):
     assert frames[-1] == "932" and progress == sorted(progress) and progress.count(1.0) == 1
 
 
-def test_only_thinking_that_is_not_over_goes_on(nano):
-    for script in (saying(nano, "93", finish="length"), thinking(nano, "stop")[0].script):
-        engine = Scripted(nano, script)
-        post(engine, TIGHT)
-        assert len(engine.tickets) == 1
+def test_a_reply_that_says_something_is_not_continued(nano):
     closed = [SPECIAL.think, *nano.tokenizer.encode("so"), SPECIAL.end_think, *nano.tokenizer.encode("93")]
-    engine = Scripted(nano, [snapshot(closed, finish="length")])
-    body = post(engine, TIGHT)
-    assert len(engine.tickets) == 1 and body["choices"][0]["finish_reason"] == "length"
-
-
-def test_the_context_is_never_exceeded(nano):
-    for context in (12, 14, 20, 40):
-        engine, _, first = thinking(nano)
-        engine.context = context
+    for script in (saying(nano, "93", finish="length"), [snapshot(closed, finish="length")]):
+        engine = Scripted(nano, script)
         body = post(engine, TIGHT)
+        assert len(engine.tickets) == 1 and body["choices"][0]["finish_reason"] == "length"
+    call = [
+        SPECIAL.tool_call,
+        *nano.tokenizer.encode('{"name": "add", "arguments": {}}'),
+        SPECIAL.end_tool_call,
+    ]
+    engine = Scripted(nano, [snapshot(call, finish="stop")])
+    add = {"type": "function", "function": {"name": "add"}}
+    assert post(engine, {**TIGHT, "max_tokens": 60, "tools": [add]})["choices"][0]["message"]["tool_calls"]
+    assert len(engine.tickets) == 1
+
+
+T, C = SPECIAL.think, SPECIAL.end_think
+# Replies without content: ids, why the engine ended them, and whether their thinking is closed by the server.
+SILENT = {
+    "ends in its thinking": ([T, 300, 301], "stop", True), "says nothing": ([], "stop", False),
+    "ends behind its thinking": ([T, 300, C], "stop", False), "thinks again": ([T, 300, C, T, 301], "stop", True),
+    "spaces": ([*[959] * 3], "stop", False), "marks alone": ([SPECIAL.user, SPECIAL.tool_call], "length", False),
+    "closed at the limit": ([T, 300, C], "length", False),
+    "an end of turn": ([T, 300, SPECIAL.end_turn, 400], None, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", SILENT)
+def test_a_silent_reply_is_followed_by_an_answer(nano, name, stream):
+    """Whatever the model wrote: the next job begins with a token that shows text."""
+    ids, finish, shut = SILENT[name]
+    rest = [snapshot([*ids, 500], finish="stop")] if finish is None else []
+    first = [snapshot(ids, finish=finish), *rest]
+    engine = Scripted(nano, lambda job: saying(nano, "932") if job.visible else first, pause=0.01)
+    ask = {**TIGHT, "max_tokens": 5}
+    if stream:
+        chunks = events(engine, ask)
+        content, finish = said(chunks).strip(), choices(chunks)[-1]["finish_reason"]
+    else:
+        [choice] = post(engine, ask)["choices"]
+        content, finish = choice["message"]["content"].strip(), choice["finish_reason"]
+    assert (content, finish, len(engine.tickets)) == ("932", "stop", 2)
+    before, after = (ticket.job for ticket in engine.tickets)
+    kept = [i for i in ids if i != SPECIAL.end_turn][: 2 if None in SILENT[name] else None]
+    assert after.prompt == (*before.prompt, *kept, *[C] * shut)
+    assert (after.max_tokens, after.thinking, after.seed) == (5, 0, before.seed)
+
+
+def test_thinking_that_goes_on_in_silence_is_answered_too(nano):
+    def script(job):
+        silent = [
+            snapshot([300, C] if job.thinking else [T, 300], finish="stop" if job.thinking else "length")
+        ]
+        return saying(nano, "932") if job.visible else silent
+
+    engine = Scripted(nano, script)
+    body = post(engine, TIGHT)
+    assert body["choices"][0]["message"]["content"] == "932" and len(engine.tickets) == 3
+    prompts = [ticket.job.prompt for ticket in engine.tickets]
+    assert prompts[1] == (*prompts[0], T, 300) and prompts[2] == (*prompts[1], 300, C)
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_the_context_is_never_exceeded_and_always_has_room_for_an_answer(nano, finish):
+    prompt = len(nano.tokenizer.render(ASK["messages"]))
+    for context in (prompt - 1, prompt, *range(prompt + 1, 41, 3)):
+        engine = Scripted(nano, lambda job: saying(nano, "932") if job.visible or job.thinking else
+                          [snapshot([T, *range(300, 300 + job.max_tokens - 1)], finish=finish)])  # fmt: skip
+        engine.context = context
+        answer = client_of(engine).post("/v1/chat/completions", json={**TIGHT, "max_tokens": 6})
+        if answer.status_code != 200:
+            assert answer.json()["error"]["code"] == "context_length_exceeded" and context <= prompt
+            continue
         for ticket in engine.tickets:
             job = ticket.job
             assert len(job.prompt) + job.max_tokens + job.thinking + bool(job.thinking) <= context
-        assert (body["choices"][0]["message"]["content"] == "932") == (len(engine.tickets) == 2)
-        assert body["choices"][0]["finish_reason"] in ("stop", "length")
+        assert len(engine.tickets) >= 2 and answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_stop_text_cancels_the_second_job(nano):
@@ -76,7 +134,7 @@ def test_a_stop_text_cancels_the_second_job(nano):
     engine.pause = 0.05
     inner = engine.script
     engine.script = lambda job: [*inner(job)[:-1], *saying(nano, "x", "y")] if job.thinking else inner(job)
-    stopped = post(engine, {**TIGHT, "stop": ["93"]})
+    stopped = post(engine, {**TIGHT, "stop": ["93"]})  # which is why it says nothing
     assert stopped["choices"][0]["message"]["content"] == "" and len(engine.tickets) == 2
     assert engine.tickets[1].cancelled and not engine.tickets[0].cancelled
 

@@ -127,6 +127,20 @@ def test_a_reader_that_stalls_is_left_behind_and_still_gets_the_end(nano):
     assert said(chunks) == text and len(chunks) < 60
 
 
+def test_a_silent_stream_says_that_it_lives(nano):
+    """Proxies close a connection on which nothing comes; readers of events skip comments."""
+    engine = Scripted(nano, saying(nano, "347+5", TEXT), pause=0.35)
+    answer = client_of(engine, keep_alive=0.1).post("/v1/chat/completions", json={**ASK, "stream": True})
+    lines = answer.text.split("\n\n")
+    assert lines.count(": keep-alive") >= 4 and lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line[6:]) for line in lines[:-2] if line.startswith("data: ")]
+    assert said(chunks) == TEXT and {line[:6] for line in lines[:-1]} == {": keep", "data: "}
+    busy = client_of(Scripted(nano, saying(nano, TEXT))).post(
+        "/v1/chat/completions", json={**ASK, "stream": True}
+    )
+    assert ": keep-alive" not in busy.text
+
+
 def test_an_answer_that_broke_its_promise_is_counted_and_never_sent(nano):
     """The script obeys no grammar; what leaves the server validates, or does not leave."""
     engine = Scripted(nano, saying(nano, '{"a": "one"}'))

@@ -6,7 +6,7 @@ import math
 import pytest
 from jsonschema.validators import Draft202012Validator
 
-from mercury_jax.serve.api import openapi, tables
+from mercury_jax.serve.api import body, openapi, tables
 from mercury_jax.serve.api.errors import ApiError
 from mercury_jax.serve.api.kinds import REQUIRED, Either, Field, Items, Only, Record, Tagged
 
@@ -56,9 +56,24 @@ def test_the_document_says_exactly_what_is_taken(name):
     table, least = TABLES[name], LEAST[name]
     says = Draft202012Validator(table.schema())
     assert takes(table, least) and says.is_valid(least)
-    for field, value in itertools.product(table.fields, VALUES):
-        data = {**least, field.name: value}
-        assert takes(table, data) == says.is_valid(data), (field.name, value)
+    for field, value in itertools.product([*(f.name for f in table.fields), *table.never], VALUES):
+        data = {**least, field: value}
+        assert takes(table, data) == says.is_valid(data), (field, value)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_would_constrain_the_answer_is_refused_by_name_and_not_ignored(name):
+    never = {"guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "x",
+             "structured_outputs": {"regex": "a"}, "regex": "a+", "ebnf": "x", "grammar": "x", "json_schema": {"a": 1},
+             "structural_tag": {"a": 1}, "allowed_token_ids": [5], "bad_words": ["a"], "min_tokens": 5,
+             "functions": [{"name": "f"}], "function_call": "auto"}  # fmt: skip
+    never |= {} if name == "chat" else {"response_format": {"type": "json_object"}}
+    for field, value in never.items():
+        for data in ({field: value}, {"extra_body": {field: value}}):
+            with pytest.raises(ApiError, match=f"{field} is .*this server has no such field. [A-Z]") as told:
+                TABLES[name].read(body.merged({**LEAST[name], **data}), "")
+            assert (told.value.status, told.value.param) == (400, field)
+        TABLES[name].read({**LEAST[name], field: None, "user": "x"}, "")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -113,6 +128,7 @@ def test_the_vendors_defaults_and_ranges_stand():
     assert not takes(tables.EDIT, {"model": "m", "messages": two})
     effort = tables.CHAT.read({**LEAST["chat"], "reasoning_effort": "none"}, "")["reasoning_effort"]
     assert effort == "instant"
+    assert tables.CHAT.read({**LEAST["chat"], "reasoning_effort": "xhigh"}, "")["reasoning_effort"] == "high"
 
 
 def described(kind):

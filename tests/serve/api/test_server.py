@@ -93,6 +93,18 @@ def test_headers_are_bounded_and_malformed_bytes_get_400(live, nano):
     assert one.get("/v1/models").status == 200
 
 
+def test_two_lengths_of_one_body_close_the_connection(live, nano):
+    """What stands behind the shorter body is no second request: nothing of it is answered."""
+    one = live(Scripted(nano, saying(nano, "932")))
+    for path in ("/v1/chat/completions", "/health"):
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+        lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+        second = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        said = one.raw(head + lengths + b"0\r\n\r\n" + second, wait=2.0)
+        assert said.startswith(b"HTTP/1.1 400") and b"connection: close" in said.lower(), said
+        assert b"Transfer-Encoding" in said and said.count(b"HTTP/1.1") == 1
+
+
 def test_headers_without_an_end_are_refused_by_their_size(live, nano):
     """Not by the clock alone: what is kept of them is bounded, however fast they come."""
     one = live(Scripted(nano))

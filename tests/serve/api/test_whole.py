@@ -21,6 +21,12 @@ POINT = {
     "required": ["x", "on"],
     "additionalProperties": False,
 }
+VERDICT = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
 ADD = {"type": "function", "function": {"name": "add", "parameters": POINT}}
 EDIT = """<|current_file_content|>
 current_file_path: a.py
@@ -154,6 +160,20 @@ def test_a_call_that_is_asked_for_is_made(client, choice):
     Draft202012Validator(POINT).validate(json.loads("".join(d["function"]["arguments"] for d in deltas)))
 
 
+def test_some_of_the_tools_may_be_allowed(client):
+    other = {"type": "function", "function": {"name": "other"}}
+    some = lambda mode, *names: {"type": "allowed_tools",
+                                 "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}  # fmt: skip
+    ask = {**ASK, "tools": [other, ADD], "parallel_tool_calls": False, "temperature": 2}
+    for seed in range(3):
+        [made] = post(client, {**ask, "tool_choice": some("required", "add"), "seed": seed})["choices"]
+        assert [call["function"]["name"] for call in made["message"]["tool_calls"]] == ["add"]
+    assert post(client, {**ask, "tool_choice": some("auto", "add", "other")})["choices"]
+    for bad in (some("required", "third"), some("always", "add"), some("auto")):
+        answer = client.post(CHAT, json={**ask, "tool_choice": bad})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tool_choice"), bad
+
+
 def test_tools_that_need_not_be_called_change_nothing_else(client):
     for more in (
         {"tools": []},
@@ -165,8 +185,33 @@ def test_tools_that_need_not_be_called_change_nothing_else(client):
     for call in auto["message"].get("tool_calls", ()):
         Draft202012Validator(POINT).validate(json.loads(call["function"]["arguments"]))
     for bad in ({"tool_choice": "required"}, {"tools": [ADD], "tool_choice": named("x")},
-                {"tools": [ADD, ADD]}, {"tools": [ADD], "response_format": {"type": "json_object"}}):  # fmt: skip
+                {"tools": [ADD, ADD]}):  # fmt: skip
         assert client.post(CHAT, json={**ASK, **bad}).status_code == 400, bad
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_with_tools_and_a_format_an_answer_is_calls_or_the_format(client, streamed):
+    """What agent frameworks send in every turn, `tool_choice` unset; the seeds give both kinds of answer."""
+    held = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT, "strict": True}}
+    called = 0
+    for i in range(12):
+        ask = {**ASK, "tools": [ADD], "response_format": held, "temperature": 2, "seed": i, "max_tokens": 48,
+               "reasoning_effort": "instant", "stop": ["}"], "logit_bias": {"12": 100 * (i % 2)}}  # fmt: skip
+        if streamed:
+            chunks = stream(client, ask)
+            content, finish = text_of(chunks), chunks[-1]["choices"][0]["finish_reason"]
+            deltas = [d for chunk in chunks for d in chunk["choices"][0]["delta"].get("tool_calls", ())]
+            calls = ["".join(d["function"]["arguments"] for d in deltas if d["index"] == j)
+                     for j in range(len({d["index"] for d in deltas}))]  # fmt: skip
+        else:
+            [choice] = post(client, ask)["choices"]
+            content, finish = choice["message"]["content"] or "", choice["finish_reason"]
+            calls = [call["function"]["arguments"] for call in choice["message"].get("tool_calls", ())]
+        assert bool(calls) != bool(content) and finish == ("tool_calls" if calls else "stop")
+        for text, schema in [*((call, POINT) for call in calls), *[(content, VERDICT)] * bool(content)]:
+            Draft202012Validator(schema).validate(json.loads(text))
+        called += bool(calls)
+    assert 0 < called < 12
 
 
 def test_log_probabilities_are_those_of_the_answers_tokens(client, nano):

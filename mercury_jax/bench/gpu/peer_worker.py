@@ -1,4 +1,4 @@
-"""The other side of `gpu_peer`: run as a script by a Python that may have torch and transformers; nothing of ours.
+"""transformers' side of `peer`: a script for a Python that may have torch and transformers; imports nothing of ours.
 
 Reads one JSON object, builds the model with random weights, generates a canvas with few and with many denoising
 steps by turns, and writes one JSON line: the median difference, divided by that of the passes that were made.
@@ -17,6 +17,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         import transformers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         return {"left_out": f"{error}: install torch and transformers beside JAX to compare"}
+    if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
+        return {"left_out": f"transformers {transformers.__version__} has no DiffusionGemma; 5.23 has"}
+    if asked["device"] == "cuda" and not torch.cuda.is_available():
+        return {"left_out": f"torch {torch.__version__} finds no CUDA device"}
     torch.manual_seed(0)
     model, passes = build(torch, transformers, asked), [0]
     model.model.decoder.register_forward_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))

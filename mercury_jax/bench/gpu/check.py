@@ -1,0 +1,372 @@
+"""Whether the kernels are right on this device: each form against plain jnp in fp32, on inputs that show what is wrong.
+
+Keys that no query sees are NaN, and so are pages that no row may read, rows behind the last expert and matrices of
+experts without rows; memory is filled with NaN before each run. Each compiled program runs twice on each draw of
+inputs: an error that moves between two runs on the same inputs is a race.
+
+Where there is no GPU the same code runs under the Mosaic GPU interpreter, on small shapes (`check --small`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mercury_jax.bench.ceilings import ceilings as measured
+from mercury_jax.kernels import attend, chip, grouped as products, reference
+from mercury_jax.kernels.paged import attend_paged
+from mercury_jax.kernels.rounded import Rounded, plain, rounded
+
+TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic is at 1e-3 to 1e-2
+MOVED = 1e-3  # relative difference between two runs of one program on the same inputs
+BACKENDS = {chip.HOPPER: "hopper", chip.BLACKWELL: "blackwell", chip.TPU: "tpu"}
+PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch",
+            "transformers")  # fmt: skip
+
+
+def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Versions, the device, and what it is to our kernels."""
+    stage("starting JAX on the device")
+    devices = jax.devices()
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    yield {
+        "hardware": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
+        "jax": jax.__version__, "python": platform.python_version(), "versions": versions, "driver": _driver(),
+        "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": chip.present(),
+        "kernels": chip.status(), "cores": os.cpu_count(),
+    }  # fmt: skip
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver, as its kernel module tells it."""
+    file = Path("/proc/driver/nvidia/version")
+    return file.read_text().splitlines()[0] if file.is_file() else None
+
+
+def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Bytes a second of a copy (read and written), FLOP a second of bf16 products, both measured."""
+    stage("copying, then multiplying")
+    found = measured(asked["megabytes"], asked["width"])
+    yield {"bytes_per_second": found.bandwidth, "flops_per_second": found.matmul}
+
+
+class Try(NamedTuple):
+    """A program and its inputs: poisoned for the kernel, clean for the reference in fp32."""
+
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[int], tuple[Any, Any]]  # seed -> (for the kernel, for the reference)
+
+
+def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """One shape of one form of the attention kernels."""
+    a = Attention(**asked["shape"])
+    yield from _judged(a.made(), asked, stage, {"shape": a.text})
+
+
+def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """One shape of the grouped product, or of the gradient of its rows."""
+    a = Grouped(**asked["shape"])
+    sizes = a.sizes(np.random.default_rng(asked["seed"]))
+    starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
+    yield from _judged(a.made(), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
+
+
+class Attention(NamedTuple):
+    """A call of `attend` or `attend_paged`: b rows of t queries with h heads, s keys of g heads, r ranges a query."""
+
+    width: int
+    dtype: str = "bfloat16"
+    int8: bool = False
+    page: int = 0  # slots of a page; 0: the keys lie in one piece
+    softcap: float | None = None
+    b: int = 1
+    t: int = 8
+    h: int = 16
+    g: int = 2
+    s: int = 1024
+    r: int = 2
+
+    @property
+    def text(self) -> str:
+        more = (
+            ["int8 keys"] * self.int8
+            + [f"pages of {self.page}"] * bool(self.page)
+            + ["soft-cap"] * bool(self.softcap)
+        )
+        sizes = f"{self.b} x {self.t} queries, {self.h}/{self.g} heads of {self.width}, {self.s} keys, {self.r} ranges"
+        return ", ".join([sizes, self.dtype, *more])
+
+    def ranges(self) -> np.ndarray:
+        """A prefix, a gap that nobody sees, and ranges that grow from query to query; some queries see nothing."""
+        found = np.zeros((self.b, self.t, self.r, 2), np.int32)
+        prefix = self.s // 3 + np.arange(self.b)[:, None] * 3 % (self.s // 8)
+        found[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
+        for i in range(1, self.r):
+            start = prefix + 7 + self.s // 4 * (i - 1)
+            end = start + 1 + np.arange(self.t) * 3 % (self.s // 5)
+            found[:, :, i] = np.stack(np.broadcast_arrays(start, end), axis=-1)
+        found[:, 3::7] = 0
+        if self.t > 1:
+            found[:, -1] = 0
+        return found
+
+    def drawn(self, seed: int) -> tuple[Any, ...]:
+        """Queries, keys, values, which keys are seen, ranges, and where in a pool each row's pages lie."""
+        rng, ranges = np.random.default_rng(seed), self.ranges()
+        draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
+        see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
+        each = self.s // (self.page or self.s)
+        places = rng.permutation(self.b * each + 3)[: self.b * each].reshape(self.b, each).astype(np.int32)
+        return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
+
+    def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
+        """(arguments of the kernel, of the reference); what nobody sees is NaN in the first and 0 in the second."""
+        q, k, v = (x.astype(self.dtype) for x in (q, k, v))
+        clean, poisoned = [], []
+        for x in (k, v):
+            x = jnp.where(see[:, :, None, None], x, 0)
+            if self.int8:
+                bits = rounded(x)
+                clean.append(plain(bits, jnp.float32))
+                poisoned.append(Rounded(bits.values, jnp.where(see[:, :, None], bits.scale, jnp.nan)))
+            else:
+                clean.append(x.astype(jnp.float32))
+                poisoned.append(jnp.where(see[:, :, None, None], x, jnp.nan))
+        exact = (q.astype(jnp.float32), *clean, ranges)
+        if not self.page:
+            return (q, *poisoned, ranges), exact
+        pools = [jax.tree.map(lambda y: self._pool(y, places), x) for x in poisoned]
+        return (q, *pools, places, ranges), exact
+
+    def _pool(self, x: Any, places: Any) -> Any:
+        """The pages of all rows in one pool, which has three more that hold NaN."""
+        fill = -1 if x.dtype == jnp.int8 else jnp.nan
+        empty = jnp.full((places.size + 3, self.page, *x.shape[2:]), fill, x.dtype)
+        return empty.at[places.reshape(-1)].set(x.reshape(-1, self.page, *x.shape[2:]))
+
+    def made(self) -> Try:
+        how: dict[str, Any] = dict(scale=self.width**-0.5, softcap=self.softcap, residual=True)
+        backend = BACKENDS[chip.present() or chip.HOPPER]
+        one = functools.partial(attend, cached=True) if not self.page else attend_paged
+        kernel, prepare = functools.partial(one, backend=backend, **how), jax.jit(self.prepared)
+        return Try(kernel, functools.partial(reference.run, **how), lambda seed: prepare(*self.drawn(seed)))
+
+
+class Grouped(NamedTuple):
+    """`rows` rows over `experts` experts, unevenly, each times its expert's matrix [inputs, outputs]."""
+
+    dtype: str
+    rows: int
+    experts: int
+    inputs: int
+    outputs: int
+    gradient: bool = False
+
+    @property
+    def text(self) -> str:
+        what = "gradient of rows, " if self.gradient else ""
+        return f"{what}{self.rows} rows on {self.experts} x {self.inputs} x {self.outputs} of {self.dtype}"
+
+    def sizes(self, rng: np.random.Generator) -> np.ndarray:
+        """Rows of each expert: one has none, one has many, and their first rows are 0 to 7 modulo 8."""
+        few = np.full(min(self.experts - 2, 8), 9)
+        rest = self.rows - int(few.sum())
+        if self.experts <= 10:
+            return np.array([*few, 0, rest])
+        share = rng.dirichlet(np.full(self.experts - 9, 0.7))
+        return np.array([*few, 0, *rng.multinomial(rest, share)])
+
+    def prepared(self, key: Any, sizes: Any) -> tuple[Any, ...]:
+        """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN."""
+        keys, kind, scale = jax.random.split(key, 4), jnp.dtype(self.dtype), None
+        x = (
+            jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
+            .at[self.rows :]
+            .set(jnp.nan)
+        )
+        dy = jax.random.normal(keys[3], (self.rows + 5, self.outputs), jnp.bfloat16)
+        shape = (self.experts, self.inputs, self.outputs)
+        if kind == jnp.int8:
+            w = jax.lax.bitcast_convert_type(jax.random.bits(keys[1], shape, jnp.uint8), jnp.int8)
+        else:
+            w = (jax.random.normal(keys[1], shape, jnp.bfloat16) * self.inputs**-0.5).astype(kind)
+        if kind.itemsize == 1:
+            scale = jax.random.uniform(keys[2], (self.experts, self.outputs), minval=0.005, maxval=0.02)
+            scale = jnp.where(sizes[:, None] > 0, scale, jnp.nan)
+        else:
+            w = jnp.where(sizes[:, None, None] > 0, w, jnp.nan)
+        return x, dy, w, sizes, scale
+
+    def made(self) -> Try:
+        def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
+            if not self.gradient:
+                return products.grouped(x, w, sizes, scale)[: self.rows]
+            _, back = jax.vjp(lambda x: products.grouped(x, w, sizes, scale), x)
+            return back(dy)[0][: self.rows]
+
+        def exact(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
+            owner = jnp.repeat(jnp.arange(self.experts), sizes, total_repeat_length=self.rows + 5)
+            left = (dy if self.gradient else x).astype(jnp.float32)
+
+            def one(e: Any, out: Any) -> Any:
+                y = w[e].astype(jnp.float32) * (1.0 if scale is None else scale[e])
+                y = left @ (y.T if self.gradient else y)
+                return jnp.where((owner == e)[:, None], y, out)
+
+            width = self.inputs if self.gradient else self.outputs
+            return jax.lax.fori_loop(0, self.experts, one, jnp.zeros((self.rows + 5, width)))[: self.rows]
+
+        prepare = jax.jit(self.prepared)
+
+        def inputs(seed: int) -> tuple[Any, Any]:
+            args = prepare(
+                jax.random.key(seed), np.asarray(self.sizes(np.random.default_rng(seed)), np.int32)
+            )
+            return args, args
+
+        return Try(kernel, exact, inputs)
+
+
+def _judged(
+    made: Try, asked: dict[str, Any], stage: Callable[[str], None], told: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A row that says whether a program is right: {"passed", "relative_error", "moved"} or why it is refused."""
+    seed = asked["seed"]
+    inputs, exact = made.inputs(seed)
+    stage("compiling")
+    with _on_this_chip():
+        try:
+            program = jax.jit(made.kernel).lower(*inputs).compile()
+        except ValueError as error:
+            if "allowed:" not in str(error):  # words of ours: the kernel does not take it
+                raise
+            yield told | {"passed": None, "refused": str(error)[:300]}
+            return
+        errors, moved, like = [], 0.0, jax.eval_shape(made.kernel, *inputs)
+        for turn in range(asked["draws"]):
+            if turn:
+                inputs, exact = made.inputs(seed + turn)
+            stage("computing the reference")
+            with jax.default_matmul_precision("highest"):
+                want = jax.device_get(jax.jit(made.reference)(*exact))
+            stage("running")
+            outs = []
+            for _ in range(2):
+                poison(program, like)
+                outs.append(jax.device_get(program(*inputs)))
+            errors += [worst(got, want) for got in outs]
+            moved = max(moved, worst(outs[0], outs[1]))
+    good = max(errors) <= TOLERANCE and moved <= MOVED  # false for NaN, too
+    why = {} if good else {"why": _reason(errors, moved)}
+    yield told | {"passed": bool(good), "relative_error": max(errors), "moved": moved, "seed": seed, **why}
+
+
+def _reason(errors: list[float], moved: float) -> str:
+    if np.isinf(max(errors)):
+        return "NaN, or an infinity where none belongs"
+    if not moved <= MOVED:
+        return (
+            f"two runs on the same inputs differ by {moved:.2g}: a race, or memory read before it is written"
+        )
+    return f"relative error {max(errors):.2g} is more than {TOLERANCE:g}"
+
+
+@contextlib.contextmanager
+def _on_this_chip() -> Iterator[None]:
+    """On a chip of our kernels nothing; elsewhere Hopper's are interpreted on the CPU."""
+    if chip.present() is not None:
+        yield
+        return
+    from mercury_jax.kernels.interpret import interpreted
+
+    with chip.traced_for(chip.HOPPER), interpreted():
+        yield
+
+
+def poison(program: Any, like: Any) -> None:
+    """Fills the memory that a program is about to be given with NaN: what it does not write shows.
+
+    The allocator gives freed chunks of the right size away first, so arrays of the sizes of the program's temporaries
+    and outputs (`like`) are filled and freed.
+    """
+    need = program.memory_analysis()
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(like)]
+    if need is not None:
+        sizes.append(need.temp_size_in_bytes)
+    junk = [jax.device_put(np.full(n, 0xFF, np.uint8)) for n in sizes if n]  # NaN in bf16, fp16 and fp32
+    jax.block_until_ready(junk)
+
+
+def worst(got: Any, want: Any) -> float:
+    """The largest relative error of a row over outputs: |got - want| / |want| of its vector; infinite for NaN.
+
+    A row's norm counts as at least a twentieth of the typical one. Of one number a row (log-sum-exp) the difference is
+    taken, against at least 1. Infinities must stand at the same places: a row that sees nothing has -inf.
+    """
+    found = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if np.isnan(a).any() or (np.isinf(a) != np.isinf(b)).any():
+            return float("inf")
+        a, b = np.where(np.isinf(a), 0, a), np.where(np.isinf(b), 0, b)
+        if a.ndim == 3:
+            error = np.abs(a - b) / np.maximum(np.abs(b), 1.0)
+        else:
+            norm = np.linalg.norm(b, axis=-1)
+            typical = float(np.sqrt((norm**2).mean()))
+            error = np.linalg.norm(a - b, axis=-1) / np.maximum(norm, max(typical / 20, 1e-30))
+        found = max(found, float(error.max()))
+    return found
+
+
+def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """NVIDIA's memory checker over some small cases, with an allocation of its own for each buffer."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        yield {"left_out": "compute-sanitizer is not installed here"}
+        return
+    stage("running compute-sanitizer, memcheck")
+    lines = "".join(json.dumps(case) + "\n" for case in asked["cases"])
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [tool, "--tool", "memcheck", "--print-limit", "5", "--log-file", str(log)]
+        done = subprocess.run(
+            [*command, sys.executable, "-m", "mercury_jax.bench.gpu.worker"],
+            input=lines, capture_output=True, text=True, env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        )  # fmt: skip
+        told = log.read_text(errors="replace") if log.is_file() else ""
+    summary = [line.strip("= ") for line in told.splitlines() if "ERROR SUMMARY" in line]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    right = sum(bool(x["row"].get("passed")) for x in answers if "row" in x)
+    row = {
+        "tool": "memcheck",
+        "summary": summary,
+        "cases": len(asked["cases"]),
+        "right": right,
+        "code": done.returncode,
+    }
+    if not summary:
+        yield row | {"left_out": f"it told nothing: {(told or done.stderr)[-300:].strip()}"}
+    elif all("0 errors" in line for line in summary):
+        yield row | {"passed": True}
+    else:
+        yield row | {"passed": False, "why": "memcheck found errors", "log": told[:1500]}

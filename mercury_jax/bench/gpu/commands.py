@@ -1,0 +1,166 @@
+"""check(), speed(), model(): the rows of the three commands, as they are measured.
+
+Each row says what it is of: the command, the case, the device, the versions, the date. `check` keeps what passed where
+`attend` and the grouped product look for it (`kernels.checked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+
+from mercury_jax.bench.gpu import cases
+from mercury_jax.bench.gpu.runner import Case, Row, Runner
+from mercury_jax.config import refuse
+
+BUDGET = 520.0  # seconds of a command: a machine may be lent for ten minutes a command
+ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
+Keep = Callable[[Row], None]
+
+
+class Unmeasured(RuntimeError):
+    """The device did not get as far as its ceilings."""
+
+    exit_code = 1
+
+
+def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
+    """Every kernel form of this device; a form passed when all of its cases did, and is then used by default.
+
+    Args:
+        runner: Runs the cases; its clock has the budget.
+        small: Few small shapes, interpreted where there is no GPU.
+        only: Parts of names of cases; the forms of others keep what an earlier check found.
+        seed: Of the inputs.
+
+    Yields:
+        A row for each case, one for each form once it is decided, and what is kept at last.
+    """
+    told, first = _begun(runner, "check", small, cases.KERNELS)
+    yield from told
+    todo = _matching(cases.check(first["chip"], seed, small), only) if first["chip"] or small else []
+    if not todo:
+        yield first["same"] | {"case": "kernels", "left_out": f"no kernel is written for {first['hardware']}"}
+        return
+    verdicts = _Verdicts(first, whole=not only, cases=todo)
+    for case in todo:
+        failed = verdicts.failed(case.form)
+        rows = [{"not_run": f"an earlier case of {case.form} failed"}] if failed else runner.run(case)
+        for row in rows:
+            yield first["same"] | {"case": case.name, "form": case.form or None} | row
+        yield from (first["same"] | row for row in verdicts.add(case, rows))
+
+
+class _Verdicts:
+    """Decides forms as their cases come in, and keeps them at once: a command that is cut short keeps what it found."""
+
+    def __init__(self, first: Row, whole: bool, cases: Sequence[Case]) -> None:
+        from mercury_jax.kernels import checked  # imports JAX, and starts it on no device
+
+        self._checked, self._date = checked, first["same"]["date"]
+        self._entry = checked.key(first["hardware"], first["jax"])
+        self._forms = {} if whole else dict(checked.read(self._entry) or {})
+        self._left: dict[str, int] = {}
+        for case in cases:
+            if case.form:
+                self._left[case.form] = self._left.get(case.form, 0) + 1
+        self._errors: dict[str, float] = {}
+        for form in self._left:  # until it is found right, it is not
+            self._forms[form] = {"passed": False, "why": "its check did not come to an end"}
+        self._save()
+
+    def failed(self, form: str) -> bool:
+        return bool(form) and self._left[form] < 0
+
+    def add(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+        form, last = case.form, rows[-1] if rows else {}
+        if not form or self.failed(form):
+            return
+        if last.get("passed") is True:
+            self._errors[form] = max(self._errors.get(form, 0.0), last["relative_error"])
+            self._left[form] -= 1
+            if self._left[form]:
+                return
+            self._forms[form] = {"passed": True, "relative_error": self._errors[form]}
+        else:
+            reasons = (last.get(name) for name in ("why", "failed", "refused", "not_run"))
+            why = next((str(r) for r in reasons if r), "it said nothing")
+            self._left[form] = -1
+            self._forms[form] = {"passed": False, "why": f"{case.name}: {why}"[:300]}
+        yield (
+            {"form": form, "verdict": "on" if self._forms[form]["passed"] else "off"}
+            | self._forms[form]
+            | {"file": self._save()}
+        )
+
+    def _save(self) -> str | None:
+        file = self._checked.write(self._entry, self._forms, self._date)
+        return None if file is None else str(file)
+
+
+def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """What passed `check`, beside cuDNN and XLA, as shares of the ceilings; then a small model four ways."""
+    told, first = _begun(runner, "speed", small)
+    yield from told
+    best: dict[str, float] = {}  # seconds of the fastest of others, by shape
+    for case in _matching(cases.speed(small), only):
+        for row in runner.run(case):
+            row = _shares(row, first)
+            if "seconds" in row and "way" in row:
+                shape = repr(row["shape"])
+                if row["way"] != "ours":
+                    best[shape] = min(best.get(shape, row["seconds"]), row["seconds"])
+                elif shape in best:
+                    row["times_as_fast"] = best[shape] / row["seconds"]
+            yield first["same"] | {"case": case.name} | row
+
+
+def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """A slice of the 26B with kernels and without, the 26B, transformers beside it, training."""
+    told, first = _begun(runner, "model", small)
+    yield from told
+    ours = None
+    for case in _matching(cases.model(small), only):
+        for row in runner.run(case):
+            row = _shares(row, first)
+            if case.work == "decoding" and row.get("quantise") is None:
+                ours = row.get("seconds_per_forward", ours)
+            if case.work == "transformers" and ours and "seconds_per_forward" in row:
+                row["times_as_fast"] = row["seconds_per_forward"] / ours
+            yield first["same"] | {"case": case.name} | row
+
+
+def _begun(
+    runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
+) -> tuple[list[Row], Row]:
+    """(rows of the device and its ceilings, what later rows need of them)."""
+    same: Row = {"command": command, "small": small, "date": str(date.today())}
+    rows, found = [], {}
+    for case in cases.about(small, env):
+        row = runner.run(case)[-1]
+        if "failed" in row or "not_run" in row:
+            raise Unmeasured(f"the device could not be measured: {row.get('failed', 'no time')}")
+        found |= row
+        if case.work == "about":
+            same |= {name: row[name] for name in ABOUT}
+        rows.append(same | {"case": case.name} | row)
+    return rows, found | {"same": same}
+
+
+def _shares(row: Row, first: Row) -> Row:
+    """Seconds as shares of what the measured ceilings allow."""
+    seconds = row.get("seconds_per_forward", row.get("seconds"))
+    if seconds is None or "flops" not in row:
+        return row
+    arithmetic = row["flops"] / first["flops_per_second"]
+    if "bytes" not in row:
+        return row | {"mfu": arithmetic / seconds}
+    least = max(arithmetic, row["bytes"] / first["bytes_per_second"])
+    return row | {"least_seconds": least, "share_of_bound": least / seconds}
+
+
+def _matching(found: list[Case], only: Sequence[str]) -> list[Case]:
+    chosen = [case for case in found if not only or any(part in case.name for part in only)]
+    if not chosen and found:
+        raise refuse("--only", list(only), f"parts of names: {'; '.join(case.name for case in found)}")
+    return chosen

@@ -1,0 +1,258 @@
+"""Whole models with random weights: passes of `mj.sample`, logits of `mj.logits` with kernels and without, training.
+
+Weights are made where they lie by one jitted call, from a hash of their place: quick to compile, and no two alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mercury_jax as mj
+from mercury_jax import models, noise, sharding
+from mercury_jax.bench import known, weightless
+from mercury_jax.bench.timing import timed
+from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
+from mercury_jax.decode import rules
+from mercury_jax.kernels import chip
+from mercury_jax.models import masks
+from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.models.quantise import Scaled
+from mercury_jax.types import LM, Batch
+
+Stage = Callable[[str], None]
+FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
+DENOISING = 16  # steps of a canvas at which tokens a second are told, before the pass that commits it
+
+
+def find(name: str) -> weightless.Source:
+    """A configuration by name: those of `bench.known`, "tiny" (a DiffusionGemma), "tiny-causal" (ours)."""
+    if name == "tiny":
+        config: ModelConfig = GemmaConfig(
+            vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
+            experts=Experts(count=8, active=2, width=32), global_layers=(3,), window=64, global_head_dim=64,
+            global_kv_heads=1, keys_as_values=True, self_conditioning=True, encoder_scalars=True, pad=0, eos=1,
+        )  # fmt: skip
+        return weightless.Source(name, config, known.UNIFORM, jnp.dtype("float32"), known.GEMMA_DECODING)
+    if name == "tiny-causal":
+        config = dataclasses.replace(
+            known.ours(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
+        )
+        return weightless.Source(name, config, known.MASKED, jnp.dtype("float32"))
+    one = known.find(name)
+    config = one.config()
+    return weightless.Source(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
+
+
+def sliced(config: Any, layers: int) -> Any:
+    """The first layers of a DiffusionGemma, the last of them global."""
+    return dataclasses.replace(config, layers=layers, global_layers=(layers - 1,))
+
+
+def made(found: weightless.Source, quantise: str | None, stage: Stage) -> LM:
+    """The model with random weights on the first device; it never emits the end of text."""
+    lm = weightless.lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
+    stage(f"filling {size(lm.params) / 1e9:.1f} GB of weights")
+    params = jax.block_until_ready(filled(lm.params))
+    ends = (*lm.corruption.forbidden, lm.model.config.eos)
+    return dataclasses.replace(lm, params=params, corruption=lm.corruption._replace(forbidden=ends))
+
+
+def filled(like: Any) -> Any:
+    """Arrays in the shapes of parameters, by one program: uniform numbers of deviation 0.02, ones for vectors."""
+    leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, Scaled))
+    where = jax.tree.map(lambda x: x.sharding, like)
+    fill = lambda: jax.tree.unflatten(tree, [_leaf(x, i) for i, x in enumerate(leaves)])
+    return jax.jit(fill, out_shardings=where)()
+
+
+def _leaf(x: Any, seed: int) -> Any:
+    if isinstance(x, Scaled):  # 74: the deviation of all bytes
+        values = jax.lax.bitcast_convert_type((_bits(x.values.shape, seed) >> 24).astype(jnp.uint8), jnp.int8)
+        return x._replace(
+            values=values.astype(x.values.dtype), scale=jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)
+        )
+    if len(x.shape) < 2:
+        return jnp.ones(x.shape, x.dtype)
+    uniform = (_bits(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+    return (uniform * (0.02 * math.sqrt(12))).astype(x.dtype)
+
+
+def _bits(shape: tuple[int, ...], seed: int) -> Any:
+    """A hash of each place (the finaliser of MurmurHash3); one fused loop, where a generator of JAX takes several."""
+    h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
+    for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
+        h = h * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(prime)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+    """Seconds of a pass of `mj.sample`: the difference of a call with many denoising steps and one with few."""
+    found, batch, prefix = find(asked["model"]), asked["batch"], asked["prefix"]
+    lm = made(found, asked.get("quantise"), stage)
+    c = lm.model.config
+    prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
+    rule = rules.confidence() if lm.corruption.mask is not None else None  # None: as the model asks
+
+    def call(steps: int, seed: int = 0) -> tuple[float, int]:
+        out, seconds = timed(lambda: mj.sample(
+            lm, prompts, max_tokens=c.block, sampler=rule, plan=Plan(block=c.block, steps=steps), seed=seed
+        ))  # fmt: skip
+        return seconds, out.passes
+
+    stage("compiling, and the first call")
+    first = call(FEW)[0]
+    call(MANY)
+    stage("timing")
+    pairs = [(call(FEW, n), call(MANY, n)) for n in range(asked["turns"])]
+    each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
+    seconds, (bytes, flops) = statistics.median(each), load(lm, batch, prefix)
+    if seconds <= 0:
+        yield {
+            "model": asked["model"],
+            "left_out": f"{MANY} steps took no longer than {FEW}: too small to time here",
+        }
+        return
+    status = chip.status()
+    yield {
+        "model": asked["model"], "quantise": asked.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
+        "canvas": c.block, "passes": [a[1] for a in pairs[0]], "seconds_per_forward": seconds,
+        "seconds_per_forward_all": each, "seconds_of_a_call": statistics.median(b[0] for _, b in pairs),
+        "first_call_seconds": first, "tokens_per_second": c.block * batch / (seconds * (DENOISING + 1)),
+        "bytes": bytes, "flops": flops, "parameter_bytes": size(lm.params), "peak_bytes": peak(),
+        "kernels": status["rule"], "kernels_on": status["on"], "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }  # fmt: skip
+
+
+def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+    """Logits of `mj.logits` with kernels and without, each against the same weights in fp32 arithmetic.
+
+    Passed: with kernels the error is at most half again that of plain XLA in bf16, or a thousandth.
+    """
+    found = find(asked["model"])
+    found = found._replace(config=sliced(found.config, asked["layers"]))
+    lm = made(found, asked["quantise"], stage)
+    c, rng = lm.model.config, np.random.default_rng(0)
+    prompt, canvas = (rng.integers(c.vocab // 4, c.vocab // 2, n) for n in (2 * c.block, c.block))
+    exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
+
+    def logits(lm: LM, switch: str | None) -> np.ndarray:
+        kept = os.environ.pop(chip.SWITCH, None)
+        jax.clear_caches()  # a program keeps the kernels that it was traced with
+        try:
+            if switch is not None:
+                os.environ[chip.SWITCH] = switch
+            with jax.default_matmul_precision("highest" if lm is exact else "default"):
+                return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
+        finally:
+            os.environ.pop(chip.SWITCH, None)
+            if kept is not None:
+                os.environ[chip.SWITCH] = kept
+
+    stage("in fp32, without kernels")
+    want = logits(exact, "0")
+    stage("without kernels")
+    off = logits(lm, "0")
+    stage("with kernels")
+    on, status = logits(lm, None), chip.status()
+    error = lambda x: float(np.linalg.norm(x - want) / np.linalg.norm(want))
+    agree = lambda a, b: float((a.argmax(-1) == b.argmax(-1)).mean())
+    good = error(on) <= max(1.5 * error(off), 1e-3)
+    row = {
+        "model": asked["model"], "quantise": asked["quantise"], "layers": asked["layers"], "passed": bool(good),
+        "relative_error_on": error(on), "relative_error_off": error(off),
+        "relative_difference": float(np.linalg.norm(on - off) / np.linalg.norm(off)),
+        "same_argmax": agree(on, off), "same_argmax_as_fp32": {"on": agree(on, want), "off": agree(off, want)},
+        "kernels": status["rule"], "kernels_on": status["on"], "peak_bytes": peak(),
+    }  # fmt: skip
+    if status["chip"] is None:
+        row["note"] = "plain XLA on both sides: no kernel of ours runs on this device"
+    yield row if good else row | {"why": "with kernels the logits are further from fp32 than without"}
+
+
+def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+    """An update of AdamW: seconds, tokens a second, FLOP. The parent divides by the matmul ceiling (MFU).
+
+    A row is a document's clean tokens and its canvases (block diffusion), so positions are about twice the tokens that
+    are learnt from.
+    """
+    from mercury_jax.train import objectives, optim, step as steps  # nothing else here needs optax
+
+    found, rows, row = find(asked["model"]), asked["rows"], asked["row"]
+    c, on = found.config, sharding.mesh(devices=jax.devices()[:1])
+    model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
+    tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
+    stage("making the state")
+    state = steps.init(jax.random.key(0), model, tx, ema=False, on=on)
+    update = steps.updater(model, objectives.masked_elbo(), corruption, tx, lr, on=on)
+    data, seconds, report = batch_of(c, rows, row), [], None
+    stage("compiling, then timing")
+    for _ in range(asked["turns"] + 1):  # the first one compiles
+        (state, report), took = timed(lambda state=state: jax.block_until_ready(update(state, data)))
+        seconds.append(took)
+    assert report is not None
+    each = statistics.median(seconds[1:])
+    yield {
+        "model": asked["model"], "rows": rows, "row": row, "seconds": each, "seconds_all": seconds[1:],
+        "positions_per_second": rows * row / each, "tokens_per_second": float(data.editable.sum()) / each,
+        "flops": flops_of(state.params, c, data), "loss": float(report.values["loss"]), "peak_bytes": peak(),
+    }  # fmt: skip
+
+
+def load(lm: LM, batch: int, prefix: int) -> tuple[float, float]:
+    """(bytes that a pass must read, FLOP that it must do): every expert is touched, a token multiplies with few."""
+    c = lm.model.config
+    positions = batch * c.block
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params) if x.ndim > 1)
+    e = c.experts
+    idle = 0.0 if e is None else 3.0 * c.width * e.width * (e.count - e.active) * c.layers
+    cache = size(jax.eval_shape(lambda: lm.model.empty_cache(batch, prefix + c.block)))
+    seen = 4.0 * positions * (prefix + c.block) * c.heads * c.head_dim * c.layers
+    return float(size(lm.params) + cache), 2.0 * (total - idle) * positions + seen
+
+
+def size(tree: Any) -> int:
+    """Bytes of arrays or shapes."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def peak() -> int | None:
+    """Bytes that the first device held at most so far, where it tells."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def batch_of(c: ModelConfig, rows: int, row: int) -> Batch:
+    """Rows of one random document each, as long as fits behind its clean tokens; the rest is padding."""
+    length = row if c.pattern == "bidirectional" else max(c.block, (row + c.block) // (2 * c.block) * c.block)
+    ids = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, length)  # no special one
+    laid = masks.layout(c, ids, 0)
+
+    def pad(x: Any, fill: int = 0) -> Any:
+        x = np.asarray(x)[:row]
+        x = np.pad(x, [(0, row - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+        return np.repeat(x[None], rows, axis=0)
+
+    return Batch(
+        tokens=pad(laid.tokens), positions=pad(laid.positions), ranges=pad(laid.ranges), editable=pad(laid.editable),
+        canvas=pad(laid.canvas, -1),
+    )  # fmt: skip
+
+
+def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
+    """6 a parameter that multiplies and position, 12 a head's number and key that is seen: what the step must do."""
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim > 1)
+    lookup = 0 if c.tied else c.vocab * c.width
+    ranges = np.asarray(data.ranges, np.int64)
+    seen = float((ranges[..., 1] - ranges[..., 0]).clip(0).sum())
+    positions = np.asarray(data.tokens).size
+    return 6.0 * (total - lookup) * positions + 12.0 * c.heads * c.head_dim * c.layers * seen

@@ -1,0 +1,48 @@
+"""How an extra is added to this installation, for messages about a missing package.
+
+There is no release in a package index, so a message names what this installation was made from: the clone whose code
+runs, or what pip recorded in `direct_url.json` (a folder, a Git address or an archive; PEP 610).
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+NAME = "mercury-jax"
+
+
+def command(extra: str) -> str:
+    """The pip command that adds an extra of mercury_jax to this installation.
+
+    Args:
+        extra: A name under `project.optional-dependencies` of pyproject.toml, such as "serve".
+
+    Returns:
+        Such as "pip install -e '/home/me/mercury_jax[serve]'".
+    """
+    clone = Path(__file__).parents[1]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}[{extra}]'"
+    found = _direct_url()
+    url = str(found.get("url", ""))
+    if "vcs_info" in found:
+        about = found["vcs_info"]
+        revision = f"@{about['requested_revision']}" if about.get("requested_revision") else ""
+        return f"pip install '{NAME}[{extra}] @ {about.get('vcs', 'git')}+{url}{revision}'"
+    if "archive_info" in found:
+        return f"pip install '{NAME}[{extra}] @ {url}'"
+    folder = Path(unquote(urlparse(url).path))
+    if url.startswith("file:") and (folder / "pyproject.toml").is_file():
+        return f"pip install '{folder}[{extra}]'"
+    return f"pip install '.[{extra}]' in the folder that holds mercury_jax's pyproject.toml"
+
+
+def _direct_url() -> dict:
+    """What pip wrote down about where it took the package from; empty where nothing is known."""
+    try:
+        return json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return {}

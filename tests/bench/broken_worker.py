@@ -1,0 +1,44 @@
+"""A worker of `mercury bench gpu` with kernels that fail as they may on a chip: each head size in another way.
+
+Run as a script by tests/bench/test_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
+"""
+
+import json
+import os
+import sys
+import time
+
+import jax.numpy as jnp
+
+from mercury_jax.bench.gpu import worker
+from mercury_jax.kernels import reference
+
+
+def run(q, k, v, ranges, **how):
+    """Attention in plain jnp, but for one fault."""
+    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(q.shape[-1]))
+    if fault == "crash":
+        os.abort()
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "error":
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+    if fault == "once" and not os.path.exists(
+        os.environ["MERCURY_ONCE"]
+    ):  # as where an earlier case did harm
+        open(os.environ["MERCURY_ONCE"], "w").close()
+        raise RuntimeError("only here")
+    clean = [jnp.nan_to_num(x) for x in (k, v)]
+    out, nats = reference.run(q, *clean, ranges, **how)
+    if fault == "nan":
+        out = out.at[0, 0].set(jnp.nan)
+    if fault == "wrong":
+        out = out.at[0, 1, 0].multiply(1.1)
+    return out, nats
+
+
+if __name__ == "__main__":
+    from mercury_jax.kernels import hopper
+
+    hopper.run = run
+    sys.exit(worker.main())

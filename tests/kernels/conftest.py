@@ -1,0 +1,12 @@
+"""Every kernel for GPUs that a test here interprets makes only TMA copies that a chip makes as well."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def copies():
+    """The TMA copies of the kernels that this test has interpreted so far."""
+    from tests.kernels import tma  # imports JAX, which is first configured by tests/conftest.py
+
+    with tma.checked() as found:
+        yield found

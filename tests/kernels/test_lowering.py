@@ -1,0 +1,64 @@
+"""Every shape lowers: into a chip's kernel, or, where that refuses it with a reason, into plain XLA."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mercury_jax.kernels import attend, chip, grouped
+from mercury_jax.kernels.rounded import rounded
+
+CHIPS = {  # backend: chip, platform of lowering, what stands in a program that has the kernel
+    "hopper": (chip.HOPPER, "cuda", "mosaic_gpu"),
+    "blackwell": (chip.BLACKWELL, "cuda", "mosaic_gpu"),
+    "tpu": (chip.TPU, "tpu", "tpu_custom_call"),
+}
+BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
+GPUS, ALL = {"hopper", "blackwell"}, {"hopper", "blackwell", "tpu"}
+CASES = {  # B, T, H, G, S, K, R, dtype, int8: the backends that take it
+    (1, 64, 12, 4, 129, 64, 2, BF16, False): ALL,
+    (2, 33, 7, 7, 300, 128, 1, BF16, False): ALL,
+    (1, 1, 6, 2, 321, 256, 3, FP16, False): GPUS,
+    (1, 3, 2, 1, 131, 512, 2, BF16, False): {"hopper", "tpu"},
+    (3, 65, 5, 5, 129, 128, 2, BF16, True): ALL,
+    (1, 2, 1, 1, 1, 64, 1, BF16, False): GPUS,
+    (1, 16, 4, 2, 300, 80, 1, BF16, False): set(),
+    (1, 16, 4, 2, 300, 96, 1, BF16, True): set(),
+    (1, 16, 4, 2, 257, 64, 4, FP32, False): {"tpu"},
+}
+
+
+def lowered(f, args, backend):
+    """Whether the program of f for the backend's chip has a kernel."""
+    name, platform, mark = CHIPS[backend]
+    with chip.traced_for(name):
+        return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("backend", CHIPS)
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_attention_lowers_into_the_kernel_or_into_plain_xla(shape, backend):
+    b, t, h, g, s, width, r, dtype, int8 = shape
+    array = jax.ShapeDtypeStruct
+    k = array((b, s, g, width), dtype)
+    k = jax.eval_shape(rounded, k) if int8 else k
+    args = array((b, t, h, width), dtype), k, k, array((b, t, r, 2), jnp.int32)
+    took = lowered(lambda *xs: attend(*xs, softcap=30.0, residual=True, cached=True), args, backend)
+    assert took == (backend in CASES[shape])
+    if not took:
+        with chip.traced_for(CHIPS[backend][0]), pytest.raises(ValueError, match=f"'{backend}'; .* \\(.+\\)"):
+            jax.eval_shape(lambda *xs: attend(*xs, backend=backend), *args)
+
+
+@pytest.mark.parametrize(
+    "rows, kind, tile", [(33, BF16, None), (1, jnp.int8, 24), (100, jnp.float8_e4m3fn, None)]
+)
+def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, kind, tile):
+    array = jax.ShapeDtypeStruct
+    x, w, sizes = array((rows, 128), BF16), array((8, 128, 192), kind), array((8,), jnp.int32)
+    scale = None if kind == BF16 else array((8, 192), FP32)
+
+    def gradient(x, w, sizes, scale):
+        y, back = jax.vjp(lambda x: grouped.grouped(x, w, sizes, scale, tile=tile), x)
+        return back(y)
+
+    assert lowered(gradient, (x, w, sizes, scale), "hopper")

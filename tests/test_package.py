@@ -1,0 +1,130 @@
+"""What the wheel and the source distribution hold, and what messages say about missing extras."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A build writes into the folder that it builds, so it builds a copy; what git ignores and tests/ is not needed for it.
+PARTS = ("mercury_jax", "configs", "launch", "colab")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The wheel and the source distribution."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("build")
+    for part in PARTS:
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for file in ROOT.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, folder)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."]
+    made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    [wheel], [source] = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    return wheel, source
+
+
+def files(*parts: str) -> set[str]:
+    found = [path for part in parts for path in (ROOT / part).rglob("*") if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_holds_the_recipes_the_model_and_every_module(built):
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = set(wheel.namelist())
+    assert {f"mercury_jax/{name}" for name in files("configs")} <= names
+    assert files("mercury_jax") <= names
+
+
+def test_the_source_distribution_holds_what_the_commands_of_the_readme_name(built):
+    with tarfile.open(built[1]) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert files("configs", "launch", "colab", "mercury_jax") <= names
+    assert {"constraints.txt", "constraints-newest.txt", "Makefile", "README.md", "setup.py"} <= names
+
+
+def test_the_unpacked_wheel_writes_a_recipe_where_no_clone_is_at_hand(built, tmp_path):
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(tmp_path, [name for name in wheel.namelist() if name.endswith(".py")])
+    command = [sys.executable, "-m", "mercury_jax", "init", "mine.py"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (said.returncode, said.stdout) == (0, "mine.py\n"), said.stderr
+    assert 'name="mine"' in (tmp_path / "mine.py").read_text()
+
+
+SERVE = """
+import sys
+sys.modules["uvicorn"] = None
+from mercury_jax.cli import main
+sys.exit(main(["serve"]))
+"""
+FOLDER = {"url": "file:///FOLDER", "dir_info": {}}
+GIT = {"url": "https://git.example/a/mercury_jax.git", "vcs_info": {"vcs": "git", "commit_id": "0" * 40}}
+TAG = GIT | {"vcs_info": {"vcs": "git", "requested_revision": "v1", "commit_id": "0" * 40}}
+WHEEL = {"url": "https://files.example/mercury_jax-0.1.0-py3-none-any.whl", "archive_info": {}}
+
+
+@pytest.mark.parametrize(
+    "direct, command",
+    [
+        ("clone", f"pip install -e '{ROOT}[serve]'"),
+        (FOLDER, "pip install 'FOLDER[serve]'"),
+        (GIT, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git'"),
+        (TAG, "pip install 'mercury-jax[serve] @ git+https://git.example/a/mercury_jax.git@v1'"),
+        (WHEEL, f"pip install 'mercury-jax[serve] @ {WHEEL['url']}'"),
+        (None, "pip install '.[serve]' in the folder that holds mercury_jax's pyproject.toml"),
+    ],
+    ids=["clone", "folder", "git", "git tag", "wheel", "unknown"],
+)
+def test_a_message_about_a_missing_extra_names_how_this_installation_was_made(direct, command, tmp_path):
+    folder, site = tmp_path / "a folder", tmp_path / "site"
+    (site / "mercury_jax-0.1.0.dist-info").mkdir(parents=True)
+    folder.mkdir()
+    (folder / "pyproject.toml").touch()
+    if direct == "clone":
+        site = ROOT
+    else:
+        (site / "mercury_jax").symlink_to(ROOT / "mercury_jax")
+        (site / "mercury_jax-0.1.0.dist-info" / "METADATA").write_text("Name: mercury-jax\nVersion: 0.1.0\n")
+        if direct is not None:
+            told = json.dumps(direct).replace("file:///FOLDER", folder.as_uri())
+            (site / "mercury_jax-0.1.0.dist-info" / "direct_url.json").write_text(told)
+    env = os.environ | {"PYTHONPATH": str(site)}
+    said = subprocess.run(
+        [sys.executable, "-c", SERVE], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.returncode == 2 and command.replace("FOLDER", str(folder)) in said.stderr
+
+
+@pytest.mark.parametrize("notebook, extra", [("agent", "serve"), ("quickstart", "plot")])
+def test_a_notebook_installs_from_its_clone_or_from_the_address_it_is_given(
+    notebook, extra, tmp_path, monkeypatch
+):
+    cells = json.loads((ROOT / "colab" / f"{notebook}.ipynb").read_text())["cells"]
+    first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    assert first.count('%pip install -q "{wanted}"') == 1
+    program = first.replace('%pip install -q "{wanted}"', "installed.append(wanted)")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    def run(folder, source=""):
+        monkeypatch.chdir(folder)
+        installed: list[str] = []
+        exec(program.replace('SOURCE = ""', f"SOURCE = {source!r}"), {"installed": installed})
+        return installed
+
+    assert run(ROOT / "colab") == run(ROOT) == [f"{ROOT}[{extra}]"]
+    assert run(tmp_path, "git+https://git.example/x.git") == [
+        f"mercury-jax[{extra}] @ git+https://git.example/x.git"
+    ]
+    with pytest.raises(RuntimeError, match="set SOURCE above to an address"):
+        run(tmp_path)
