@@ -21,8 +21,9 @@ def check_lm(lm: Any) -> None:
     """Raises ValueError unless `lm` is an LM that holds parameters."""
     if not isinstance(lm, LM):
         raise refuse("lm", lm, "a model as mj.load() returns it")
+    # An empty dict is fine: a Model is a record of functions, which need not have parameters.
     leaves = jax.tree.leaves(lm.params)
-    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+    if lm.params is None or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         raise refuse("lm.params", lm.params, "the parameters of lm.model, a nested dict of arrays")
 
 

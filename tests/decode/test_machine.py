@@ -136,7 +136,7 @@ def test_one_program_serves_a_bucket_of_shapes_and_every_number():
 
 def test_rows_take_their_own_knobs():
     lm = tiny()
-    out = mj.sample(lm, PROMPTS[:2], max_tokens=16, sampler=mj.rules.threshold(np.array([-1.0, 2.0])))
+    out = mj.sample(lm, PROMPTS[:2], max_tokens=16, sampler=mj.rules.threshold(np.array([0.0, 1.0])))
     # Row 0 accepts everything at once, two blocks; row 1 only the best token of each pass.
     assert out.forwards.tolist()[0] == 2 and out.forwards[1] > 2
 
