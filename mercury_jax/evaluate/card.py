@@ -129,7 +129,8 @@ def card(
         "\n".join(f"- {_claim(s)}" for s in summaries if "points" in s),
         "\n".join(f"- {line(s)}: {_nelbo(s)}" for s in summaries if "bits_per_byte" in s),
         "## Commands",
-        "Each figure alone, with its seed; the files are those of the planning test sets.",
+        "Each figure alone, with its seed; the files are those of the planning test sets. The whole card: "
+        "`python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out README.md`.",
         "```\n" + "\n".join(command(s) for s in summaries) + "\n```",
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
@@ -146,8 +147,12 @@ def _model(lm: LM) -> str:
 def _training(
     about: Mapping[str, Any], recipe: Mapping[str, Any], trained: Mapping[str, Any], hardware: str
 ) -> list[str]:
-    """Earlier stages stand in the model's own card (`stages`); the run's folder tells of the last one."""
-    lines = [f"before, stage {i}: {s}" for i, s in enumerate(about.get("stages", ()), 1)]
+    """From the model's own card (recipe, seed) and from the run's folder."""
+    lines = []
+    if "recipe" in about:
+        lines.append(
+            f"recipe: `{about['recipe']}`, seed {about.get('seed', 0)}: `mercury train {about['recipe']}`"
+        )
     lines += [f"data: {_mixture(recipe['data'])}"] if "data" in recipe else []
     if "step" in trained:
         lines.append(
@@ -177,8 +182,9 @@ def _reading(hardware: str) -> str:
         "up to a renaming of their digits: a rotated one may have been trained on). "
         "Intervals are Wilson's, 95%. Forwards and tokens are means "
         "an answer: forwards are denoiser passes (encoding the prompt not counted), tokens what was said, thinking "
-        f"included. `{ONE_A_STEP}` settles the surest token of the canvas in each pass, the end of the text behind "
-        "an answer too, so it may need more passes than the answer has tokens."
+        f"included. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the text "
+        "behind an answer too, so it may need more passes than the answer has tokens. The other rule is the model's "
+        "default, which `sample` uses where none is named; no test question had a part in choosing it."
     )
 
 
