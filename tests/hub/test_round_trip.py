@@ -9,6 +9,7 @@ from mercury_jax.checkpoint import tensors
 from mercury_jax.cli import main
 from mercury_jax.hub import assemble, families, files, writing
 from mercury_jax.hub.reading import open_folder
+from tests.hub import mutations
 from tests.hub.goldens_of import GOLDENS, NAMES, golden
 
 
@@ -75,3 +76,19 @@ def test_shards_are_as_small_as_asked(tmp_path):
         e.end - e.start for p in (tmp_path / "x").glob("*.safetensors") for e in tensors.header(p).values()
     )
     assert len(sizes) > 3 and max(sizes) < max(30_000, largest) + 10_000
+
+
+WRITTEN = (
+    "qwen2 yarn truncate false", "qwen2 dynamic", "qwen2 longrope factor", "qwen2 window by layer_types",
+    "qwen3_moe window", "llama both biases", "diffusion local sizes everywhere",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_through_a_folder_of_ours_and_back_a_config_says_the_same(name, tmp_path):
+    case = next(case for case in mutations.CASES if case.name == name)
+    hub.convert(mutations.write(tmp_path / "theirs", case), tmp_path / "ours")
+    hub.convert(tmp_path / "ours", tmp_path / "again", to="hf")
+    before, after = hub.load(tmp_path / "theirs"), hub.load(tmp_path / "again")
+    assert after.model.config == before.model.config
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
