@@ -77,9 +77,9 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
 
 def _attention(way: str, causal: bool, seen: Any) -> Callable[..., Any]:
     if way == "ours":
-        return lambda q, kv: attend(q, *kv, seen, cached=True)
-    theirs: Any = jax.nn.dot_product_attention
-    return lambda q, kv: theirs(q, *kv, is_causal=causal, implementation=way)
+        return lambda q, kv: attend(q, kv[0], kv[1], seen, cached=True)
+    how: dict[str, Any] = dict(is_causal=causal, implementation=way)
+    return lambda q, kv: jax.nn.dot_product_attention(q, kv[0], kv[1], **how)
 
 
 def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
