@@ -11,7 +11,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import hub
-from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.checkpoint import CheckpointError, manifest
 from mercury_jax.config import NoiseConfig
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
@@ -78,14 +78,14 @@ def test_a_damaged_folder_is_refused_by_the_name_of_the_file(tmp_path, harm, nam
 def test_another_tokenizer_is_refused(tmp_path):
     lm = tiny()
     other = Tokenizer.train([f"{i} apples and {i + 1} pears" for i in range(200)], 305)
-    hub.save(tmp_path / "a", mj.LM(lm.model, lm.params, other, lm.corruption), NoiseConfig())
-    with pytest.raises(ValueError, match="tokenizer"):
+    hub.save(tmp_path / "a", lm, NoiseConfig())
+    (tmp_path / "a" / "tokenizer.model").write_bytes(other.proto)
+    manifest.write(tmp_path / "a")
+    with pytest.raises(ValueError, match="tokenizer is .*the one it was trained with"):
         mj.load(tmp_path / "a")
 
 
 def test_a_config_with_an_unknown_or_missing_key_is_refused(tmp_path):
-    from mercury_jax.checkpoint import manifest
-
     hub.save(tmp_path / "lm", tiny(), NoiseConfig())
     path = tmp_path / "lm" / "config.json"
     whole = json.loads(path.read_text())

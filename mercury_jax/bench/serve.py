@@ -35,7 +35,7 @@ class Load:
     requests: int = 32
     turns: int = 3
     rate: float | None = None
-    tasks: Sequence[str] = ("add3", "countdown3")
+    tasks: Sequence[str] = ("add3", "sudoku4")
     max_tokens: int = 96
     frames: bool = False
     effort: str | None = None

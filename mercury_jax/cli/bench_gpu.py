@@ -52,6 +52,11 @@ Measure an accelerator, in this order:
 
 {commands}
 
+examples:
+  mercury bench gpu check --out h200.jsonl
+  mercury bench gpu speed --out h200.jsonl
+  mercury bench gpu model --out h200.jsonl
+
 `mercury bench gpu check --help` lists the options, and says how to read the records."""
 
 

@@ -41,9 +41,9 @@ def parser() -> Parser:
     p.add_argument(
         "--tasks",
         nargs="+",
-        default=["add3", "countdown3"],
+        default=["add3", "sudoku4"],
         metavar="NAME",
-        help="of the questions (default: add3 countdown3)",
+        help="of the questions (default: add3 sudoku4)",
     )
     bench.count(p, "--max-tokens", 96, "of an answer")
     p.add_argument("--effort", metavar="NAME", help="instant, low, medium or high (default: the server's)")

@@ -67,7 +67,9 @@ def decoding(parser: Parser, seed: str = "same seed, same text (default 0)") -> 
         "A rule says which tokens a pass may settle; `mercury info` lists the rules, and what their knobs may be. "
         "Each knob is an option too: --p 0.8 is --knob p=0.8.",
     )
-    group.add_argument("--rule", metavar="NAME", help="decoding rule (default threshold)")
+    group.add_argument(
+        "--rule", metavar="NAME", help="decoding rule (default: the one the model names, else threshold)"
+    )
     group.add_argument(
         "--knob", metavar="NAME=VALUE", action="append", default=[], help="a number of the rule"
     )

@@ -45,10 +45,17 @@ def thinks(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) ->
 
 
 def read(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Iterable[int]) -> tuple[int, ...]:
-    """What a silent reply leaves in front of its answer: all up to its first end, the thinking closed."""
+    """What a silent reply leaves in front of its answer: its thinking, closed.
+
+    What stands behind the thinking shows no text and would take from `max_tokens`, so it is dropped.
+    """
     ends = {*tokenizer.ends, tokenizer.pad, tokenizer.end_turn}
     said = itertools.takewhile(lambda i: i not in ends, map(int, reply))
-    return closed(tokenizer, said, thinks(tokenizer, prompt))
+    whole = closed(tokenizer, said, thinks(tokenizer, prompt))
+    marks = tokenizer.thinking
+    if marks is None or marks.close not in whole:
+        return ()
+    return whole[: len(whole) - whole[::-1].index(marks.close)]
 
 
 def closed(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> tuple[int, ...]:

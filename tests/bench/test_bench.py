@@ -270,7 +270,7 @@ def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="rows"):
         plot.plot(made[-1:], tmp_path / "b.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="extra `plot`"):
+    with pytest.raises(ValueError, match=r"matplotlib is installed: pip install .*\[plot\]"):
         plot.check(tmp_path / "a.png")
 
 

@@ -40,7 +40,13 @@ def test_a_stream_has_one_start_its_passes_and_one_end(served):
     assert [len(e["cells"]) for e in found[1:3]] == [3, 3] and [e["step"] for e in found[1:3]] == [1, 2]
     assert found[-1]["finish"] == "stop" and found[-1]["tokens"] == 3
     job = served.engine.tickets[-1].job
-    assert (job.max_tokens, job.p, job.seed, job.frames, job.rule) == (9, 0.5, 3, True, "threshold")
+    assert (job.max_tokens, job.p, job.seed, job.frames, job.rule) == (
+        9,
+        0.5,
+        3,
+        True,
+        "factor",
+    )  # nano's own
     tok = served.engine.lm.tokenizer
     assert job.prompt == tuple(tok.render(CHAT["messages"])) and job.suffix is None
 
@@ -58,10 +64,10 @@ def test_a_hole_is_prompt_and_suffix(served):
 
 def test_an_effort_fills_in_what_is_not_given(served):
     url, block = served.url + "playground/stream", served.engine.lm.model.config.block
-    events(url, CHAT | {"effort": "low"})
+    events(url, CHAT | {"effort": "low", "rule": "threshold"})
     low = served.engine.tickets[-1].job
     assert (low.p, low.steps, low.thinking) == (0.8, block // 2, 128)
-    events(url, CHAT | {"effort": "low", "p": 0.7, "steps": 3})
+    events(url, CHAT | {"effort": "low", "rule": "threshold", "p": 0.7, "steps": 3})
     own = served.engine.tickets[-1].job
     assert (own.p, own.steps) == (0.7, 3)
     events(url, CHAT | {"effort": "low", "rule": "confidence"})

@@ -9,9 +9,12 @@ from tests.hub.test_diffusion_gemma import told
 from tests.models.test_dit import apply, whole
 
 HEAD = (
-    "| family | checkpoints | noise | alignment | block | logits | its own | generation |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| family | checkpoints | noise | alignment | block | train, score | logits | its own | generation |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
+
+# What the objectives and `mj.score` do with a family's noise.
+TRAINED = {"absorbing": "yes", "none": "yes", "hybrid": "score", "uniform": "not yet"}
 
 
 def difference(name: str) -> float:
@@ -57,7 +60,17 @@ def rows() -> list[str]:
         own = max(float(golden(n).said["fp64_diff"].max()) for n in names)
         ids = ", ".join(f"`{x}`" for x in family.checkpoints[:3])
         whole = "exact" if any((GOLDENS / n / "generation.safetensors").exists() for n in names) else ""
-        cells = (family.name, ids, noise, alignment, block, f"{worst:.1e}", f"{own:.1e}", whole)
+        cells = (
+            family.name,
+            ids,
+            noise,
+            alignment,
+            block,
+            TRAINED[noise],
+            f"{worst:.1e}",
+            f"{own:.1e}",
+            whole,
+        )
         out.append(f"| {' | '.join(cells)} |")
     return out
 

@@ -101,7 +101,7 @@ def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
 
 
 def test_what_no_family_holds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="model is 'causal_encoder, transformer'"):
+    with pytest.raises(ValueError, match=r"model is 'causal_encoder \(block \d+\), transformer"):
         writing.to_hf(tmp_path / "a", tiny("causal_encoder"))
     with pytest.raises(ValueError, match="family is 'Dream'; allowed: tiny-A2D"):
         writing.to_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")

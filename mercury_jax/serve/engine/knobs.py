@@ -39,8 +39,10 @@ class Menu(NamedTuple):
     revises: tuple[bool, ...]  # a settled token may still change
     visible: np.ndarray  # uint32 [1, words], the ids that show text
 
-    def find(self, name: str) -> int:
-        """The number of a rule; ValueError for one that is not offered."""
+    def find(self, name: str | None) -> int:
+        """The number of a rule, None being the model's own; ValueError for one that is not offered."""
+        if name is None:
+            return 0
         if name not in self.names:
             raise refuse("rule", name, ", ".join(self.names))
         return self.names.index(name)

@@ -61,9 +61,10 @@ class Job:
     """One answer to write. Every number is data: none of them compiles anything.
 
     prompt: ids. max_tokens: most tokens of the answer; they are kept for it whatever the thinking takes.
-    thinking: room to think in (0: none; the prompt must open it). rule: a name of `engine.knobs.RULES`; p: its
-    strictness (None: its own); steps: most passes of a block (0: as many as it has tokens). temperature: of
-    the draw (None: the rule's own, 0: argmax). top_p 1, top_k 0, min_p 0, penalties 1, 0, 0: off.
+    thinking: room to think in (0: none; the prompt must open it). rule: a name of the menu (None: the
+    model's own); p: its strictness (None: its own); steps: most passes of a block (0: as many as it has
+    tokens). temperature: of the draw (None: the rule's own, 0: argmax). top_p 1, top_k 0, min_p 0, penalties
+    1, 0, 0: off.
     bias: {id: added logit}. logprobs: alternatives to keep at each token (None: none).
     grammar: a `decode.grammar.Grammar` that the answer obeys (its thinking is free).
     visible: the first token shows text: neither an end nor a mark nor a space (not with `thinking`).
@@ -74,7 +75,7 @@ class Job:
     prompt: tuple[int, ...]
     max_tokens: int
     thinking: int = 0
-    rule: str = "threshold"
+    rule: str | None = None
     p: float | None = None
     steps: int = 0
     temperature: float | None = None

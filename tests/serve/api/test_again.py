@@ -70,7 +70,7 @@ T, C = SPECIAL.think, SPECIAL.end_think
 SILENT = {
     "ends in its thinking": ([T, 300, 301], "stop", True), "says nothing": ([], "stop", False),
     "ends behind its thinking": ([T, 300, C], "stop", False), "thinks again": ([T, 300, C, T, 301], "stop", True),
-    "spaces": ([*[959] * 3], "stop", False), "marks alone": ([SPECIAL.user, SPECIAL.tool_call], "length", False),
+    "spaces": ([25, 25, 25], "stop", False), "marks alone": ([SPECIAL.user, SPECIAL.tool_call], "length", False),
     "closed at the limit": ([T, 300, C], "length", False),
     "an end of turn": ([T, 300, SPECIAL.end_turn, 400], None, True),
 }  # fmt: skip
