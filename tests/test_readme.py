@@ -57,7 +57,7 @@ def blocks_of(text: str, name: str = "README.md") -> list[Block]:
             fence.lines.append(line)
         else:
             assert not (line.startswith("    ") and not before.strip()), f"{name}:{number}: fence this block"
-            assert "not run" not in line or REASON.fullmatch(line), (
+            assert "<!-- not run" not in line or REASON.fullmatch(line), (
                 f"{name}:{number}: <!-- not run: REASON -->"
             )
         before = line

@@ -34,7 +34,7 @@ class Range(NamedTuple):
     below: bool = False
     whole: bool = False
 
-    def holds(self, value: Any) -> np.ndarray:
+    def holds(self, value: Any) -> np.ndarray | np.bool_:
         """Whether each number of `value` is in the range."""
         x = np.asarray(value, float)
         inside = (x > self.low if self.above else x >= self.low) & (
@@ -75,6 +75,7 @@ def Finite() -> Range:
 
 def ranges_of(function: Callable[..., Any]) -> dict[str, Range]:
     """The range of each argument that states one."""
+    function = inspect.unwrap(function)  # a type checker may stand around it, with other globals
     written = getattr(function, "__annotations__", {})
     # Only those that may state a range are resolved: a rule may annotate the others with names of its own scope.
     written = {n: a for n, a in written.items() if not isinstance(a, str) or "Annotated" in a}

@@ -35,7 +35,7 @@ def test_no_answer_of_an_effort_is_empty(restless, effort):
         min(out.forwards) >= 1 and len(plain.texts) == 8
     )  # a prompt of ids is no conversation: it may be empty
     for i, (tokens, nats) in enumerate(zip(out.tokens, out.logprobs or (), strict=True)):
-        assert len(tokens) == len(nats.tokens) == len(nats.top) == out.lengths[i]
+        assert nats is not None and len(tokens) == len(nats.tokens) == len(nats.top) == out.lengths[i]
         said = out.state.tokens[i].tolist()
         assert said[-len(tokens) :] == tokens.tolist()
     assert {len(frame.n) for frame in out.history} == {8} and out.passes >= len(out.history)
