@@ -30,6 +30,8 @@ def train(config: TrainConfig) -> loop.Result:
     cannot be read, a tokenizer that does not fit, an objective that cannot score the noise, or a folder that holds
     another run.
     """
+    if not isinstance(config, TrainConfig):
+        raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:
         launch.distributed()
     at, on, c = loop.ready(config), loop.mesh_of(config), config.model

@@ -65,7 +65,7 @@ def decoding(parser: Parser, seed: str = "same seed, same text (default 0)") -> 
     group = parser.add_argument_group(
         "decoding",
         "A rule says which tokens a pass may settle; `mercury info` lists the rules, and what their knobs may be. "
-        "Each knob is an option too: --p 0.8 is --knob p=0.8.",
+        "Each knob is an option too: --rule threshold --p 0.8 is --rule threshold --knob p=0.8.",
     )
     group.add_argument(
         "--rule", metavar="NAME", help="decoding rule (default: the one the model names, else threshold)"
@@ -186,7 +186,14 @@ def sampler(args: argparse.Namespace) -> Any:
     values |= {k.removeprefix(KNOB): v for k, v in vars(args).items() if k.startswith(KNOB) and v is not None}
     if args.rule is None and not values:
         return None
-    chosen = args.rule or "threshold"
+    if args.rule is None:
+        # The model's own rule is not known before it is loaded, and its knobs may mean something else.
+        knob = next(iter(values))
+        holders = [name for name, rule in rules.ALL.items() if knob in getattr(rule, "knobs", {})]
+        raise refuse(
+            "--rule", None, f"a rule beside --{knob}: {', '.join(holders) or 'none has such a knob'}"
+        )
+    chosen = args.rule
     if chosen not in rules.ALL:
         raise refuse("--rule", chosen, nearest(chosen, list(rules.ALL)))
     rule = rules.ALL[chosen]

@@ -19,7 +19,7 @@ MORE = """\
 examples:
   mercury sample "def fibonacci(n):"
   mercury sample "347+585=" --chat                  as a user's message: the model answers it
-  mercury sample "def f(x):" --p 0.6                settle more tokens a pass, less carefully
+  mercury sample "def f(x):" --rule threshold --p 0.6   accept more tokens a pass, less carefully
   mercury sample "def f(x):" --rule ancestral --steps 64 --top-p 0.9 --frequency 0.5
   mercury sample "347+585=" --chat --effort low     think first, within the room of that effort
   cat prompt.txt | mercury sample - --json

@@ -24,7 +24,7 @@ class Score(NamedTuple):
     """A lower bound on log p in nats, its standard error, and what it was taken over.
 
     Numbers for one answer; arrays [B], one entry a row, for a list. With canvases of one token (autoregression) the
-    bound is exact and the error 0.
+    bound is exact and the error 0; else one sample alone has no error, which is then NaN.
     """
 
     log_p: float | np.ndarray
@@ -82,7 +82,7 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
         asked.append(Masked(laid, *masks(laid, samples, np.random.default_rng((seed + i) % 2**31))))
     nats = weighted_nats(lm, asked)
-    spread = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(len(nats))
+    spread = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Canvases of one token, which is masked in every sample.
     exact = [bool((m.hidden & (m.weight == 1.0))[:, m.laid.editable].all()) for m in asked]
     log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, spread)

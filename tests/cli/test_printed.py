@@ -44,7 +44,8 @@ def test_prompts_come_from_standard_input_and_escapes_are_read(monkeypatch, caps
 def test_knobs_reach_the_rule(folder):
     read = lambda *words: options.sampler(sample.parser().read(["x", *words], late=options.knobs))
     assert read() is None
-    assert read("--p", "0.5").knobs == read("--knob", "p=0.5").knobs == {"p": 0.5}
+    strict = ["--rule", "threshold"]
+    assert read(*strict, "--p", "0.5").knobs == read(*strict, "--knob", "p=0.5").knobs == {"p": 0.5}
     assert read("--rule", "entropy_bound", "--gamma", "0.3").name == "entropy_bound"
 
 

@@ -34,6 +34,7 @@ def test_no_answer_of_an_effort_is_empty(restless, effort):
     assert (
         min(out.forwards) >= 1 and len(plain.texts) == 8
     )  # a prompt of ids is no conversation: it may be empty
+    assert out.state is not None
     for i, (tokens, nats) in enumerate(zip(out.tokens, out.logprobs or (), strict=True)):
         assert nats is not None and len(tokens) == len(nats.tokens) == len(nats.top) == out.lengths[i]
         said = out.state.tokens[i].tolist()
