@@ -147,6 +147,9 @@ def test_one_prompt_is_scored_with_each_of_many_answers():
     for same in (answers, np.array(answers), jnp.array(answers)):
         np.testing.assert_array_equal(mj.score(lm, "def x", same, samples=4).log_p, want)
     assert np.shape(mj.score(lm, "def x", answers[:1], samples=4).log_p) == (1,)
+    assert np.isnan(
+        mj.score(lm, "def x", answers, samples=1).se
+    ).all()  # one sample says nothing of its error
     assert np.shape(mj.score(lm, np.array([[300, 301]] * 2), answers, samples=4).log_p) == (2,)
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny_training as tiny
 
+import mercury_jax as mj
 from mercury_jax.train import data as sources, objectives, recipe
 
 RECIPE = """
@@ -77,6 +78,11 @@ def test_a_source_alone_is_the_mixture_of_it():
 def test_errors_of_the_users_own_code_pass_unchanged(write):
     with pytest.raises(TypeError, match="unsupported operand"):
         recipe.load_recipe(write("def config(): return 1 + 'a'"))
+
+
+def test_what_is_no_recipe_is_refused():
+    with pytest.raises(ValueError, match="config is 3; allowed: a TrainConfig"):
+        mj.train(3)  # type: ignore[arg-type]
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path):
