@@ -8,6 +8,7 @@ import pytest
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
 from mercury_jax.train.data import packing, streams
+from tests.tiny import tokenizer
 from tests.train.tiny_data import BLOCK, FIRST, Bytes, Runs, build, epoch, layout, owners
 
 # --- packing
@@ -117,3 +118,35 @@ def test_only_the_last_answer_is_learnt_and_it_closes_with_eos(tmp_path):
     canvas = row.tokens[0][row.canvas[0] == 0]
     assert canvas.tolist() == Bytes().encode("new") + [SPECIAL.eos] * (BLOCK - 3)
     assert (row.canvas[row.editable] >= 0).all() and FIRST + ord("z") not in row.tokens
+
+
+# --- thinking that the prompt holds already
+
+
+@pytest.mark.parametrize("name", ["add2", "sudoku4"])  # with a derivation, and without one
+def test_a_share_of_the_prompts_holds_the_start_of_the_answer(name):
+    tok, count = tokenizer(), 200
+
+    def before_the_canvas(split, **more):
+        source = data.generated(name, thinking=True, **more)
+        stream = streams.stream(source, streams.Setting(tok, layout(), 256, (0, 0), split))
+        assert stream is not None
+        found = []
+        for laid in map(stream.at, range(count)):
+            start = laid.positions[laid.editable].min()
+            found.append(int(laid.tokens[(laid.canvas < 0) & (laid.positions == start - 1)][0]))
+        return found
+
+    assert set(before_the_canvas("train")) == {SPECIAL.assistant}
+    assert set(before_the_canvas("test", prefill=1.0)) == {
+        SPECIAL.assistant
+    }  # held-out losses stay comparable
+    some = before_the_canvas("train", prefill=0.5)
+    shares = {i: some.count(i) / count for i in set(some)}
+    assert set(shares) == {SPECIAL.assistant, SPECIAL.think, SPECIAL.end_think}
+    assert all(abs(shares[i] - want) < 0.12 for i, want in ((SPECIAL.assistant, 0.5), (SPECIAL.think, 0.25)))
+
+
+def test_a_prefill_without_thinking_is_refused():
+    with pytest.raises(ValueError, match="prefill is 0.5; allowed: 0 without thinking=True"):
+        data.generated("add2", prefill=0.5)

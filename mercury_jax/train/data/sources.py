@@ -55,16 +55,21 @@ class Chat:
 class Generated:
     """Problems of a generator in `mercury_jax.train.generators`, drawn without end, as chats of one turn.
 
-    thinking: the answer is preceded by its derivation, where the generator gives one. distinct: how many
-    problems to draw before they repeat (None: no limit).
+    thinking: the answer is preceded by its derivation, where the generator gives one. prefill: share of the problems
+    whose prompt already opens the thinking or holds all of it, as decoding with an effort begins an answer; a problem
+    without a derivation then has an empty one. distinct: how many problems to draw before they repeat (None: no limit).
     """
 
     kind: Literal["generated"] = "generated"
     name: str
     thinking: bool = False
+    prefill: float = 0.0
     distinct: int | None = None
 
     def __post_init__(self) -> None:
+        _share(prefill=self.prefill)
+        if self.prefill and not self.thinking:
+            raise refuse("prefill", self.prefill, "0 without thinking=True")
         if self.distinct is not None:
             at_least(1, distinct=self.distinct)
 
@@ -129,9 +134,11 @@ def chat(glob: str, *, held_out: float = 0.0) -> Chat:
     return Chat(where=glob, held_out=held_out)
 
 
-def generated(name: str, *, thinking: bool = False, distinct: int | None = None) -> Generated:
-    """Problems with verifiable answers; training draws only from the generator's train side."""
-    return Generated(name=name, thinking=thinking, distinct=distinct)
+def generated(
+    name: str, *, thinking: bool = False, prefill: float = 0.0, distinct: int | None = None
+) -> Generated:
+    """Problems with verifiable answers; training draws only from the generator's train side. See `Generated`."""
+    return Generated(name=name, thinking=thinking, prefill=prefill, distinct=distinct)
 
 
 def _share(**fields: float) -> None:

@@ -94,12 +94,28 @@ def _generated(source: Generated, setting: Setting) -> Stream:
     def at(index: int) -> Laid:
         p = problem(index)
         thinking = p.thinking if source.thinking else None
+        rng = np.random.default_rng((*setting.seed, 2, index))
+        prefilled = setting.split == "train" and rng.random() < source.prefill
+        if prefilled and thinking is None:
+            thinking = ""
         prompt, response = template.example(setting.tokenizer, p.input, p.output, thinking)
-        example = Example(np.array(prompt + response, np.int32), len(prompt), True)
-        return lay(setting, example, f"a problem of {source.name}")
+        given = len(prompt) + (_prefill(setting.tokenizer, response, rng) if prefilled else 0)
+        return lay(
+            setting,
+            Example(np.array(prompt + response, np.int32), given, True),
+            f"a problem of {source.name}",
+        )
 
     at(0)  # a row too short for this generator is refused now, not hours later
     return Stream(at, 0)
+
+
+def _prefill(tokenizer: Any, response: list[int], rng: np.random.Generator) -> int:
+    """Tokens of a response that its prompt gives: the opening of the thinking, or all up to its close."""
+    marks = tokenizer.thinking
+    if marks is None:
+        raise refuse("prefill", "a share above 0", "0: this tokenizer has no marks of thinking")
+    return len(marks.opening) if rng.random() < 0.5 else response.index(marks.close) + 1
 
 
 # --- conversations
