@@ -60,6 +60,8 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv, late=options.knobs)
     texts = [options.read(word, args.escapes) for word in args.prompt]
+    if not args.escapes and any("\\n" in text for text in texts):
+        show.say(r"the prompt holds a backslash and an n; --escapes reads \n as a line break")
     for text in texts:
         if not text:
             raise refuse("PROMPT", text, "a text of at least one character")
@@ -106,6 +108,10 @@ def _print(lm: LM, args: argparse.Namespace, asked: list[Any], how: dict[str, An
             show.emit(_record(out, i, args))
         else:
             print(show.readable(text) if show.terminal() else text)
+            if out.thinking[i] and not text.strip():
+                show.say(
+                    f"no answer follows the thinking ({out.finish[i]}): {out.thinking[i]!r}; --max-tokens gives room"
+                )
     if not args.json:
         note = "" if args.warm else ", compilation included"
         show.say(show.figures(sum(out.lengths), int(out.forwards.sum()), out.seconds, note))

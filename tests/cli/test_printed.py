@@ -34,6 +34,13 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
     assert f"{sum(row['tokens'] for row in rows)} tokens" in err
 
 
+def test_a_backslash_that_may_be_meant_as_a_line_break_is_pointed_out(at_hand, capsys):
+    assert main(["sample", r"a\nb", "--max-tokens", "8", "--model", at_hand]) == 0
+    assert "--escapes reads" in capsys.readouterr().err
+    assert main(["sample", r"a\nb", "--escapes", "--max-tokens", "8", "--model", at_hand]) == 0
+    assert "--escapes reads" not in capsys.readouterr().err
+
+
 def test_prompts_come_from_standard_input_and_escapes_are_read(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert options.read("-", escapes=False) == "two\nlines"
