@@ -55,9 +55,10 @@ class Chat:
 class Generated:
     """Problems of a generator in `mercury_jax.train.generators`, drawn without end, as chats of one turn.
 
-    thinking: the answer is preceded by its derivation, where the generator gives one. prefill: share of the problems
-    whose prompt already opens the thinking or holds all of it, as decoding with an effort begins an answer; a problem
-    without a derivation then has an empty one. distinct: how many problems to draw before they repeat (None: no limit).
+    thinking: the answer is preceded by its derivation, where the generator gives one. prefill: share of the training
+    problems whose prompt already opens the thinking or holds all of it, as decoding with an effort begins an
+    answer; a problem without a derivation then has an empty one. distinct: how many problems to draw before they
+    repeat (None: no limit).
     """
 
     kind: Literal["generated"] = "generated"

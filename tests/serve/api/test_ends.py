@@ -18,7 +18,7 @@ from tests.serve.api.wired import ASK, TEXT, client_of, events, said
     "finish, status, code", [("error", 500, "server_error"), ("cancelled", 503, "overloaded")]
 )
 def test_a_job_that_fails_is_one_error_and_tells_nothing_of_the_inside(nano, finish, status, code):
-    secret = "0xdeadbeef in /root/engine.py"
+    secret = "0xdeadbeef in /srv/engine.py"
     script = [*saying(nano, "347+5", "347+58")[:1], snapshot([], finish=finish, message=secret)]
     answer = client_of(Scripted(nano, script)).post("/v1/chat/completions", json=ASK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (
