@@ -8,6 +8,7 @@ import gc
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from mercury_jax.serve.api.trace import HEADER_BYTES
 HEADER_SECONDS = 15.0  # that they may take to arrive
 KEEP_ALIVE = 30  # seconds that a connection may idle between two requests
 STOP = 2.0  # seconds that cancelling may take
+COMPILER = 10.0  # seconds that a running compilation may take to end; nothing interrupts it
 FLUSH = 5  # seconds that the last answers have to reach their readers
 NOTICE = 0.5  # seconds in which /ready fails and the door is still open, for a load balancer to see
 
@@ -103,7 +105,9 @@ class Protocol(H11Protocol):
 
 class Server(uvicorn.Server):
     """Warms its engine up while it answers already. A signal drains: first /ready fails and new requests get 503,
-    then running ones have `drain` seconds, then what is left is cancelled. A second signal cancels at once.
+    then running ones have `drain` seconds, then what is left is cancelled, and a compilation that runs may end within
+    `COMPILER` seconds, since a process that ends while XLA compiles or writes its cache aborts or leaves half an entry
+    there. A second signal cancels at once.
 
     on_ready: called, in a thread, when the engine is warm. failure: why it never was.
     """
@@ -116,11 +120,12 @@ class Server(uvicorn.Server):
         self.failure: BaseException | None = None
         self._now = threading.Event()
         self._ending: threading.Thread | None = None
+        self._warming = threading.Thread(target=self._warm, name="mercury-warm", daemon=True)
         self._stopping = threading.Thread(target=engine.stop, name="mercury-stop", daemon=True)
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        threading.Thread(target=self._warm, name="mercury-warm", daemon=True).start()
+        self._warming.start()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self._ending is not None:
@@ -159,12 +164,15 @@ class Server(uvicorn.Server):
             drained.join(0.05)
         self._stopping.start()
         self._stopping.join(STOP)
+        until = time.monotonic() + COMPILER
+        while self.compiling and not self._now.is_set() and time.monotonic() < until:
+            time.sleep(0.05)
         self.should_exit = True
 
     @property
     def compiling(self) -> bool:
-        """Whether the engine could not stop yet: nothing interrupts a compiler."""
-        return self._stopping.is_alive()
+        """Whether a thread of the engine still compiles: it must not be there when the interpreter ends."""
+        return self._stopping.is_alive() or self._warming.is_alive()
 
 
 def settle() -> None:

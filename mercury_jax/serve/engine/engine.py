@@ -78,6 +78,8 @@ class Engine:
     def start(self) -> None:
         """Compile what every job fits into, then serve; the programs for fewer and shorter jobs follow."""
         self._slots = Slots(self.plan, self._programs, self._programs.start(self._fills.warm))
+        if self._stopping:  # stopped while it compiled
+            return
         self._thread.start()
         self._fills.start()
         self.ready = True

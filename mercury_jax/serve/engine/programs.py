@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,8 @@ from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import device, knobs, shapes, warm
 from mercury_jax.serve.engine.shapes import Plan, Shape
 from mercury_jax.serve.engine.types import Job
+
+NICE = 15  # of the background compilation, as `nice -n`
 
 
 class Programs:
@@ -35,8 +39,10 @@ class Programs:
         encoding.start()  # beside the step: each of the two takes about one core
         self._made[self.largest] = self._compile(self.largest)
         encoding.join()
+        if self._stop.is_set():
+            return state
         state = warm.around(self.plan, self.largest, state)
-        if self.plan.settings.programs == "all":
+        if self.plan.settings.programs == "all" and not self._stop.is_set():
             self._thread = threading.Thread(
                 target=self._rest, args=(behind,), name="mercury-compile", daemon=True
             )
@@ -71,6 +77,7 @@ class Programs:
         return self._made[shape]
 
     def _rest(self, behind: Callable[[], None]) -> None:
+        _yield_to_requests()
         levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
         for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
             if self._stop.is_set():
@@ -94,3 +101,12 @@ class Programs:
             np.zeros(shape.rows, bool), np.int32(0), plan.settings.passes,
         )  # fmt: skip
         return lowered.compile()
+
+
+def _yield_to_requests() -> None:
+    """Lowers the priority of the calling thread, and of the compiler's threads, which inherit it (Linux only).
+
+    Else XLA's compiler takes every core of a small machine, and running streams halt for as long as it compiles.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

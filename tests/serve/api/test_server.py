@@ -3,9 +3,12 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -284,6 +287,24 @@ def test_what_does_not_end_in_time_is_cancelled_with_words(live, nano, again):
     )
     one.thread.join(15)
     assert not one.thread.is_alive() and time.monotonic() - began < 5
+
+
+def test_a_signal_while_it_compiles_ends_the_process_in_order(tmp_path):
+    """The real command, with an empty cache: no abort beneath the compiler, and no half-written cache entry."""
+    with server.listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mercury_jax", "serve", "--port", str(port)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "MERCURY_CACHE": str(tmp_path)},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = iter(process.stderr.readline, "")
+    while not next(said).startswith("compiling"):
+        pass
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0 and list(said)[-1] == "stopped\n"
 
 
 def arguments(*words):
