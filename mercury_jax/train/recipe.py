@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import runpy
@@ -109,7 +110,7 @@ class TrainConfig:
     def _check_data(self) -> None:
         if isinstance(self.data, Source):
             object.__setattr__(self, "data", mixture((self.data, 1.0)))
-        elif self.data is not _KEPT and not isinstance(self.data, Mixture):
+        elif not isinstance(self.data, Mixture):
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
             raise refuse("data", self.data, allowed)
 
@@ -126,7 +127,7 @@ class TrainConfig:
 
 
 MANY = 16  # names; where one of so many is similar, the others are not listed
-_KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
+VALUES = ("data", "objective", "sampler")  # fields that only Python can write
 
 
 def load_recipe(recipe: str | Path) -> TrainConfig:
@@ -184,21 +185,46 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
             raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
-    # tyro makes options of dataclasses and leaves what it does not know as it is.
-    plain = dataclasses.replace(config, data=_KEPT, sampler=_KEPT)
     fixed = (tyro.conf.SuppressFixed,)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those two
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
         new = tyro.cli(
-            type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed
-        )
-    return dataclasses.replace(new, data=config.data, sampler=config.sampler)
+            _optional(type(config)), default=_optional(type(config))(**_plain(config)), args=list(argv),
+            prog="mercury train RECIPE", config=fixed,
+        )  # fmt: skip
+    return dataclasses.replace(config, **_plain(new))
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    """The fields that an option may change."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in VALUES}
+
+
+@functools.cache
+def _optional(kind: type[TrainConfig]) -> type[TrainConfig]:
+    """The config without its values of Python, for tyro: it makes options, or subcommands, of every dataclass in one.
+
+    What stands in their place has no type that tyro knows, so it is left as it is.
+    """
+    return dataclasses.make_dataclass(
+        kind.__name__,
+        [(name, Any, field(default=object())) for name in VALUES],
+        bases=(kind,),
+        namespace={
+            "__doc__": kind.__doc__,
+            "__module__": kind.__module__,  # there, by the class's name, tyro finds the comments that --help prints
+            "_check_data": lambda self: None,
+            "_check_objective": lambda self: None,
+        },
+        frozen=True,
+        kw_only=True,
+    )
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of values that only Python can write."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if not prefix and f.name in ("data", "objective", "sampler"):
+        if not prefix and f.name in VALUES:
             continue
         if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{f.name}.")
