@@ -7,7 +7,6 @@ line overrides every plain field: `mercury train configs/x.py --optim.lr 3e-4`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, refuse
+from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
 from mercury_jax.train.data.sources import Mixture, Source, mixture
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.packaged import find_recipe
@@ -126,7 +125,6 @@ class TrainConfig:
         return Path(self.out or f"runs/{self.name}")
 
 
-MANY = 16  # names; where one of so many is similar, the others are not listed
 VALUES = ("data", "objective", "sampler")  # fields that only Python can write
 
 
@@ -169,7 +167,7 @@ def _unknown_argument(error: TypeError) -> Exception:
     if made is None:
         return error
     names = list(inspect.signature(made).parameters)
-    return refuse(f"{found[1]} key", found[2], _nearest(found[2], names))
+    return refuse(f"{found[1]} key", found[2], nearest(found[2], names))
 
 
 def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -184,7 +182,7 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     for word in argv:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
-            raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
+            raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
     fixed = (tyro.conf.SuppressFixed,)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
         new = tyro.cli(
@@ -235,16 +233,6 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 def _negated(key: str) -> str:
     head, _, last = key.rpartition(".")
     return f"{head}.no_{last}" if head else f"no_{last}"
-
-
-def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    # `--lr` means `--optim.lr`: compare the last part too.
-    close = close or [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    every = ", ".join(prefix + n for n in names)
-    if close and len(names) > MANY:
-        return f"{prefix}{close[0]} is the nearest of {len(names)}; --help lists them"
-    return f"{prefix}{close[0]} is the nearest; all: {every}" if close else every
 
 
 def resolved(config: Any) -> Any:
