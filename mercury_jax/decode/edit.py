@@ -90,6 +90,10 @@ def edit(
         >>> mj.edit(lm, "1243\\n4312\\n3421\\n2124", prompt=[{"role": "user", "content": "0200\\n4302\\n3401\\n0004"}])
     """
     check_lm(lm)
+    if lm.model.config.autoregressive:
+        raise refuse(
+            "lm", f"{lm.name}, an autoregressive model", "a diffusion model: only its tokens see both sides"
+        )
     plan, mesh = checked_plan(plan), checked_mesh(mesh)
     texts, single = _texts(text)
     rows = [
