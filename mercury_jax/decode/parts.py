@@ -240,7 +240,7 @@ class Sampler(_Sampler):
 
     def __new__(
         cls,
-        rule: Part,
+        rule: Part | Callable[..., Any],
         shape: Sequence[Part] = (),
         stop: Part | None = None,
         temperature: Any = None,
