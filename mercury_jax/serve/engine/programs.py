@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ class Programs:
         self._made: dict[Shape, Any] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # Only XLA's part of a compilation yields: a thread that traces holds Python's lock, and all would wait for it.
+        self._compiler = ThreadPoolExecutor(1, "mercury-xla", initializer=_yield_to_requests)
         self.largest = Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
 
     def start(self, behind: Callable[[], None] = lambda: None) -> State:
@@ -37,7 +40,7 @@ class Programs:
         state = shapes.seated(self.plan, shapes.idle(self.plan, self.largest))
         encoding = threading.Thread(target=warm.row, args=(self.plan, self.largest.slots))
         encoding.start()  # beside the step: each of the two takes about one core
-        self._made[self.largest] = self._compile(self.largest)
+        self._made[self.largest] = self._lower(self.largest).compile()
         encoding.join()
         if self._stop.is_set():
             return state
@@ -54,6 +57,7 @@ class Programs:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._compiler.shutdown()
 
     @property
     def complete(self) -> bool:
@@ -62,7 +66,8 @@ class Programs:
 
     def add(self, shape: Shape) -> None:
         """Compile a shape, and what its coming and going takes; then it may be used."""
-        made, known = self._compile(shape), {(s.rows, s.slots): s for s in self._made}
+        made = self._compiler.submit(self._lower(shape).compile).result()
+        known = {(s.rows, s.slots): s for s in self._made}
         if (shape.rows, shape.slots) not in known:
             warm.beside(self.plan, shape, known.values())
         self._made[shape] = made
@@ -77,7 +82,6 @@ class Programs:
         return self._made[shape]
 
     def _rest(self, behind: Callable[[], None]) -> None:
-        _yield_to_requests()
         levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
         for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
             if self._stop.is_set():
@@ -85,7 +89,7 @@ class Programs:
             self.add(shape)
         behind()
 
-    def _compile(self, shape: Shape) -> Any:
+    def _lower(self, shape: Shape) -> Any:
         plan = self.plan
         empty = Job(prompt=(0,), max_tokens=1)
         one = knobs.row(plan.menu, empty, shape.level, plan.lm, plan.block)
@@ -96,11 +100,10 @@ class Programs:
             lay = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
             state = jax.tree.map(lay, state, where)
             run = device.run_on(where)
-        lowered = run.lower(
+        return run.lower(
             shapes.program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
             np.zeros(shape.rows, bool), np.int32(0), plan.settings.passes,
         )  # fmt: skip
-        return lowered.compile()
 
 
 def _yield_to_requests() -> None:
