@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a plain nested dict of arrays
 Cache = Any  # a pytree whose every leaf has the batch axis first
-Carry = Any  # what one pass hands to the next (self-conditioning), or ()
+Carry = Any  # self-conditioning: what one pass hands to the next, or ()
+Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 
 
 def wide(dtype: Any) -> Any:
@@ -123,39 +125,133 @@ class Proposal(NamedTuple):
     source: Int[Array, "L"]  # old index of each position, -1 = new
 
 
+class Device(NamedTuple):
+    """The accelerator that a program is compiled for, where it is not the one of this machine.
+
+    kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu"; all kernels written for it are used.
+    interpret: parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`, or True
+        for a TPU); None compiles them.
+    """
+
+    kind: str
+    interpret: Any = None
+
+
+class Pass(NamedTuple):
+    """One forward pass over a KV cache: the arguments of `Model.forward`, a pytree.
+
+    Row b's tokens stand at the absolute positions `start[b] .. start[b] + used[b]`, which are also their cache slots;
+    the rest of its T tokens are neither read nor written. Keys at and after `end[b]` are hidden from it.
+
+    Attributes:
+        tokens: Ids [B, T].
+        cache: From `Model.empty_cache`, with what earlier passes wrote.
+        start: Position of each row's first token [B].
+        used: How many of its T tokens each row uses [B]; 0 leaves the row and its cache as they are.
+        end: End of what each row attends to [B].
+        encoding: Rows that write committed tokens, with the model's causal pattern [B]; the others denoise, and each of
+            their tokens attends to all of [0, end).
+        self_cond: Of models with self-conditioning, what `Model.condition` returned for the pass before, leaves
+            [B, T, ...]; () for none.
+        time: Of models with `config.timed`, the noise level of each row [B] in 0..1, 0 for clean text; otherwise None.
+        leave_one_out: A mask id. T more hidden states follow, each of a mask at one token's position that attends to
+            every position but that one; their keys occupy the T slots from `end` on. None: without.
+    """
+
+    tokens: Int[Array, "B T"]
+    cache: Cache
+    start: Int[Array, "B"]
+    used: Int[Array, "B"]
+    end: Int[Array, "B"]
+    encoding: Bool[Array, "B"]
+    self_cond: Carry = ()
+    time: Float[Array, "B"] | None = None
+    leave_one_out: int | Int[Array, ""] | None = None
+
+
+class PackedPass(NamedTuple):
+    """One forward pass over packed rows without a cache: the arguments of `Model.apply`, a pytree.
+
+    Attributes:
+        tokens: Ids [B, T], laid out by `Model.layout`.
+        positions: Positions in their documents [B, T], for RoPE.
+        ranges: Key ranges [start, end) inside the row [B, T, R, 2].
+        self_cond: As in `Pass`.
+        time: Of models with `config.timed`, the noise level of each row [B] or of each position [B, T]; otherwise None.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    ranges: Int[Array, "B T R 2"]
+    self_cond: Carry = ()
+    time: Float[Array, "B"] | Float[Array, "B T"] | None = None
+
+
+class Forward(Protocol):
+    """`Model.forward`: one pass over a KV cache."""
+
+    def __call__(
+        self, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> tuple[Hidden, Cache]:
+        """Hidden states and the cache with this pass's keys and values.
+
+        Args:
+            params: Parameters of the model.
+            given: Tokens, cache and positions.
+            mesh: Over which heads, hidden units and experts are divided by hand (`sharding.over`); None: XLA decides.
+            device: To compile kernels for; None: the device of this machine.
+
+        Returns:
+            Opaque hidden states for `Model.head`, leaves [B, T, ...] (2 T with `leave_one_out`), and the cache.
+        """
+        ...
+
+
+class Apply(Protocol):
+    """`Model.apply`: one pass without a cache, for training and scoring. Differentiable."""
+
+    def __call__(
+        self, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> Hidden:
+        """Hidden states of packed rows.
+
+        Args:
+            params: Parameters of the model.
+            given: Tokens, positions and key ranges.
+            mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.train_on`); None: XLA decides.
+            device: To compile kernels for; None: the device of this machine.
+
+        Returns:
+            Opaque hidden states for `Model.head`, leaves [B, T, ...].
+        """
+        ...
+
+
 class Model(NamedTuple):
-    """A denoiser as a record of pure functions; `decode` and `train` know no more of it.
+    """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
 
     init(key) -> params
-    apply(params, tokens[B,T], positions[B,T], ranges[B,T,R,2], carry) -> hidden
-        one pass without a cache: training, scoring.
-    Both take time[B] as well (apply also [B,T]) where `config.timed`: the time of the noise, 0 for clean text.
-    forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry, blind=None)
-            -> (hidden, cache)
-        tokens stand at absolute positions start..start+n; keys past `end` are hidden. Rows that
-        encode use the family's causal pattern, rows that denoise see all of [0, end). With `blind`
-        (a mask id) T more hidden states follow, of masks that each see all but the token at their
-        position; their keys lie in the T slots behind `end`.
-    head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque, its
-        leaves are [B, T, ...].
-    condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
+    apply(params, PackedPass) -> hidden: a pass without a cache, for training and scoring.
+    forward(params, Pass) -> (hidden, cache): a pass over a KV cache.
+    head(params, hidden) -> logits [B, T, V], at least fp32, aligned with the canvas.
+    condition(params, logits) -> self_cond of the next pass, or () for models without self-conditioning.
     part(params, hidden, first, size) -> logits of the ids first..first + size alone, as of `head`; None: the model
-        makes only all of them.
-    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to the carry with these weights, so that
+        computes only all of them.
+    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to self_cond with these weights, so that
         condition(params, x) is mix(params, softmax(x), 0); None: without self-conditioning.
     empty_cache(batch, slots) -> cache
-    encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.
+    encodable(known[B]) -> int[B], how many of the known tokens may be written to the cache for good.
     layout(ids, prompt, fill=None, whole=None) -> Laid, a document as training sees it; with whole=False without
         the clean tokens that only the prediction of the next token needs.
     shardings: path rules, see `mercury_jax.sharding`.
-    mesh: the one over which its passes are spread by hand (`sharding.over`), or None.
+    mesh: the mesh that `sharding.over` or `sharding.train_on` fixed for its passes, or None.
     """
 
     config: ModelConfig
     init: Callable[[Key], Params]
-    apply: Callable[..., Array]
-    forward: Callable[..., tuple[Array, Cache]]
-    head: Callable[[Params, Array], Array]
+    apply: Apply
+    forward: Forward
+    head: Callable[[Params, Hidden], Array]
     condition: Callable[[Params, Array], Carry]
     empty_cache: Callable[[int, int], Cache]
     encodable: Callable[[Array], Array]
@@ -163,7 +259,7 @@ class Model(NamedTuple):
     shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
     part: Callable[..., Array] | None = None
     mix: Callable[..., Array] | None = None
-    mesh: Any = None
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)

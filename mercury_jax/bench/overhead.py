@@ -23,7 +23,7 @@ from mercury_jax.decode.prompts import check_seed
 from mercury_jax.decode.sample import Output, sample
 from mercury_jax.decode.state import Program, State
 from mercury_jax.evaluate import card
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, Params, Pass
 
 MOST = 1.15
 TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
@@ -163,7 +163,8 @@ def _loop(
             start = 0 * ones
         n = program.width * ones
         tokens = (first + i) % model.config.vocab
-        hidden, cache = model.forward(params, tokens, cache, start, n, start + n, everyone, like.carry)
+        given = Pass(tokens, cache, start, n, start + n, everyone, like.carry)
+        hidden, cache = model.forward(params, given)
         return model.head(params, jax.tree.map(lambda x: x[:, : program.window], hidden)), cache
 
     shape = jax.eval_shape(lambda c: forward(jnp.asarray(0), c)[0], cache)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, PackedPass, Params
 
 
 def check_lm(lm: Any) -> None:
@@ -46,8 +46,8 @@ def naming_wrong_params(lm: LM) -> Iterator[None]:
 def _check_params(lm: LM) -> None:
     def one_pass(params: Params) -> Any:
         at = jnp.zeros((1, 1), jnp.int32)
-        told = {"time": jnp.zeros((1,))} if lm.model.config.timed else {}
-        hidden = lm.model.apply(params, at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), (), **told)
+        time = jnp.zeros((1,)) if lm.model.config.timed else None
+        hidden = lm.model.apply(params, PackedPass(at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), time=time))
         return lm.model.head(params, hidden)
 
     try:

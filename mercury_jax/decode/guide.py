@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.types import Cache, Carry, Model, Params
+from mercury_jax.types import Cache, Model, Params, Pass
 
 PREFILL = 256  # tokens of one pass over the negative prompts
 
@@ -176,14 +176,14 @@ def _encode(model: Model, width: int, params: Params, cache: GuidedCache) -> Gui
     """Encode the negative prompts, as far as the model's pattern encodes text, `width` tokens a pass."""
     ready = model.encodable(cache.floor + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
-    clean = {"time": jnp.zeros(ready.shape)} if model.config.timed else {}
+    clean = jnp.zeros(ready.shape) if model.config.timed else None
 
     def body(loop: tuple[Array, Cache]) -> tuple[Array, Cache]:
         done, other = loop
         n = jnp.minimum(ready - done, width)
         at = jnp.minimum(done[:, None] + jnp.arange(width), cache.text.shape[1] - 1)
         tokens = jnp.take_along_axis(cache.text, at, axis=1)
-        _, other = model.forward(params, tokens, other, done, n, done + n, everyone, (), **clean)
+        _, other = model.forward(params, Pass(tokens, other, done, n, done + n, everyone, time=clean))
         return done + n, other
 
     behind = lambda loop: jnp.any(loop[0] < ready)
@@ -191,29 +191,18 @@ def _encode(model: Model, width: int, params: Params, cache: GuidedCache) -> Gui
     return dataclasses.replace(cache, other=other)
 
 
-def _forward(
-    model: Model,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    cache: GuidedCache,
-    start: Int[Array, "B"],
-    n: Int[Array, "B"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-    carry: Carry = (),
-    *,
-    blind: int | None = None,
-    **more: Any,
-) -> tuple[GuidedHidden, GuidedCache]:
-    more |= {} if blind is None else {"blind": blind}
-    hidden, main = model.forward(params, tokens, cache.main, start, n, end, encoding, carry, **more)
-    beside = _beside(model, cache, tokens, start, n)
-    moved = jax.tree.map(lambda x: _pick(x, beside.source), carry)
-    there, other = model.forward(
-        params, beside.tokens, cache.other, beside.start, beside.n, end + cache.shift, encoding, moved, **more
-    )
+def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, GuidedCache]:
+    cache: GuidedCache = given.cache
+    hidden, main = model.forward(params, given._replace(cache=cache.main))
+    beside = _beside(model, cache, given.tokens, given.start, given.used)
+    moved = jax.tree.map(lambda x: _pick(x, beside.source), given.self_cond)
+    theirs = given._replace(
+        tokens=beside.tokens, cache=cache.other, start=beside.start, used=beside.n, end=given.end + cache.shift,
+        self_cond=moved,
+    )  # fmt: skip
+    there, other = model.forward(params, theirs)
     index = beside.index
-    if blind is not None:  # the shadows follow behind all the tokens
+    if given.leave_one_out is not None:  # the shadows follow behind all the tokens
         index = jnp.concatenate([index, index + beside.tokens.shape[1]], axis=1)
     there = jax.tree.map(lambda x: _pick(x, index), there)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))

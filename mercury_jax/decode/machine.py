@@ -20,7 +20,7 @@ from mercury_jax.decode.read import draw, read
 from mercury_jax.decode.sight import Sight, look, shaped
 from mercury_jax.decode.state import Frame, Knobs, Program, State, memory, row_key
 from mercury_jax.decode.window import cut, offset_of, window_of
-from mercury_jax.types import Key, Params, Reading
+from mercury_jax.types import Key, Params, Pass, Reading
 
 _KEPT = ("cache", "key", "nats")  # never chosen row by row when a canvas is laid
 
@@ -65,10 +65,9 @@ def prefill(program: Program, params: Params, state: State, width: int) -> State
         everyone = jnp.ones_like(state.done)
         end = state.length + n
         nothing = jax.tree.map(lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype), state.carry)
-        clean = {"time": jnp.zeros(end.shape)} if program.model.config.timed else {}
-        _, cache = program.model.forward(
-            params, tokens, state.cache, state.length, n, end, everyone, nothing, **clean
-        )
+        clean = jnp.zeros(end.shape) if program.model.config.timed else None
+        given = Pass(tokens, state.cache, state.length, n, end, everyone, nothing, clean)
+        _, cache = program.model.forward(params, given)
         return state._replace(cache=cache, length=end)
 
     return jax.lax.while_loop(lambda s: jnp.any(behind(s) > 0), body, state)

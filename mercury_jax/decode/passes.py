@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from mercury_jax.decode import sight
 from mercury_jax.decode.state import Knobs, Program, State
 from mercury_jax.decode.window import cut_rows, offset_of, window_of
-from mercury_jax.types import Cache, Params
+from mercury_jax.types import Cache, Params, Pass
 
 
 def forward(
@@ -34,10 +34,9 @@ def forward(
         hidden, cache = _partly(program, params, state, n, offset, knobs)
         return hidden, None, cache
     mask = program.corruption.mask if program.blind else None
-    more = times(program, state, knobs, causal) | ({} if mask is None else {"blind": mask})
-    hidden, cache = program.model.forward(
-        params, tokens, state.cache, state.length, n, state.length + n, causal, state.carry, **more
-    )
+    time = times(program, state, knobs, causal)
+    given = Pass(tokens, state.cache, state.length, n, state.length + n, causal, state.carry, time, mask)
+    hidden, cache = program.model.forward(params, given)
     seen = cut_rows(jax.tree.map(lambda x: x[:, : program.width], hidden), offset, program.window)
     if mask is None:
         return seen, None, cache
@@ -45,22 +44,22 @@ def forward(
     return seen, cut_rows(shadow, offset, program.window), cache
 
 
-def times(program: Program, state: State, knobs: Knobs, causal: Bool[Array, "B"]) -> dict[str, Array]:
-    """The time of each row as an argument of `forward`; nothing for models that are not timed.
+def times(program: Program, state: State, knobs: Knobs, causal: Bool[Array, "B"]) -> Array | None:
+    """The time of each row [B]; None for models that are not timed.
 
     Rows that encode have time 0: what they read is settled, and its keys must not depend on the pass in which
     that came about. (BD3-LM's own sampler keeps those of a block's last pass, whose time is the smallest; no
     published one is timed.)
     """
     if not program.model.config.timed:
-        return {}
+        return None
 
     def one(row: State, knobs: Knobs) -> Array:
         steps = sight.steps_of(window_of(program, row), knobs)
         return jnp.clip(sight.time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
 
     seen = state._replace(cache=(), carry=())
-    return {"time": jnp.where(causal, 0.0, jax.vmap(one)(seen, knobs))}
+    return jnp.where(causal, 0.0, jax.vmap(one)(seen, knobs))
 
 
 def _partly(
@@ -78,15 +77,14 @@ def _partly(
     due = due & ~state.done
     first = jnp.clip(offset - refresh.before, 0, program.width - part)
     nobody = jnp.zeros_like(state.done)
-    more = times(program, state, knobs, nobody)
+    time = times(program, state, knobs, nobody)
 
     def run(cache: Cache, width: int, start: Array, used: Array) -> tuple[Any, Cache]:
         live = jnp.minimum(start[:, None] + jnp.arange(width), program.width - 1)
         gather = lambda x: jax.vmap(lambda row, at: row[at])(x, live)
         carry = jax.tree.map(gather, state.carry)
-        hidden, cache = program.model.forward(
-            params, gather(state.canvas), cache, start, used, n, nobody, carry, **more
-        )
+        given = Pass(gather(state.canvas), cache, start, used, n, nobody, carry, time)
+        hidden, cache = program.model.forward(params, given)
         return cut_rows(hidden, offset - start, program.window), cache
 
     narrow = jnp.clip(n - first, 0, part)

@@ -17,7 +17,7 @@ from mercury_jax.decode.arguments import check_lm, naming_wrong_params
 from mercury_jax.decode.program import QUANTUM, bucket
 from mercury_jax.decode.prompts import Prompt, check_seed, normalise
 from mercury_jax.decode.read import forbid
-from mercury_jax.types import LM, Laid, Model, Params
+from mercury_jax.types import LM, Laid, Model, PackedPass, Params, Pass
 
 
 class Score(NamedTuple):
@@ -217,8 +217,7 @@ def _ce(
     ranges: Int[Array, "B T R 2"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    told = {} if time is None else {"time": time}
-    hidden = model.apply(params, xt, positions, ranges, (), **told)
+    hidden = model.apply(params, PackedPass(xt, positions, ranges, time=time))
     logits = jax.vmap(functools.partial(forbid, ids=forbidden))(model.head(params, hidden))
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
@@ -322,20 +321,17 @@ def _pass(
     widths: tokens of the encoding pass and of the denoising one, as the longest rows need.
     """
     rows, size = text.shape
-    told = lambda t: {} if t is None else {"time": t}
     cut = lambda start, width: jnp.take_along_axis(
         text, jnp.minimum(start[:, None] + jnp.arange(width), size - 1), axis=1
     )
     cache, zero = model.empty_cache(rows, size), jnp.zeros((rows,), jnp.int32)
     if widths[0]:
         everyone = jnp.ones((rows,), bool)
-        clean = told(None if time is None else jnp.zeros_like(time))
-        _, cache = model.forward(
-            params, cut(zero, widths[0]), cache, zero, known, known, everyone, (), **clean
-        )
+        clean = None if time is None else jnp.zeros_like(time)
+        given = Pass(cut(zero, widths[0]), cache, zero, known, known, everyone, time=clean)
+        _, cache = model.forward(params, given)
     nobody, rest = jnp.zeros((rows,), bool), sizes + length - known
-    hidden, _ = model.forward(
-        params, cut(known, widths[1]), cache, known, rest, sizes + length, nobody, (), **told(time)
-    )
+    given = Pass(cut(known, widths[1]), cache, known, rest, sizes + length, nobody, time=time)
+    hidden, _ = model.forward(params, given)
     at = (sizes - known)[:, None] + jnp.arange(length)
     return jnp.take_along_axis(model.head(params, hidden), at[..., None], axis=1)

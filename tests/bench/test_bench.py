@@ -17,6 +17,7 @@ from mercury_jax.config import Plan
 from mercury_jax.decode import launch, rules
 from mercury_jax.decode.parts import complete, rule, settle
 from mercury_jax.evaluate.runner import ONE_A_STEP
+from mercury_jax.types import Pass
 from tests.tiny import tiny
 
 FIELDS = {
@@ -296,7 +297,9 @@ def test_the_bare_loop_ends_on_the_logits_of_its_last_pass():
     @jax.jit
     def forward(tokens, cache, start):
         n = jnp.asarray([width])
-        hidden, cache = model.forward(lm.params, tokens, cache, start, n, start + n, start < 0, like.carry)
+        hidden, cache = model.forward(
+            lm.params, Pass(tokens, cache, start, n, start + n, start < 0, like.carry)
+        )
         return model.head(lm.params, hidden), cache
 
     known = len(overhead.prompts(lm, 1)[0])

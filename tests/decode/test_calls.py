@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.types import PackedPass, Pass
 from tests.tiny import PATTERNS, tiny
 
 PROMPT = "for value in range"
@@ -80,9 +81,9 @@ def by_tokens():
 def next_of(model, forbidden, params, ids, n):
     """What a mask behind n encoded tokens says: one program for every n."""
     one, n = jnp.ones(1, jnp.int32), jnp.full(1, n)
-    _, cache = model.forward(params, ids[None], model.empty_cache(1, 33), 0 * one, n, n, one > 0, ())
+    _, cache = model.forward(params, Pass(ids[None], model.empty_cache(1, 33), 0 * one, n, n, one > 0))
     mask = jnp.full((1, 1), model.config.mask)
-    hidden, _ = model.forward(params, mask, cache, n, one, n + 1, one < 0, ())
+    hidden, _ = model.forward(params, Pass(mask, cache, n, one, n + 1, one < 0))
     return jax.nn.log_softmax(model.head(params, hidden)[0, 0].at[jnp.asarray(forbidden)].set(-jnp.inf))
 
 
@@ -123,7 +124,7 @@ def test_logits_are_the_same_with_a_cache_and_without(pattern):
         prompt = prompt[:8]
     laid = lm.model.layout(np.asarray(prompt + canvas), len(prompt))
     row = lambda x: jnp.asarray(x)[None]
-    whole = jax.jit(lambda *laid: lm.model.head(lm.params, lm.model.apply(lm.params, *laid, ())))
+    whole = jax.jit(lambda *laid: lm.model.head(lm.params, lm.model.apply(lm.params, PackedPass(*laid))))
     want = whole(row(laid.tokens), row(laid.positions), row(laid.ranges))[0, laid.editable]
     got = mj.logits(lm, canvas, prompt)[0]
     np.testing.assert_allclose(got, want, atol=2e-5)

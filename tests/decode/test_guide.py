@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.decode import guide
-from mercury_jax.types import Model
+from mercury_jax.types import Model, Pass
 from tests.tiny import PATTERNS, VOCAB, tiny
 
 BLOCK, SLOTS, MASK = 8, 40, 4  # the tiny models'
@@ -47,9 +47,9 @@ def beside(pattern):
     return out, known, known + OPEN
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="blind")
-def one(model, params, *args, **blind):
-    hidden, cache = model.forward(params, *args, **blind)
+@functools.partial(jax.jit, static_argnums=0)
+def one(model, params, *args, **more):
+    hidden, cache = model.forward(params, Pass(*args, **more))
     return model.head(params, hidden), cache
 
 
@@ -138,10 +138,11 @@ def test_one_row_may_replace_another_where_the_rooms_are_equal():
 def teller():
     """A model whose hidden states are (position, token, carry), negative those of the shadow masks."""
 
-    def forward(params, tokens, cache, start, n, end, encoding, carry=(), *, blind=None):
-        at = start[:, None] + jnp.arange(tokens.shape[1])
-        hidden = jnp.stack([at, tokens, carry["soft"][..., 0].astype(int)], axis=-1)
-        return hidden if blind is None else jnp.concatenate([hidden, -hidden], axis=1), cache
+    def forward(params, given):
+        at = given.start[:, None] + jnp.arange(given.tokens.shape[1])
+        hidden = jnp.stack([at, given.tokens, given.self_cond["soft"][..., 0].astype(int)], axis=-1)
+        both = hidden if given.leave_one_out is None else jnp.concatenate([hidden, -hidden], axis=1)
+        return both, given.cache
 
     plain = tiny("bidirectional", BLOCK).model
     return Model(**(plain._asdict() | dict(forward=forward, head=lambda params, hidden: hidden)))
@@ -156,7 +157,7 @@ def test_shadow_masks_are_guided_in_a_cache_that_is_just_large_enough():
         cache = guide.start(plain, params, 1, 2 * total, [prompt], [negative], 0.5)
         # Logits of the canvas, then of its shadows.
         run = lambda model, text, cache, n: np.asarray(one(
-            model, params, jnp.asarray(text), cache, *call(0, n, n), jnp.asarray([False]), blind=MASK
+            model, params, jnp.asarray(text), cache, *call(0, n, n), jnp.asarray([False]), leave_one_out=MASK
         )[0]).reshape(2, n, VOCAB)  # fmt: skip
         got = run(guide.guided(plain), text, cache, total)
         c = run(plain, text, plain.empty_cache(1, 2 * total), total)
@@ -173,7 +174,7 @@ def test_carry_and_shadows_follow_their_tokens(negative):
     tokens = jnp.asarray([[10, 11, 12, 13, 14, 15, 16, 17]])
     carry = {"soft": (tokens + 90.0)[..., None]}
     rest = [jnp.asarray([x]) for x in (0, 8, 8, False)]
-    hidden: Any = model.forward({}, tokens, cache, *rest, carry, blind=MASK)[0]
+    hidden: Any = model.forward({}, Pass(tokens, cache, *rest, carry, leave_one_out=MASK))[0]
     assert all(x.shape[:2] == (1, 16) for x in jax.tree.leaves(hidden))
     want = np.array([[len(negative) + i, 13 + i, 103 + i] for i in range(5)])
     np.testing.assert_array_equal(hidden.other[0, 3:8], want)
@@ -188,7 +189,7 @@ def test_a_prompt_before_the_pass_is_neither_repeated_nor_needed():
     tokens = jnp.asarray([[12, 13, 14, 15]])
     rest = [jnp.asarray([x]) for x in (2, 4, 8, False)]
     ask = guide.guided(plain).forward
-    hidden: Any = ask({}, tokens, cache, *rest, {"soft": jnp.ones((1, 4, 1))})[0]
+    hidden: Any = ask({}, Pass(tokens, cache, *rest, {"soft": jnp.ones((1, 4, 1))}))[0]
     assert hidden.other[0].tolist() == [[0, 50, 0], [1, 13, 1], [2, 14, 1], [3, 15, 1]]
 
 

@@ -13,6 +13,7 @@ from mercury_jax import models
 from mercury_jax.decode.read import draw, forbid
 from mercury_jax.decode.state import uniforms_at
 from mercury_jax.tokenizer import SPECIAL
+from mercury_jax.types import Pass
 from tests.tiny import tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
@@ -51,7 +52,7 @@ def logits_behind(lm, ids):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _encode(m, forbidden, params, padded, n):
     zero, all = jnp.zeros((1,), jnp.int32), jnp.full((1,), n)
-    hidden, _ = m.forward(params, padded, m.empty_cache(1, 96), zero, all, all, jnp.ones((1,), bool), ())
+    hidden, _ = m.forward(params, Pass(padded, m.empty_cache(1, 96), zero, all, all, jnp.ones((1,), bool)))
     return forbid(m.head(params, hidden)[0], forbidden)[n - 1]
 
 

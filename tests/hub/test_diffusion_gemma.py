@@ -13,7 +13,7 @@ from mercury_jax.decode.read import draw, read
 from mercury_jax.hub import assemble
 from mercury_jax.hub.reading import corruption, decoding, open_folder
 from mercury_jax.hub.unread import Ids
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Pass
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
 
@@ -41,11 +41,11 @@ def _denoise(model, params, tokens, known, canvas, carry_logits, conditioned):
     nothing = jax.tree.map(lambda x: jnp.zeros((rows, slots, *x.shape[2:]), x.dtype), carry)
     carry = jax.tree.map(lambda x: jnp.where(conditioned, x, 0), carry)
     cache = model.empty_cache(rows, slots + length)
-    hidden, cache = model.forward(params, tokens, cache, full(0), full(known), full(known), yes, nothing)
+    given = Pass(tokens, cache, full(0), full(known), full(known), yes, nothing)
+    hidden, cache = model.forward(params, given)
     encoded = model.head(params, hidden)
-    hidden, _ = model.forward(
-        params, canvas, cache, full(known), full(length), full(known + length), ~yes, carry
-    )
+    given = Pass(canvas, cache, full(known), full(length), full(known + length), ~yes, carry)
+    hidden, _ = model.forward(params, given)
     return encoded, model.head(params, hidden)
 
 

@@ -17,7 +17,7 @@ from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig
 from mercury_jax.models.dit.layers import level
 from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.types import Batch
+from mercury_jax.types import Batch, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
 from tests.tiny import VOCAB, tokenizer
 
@@ -37,8 +37,9 @@ def parts(name, timed=None):
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model, params, tokens, positions, ranges, time=None):
     wide = lambda x: jnp.broadcast_to(x, (len(tokens), *x.shape))
-    more = {} if time is None else {"time": time}
-    return model.head(params, model.apply(params, tokens, wide(positions), wide(ranges), (), **more))
+    return model.head(
+        params, model.apply(params, PackedPass(tokens, wide(positions), wide(ranges), time=time))
+    )
 
 
 def ranges_of(*pairs):
@@ -96,9 +97,10 @@ def test_a_block_behind_a_cache_has_the_logits_of_the_whole_row():
     @jax.jit
     def behind(params, tokens):
         cache = model.empty_cache(rows, n + block)
-        run = functools.partial(model.forward, params)
-        _, cache = run(tokens[:, :known], cache, full(0), full(known), full(known), yes)
-        hidden, _ = run(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, blind=96)
+        given = Pass(tokens[:, :known], cache, full(0), full(known), full(known), yes)
+        _, cache = model.forward(params, given)
+        given = Pass(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, leave_one_out=96)
+        hidden, _ = model.forward(params, given)
         return model.head(params, hidden)
 
     got = behind(params, tokens)

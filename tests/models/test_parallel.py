@@ -19,7 +19,7 @@ from mercury_jax.hub import assemble
 from mercury_jax.models import parallel
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import apart, caches, mesh, over
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Pass
 
 T, SLOTS = 8, 32
 PLAIN = ModelConfig(
@@ -67,7 +67,7 @@ def given(config, model):
     tokens = jnp.asarray(rng.integers(0, config.vocab, (2, T)), jnp.int32)
     ints = [jnp.asarray(x, jnp.int32) for x in ([3, 11], [T, 6], [3 + T, 17])]
     like = jax.eval_shape(lambda: model.condition(None, jnp.zeros((2, T, 1))))
-    return tokens, cache, *ints, jnp.asarray([True, False]), jax.tree.map(draw, like)
+    return Pass(tokens, cache, *ints, jnp.asarray([True, False]), jax.tree.map(draw, like))
 
 
 def passed(config, sizes, quantise):
@@ -76,9 +76,9 @@ def passed(config, sizes, quantise):
     values = drawn(assemble.shapes_of(model))
     one, many = (assemble.own(model, values.get, quantise=quantise, mesh=place) for place in (None, on))
     assert apart(many) == on and apart(one) is None
-    tokens, cache, *rest = given(config, model)
-    want = jax.jit(model.forward)(one, tokens, cache, *rest)
-    args = (many, tokens, jax.device_put(cache, caches(cache, on)), *rest)
+    run = given(config, model)
+    want = jax.jit(model.forward)(one, run)
+    args = (many, run._replace(cache=jax.device_put(run.cache, caches(run.cache, on))))
     made = jax.jit(over(model, on).forward).lower(*args).compile()
     found = hlo.collectives(hlo.parse(made.as_text()))
     return want, made(*args), found

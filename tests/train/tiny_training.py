@@ -10,7 +10,7 @@ from mercury_jax import noise
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import data, recipe
 from mercury_jax.train.optim import OptimConfig
-from mercury_jax.types import Batch, Loss, Model
+from mercury_jax.types import Batch, Loss, Model, PackedPass
 
 VOCAB, ROWS, ROW = 11, 8, 6
 CORRUPTION = noise.absorbing(0)
@@ -60,7 +60,7 @@ def quiet(key, model, params, batch, corruption):
 
 
 def _loss(model, params, batch, xt):
-    logits = model.head(params, model.apply(params, xt, batch.positions, batch.ranges))
+    logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges)))
     ce = (
         -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[..., None], -1)[..., 0] * batch.editable
     )
