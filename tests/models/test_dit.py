@@ -174,10 +174,11 @@ def test_gidd_has_as_many_parameters_as_its_authors_say(width, layers, heads, mi
     assert round(sum(x.size for x in jax.tree.leaves(sizes)) / 1e6, 1) == millions
 
 
-def told_forward(params, tokens, cache, start, n, end, encoding, carry=(), *, time):
+def told_forward(params, given):
     """Hidden: the time it was told, and the latest time at which the tokens before it were encoded."""
+    tokens, cache, start, time = given.tokens, given.cache, given.start, given.time
     at = start[:, None] + jnp.arange(tokens.shape[1])
-    live = (jnp.arange(tokens.shape[1]) < n[:, None]) & encoding[:, None]
+    live = (jnp.arange(tokens.shape[1]) < given.used[:, None]) & given.encoding[:, None]
     put = lambda old, at, t: old.at[at].set(t, mode="drop")
     k = jax.vmap(put)(cache[0].k, jnp.where(live, at, 10_000), time)
     before = jnp.arange(k.shape[1])[None] < start[:, None]
@@ -195,7 +196,7 @@ def teller(pattern):
     )  # fmt: skip
     model = models.build(config)._replace(
         forward=told_forward,
-        apply=lambda params, tokens, positions, ranges, carry=(), *, time: jnp.stack([time, 0 * time], -1),
+        apply=lambda params, given: jnp.stack([given.time, 0 * given.time], -1),
         head=lambda params, h: jnp.pad(h, [(0, 0), (0, 0), (50, VOCAB - 52)], constant_values=-5.0),
     )
     corruption = noise.absorbing(config.mask, forbidden=noise.specials(tokenizer()))
@@ -251,7 +252,7 @@ def test_scores_tell_each_canvas_its_share_of_masks():
 def test_objectives_tell_the_time_of_each_canvas():
     model, told = teller("block_causal").model, []
     model = model._replace(
-        apply=lambda p, tokens, positions, ranges, carry, time: told.append(time) or time[..., None],
+        apply=lambda p, given: told.append(given.time) or given.time[..., None],
         head=lambda p, h: jnp.zeros((*h.shape[:2], VOCAB)),
     )
     laid = model.layout(np.arange(100, 116), 0)

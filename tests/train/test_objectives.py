@@ -121,7 +121,8 @@ def test_the_bound_is_the_same_under_every_schedule():
 def exact(model):
     """The model with the chain's own posterior, given all visible tokens, in the place of its logits."""
 
-    def apply(params, xt, positions, ranges, carry=()):
+    def apply(params, given):
+        xt = given.tokens
         seen = jnp.where(
             (xt == MASK)[..., None], 1.0, jax.nn.one_hot(xt - FIRST, STATES)
         )  # likelihood [B, T, K]
@@ -140,8 +141,8 @@ def exact_next(model):
     slot = {int(p): i for i, p in enumerate(laid.positions) if laid.canvas[i] < 0}  # of the clean token at p
     before = np.array([slot.get(int(p) - (laid.canvas[i] >= 0), 0) for i, p in enumerate(laid.positions)])
 
-    def apply(params, xt, positions, ranges, carry=()):
-        step = jnp.asarray(CHAIN)[jnp.maximum(xt[:, before] - FIRST, 0)]
+    def apply(params, given):
+        step = jnp.asarray(CHAIN)[jnp.maximum(given.tokens[:, before] - FIRST, 0)]
         first = (laid.positions == 0) & (laid.canvas >= 0)
         return _logits(jnp.where(first[:, None], 1 / STATES, step))
 

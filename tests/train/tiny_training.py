@@ -28,8 +28,8 @@ def model(width: int = 8) -> Model:
             "head": waves(width, VOCAB) * width**-0.5,
         }
 
-    def apply(params, tokens, positions, ranges, carry=()):
-        x = params["embed"][tokens] * params["norm"]["scale"]
+    def apply(params, given, *, mesh=None, device=None):
+        x = params["embed"][given.tokens] * params["norm"]["scale"]
         return jnp.tanh(x @ params["hidden"]["w"])
 
     rules = ((r"embed$", (None, "fsdp")), (r"w$", ("fsdp", "tensor")), (r"head$", ("fsdp", None)))
