@@ -14,6 +14,7 @@ from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guide, machine
 from mercury_jax.decode.arguments import naming_wrong_params
+from mercury_jax.decode.check_sampler import check_sampler
 from mercury_jax.decode.parts import Sampler, spread
 from mercury_jax.decode.program import bucket, checked_temperature, plan_program
 from mercury_jax.decode.state import Frame, Knobs, Program, State, begin
@@ -134,6 +135,7 @@ def arranged(
         _spread(sampler, rows, total), jnp.full((total,), steps, jnp.int32),
         ids(None if infilling else lm.model.config.eos), ids(close),
     )  # fmt: skip
+    check_sampler(program, knobs)
     return program, knobs, padded
 
 
