@@ -72,56 +72,62 @@ class Loss(NamedTuple):
     metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
 
 
-class Reading(NamedTuple):
-    """What one pass over the vocabulary tells of each position of one row's canvas."""
+class TokenStats(NamedTuple):
+    """What rules need to know of the logits at each position of one row's canvas.
+
+    Computed from all logits at once by `decode.token_stats`, or over chunks of a large vocabulary by
+    `decode.chunked_vocab`. All values are those after the logits processors.
+    """
 
     argmax: Int[Array, "L"]
-    sample: Int[Array, "L"]  # a draw at the sampler's temperature
+    sample: Int[Array, "L"]  # a draw at the sampler's temperature; the argmax at temperature 0
     p_argmax: Float[Array, "L"]
     p_sample: Float[Array, "L"]
-    p_canvas: Float[Array, "L"]  # probability of the token that stands there now
+    p_canvas: Float[Array, "L"]  # probability of the token that the canvas holds now
     entropy: Float[Array, "L"]  # nats
     margin: Float[Array, "L"]  # p(first) - p(second)
-    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where nothing ends the answer
+    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where no id ends the answer
 
 
 class View(NamedTuple):
-    """What a decoding rule may look at: one row, no batch axis. L is the active window of the canvas."""
+    """What rules, logits processors and stopping criteria see: one row, no batch axis. L is the active window."""
 
-    canvas: Int[Array, "L"]
-    answer: Int[Array, "L"]  # what would have been emitted after the step before
-    reading: Reading
-    blind: Reading  # the same, read by masks that cannot see the token they stand for; rules ask for it
-    logits: Float[Array, "L V"]  # shaped; only for parts that say so (`parts.Part.whole`)
+    canvas: Int[Array, "L"]  # state of the chain: tokens, and masks or noise
+    answer: Int[Array, "L"]  # what would have been emitted after the previous step
+    stats: TokenStats  # None while logits processors run
+    leave_one_out: (
+        TokenStats  # predicted by masks that do not see the token at their own position; on request
+    )
+    logits: Float[Array, "L V"]  # processed; only for parts that need them (`needs_logits`)
     editable: Bool[Array, "L"]  # in the active block and not given by the user
     masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all that is editable
-    n: Int[Array, ""]  # used positions of the window
-    room: Int[Array, ""]  # positions by which the window may still grow
+    used: Int[Array, ""]  # positions of the window that hold something
+    growth: Int[Array, ""]  # positions by which the window may still grow
     noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id where there is one
-    t: Float[Array, ""]  # the time of this canvas, 1 = noise
-    s: Float[Array, ""]  # the time after this step, s < t
-    keep_t: Float[Array, ""]  # alpha(t)
-    keep_s: Float[Array, ""]  # alpha(s)
-    step: Int[Array, ""]  # steps taken on this block
-    steps: Int[Array, ""]  # steps that the block may take
+    t: Float[Array, ""]  # time of this canvas, 1 = noise
+    s: Float[Array, ""]  # time after this step, s < t
+    alpha_t: Float[Array, ""]  # alpha(t)
+    alpha_s: Float[Array, ""]  # alpha(s)
+    step: Int[Array, ""]  # denoising steps taken on this block
+    steps: Int[Array, ""]  # denoising steps that the block may take
     eos: Int[Array, ""]  # the id that ends the answer, -1 for none
-    at: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
-    said: Int[Array, "V"]  # how often each id stands in the answer before the window
-    told: Int[Array, "V"]  # how often each id stands in the prompt
-    first: Any = 0  # the id of the logits' first column, where a shaper sees a part of the vocabulary
+    position: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
+    output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
+    prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
+    first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
 
 
 class Proposal(NamedTuple):
-    """What a rule returns: the next state of the chain, and what we would emit now.
+    """What a rule returns: the next state of the chain, and what would be emitted now.
 
-    A rule that inserts or deletes also says how many positions are used now, and for each position
-    which old one it continues (-1: it is new); the machine moves the given tokens and their flags
-    along. Other rules leave `n` as the view's and `source` as 0..L-1, as `settle` does.
+    A rule that inserts or deletes positions also returns how many positions are used, and for each position the
+    old position that it continues (-1: new); the decoder moves the given tokens and their flags along. Other
+    rules keep the view's `used` and `source` = 0..L-1, as `accept` and `propose` do.
     """
 
     canvas: Int[Array, "L"]
     answer: Int[Array, "L"]
-    n: Int[Array, ""]
+    used: Int[Array, ""]
     source: Int[Array, "L"]  # old index of each position, -1 = new
 
 
@@ -272,7 +278,7 @@ class LM:
     corruption: Corruption
     name: str = "unnamed"
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # How it asks to be decoded, by `decode.defaults`; empty: as its noise suggests.
+    # The rule, plan and temperature of its checkpoint, read by `decode.defaults`; empty: chosen by its noise.
     decoding: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
