@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.read import forbid
-from mercury_jax.decode.score import times
+from mercury_jax.decode.score import canvas_times
+from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.report import Report, Z
 from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused
 from mercury_jax.train.data import packing, sources, streams
@@ -100,7 +100,7 @@ def costs(lm: LM, laid: Sequence[Laid], settings: Settings) -> Cost:
         batch = packing.batch(part + [packing.Row()] * (rows - len(part)), row, lm.tokenizer.pad)
         hidden, weight, start = masked(batch, start, rng)
         # In float64: thousands of weighted terms are summed.
-        told = times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
+        told = canvas_times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
         ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden, told), np.float64)
         nats.append((ce * weight * hidden).sum(axis=1)[: len(part)])
         settings.progress(at + len(part), len(laid))

@@ -15,7 +15,7 @@ from mercury_jax.bench.settings import GRID, Setting, settings as points_of
 from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import launch, rules
-from mercury_jax.decode.parts import complete, rule, settle
+from mercury_jax.decode.sampler import complete, rule, settle
 from mercury_jax.evaluate.runner import ONE_A_STEP
 from mercury_jax.types import Pass
 from tests.tiny import tiny

@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
-from mercury_jax.decode.read import draw, read
+from mercury_jax.decode.token_stats import draw, read
 from mercury_jax.hub import assemble
 from mercury_jax.hub.reading import corruption, decoding, open_folder
 from mercury_jax.hub.unread import Ids

@@ -10,8 +10,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
-from mercury_jax.decode.parts import rule, settle
-from mercury_jax.decode.score import times
+from mercury_jax.decode.sampler import rule, settle
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig

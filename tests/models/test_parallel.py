@@ -13,8 +13,8 @@ from mercury_jax.bench import hlo
 from mercury_jax.config import Experts, ModelConfig
 from mercury_jax.decode import launch
 from mercury_jax.decode.ask import request
-from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.prompts import Prompt
+from mercury_jax.decode.inputs import Prompt
+from mercury_jax.decode.sampler import Sampler
 from mercury_jax.hub import assemble
 from mercury_jax.models import parallel
 from mercury_jax.models.gemma import GemmaConfig

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.decode.program import bucket
-from mercury_jax.decode.read import forbid
+from mercury_jax.decode.request import bucket
+from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.fill import BEHIND, in_order
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.serve.playground.request import cells as cells_of
