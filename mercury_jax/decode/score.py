@@ -37,7 +37,7 @@ class Score(NamedTuple):
     log_p: float | np.ndarray
     se: float | np.ndarray
     tokens: int | np.ndarray  # of the answer
-    samples: int  # masked canvases per row
+    samples: int  # masked canvases per row; 0: one causal pass, exact
 
     @property
     def nats_per_token(self) -> float | np.ndarray:
@@ -54,7 +54,7 @@ class MaskedDocument(NamedTuple):
 
 
 def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, seed: int = 0) -> Score:
-    """Scores answers: a lower bound on log p(completion | prompt), one per row.
+    """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
     k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
     less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). k is stratified over the samples.
@@ -64,7 +64,7 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
         prompt: A text (it may be empty), a conversation or ids; or a list of these with one per row. A 2-D array
             is a list of rows of ids.
         completion: A text or ids; or a list of these with one per row. With one prompt, several answers to it.
-        samples: Masked canvases per row.
+        samples: Masked canvases per row. An autoregressive model takes one pass and draws none.
         seed: Row i draws its canvases from `seed` + i.
 
     Returns:
@@ -72,19 +72,27 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit: several prompts with one answer or with
-            another number of answers, ids that are no whole numbers, a model without masks.
+            another number of answers, ids that are no whole numbers, a model without masks that is not autoregressive,
+            an empty prompt of an autoregressive model whose tokenizer puts no token in front.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
     check_lm(lm)
-    if lm.corruption.mask is None:
+    causal = lm.model.config.autoregressive
+    if lm.corruption.mask is None and not causal:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
     if not isinstance(samples, int) or isinstance(samples, bool):
         raise refuse("samples", samples, "a whole number from 1 on")
     at_least(1, samples=samples)
     pairs, single = _pairs(lm, prompt, completion)
     seed, documents = check_seed(seed), []
+    tokens = np.array([len(after) for _, after in pairs])
+    if causal:
+        log_p = -next_token_nats(lm, pairs)
+        if single:
+            return Score(float(log_p[0]), 0.0, int(tokens[0]), 0)
+        return Score(log_p, np.zeros(len(pairs)), tokens, 0)
     for i, (before, after) in enumerate(pairs):
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
         masks = draw_masks(laid, samples, np.random.default_rng((seed + i) % 2**31))
@@ -94,7 +102,6 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
     # Canvases of one token, which is masked in every sample.
     exact = [bool((d.masked & (d.weight == 1.0))[:, d.laid.editable].all()) for d in documents]
     log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, error)
-    tokens = np.array([len(after) for _, after in pairs])
     if single:
         return Score(float(log_p[0]), float(se[0]), int(tokens[0]), samples)
     return Score(log_p, se, tokens, samples)
@@ -187,6 +194,47 @@ def canvas_times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 ROWS_PER_PASS = 16
+
+
+def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
+    """Computes -log p of each answer under an autoregressive model, by one causal pass over prompt and answer.
+
+    Args:
+        lm: An autoregressive model: its hidden state at position i predicts the token at i + 1.
+        pairs: Ids of the prompt and of the answer, one pair per row.
+
+    Returns:
+        Nats summed over the answer's tokens, float64 [B].
+
+    Raises:
+        ValueError: A row has no token before its answer: nothing predicts the first one.
+    """
+    for i, (before, _) in enumerate(pairs):
+        if not before:
+            name = "prompt" if len(pairs) == 1 else f"prompt of row {i}"
+            raise refuse(name, "no token", "at least one: this model predicts tokens from those before them")
+    size = bucket(max(len(before) + len(after) - 1 for before, after in pairs), QUANTUM)
+    text = np.zeros((len(pairs), size + 1), np.int32)
+    scored = np.zeros((len(pairs), size), bool)
+    for row, (before, after) in enumerate(pairs):
+        end = len(before) + len(after)
+        text[row, :end] = [*before, *after]
+        scored[row, len(before) - 1 : end - 1] = True
+    rows = min(ROWS_PER_PASS, len(pairs))
+    positions = np.arange(size, dtype=np.int32)
+    causal = np.stack(
+        [np.zeros_like(positions), positions + 1], axis=-1
+    )  # [T, 2] keys up to the position itself
+    ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
+    fixed = [jnp.broadcast_to(x, (rows, *x.shape)) for x in (positions, ranges)]
+    out = []
+    for i in range(0, len(pairs), rows):
+        at = np.minimum(np.arange(i, i + rows), len(pairs) - 1)  # the last pass repeats the last row
+        given, target = jnp.asarray(text[at, :-1]), jnp.asarray(text[at, 1:])
+        with explain_wrong_params(lm):
+            ce = _cross_entropy(lm.model, lm.corruption.forbidden, lm.params, given, target, *fixed, None)
+        out.append(np.where(scored[at], np.asarray(ce), 0.0).sum(axis=1, dtype=np.float64))
+    return np.concatenate(out)[: len(pairs)]
 
 
 def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QUANTUM) -> np.ndarray:

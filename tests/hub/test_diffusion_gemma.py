@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
-from mercury_jax.decode.token_stats import draw, read
+from mercury_jax.decode.token_stats import draw
 from mercury_jax.hub import assemble
 from mercury_jax.hub.reading import corruption, decoding, open_folder
 from mercury_jax.hub.unread import Ids
@@ -95,7 +95,7 @@ def test_two_canvases_sampled_freely_are_those_of_generate(bits):
     said = recorded()
     with jax.enable_x64(bits == 64):
         lm = model_of(f"float{bits}")
-        assert defaults.plan(lm, mj.Plan()).steps == STEPS
+        assert defaults.default_plan(lm, mj.Plan()).steps == STEPS
         out = mj.sample(lm, [t.tolist() for t in said["tokens"]], max_tokens=32, seed=SEED, history=True)
     assert out.forwards.tolist() == said[f"passes_{bits}"].tolist()
     for row, tokens in enumerate(out.tokens):
@@ -148,5 +148,5 @@ def stepped(logits, uniforms, canvas, fresh):
     """(what is drawn, the proposal) of one row."""
     sampled = draw(logits, uniforms, jnp.asarray(1.0))
     v = view_of(logits, canvas, jnp.ones(logits.shape[0], bool))
-    v = v._replace(logits=logits, reading=read(logits, canvas, sampled, jnp.asarray(-1)), noise=fresh)
+    v = v._replace(logits=logits, stats=token_stats(logits, canvas, sampled, jnp.asarray(-1)), noise=fresh)
     return sampled, rules.entropy_bound(0.1)(KEY, v, ())[0]

@@ -213,9 +213,9 @@ def test_decoding_takes_any_tokenizer_and_refuses_what_it_has_no_tokens_for():
         *raw.tokenizer.encode("fox"),
     ]  # with its beginning of text
     old = [Prompt([5, 6], True), Prompt([5, 6], False)]
-    new = [p.ids for p in encode_prompts(raw, [chat, chat], behind=old)[0]]
+    new = [p.ids for p in encode_prompts(raw, [chat, chat], previous=old)[0]]
     assert new == [raw.tokenizer.follow(chat), raw.tokenizer.render(chat)]
-    texts = [p.ids for p in encode_prompts(raw, ["fox", "fox"], behind=old)[0]]
+    texts = [p.ids for p in encode_prompts(raw, ["fox", "fox"], previous=old)[0]]
     assert texts == [[raw.tokenizer.end_turn, *texts[1]], raw.tokenizer.encode("fox")]
     assert decode_answer(lm, np.array([*tok.encode("fox"), tok.end_turn, 9]), True) == (None, "fox")
     with pytest.raises(ValueError, match=r"thinking is True; allowed: none: .* has no tokens for it"):

@@ -10,7 +10,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
-from mercury_jax.decode.sampler import rule, settle
+from mercury_jax.decode.sampler import accept, rule
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig
@@ -207,8 +207,8 @@ def witness(key, view, memory):
     """One token a step, from the left: 60 where the model was told the view's time and encoded at 0, else 61."""
     right = (jnp.abs(view.logits[0, 50] - view.t) < 1e-6) & (jnp.abs(view.logits[0, 51]) < 1e-6)
     first = view.masked & (jnp.cumsum(view.masked) == 1)
-    said = view.reading._replace(sample=jnp.where(right, 60, 61) + 0 * view.canvas)
-    return settle(view._replace(reading=said), first), memory
+    said = view.stats._replace(sample=jnp.where(right, 60, 61) + 0 * view.canvas)
+    return accept(view._replace(stats=said), first), memory
 
 
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
@@ -237,7 +237,7 @@ def test_a_guided_pass_over_a_part_of_the_canvas_is_told_the_time_too():
 def test_scores_tell_each_canvas_its_share_of_masks():
     weight = np.array([[0, 2.0, 2.0, 0, 4.0], [0, 1.0, 1.0, 0, 2.0]])
     canvas = np.array([-1, 0, 0, 1, 1])
-    np.testing.assert_allclose(times(canvas, weight), [[0, 0.5, 0.5, 0.25, 0.25], [0, 1, 1, 0.5, 0.5]])
+    np.testing.assert_allclose(canvas_times(canvas, weight), [[0, 0.5, 0.5, 0.25, 0.25], [0, 1, 1, 0.5, 0.5]])
     lm = teller("block_causal")
     got = mj.logits(lm, [[4, 70, 4, 70]])[0]
     np.testing.assert_allclose(got[:, 50], 0.5)

@@ -11,9 +11,9 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.bench import hlo
 from mercury_jax.config import Experts, ModelConfig
-from mercury_jax.decode import launch
-from mercury_jax.decode.ask import request
+from mercury_jax.decode.decoder import advance
 from mercury_jax.decode.inputs import Prompt
+from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
 from mercury_jax.hub import assemble
 from mercury_jax.models import parallel
@@ -111,11 +111,12 @@ def answered(lm, piece, on=None):
     """The texts of three rows that draw their tokens, and what they would hand to the next pass."""
     prompts = [Prompt([2, 3, 4 + i], False) for i in range(3)]
     sampler = Sampler(mj.rules.entropy_bound(), temperature=1.0)
-    job = launch.prepare(lm, request(prompts, 12, 0), sampler, mj.Plan(steps=4), mesh=on)
-    assert job.mesh is None
-    job = job._replace(program=job.program._replace(piece=piece))
-    state = launch.advance(lm, job, None)[0].state
-    return np.asarray(state.text), np.asarray(state.carry)
+    rows = rows_of(prompts, 12, 0)
+    session = start(lm, Request(sampler=sampler, plan=mj.Plan(steps=4), mesh=on, rows=rows))
+    assert session.mesh is None
+    session = dataclasses.replace(session, config=session.config._replace(vocab_chunk=piece))
+    state = advance(lm, session, None)[0].state
+    return np.asarray(state.tokens), np.asarray(state.self_cond)
 
 
 def test_an_answer_over_a_mesh_is_that_of_one_device():
