@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
     from mercury_jax.decode.ranges import Above, AtLeast, Between
+    from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
         LogitsProcessor,
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
         Sampler,
         StoppingCriterion,
         accept,
-        logits_processor,
         propose,
-        rule,
-        stopping_criterion,
     )
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import StreamOutput, stream
@@ -56,9 +54,9 @@ _PUBLIC = {
     "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.ranges": ("Above", "AtLeast", "Between"),
     "decode.sample": ("LogProbs", "Output", "sample"),
+    "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": (
-        "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "logits_processor", "propose",
-        "rule", "stopping_criterion",
+        "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
     ),
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("StreamOutput", "stream"),

@@ -64,6 +64,9 @@ def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages
         lm: Its parameters may be shapes.
         session: From `abstract_session`, or a real one.
         passes: Most passes; None: until every row is done.
+
+    Returns:
+        The lowered program.
     """
     if session.mesh is None:
         return run_program.lower(session.config, lm.params, session.state, session.sampling, passes)
@@ -79,5 +82,8 @@ def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:
         lm: Its parameters may be shapes.
         session: From `abstract_session`, or a real one.
         width: Tokens per pass.
+
+    Returns:
+        The lowered program.
     """
     return prefill_program.lower(session.config, lm.params, session.state, width)

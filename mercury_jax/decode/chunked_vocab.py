@@ -61,6 +61,9 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Args:
         config: Static sizes.
         sampler: Whose parts may need all logits.
+
+    Returns:
+        Whether to use `chunked_stats`.
     """
     separable = config.model.part is not None and not any(part.needs_logits for part in sampler.parts)
     needs_all = (
@@ -304,6 +307,9 @@ def sum_embeddings(soft: SoftEmbedding, best: Float[Array, "B L 1"]) -> SoftEmbe
     Args:
         soft: Of this device, relative to exp(soft.max).
         best: The largest logit of all devices.
+
+    Returns:
+        The sum, relative to exp(best).
     """
     shares = jnp.concatenate([soft.total, soft.sum], axis=-1) * jnp.exp(soft.max - best)
     every = jax.lax.psum(shares, AXIS)

@@ -42,7 +42,15 @@ class CommittedTokens(NamedTuple):
 
 
 def no_tokens(rows: int, width: int) -> CommittedTokens:
-    """Makes a record on the host that changes no row; `ConstrainedRow.write` fills it in place."""
+    """Makes a record on the host that changes no row; `ConstrainedRow.write` fills it in place.
+
+    Args:
+        rows: B.
+        width: W, most tokens of a row.
+
+    Returns:
+        A record of numpy arrays.
+    """
     zeros = lambda *shape: np.zeros(shape, np.int32)
     no = lambda: np.zeros(rows, bool)
     return CommittedTokens(zeros(rows, width), zeros(rows), zeros(rows), no(), no())  # type: ignore[arg-type]
@@ -227,7 +235,15 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
 
 
 def check_plan_and_sampler(sampler: Any, plan: Plan) -> None:
-    """Raises ValueError for ways of decoding that a grammar cannot follow."""
+    """Raises ValueError for ways of decoding that a grammar cannot follow.
+
+    Args:
+        sampler: The caller's, or None.
+        plan: The caller's.
+
+    Raises:
+        ValueError: Names the field that a grammar cannot follow.
+    """
     if plan.revise:
         raise refuse("plan.revise", plan.revise, "0 with schema=: tokens that the grammar has accepted stay")
     if sampler is None:
@@ -242,7 +258,15 @@ def check_plan_and_sampler(sampler: Any, plan: Plan) -> None:
 
 
 def with_grammar_mask(lm: LM, request: Request) -> Request:
-    """Returns the request whose sampler has a grammar mask per row; for now it allows every id."""
+    """Returns the request whose sampler has a grammar mask per row; for now it allows every id.
+
+    Args:
+        lm: Its vocabulary is the size of the mask.
+        request: As `encode_request` made it.
+
+    Returns:
+        The request.
+    """
     sampler, count = check_sampler(request.sampler), len(request.prompts)
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
     mask = processors.allow_bits(bits, np.zeros(count, np.int32))
@@ -250,7 +274,15 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
 
 
 def mark_rows(session: Session, grammars: Grammars) -> Session:
-    """Returns the session with its constrained rows marked, whose tokens the host commits."""
+    """Returns the session with its constrained rows marked, whose tokens the host commits.
+
+    Args:
+        session: Not run yet.
+        grammars: One per row, or None.
+
+    Returns:
+        The session.
+    """
     constrained = np.zeros(session.state.tokens.shape[0], bool)
     constrained[: session.rows] = [row is not None for row in grammars]
     # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.

@@ -88,6 +88,9 @@ def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Ar
     Args:
         config: Its model knows which tokens may be encoded.
         committed: Tokens of each row's prefix that are decided.
+
+    Returns:
+        Tokens of each row's prefix [B].
     """
     ready = config.model.encodable(committed)
     return jnp.minimum(ready, committed - 1) if config.speculative else ready
@@ -271,7 +274,14 @@ def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Fram
 
 
 def check_nan(session: Session) -> None:
-    """Raises ValueError, naming row and pass, where the logits of a row were NaN."""
+    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+
+    Args:
+        session: After its passes.
+
+    Raises:
+        ValueError: Names row and pass.
+    """
     nan_step = np.asarray(session.state.nan_step)[: session.rows]
     for row in np.flatnonzero(nan_step >= 0):
         raise ValueError(
@@ -295,7 +305,19 @@ def run_sharded_program(
     sampling: SamplingParams,
     passes: int | None,
 ) -> tuple[State, Frame | None, Int[Array, "devices"]]:
-    """`run` with the rows over the mesh's `data` axis: every device makes its own number of passes."""
+    """`run` with the rows over the mesh's `data` axis: every device makes its own number of passes.
+
+    Args:
+        config: Static sizes.
+        mesh: With an axis `data`.
+        params: Of the model, replicated.
+        state: Of all rows; donated.
+        sampling: Of each row.
+        passes: Most passes; None for no bound.
+
+    Returns:
+        As of `run`, with one number of passes per device.
+    """
     row, whole = PartitionSpec("data"), PartitionSpec()
 
     def local(params: Params, state: State, sampling: SamplingParams) -> tuple[State, Frame | None, Array]:

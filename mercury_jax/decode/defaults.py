@@ -48,6 +48,9 @@ def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
         lm: `LM.decoding` may hold "block" and "steps".
         plan: The caller's.
         share: Of the checkpoint's steps, by effort.
+
+    Returns:
+        The plan.
     """
     block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
     if plan.block is None and plan.steps is None and steps is not None:

@@ -43,7 +43,16 @@ from mercury_jax.types import Params, Proposal, TokenStats, View, wide
 
 
 def select_rows(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
-    """Takes `new` where a row is selected, else `old`. Only for small leaves: never over a cache."""
+    """Takes `new` where a row is selected, else `old`. Only for small leaves: never over a cache.
+
+    Args:
+        rows: Which rows take the new values.
+        new: A tree with the batch axis first.
+        old: A tree of the same structure.
+
+    Returns:
+        The selected tree.
+    """
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
 
 
@@ -193,6 +202,9 @@ def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -
         view: Of one row.
         proposal: Of the rule, which may leave that token open.
         constrained: Whether a grammar applies to the row now.
+
+    Returns:
+        The proposal with that token drawn.
     """
     first = constrained & view.editable & (jnp.cumsum(view.editable) == 1)
     waits = first & (proposal.canvas != proposal.answer)

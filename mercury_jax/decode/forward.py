@@ -57,7 +57,16 @@ def forward(
 
 
 def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
-    """Returns each row's [start : start + size] along axis 1 of every leaf [B, T, ...]."""
+    """Returns each row's [start : start + size] along axis 1 of every leaf [B, T, ...].
+
+    Args:
+        tree: Leaves [B, T, ...].
+        start: Of each row.
+        size: Positions that are kept.
+
+    Returns:
+        A tree with leaves [B, size, ...].
+    """
     one = lambda x, s: jax.lax.dynamic_slice_in_dim(x, s, size)
     return jax.tree.map(lambda x: x if x.shape[1] == size else jax.vmap(one)(x, start), tree)
 
@@ -75,6 +84,9 @@ def times(
         state: Of all rows.
         sampling: Of each row.
         causal: Rows whose time is 0.
+
+    Returns:
+        Times in 0..1 [B], or None.
     """
     if not config.model.config.timed:
         return None

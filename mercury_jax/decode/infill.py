@@ -310,13 +310,29 @@ def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[n
 
 
 def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a row's ids with its holes filled."""
+    """Returns a row's ids with its holes filled.
+
+    Args:
+        row: Texts and holes.
+        fillings: The ids in each hole.
+
+    Returns:
+        The whole sequence.
+    """
     rest = iter(fillings)
     return np.concatenate([np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row])
 
 
 def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[int]:
-    """Returns lengths to try: 1, each next one longer by `growth` (1.25: every one up to 8), and `most` itself."""
+    """Returns lengths to try: 1, each next one longer by `growth` (1.25: every one up to 8), and `most` itself.
+
+    Args:
+        most: Of the hole.
+        growth: Factor from one length to the next.
+
+    Returns:
+        Rising lengths.
+    """
     sizes = [1]
     while sizes[-1] < most:
         sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * growth))))

@@ -153,7 +153,17 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:
 
 
 def check_seed(seed: Any) -> int:
-    """Returns the seed as an int; ValueError unless it is a whole number in 0..2**31 - 1."""
+    """Returns the seed as an int; ValueError unless it is a whole number in 0..2**31 - 1.
+
+    Args:
+        seed: Of the call.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ValueError: It is anything else.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**31:
         raise refuse("seed", seed, "a whole number in 0..2**31 - 1")
     return int(seed)
@@ -165,7 +175,17 @@ def check_temperature(value: Any) -> Any:
 
 
 def check_logprobs(count: Any) -> int | None:
-    """Returns how many alternatives to keep at each token, or None; ValueError unless 0..100."""
+    """Returns how many alternatives to keep at each token, or None; ValueError unless 0..100.
+
+    Args:
+        count: Alternatives per token.
+
+    Returns:
+        The count.
+
+    Raises:
+        ValueError: It is anything else.
+    """
     if count is None:
         return None
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= 100:
@@ -174,7 +194,17 @@ def check_logprobs(count: Any) -> int | None:
 
 
 def check_plan(plan: Any) -> Plan:
-    """Returns the plan, or the default one for None; ValueError for anything else."""
+    """Returns the plan, or the default one for None; ValueError for anything else.
+
+    Args:
+        plan: Of the call.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: It is anything else.
+    """
     if plan is None:
         return Plan()
     if not isinstance(plan, Plan):
@@ -200,7 +230,14 @@ def check_mesh(mesh: Any) -> Mesh | None:
 
 
 def check_lm(lm: Any) -> None:
-    """Raises ValueError unless `lm` is an LM that holds parameters."""
+    """Raises ValueError unless `lm` is an LM that holds parameters.
+
+    Args:
+        lm: Of the call.
+
+    Raises:
+        ValueError: Names the model or its parameters.
+    """
     if not isinstance(lm, LM):
         raise refuse("lm", lm, "a model as mj.load() returns it")
     # An empty dict is fine: a Model is a record of functions, which need not have parameters.

@@ -59,12 +59,30 @@ class Range(NamedTuple):
 
 
 def Between(low: float, high: float, *, integer: bool = False) -> Range:
-    """Returns the range [low, high], both ends included."""
+    """Returns the range [low, high], both ends included.
+
+    Args:
+        low: Lower end.
+        high: Upper end.
+        integer: Whether only whole numbers are allowed.
+
+    Returns:
+        The range.
+    """
     return Range(low, high, integer=integer)
 
 
 def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Range:
-    """Returns the range [low, inf); `infinite` includes infinity itself."""
+    """Returns the range [low, inf); `infinite` includes infinity itself.
+
+    Args:
+        low: Lower end, included.
+        integer: Whether only whole numbers are allowed.
+        infinite: Whether infinity is included.
+
+    Returns:
+        The range.
+    """
     return Range(low, open_high=not infinite, integer=integer)
 
 

@@ -126,6 +126,9 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     Args:
         lm: Its checkpoint and noise set the defaults.
         request: Checked.
+
+    Returns:
+        The request with `sampler` and `plan` set.
     """
     sampler, plan = choose_sampler(lm, request.sampler, request.plan, find_effort(request.effort))
     if request.logit_bias:
@@ -152,7 +155,15 @@ def _prompts(lm: LM, request: Request, effort: Effort | None) -> list[Prompt]:
 
 
 def check_session(lm: LM, session: Session) -> None:
-    """Raises ValueError unless a session belongs to this model."""
+    """Raises ValueError unless a session belongs to this model.
+
+    Args:
+        lm: The model of the call.
+        session: The caller's.
+
+    Raises:
+        ValueError: It was made by another model.
+    """
     if session.config.model.config != lm.model.config:
         raise refuse("state", "a session of another model", f"one of {lm.name}")
 
@@ -185,7 +196,15 @@ def rows_of(
 
 
 def row_seeds(seed: int, rows: int) -> np.ndarray:
-    """Returns the seed of each row [B]: seed + i."""
+    """Returns the seed of each row [B]: seed + i.
+
+    Args:
+        seed: Of the call.
+        rows: B.
+
+    Returns:
+        Seeds in 0..2**31 - 1.
+    """
     return (seed + np.arange(rows)) % 2**31
 
 
@@ -361,6 +380,9 @@ def bucket(size: int, quantum: int = QUANTUM) -> int:
     Args:
         size: What must fit.
         quantum: Smallest capacity.
+
+    Returns:
+        The capacity.
     """
     step = quantum
     while step * 8 < size:
@@ -377,13 +399,24 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
         tokens: Positions of the longest row.
         behind: Further slots behind a row's last position, where canvases are written.
         context: The model's; no row is longer.
+
+    Returns:
+        The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
     return min(bucket(tokens + behind), max(most, tokens + behind))
 
 
 def bucketed_rows(rows: int, mesh: Mesh | None) -> int:
-    """Returns the rows of a batch after padding: a power of two that the mesh's `data` axis divides."""
+    """Returns the rows of a batch after padding: a power of two that the mesh's `data` axis divides.
+
+    Args:
+        rows: Of the request.
+        mesh: Whose devices decode rows of their own, or None.
+
+    Returns:
+        B.
+    """
     ways = 1 if mesh is None else mesh.shape["data"]
     return -(-(1 << (rows - 1).bit_length()) // ways) * ways
 
@@ -413,7 +446,15 @@ def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots:
 
 
 def row_mesh(lm: LM, mesh: Mesh | None) -> Mesh | None:
-    """Returns the mesh whose devices decode rows of their own; None where the parameters are sharded over it."""
+    """Returns the mesh whose devices decode rows of their own; None where the parameters are sharded over it.
+
+    Args:
+        lm: Its parameters may be sharded.
+        mesh: Of the request.
+
+    Returns:
+        The mesh, or None.
+    """
     return None if mesh is not None and mesh == sharding.apart(lm.params) else mesh
 
 
@@ -423,6 +464,9 @@ def prefill_width(config: DecodeConfig, pending: int) -> int | None:
     Args:
         config: Static sizes.
         pending: Committed tokens that are not in the cache, at most.
+
+    Returns:
+        The width, or None.
     """
     if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
         return None

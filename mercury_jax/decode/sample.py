@@ -251,7 +251,16 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
 
 
 def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
-    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking."""
+    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
+
+    Args:
+        lm: Its tokenizer decodes.
+        ids: Of one answer.
+        chat: Whether the prompt was a conversation.
+
+    Returns:
+        The thinking or None, and the answer.
+    """
     if chat:
         return lm.tokenizer.split_answer(ids.tolist())
     return None, lm.tokenizer.decode(ids.tolist())

@@ -17,28 +17,23 @@ registered, which makes it known to `mj.rules`, `mercury info`, the command line
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import nearest, refuse
-from mercury_jax.decode.ranges import Range, check_number, describe_params, ranges_of
+from mercury_jax.config import refuse
 from mercury_jax.types import Key, Proposal, View
 
 Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterion carries from step to step
 Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
 Logits = Float[Array, "L V"]
 NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without one
-
-P = ParamSpec("P")
-F_co = TypeVar("F_co", covariant=True)
 
 
 class Static(NamedTuple):
@@ -74,7 +69,15 @@ class StoppingFunction(Protocol):
 
 
 def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
-    """Returns the memory of a rule or stopping criterion that carries nothing."""
+    """Returns the memory of a rule or stopping criterion that carries nothing.
+
+    Args:
+        canvas: Unused.
+        vocab: Unused.
+
+    Returns:
+        ().
+    """
     return ()
 
 
@@ -188,7 +191,15 @@ class Rule:
         return returned[0], _same_structure(f"memory of {name}", returned[1], memory)
 
     def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
-        """Returns the memory at the start of a block."""
+        """Returns the memory at the start of a block.
+
+        Args:
+            canvas: Of one row.
+            vocab: V.
+
+        Returns:
+            What `init` makes.
+        """
         return _call(f"init of the rule {self.name}", self.init, canvas, vocab)
 
 
@@ -258,7 +269,15 @@ class StoppingCriterion:
         return done, _same_structure(f"memory of {name}", returned[1], memory)
 
     def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
-        """Returns the memory at the start of a block."""
+        """Returns the memory at the start of a block.
+
+        Args:
+            canvas: Of one row.
+            vocab: V.
+
+        Returns:
+            What `init` makes.
+        """
         return _call(f"init of the stopping criterion {self.name}", self.init, canvas, vocab)
 
 
@@ -280,31 +299,6 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-class Factory(Protocol[P, F_co]):
-    """What the decorators return: call it with parameters to get a rule, processor or stopping criterion.
-
-    Attributes:
-        params: The default of each parameter.
-        ranges: The allowed values of each parameter that states a range.
-        source: The paper or reference implementation.
-    """
-
-    __name__: str
-    params: dict[str, Any]
-    ranges: dict[str, Range]
-    source: str
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> F_co:
-        """Checks the parameters and returns the value."""
-        ...
-
-
-# Everything registered by name. `mj.rules`, the command line, `mercury info` and the server read these.
-RULES: dict[str, Factory[..., Any]] = {}
-PROCESSORS: dict[str, Factory[..., LogitsProcessor]] = {}
-STOPPING: dict[str, Factory[..., StoppingCriterion]] = {}
-
-
 # What the state machine calls each kind of part with; its parameters follow.
 ARGUMENTS = {
     "rule": ("key", "view", "memory"),
@@ -313,9 +307,20 @@ ARGUMENTS = {
 }
 
 
-def _parameters_of(function: Any, kind: str) -> list[inspect.Parameter]:
-    """Returns a function's parameters behind the arguments of its kind; ValueError where it does not take those."""
-    names, title = ARGUMENTS[kind], _title(function)
+def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
+    """Returns a function's parameters behind the arguments of its kind.
+
+    Args:
+        function: A user's function.
+        kind: A key of `ARGUMENTS`.
+
+    Returns:
+        The further parameters.
+
+    Raises:
+        ValueError: It does not take the arguments of its kind, in their order.
+    """
+    names, title = ARGUMENTS[kind], function_title(function)
     wanted = f"({', '.join(names)})"
     if type(function) in KINDS or hasattr(function, "params"):
         raise refuse(f"function of a {kind}", f"the {kind} {title}", f"a function of {wanted}")
@@ -334,215 +339,16 @@ def _parameters_of(function: Any, kind: str) -> list[inspect.Parameter]:
     return [p for p in found[count:] if p.kind is not p.VAR_POSITIONAL]
 
 
-def _title(function: Any) -> str:
+def function_title(function: Any) -> str:
+    """Returns the name of a function or of a part.
+
+    Args:
+        function: A function, a factory or a part.
+
+    Returns:
+        Its name, for messages.
+    """
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
-
-
-def _factory(
-    function: Callable[..., Any],
-    kind: str,
-    make: Callable[[dict[str, Any], str], Any],
-    registry: dict[str, Any],
-    name: str | None,
-    source: str,
-) -> Any:
-    """Makes a factory of a decorated function, and registers it where a name is given.
-
-    Args:
-        function: Takes the arguments of its kind, then parameters.
-        kind: A key of `ARGUMENTS`.
-        make: Makes the value from the checked parameters and the name.
-        registry: Where to register.
-        name: Under which it is registered; None: it is not.
-        source: Paper or reference implementation.
-    """
-    parameters = _parameters_of(function, kind)
-    names, ranges = [p.name for p in parameters], ranges_of(function)
-    title = name or _title(function)
-
-    @functools.wraps(function)
-    def factory(*args: Any, **given: Any) -> Any:
-        if len(args) > len(names):
-            raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
-        given = dict(zip(names, args, strict=False)) | given
-        for unknown in sorted(set(given) - set(names)):
-            raise refuse(f"{title}() argument", unknown, nearest(unknown, names) or "none")
-        values = {p.name: given.get(p.name, p.default) for p in parameters}
-        for key, value in values.items():
-            if not isinstance(value, Static):
-                values[key] = check_number(f"{title}({key}=)", value, ranges.get(key))
-        return make(values, title)
-
-    factory.__name__ = title
-    defaults = {p.name: p.default for p in parameters}
-    return _register(factory, defaults, ranges, registry, name, source)
-
-
-def _register(
-    factory: Any,
-    params: dict[str, Any],
-    ranges: dict[str, Range],
-    registry: dict[str, Any],
-    name: str | None,
-    source: str,
-) -> Any:
-    """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name."""
-    factory.params, factory.ranges, factory.source = params, ranges, source
-    lines = describe_params(factory.__name__, params, ranges)
-    text = "\n\n".join(
-        x for x in (inspect.cleandoc(factory.__doc__ or ""), source and f"Source: {source}.", lines) if x
-    )
-    factory.__doc__ = text
-    if name is not None:
-        old = registry.get(name)
-        if old is not None and (old.__module__, old.__qualname__) != (
-            factory.__module__,
-            factory.__qualname__,
-        ):
-            raise refuse("name", name, f"a name that is not taken: {old.__module__} defines {name}")
-        registry[name] = factory
-    return factory
-
-
-@overload
-def rule(function: Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]], /) -> Factory[P, Rule]: ...
-@overload
-def rule(
-    *,
-    name: str | None = None,
-    noise: str | None = None,
-    source: str = "",
-    init: Callable[[jax.Array, int], Memory] = no_memory,
-    temperature: float = 0.0,
-    stopping: Callable[[], StoppingCriterion] | None = None,
-    leave_one_out: bool = False,
-    variable_length: bool = False,
-    needs_logits: bool = True,
-) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
-def rule(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    noise: str | None = None,
-    source: str = "",
-    **fields: Any,
-) -> Any:
-    """Makes a decoding rule of `function(key, view, memory, <parameters>) -> (Proposal, memory)`.
-
-    Args:
-        function: See `RuleFunction`. Annotate parameters with a range to have them checked.
-        name: Registers the rule under this name. None: it is used as a value only.
-        noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
-        source: Paper and equation, or reference implementation.
-        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `variable_length` and `needs_logits` of `Rule`.
-
-    Returns:
-        A factory: call it with parameters to get a `Rule`.
-
-    Raises:
-        ValueError: The name is taken by another rule, or `noise` is unknown.
-
-    Example:
-        >>> @mj.rule(name="leftmost", noise="absorbing", needs_logits=False)
-        ... def leftmost(key, view, memory, count: Annotated[Param, AtLeast(1, integer=True)] = 1):
-        ...     return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
-    """
-    if noise is not None and noise not in NOISE:
-        raise refuse("noise of a rule", noise, ", ".join(NOISE) + ", or None for both")
-    stopping = fields.get("stopping")
-    if stopping is not None and (isinstance(stopping, StoppingCriterion) or not callable(stopping)):
-        allowed = "what makes a stopping criterion, such as mj.stopping.never"
-        raise refuse("stopping of a rule", stopping, allowed)
-    fields["noise"] = NOISE if noise is None else (noise,)
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: Rule(function, params, title, **fields)
-        return _factory(function, "rule", make, RULES, name, source)
-
-    return decorate if function is None else decorate(function)
-
-
-@overload
-def logits_processor(
-    function: Callable[Concatenate[Any, View, P], Any], /
-) -> Factory[P, LogitsProcessor]: ...
-@overload
-def logits_processor(
-    *, name: str | None = None, source: str = "", needs_logits: bool = True
-) -> Callable[[Callable[Concatenate[Any, View, P], Any]], Factory[P, LogitsProcessor]]: ...
-def logits_processor(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    source: str = "",
-    needs_logits: bool = True,
-) -> Any:
-    """Makes a logits processor of `function(logits [L, V], view, <parameters>) -> logits`.
-
-    Args:
-        function: See `LogitsProcessorFunction`.
-        name: Registers the processor under this name. None: it is used as a value only.
-        source: Paper and equation, or reference implementation.
-        needs_logits: False promises that each id's new logit depends on its own old one and the view alone.
-
-    Returns:
-        A factory: call it with parameters to get a `LogitsProcessor`.
-
-    Raises:
-        ValueError: The name is taken by another processor.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: LogitsProcessor(function, params, title, needs_logits)
-        return _factory(function, "logits processor", make, PROCESSORS, name, source)
-
-    return decorate if function is None else decorate(function)
-
-
-@overload
-def stopping_criterion(
-    function: Callable[Concatenate[View, Proposal, Any, P], Any], /
-) -> Factory[P, StoppingCriterion]: ...
-@overload
-def stopping_criterion(
-    *,
-    name: str | None = None,
-    source: str = "",
-    init: Callable[[jax.Array, int], Memory] = no_memory,
-    needs_logits: bool = True,
-) -> Callable[[Callable[Concatenate[View, Proposal, Any, P], Any]], Factory[P, StoppingCriterion]]: ...
-def stopping_criterion(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    source: str = "",
-    init: Callable[[jax.Array, int], Memory] = no_memory,
-    needs_logits: bool = True,
-) -> Any:
-    """Makes a stopping criterion of `function(view, proposal, memory, <parameters>) -> (done, memory)`.
-
-    Args:
-        function: See `StoppingFunction`.
-        name: Registers the criterion under this name. None: it is used as a value only.
-        source: Paper and equation, or reference implementation.
-        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
-        needs_logits: False promises that it does not read `view.logits`.
-
-    Returns:
-        A factory: call it with parameters to get a `StoppingCriterion`.
-
-    Raises:
-        ValueError: The name is taken by another criterion.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: StoppingCriterion(function, params, title, init, needs_logits)
-        return _factory(function, "stopping criterion", make, STOPPING, name, source)
-
-    return decorate if function is None else decorate(function)
 
 
 class _SamplerFields(NamedTuple):
@@ -613,30 +419,6 @@ class Sampler(_SamplerFields):
 SamplerLike: TypeAlias = Sampler | Rule | RuleFunction
 
 
-def sampler_preset(*, name: str, source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
-    """Registers a function that returns a whole `Sampler` beside the rules, under `mj.rules`.
-
-    Args:
-        name: Under which it is registered.
-        source: Paper and equation, or reference implementation.
-
-    Returns:
-        A decorator. The parameters that state a range, or have a number as default, are its parameters.
-
-    Raises:
-        ValueError: The name is taken.
-    """
-
-    def decorate(function: Callable[P, Sampler]) -> Factory[P, Sampler]:
-        ranges = ranges_of(function)
-        params = {
-            p.name: p.default for p in inspect.signature(function).parameters.values() if p.name in ranges
-        }
-        return cast(Any, _register(function, params, ranges, RULES, name, source))
-
-    return decorate
-
-
 def accept(view: View, which: Bool[Array, "L"], answer: Int[Array, "L"] | None = None) -> Proposal:
     """Accepts the drawn tokens at the given positions and refills the other open positions with noise.
 
@@ -649,6 +431,9 @@ def accept(view: View, which: Bool[Array, "L"], answer: Int[Array, "L"] | None =
 
     Returns:
         A proposal that keeps every position where it is.
+
+    Raises:
+        ValueError: `which` is not bool [L].
     """
     length = view.canvas.shape
     if getattr(which, "shape", None) != length or getattr(which, "dtype", None) != jnp.bool_:
@@ -667,6 +452,9 @@ def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None 
         view: Of one row.
         canvas: The next state of the chain.
         answer: What would be emitted now; None: the canvas.
+
+    Returns:
+        The proposal.
     """
     at = jnp.arange(canvas.shape[0], dtype=jnp.int32)
     return Proposal(canvas, canvas if answer is None else answer, view.used, at)
@@ -702,11 +490,11 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
     if hasattr(part, "params"):  # a factory
         raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
     if kind is Rule and callable(part) and not isinstance(part, type):
-        if parameters := [p for p in _parameters_of(part, "rule") if p.default is p.empty]:
+        if parameters := [p for p in function_parameters(part, "rule") if p.default is p.empty]:
             raise refuse(
                 field, f"a function with the parameter {parameters[0].name}", "one without; see mj.rule"
             )
-        return Rule(part, {}, _title(part))
+        return Rule(part, {}, function_title(part))
     raise refuse(field, part, allowed)
 
 

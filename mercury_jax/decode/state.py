@@ -168,12 +168,24 @@ def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
         state: Of all slots.
         slot: Index of the row to replace.
         row: A state with one row and the same shapes, from `first_state`.
+
+    Returns:
+        The state of all slots.
     """
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
-    """Makes one row's memories of the rule and of the stopping criterion, at the start of a block."""
+    """Makes one row's memories of the rule and of the stopping criterion, at the start of a block.
+
+    Args:
+        config: Its model has the vocabulary size.
+        sampler: Of the row.
+        canvas: The window at the start of the block.
+
+    Returns:
+        Both memories.
+    """
     assert sampler.stopping is not None
     vocab = config.model.config.vocab
     return sampler.rule.first_memory(canvas, vocab), sampler.stopping.first_memory(canvas, vocab)
@@ -188,6 +200,9 @@ def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
         key: Of the row.
         committed: Where the block starts.
         step: -1 for the noise of a new canvas.
+
+    Returns:
+        The key.
     """
     return jax.random.fold_in(jax.random.fold_in(key, committed), step)
 
@@ -198,6 +213,9 @@ def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
     Args:
         key: Of the row.
         at: Absolute positions.
+
+    Returns:
+        Uniforms in [0, 1).
     """
     each = lambda p: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0x7FFFFFFF), p))
     return jax.vmap(each)(at)
@@ -215,7 +233,16 @@ class Window(NamedTuple):
 
 
 def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
-    """Computes where the window begins within the canvas, for one row or for many."""
+    """Computes where the window begins within the canvas, for one row or for many.
+
+    Args:
+        config: Static sizes.
+        cache_length: Of the row.
+        committed: Of the row.
+
+    Returns:
+        The offset.
+    """
     return jnp.clip(committed - cache_length - config.revisable, 0, config.width - config.window)
 
 
@@ -225,6 +252,9 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     Args:
         config: Static sizes.
         row: One row of a state, without a batch axis.
+
+    Returns:
+        The window.
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
@@ -240,6 +270,9 @@ def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], params: SamplingPa
         config: Its model's config lists the other ids.
         tokens: Ids.
         params: Of one row.
+
+    Returns:
+        Bools of the shape of `tokens`.
     """
     ends = tokens == params.eos
     for other in config.model.config.ends:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.ranges import AtLeast
-from mercury_jax.decode.sampler import STOPPING, Memory, Param, StoppingCriterion, stopping_criterion
+from mercury_jax.decode.registration import STOPPING, stopping_criterion
+from mercury_jax.decode.sampler import Memory, Param, StoppingCriterion
 from mercury_jax.types import Proposal, View
 
 ALL = STOPPING

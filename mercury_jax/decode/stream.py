@@ -134,7 +134,15 @@ class AnswerBuffer:
         self.confidence = np.zeros(slots, np.float32)
 
     def update(self, frames: Frame, made: int) -> bool:
-        """Adds the first `made` frames of row 0; returns whether any of them was a denoising pass."""
+        """Adds the first `made` frames of row 0; returns whether any of them was a denoising pass.
+
+        Args:
+            frames: Of several passes [passes, B, ...].
+            made: How many of them were made.
+
+        Returns:
+            Whether any of them denoised the row.
+        """
         denoising = [i for i in range(made) if frames.used[i, 0] > 0]
         for i in denoising:
             self._add(jax.tree.map(lambda x, i=i: x[i, 0], frames))

@@ -24,6 +24,9 @@ def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = Fals
         tokenizer: Its thinking marks count; without any the result is False.
         ids: The reply so far.
         opened: Whether the prompt already opened the thinking.
+
+    Returns:
+        Whether the thinking is still open.
     """
     marks = tokenizer.thinking
     if marks is None:
@@ -41,6 +44,9 @@ def close_thinking_ids(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool
         tokenizer: Its thinking marks count.
         ids: The reply.
         opened: Whether the prompt already opened the thinking.
+
+    Returns:
+        The ids.
     """
     ids = tuple(ids)
     marks = tokenizer.thinking
@@ -56,6 +62,9 @@ def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Itera
         tokenizer: Its thinking marks count.
         prompt: Ids of the prompt.
         reply: Ids of the reply.
+
+    Returns:
+        Ids up to and with the closing token; () where there is no thinking.
     """
     ends = {*tokenizer.ends, tokenizer.pad, tokenizer.end_turn}
     text = itertools.takewhile(lambda i: i not in ends, map(int, reply))

@@ -131,7 +131,16 @@ class LogprobBuffer(NamedTuple):
 
 
 def empty_logprobs(rows: int, slots: int, alternatives: int) -> LogprobBuffer:
-    """Makes log-probabilities [B, S] of zeros with k = `alternatives`."""
+    """Makes log-probabilities [B, S] of zeros with k = `alternatives`.
+
+    Args:
+        rows: B.
+        slots: S.
+        alternatives: k.
+
+    Returns:
+        The buffer.
+    """
     shape = (rows, slots, alternatives)
     return LogprobBuffer(jnp.zeros((rows, slots)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
@@ -173,11 +182,29 @@ def update_logprobs(
 
 
 def slice_at(x: Array, start: Int[Array, ""], size: int) -> Array:
-    """Returns x[start : start + size] along the first axis; x itself where it has this size."""
+    """Returns x[start : start + size] along the first axis; x itself where it has this size.
+
+    Args:
+        x: Any array.
+        start: Index of the first element.
+        size: Elements that are kept.
+
+    Returns:
+        The slice.
+    """
     return x if x.shape[0] == size else jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
 def write_at(x: Array, piece: Array, start: Int[Array, ""]) -> Array:
-    """Returns x with `piece` written at start; the piece itself where it has the shape of x."""
+    """Returns x with `piece` written at start; the piece itself where it has the shape of x.
+
+    Args:
+        x: Any array.
+        piece: At most as long.
+        start: Index of its first element.
+
+    Returns:
+        The array.
+    """
     piece = piece.astype(x.dtype)
     return piece if x.shape == piece.shape else jax.lax.dynamic_update_slice_in_dim(x, piece, start, 0)

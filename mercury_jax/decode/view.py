@@ -89,17 +89,41 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
 
 
 def steps_of(window: Window, params: SamplingParams) -> Int[Array, ""]:
-    """Returns the steps that one row's block may take."""
+    """Returns the steps that one row's block may take.
+
+    Args:
+        window: Of the row.
+        params: Of the row.
+
+    Returns:
+        The steps.
+    """
     return jnp.where(params.steps > 0, params.steps, jnp.maximum(window.editable.sum(), 1))
 
 
 def time_of(step: Int[Array, ""], steps: Int[Array, ""]) -> Float[Array, ""]:
-    """Returns the time of a canvas after some steps, 1 = noise."""
+    """Returns the time of a canvas after some steps, 1 = noise.
+
+    Args:
+        step: Steps that were taken.
+        steps: Steps that the block may take.
+
+    Returns:
+        The time.
+    """
     return 1.0 - step / steps
 
 
 def token_counts(row: State, vocab: int) -> tuple[Int[Array, "V"], Int[Array, "V"]]:
-    """Counts how often each id occurs in the answer before the window, and in the prompt."""
+    """Counts how often each id occurs in the answer before the window, and in the prompt.
+
+    Args:
+        row: One row of a state.
+        vocab: V.
+
+    Returns:
+        Both counts.
+    """
     at = jnp.arange(row.tokens.shape[0])
     count = lambda which: jnp.zeros((vocab,), jnp.int32).at[row.tokens].add(which.astype(jnp.int32))
     return count((at >= row.prompt) & (at < row.committed)), count(at < row.prompt)
@@ -150,6 +174,9 @@ def forbid_empty_answer(
         at: Absolute positions.
         params: Of the row.
         first_id: The id of the first column.
+
+    Returns:
+        The logits.
     """
     first = (at == row.committed) & (row.committed > row.prompt)
     first &= (row.answer_budget == 0) & (params.end_thinking >= 0)

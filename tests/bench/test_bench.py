@@ -16,8 +16,9 @@ from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import decoder, rules
 from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.request import Request, start
-from mercury_jax.decode.sampler import accept, rule
+from mercury_jax.decode.sampler import accept
 from mercury_jax.evaluate import tasks
 from mercury_jax.evaluate.runner import ONE_A_STEP
 from mercury_jax.train import generators

@@ -14,8 +14,9 @@ from mercury_jax import models, noise
 from mercury_jax.config import NoiseConfig
 from mercury_jax.decode import chunked_vocab, decoder, guidance, processors
 from mercury_jax.decode.inputs import Prompt
+from mercury_jax.decode.registration import logits_processor, rule
 from mercury_jax.decode.request import Request, rows_of, start
-from mercury_jax.decode.sampler import Sampler, accept, logits_processor, rule
+from mercury_jax.decode.sampler import Sampler, accept
 from mercury_jax.decode.token_stats import NEVER, draw, token_stats
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.types import LM

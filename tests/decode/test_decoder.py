@@ -11,7 +11,8 @@ import mercury_jax as mj
 from mercury_jax.decode import decoder, request
 from mercury_jax.decode.decoder import advance
 from mercury_jax.decode.inputs import Prompt
-from mercury_jax.decode.sampler import accept, rule
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.sampler import accept
 from mercury_jax.decode.state import admit
 from tests.tiny import PATTERNS, tiny
 

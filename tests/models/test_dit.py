@@ -10,7 +10,8 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
-from mercury_jax.decode.sampler import accept, rule
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.sampler import accept
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig

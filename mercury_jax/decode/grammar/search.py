@@ -30,7 +30,15 @@ START: Lex = (0, 0, 0)
 
 
 def advance_lex(lex: Lex, units: Iterable[Unit]) -> Lex:
-    """Returns the lexical state of JSON after some units."""
+    """Returns the lexical state of JSON after some units.
+
+    Args:
+        lex: The state before.
+        units: Bytes and special tokens.
+
+    Returns:
+        The state behind them.
+    """
     depth, inside, marks = lex
     for unit in units:
         if inside:
@@ -131,7 +139,13 @@ class EndSearch:
         return self._led.get(mask, ())
 
     def learn(self, mask: bytes, plan: list[Unit], bridges: Sequence[list[Unit]]) -> None:
-        """Remembers how a plan was found from a state with this mask."""
+        """Remembers how a plan was found from a state with this mask.
+
+        Args:
+            mask: Of the state.
+            plan: The completion that was found.
+            bridges: Ends that it may have joined.
+        """
         bridge = next((b for b in bridges if b and plan[-len(b) :] == b), [])
         way = plan[: len(plan) - len(bridge)]
         known = self._led.setdefault(mask, deque(maxlen=_MOST_LEARNED))

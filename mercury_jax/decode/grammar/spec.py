@@ -28,6 +28,9 @@ def grammar_error(where: str, value: object, allowed: str) -> GrammarError:
         where: The place in the schema, or the argument.
         value: What was found.
         allowed: What is allowed.
+
+    Returns:
+        The error, to be raised.
     """
     shown = repr(value)
     return GrammarError(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}; allowed: {allowed}")

@@ -115,7 +115,15 @@ class GrammarVocabulary:
         return None if ids is None else len(ids)
 
     def extended(self, old: Spelling, units: Sequence[Unit]) -> Spelling:
-        """Appends units to a spelling."""
+        """Appends units to a spelling.
+
+        Args:
+            old: The spelling of the text so far.
+            units: What is appended.
+
+        Returns:
+            The spelling of the longer text.
+        """
         text, costs = old
         for unit in units:
             if unit > 255:
@@ -133,7 +141,15 @@ class GrammarVocabulary:
         return [self._single[unit] for unit in units] if self.whole else self.spell(units)
 
     def begins(self, units: Sequence[Unit], mask: bytes) -> bool:
-        """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own."""
+        """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own.
+
+        Args:
+            units: Bytes and special tokens.
+            mask: Bits of the ids that are allowed.
+
+        Returns:
+            Whether the units may come next.
+        """
         id = self._single[units[0]] if units else -1
         return id < 0 or bool(mask[id >> 3] >> (id & 7) & 1)
 

@@ -20,7 +20,7 @@ from mercury_jax.decode.processors.logits import (
     top_p,
 )
 from mercury_jax.decode.processors.token_ids import allow, allow_bits, ban, bias, check_ids
-from mercury_jax.decode.sampler import PROCESSORS
+from mercury_jax.decode.registration import PROCESSORS
 
 ALL = PROCESSORS  # by name; `allow`, `allow_bits`, `ban` and `bias` take tables and are not in it
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mercury_jax.decode.ranges import Above, AtLeast, Between, Finite
-from mercury_jax.decode.sampler import Logits, Param, logits_processor
+from mercury_jax.decode.registration import logits_processor
+from mercury_jax.decode.sampler import Logits, Param
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import View
 
@@ -24,6 +25,9 @@ def keep_forbidden(old: Logits, new: Logits) -> Logits:
     Args:
         old: Logits before a processor.
         new: Logits after it.
+
+    Returns:
+        The new logits.
     """
     return jnp.where(old > NEVER, jnp.clip(new, NEVER, -NEVER), NEVER)
 

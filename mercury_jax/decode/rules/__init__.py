@@ -13,9 +13,9 @@ The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so 
 
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax.decode.registration import RULES
 from mercury_jax.decode.rules import combined, dream, history, masked, remask, uniform, variable_length
 from mercury_jax.decode.rules.combined import one_of
-from mercury_jax.decode.sampler import RULES
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation

@@ -9,8 +9,9 @@ import jax
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.ranges import AtLeast, Between, check_number
+from mercury_jax.decode.registration import sampler_preset
 from mercury_jax.decode.rules.masked import confidence
-from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion, sampler_preset
+from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion
 
 Part = TypeVar("Part", Rule, StoppingCriterion)
 
@@ -122,6 +123,9 @@ def self_speculation(
 
     Returns:
         The sampler, for models whose encoding pass predicts the next token.
+
+    Raises:
+        ValueError: `draft` or `temperature` is out of range.
     """
     ranges = self_speculation.ranges
     draft = check_number("self_speculation(draft=)", draft, ranges["draft"])

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.rules.masked import top
-from mercury_jax.decode.sampler import Memory, Param, accept, rule
+from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 

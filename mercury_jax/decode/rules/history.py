@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.rules.masked import even_share, fixed_share, top
-from mercury_jax.decode.sampler import Memory, Param, accept, rule
+from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.ranges import Above, AtLeast, Between
-from mercury_jax.decode.sampler import Memory, Param, accept, rule
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 
@@ -32,7 +33,16 @@ def rank_among(score: Float[Array, "L"], among: Bool[Array, "L"]) -> Int[Array, 
 
 
 def top(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""] | int) -> Bool[Array, "L"]:
-    """Selects the `count` highest scores among the given positions; ties go to the left."""
+    """Selects the `count` highest scores among the given positions; ties go to the left.
+
+    Args:
+        score: Higher is better.
+        among: Positions that may be selected.
+        count: How many; may be traced.
+
+    Returns:
+        The selected positions.
+    """
     return among & (rank_among(score, among) < count)
 
 

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stopping
 from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.rules.masked import top
-from mercury_jax.decode.sampler import Memory, Param, accept, rule
+from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.decode.token_stats import draw
 from mercury_jax.types import Key, Proposal, TokenStats, View
 
@@ -29,6 +30,9 @@ def sigma_max(alpha_t: Alpha, alpha_s: Alpha) -> Float[Array, ""]:
     Args:
         alpha_t: alpha at the time of the canvas.
         alpha_s: alpha at the time after the step.
+
+    Returns:
+        The probability.
     """
     return jnp.minimum(1.0, (1.0 - alpha_s) / jnp.maximum(alpha_t, 1e-9))
 
@@ -62,6 +66,9 @@ def remask(view: View, proposal: Proposal, which: Bool[Array, "L"]) -> Proposal:
         view: Of one row.
         proposal: To change.
         which: Positions; those that are not editable are left as they are.
+
+    Returns:
+        The proposal.
     """
     return proposal._replace(canvas=jnp.where(view.editable & which, view.noise, proposal.canvas))
 
@@ -73,6 +80,9 @@ def replace_tokens(proposal: Proposal, which: Bool[Array, "L"], tokens: Int[Arra
         proposal: To change.
         which: Positions.
         tokens: The new tokens.
+
+    Returns:
+        The proposal.
     """
     put = lambda old: jnp.where(which, tokens, old)
     return proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
@@ -219,7 +229,17 @@ def remdm_loop(
 
 
 def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
-    """Returns the alpha of `remdm_loop`'s own schedule at time t; see there for the arguments."""
+    """Returns the alpha of `remdm_loop`'s own schedule at time t; see there for the arguments.
+
+    Args:
+        t: Time.
+        t_on: Time at which remasking begins.
+        t_off: Time at which it ends.
+        alpha_on: alpha of the middle phase.
+
+    Returns:
+        alpha(t).
+    """
     rising = alpha_on * (1.0 - t) / jnp.maximum(1.0 - t_on, 1e-6)
     closing = 1.0 - (1.0 - alpha_on) * t / jnp.maximum(t_off, 1e-6)
     return jnp.where(t > t_on, rising, jnp.where(t > t_off, alpha_on, closing))

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import processors, stopping
 from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose, rule, sampler_preset
+from mercury_jax.decode.registration import rule, sampler_preset
+from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 
 

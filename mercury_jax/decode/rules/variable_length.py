@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stopping
 from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.rules.masked import top
-from mercury_jax.decode.sampler import Param, rule
+from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import Key, Proposal, View
 
@@ -66,6 +67,9 @@ def moved(old: Array, new: Array, source: Int[Array, "L"], used: Int[Array, ""])
         new: Values for new positions, by place (at most that of the last old position).
         source: As of `rearrange`.
         used: How many positions were used before.
+
+    Returns:
+        The value of each new position.
     """
     place = jnp.clip(jnp.arange(source.shape[0]), 0, jnp.maximum(used - 1, 0))
     return jnp.where(source >= 0, old[jnp.maximum(source, 0)], new[place])
@@ -83,6 +87,9 @@ def resized(
         word: What the answer holds at a new mask, which no pass has predicted yet: the prediction at its place.
         keep: Whether an old position is kept.
         extra: How many masks are inserted before it.
+
+    Returns:
+        The proposal.
     """
     size = canvas.shape[0]
     at = jnp.arange(size)
@@ -314,6 +321,9 @@ def end_confidence(view: View, tail: Param) -> Float[Array, ""]:
     Args:
         view: Reads `stats`, `editable` and `eos`.
         tail: Positions that are counted.
+
+    Returns:
+        The confidence, in 0..1.
     """
     ends = view.editable & (view.stats.argmax == view.eos)
     counted = ends & (jnp.cumsum(ends[::-1])[::-1] <= tail)
