@@ -1,7 +1,7 @@
 """Registration: the decorators that make rules, logits processors and stopping criteria of functions.
 
 A part with `name=` is registered, which makes it known to `mj.rules` (`mj.processors`, `mj.stopping`), `mercury info`,
-the command line and the server. The annotation of a parameter may state its range (`ranges.py`), to which values are held.
+command line and the server. The annotation of a parameter may state its range (`ranges.py`), which is then enforced.
 """
 
 from __future__ import annotations
