@@ -1,4 +1,4 @@
-"""What the grammars cost the host: the time of the thread that runs them, whatever else the machine does."""
+"""What the grammars cost the host: the time of the thread that runs them, whatever else the decoder does."""
 
 import functools
 import statistics

@@ -21,7 +21,7 @@ def goldens():
 
 
 def small(p, masked=None, **more):
-    """`view` of up to 8 positions, all masks unless told, padded with settled ones."""
+    """`view` of up to 8 positions, all masks unless told, padded with decided ones."""
     rest = WIDTH - len(p)
     masked = [True] * len(p) if masked is None else masked
     return view([*p, *[0.0] * rest], [*masked, *[False] * rest], **more)
@@ -33,7 +33,7 @@ def takes(rule, p, masked=None, memory=(), **more):
 
 
 def check_settles(rule, steps):
-    """Decode 5 masks in `steps` steps: all get settled, what is given or settled stays, no answer holds a mask."""
+    """Decode 5 masks in `steps` steps: all get decided, what is given or decided stays, no answer holds a mask."""
     editable = np.asarray([False, False, True, True, True, False, True, True, True, True, False])
     canvas = jnp.where(
         editable, MASK, jnp.asarray([3, 3, 0, 0, 0, 4, 0, 0, 0, 0, MASK])

@@ -1,4 +1,4 @@
-"""A vocabulary that is read piece by piece says what it says as a whole, and is never all there."""
+"""A vocabulary that is read chunk by chunk says what it says as a whole, and is never all there."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ CUTS = ((0, 70), (0, 32, 64, 70), (0, 7, 14, 70))  # where pieces begin and end
 
 
 def logits_of(key=KEY):
-    """Some ids impossible, one position with two largest logits in different pieces."""
+    """Some ids impossible, one position with two largest logits in different chunks."""
     x = 3 * jax.random.normal(key, (L, V))
     return x.at[:, 5].set(NEVER).at[2, jnp.asarray([3, 66])].set(9.0).at[3, 33].set(40.0)
 
@@ -127,7 +127,7 @@ ALLOWS = (processors.allow({2: [40, 41, 96], 9: [3]}), processors.allow_bits(BIT
 
 
 def test_a_model_decodes_in_pieces_as_with_all_logits():
-    """Every logits_processor that may be given a part; the last piece is shorter, and pieces begin within words of
+    """Every logits processor that may be given a part; the last piece is shorter, and chunks begin within words of
     bits."""
     piece = 24
     lm, sampler = conditioned(), Sampler(mj.rules.entropy_bound(), SHAPERS, temperature=0.0, allow=ALLOWS)
@@ -182,7 +182,7 @@ def every(jaxpr):
 
 
 def test_parts_that_say_nothing_are_given_all_logits():
-    """A user's own rule, logits_processor and stop may look at whatever a view has."""
+    """A user's own rule, logits processor and stop may look at whatever a view has."""
 
     @rule
     def own(key, view, memory):

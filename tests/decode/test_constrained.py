@@ -1,4 +1,4 @@
-"""The seam between a grammar and the device: what a gate writes into an open canvas, and what a gated row draws."""
+"""Between a grammar and the device: what a constrained row commits to an open canvas, and what such a row draws."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Laws of the state machine: prompts stay, finished rows stand still, rows do not see each other."""
+"""Laws of the decoder: prompts stay, finished rows stand still, rows do not see each other."""
 
 import dataclasses
 

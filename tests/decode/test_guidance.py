@@ -54,7 +54,7 @@ def one(model, params, *args, **more):
 
 
 def walk(model, params, cache, text, known, total, size):
-    """Passes as the machine makes them: rows encode, then denoise once. Logits [open, V] of each row."""
+    """Passes as the decoder makes them: rows encode, then denoise once. Logits [open, V] of each row."""
     length, known, total = np.zeros(len(known), int), np.asarray(known), np.asarray(total)
     ready = np.asarray(model.encodable(jnp.asarray(known)))
     starts, out = ready, cast(list[Any], [None] * len(known))

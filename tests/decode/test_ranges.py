@@ -1,4 +1,4 @@
-"""Every number that a rule, logits_processor or stop takes has a range, and the check is that range."""
+"""Every number that a rule, logits processor or stop takes has a range, and the check is that range."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Rules that edit settled tokens, against cases computed by hand and runs to their end."""
+"""Rules that edit decided tokens, against cases computed by hand and runs to their end."""
 
 import jax
 import jax.numpy as jnp

@@ -31,12 +31,12 @@ def half_masked():
 
 
 def many(**more):
-    """N positions, the first half masks, the second half settled to 8."""
+    """N positions, the first half masks, the second half decided to 8."""
     return half_masked()._replace(**{k: jnp.asarray(v) for k, v in more.items()})
 
 
 def shares(rule, v):
-    """(share of the masks that were settled, share of the settled that were masked)."""
+    """(share of the masks that were decided, share of the decided that were masked)."""
     canvas = np.asarray(act(KEY, rule, v)[0].canvas)
     half = N // 2
     return np.mean(canvas[:half] != MASK), np.mean(canvas[half:] == MASK)

@@ -1,4 +1,4 @@
-"""Views made by hand, for rules, shapers and stops without a model."""
+"""Views made by hand, for rules, processors and stops without a model."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def view(p_sample, masked, entropy=None, uniform=False, **more):
 
 
 def view_of(logits, canvas, masked, key=KEY, temperature=0.0, mask=MASK, **more):
-    """A view read from real logits [L, V], as the machine would read them."""
+    """A view read from real logits [L, V], as the decoder would read them."""
     from mercury_jax.decode.token_stats import draw, forbid
 
     logits = forbid(jnp.asarray(logits, jnp.float32), (mask,))
