@@ -146,4 +146,4 @@ def logprobs_of(nats: Any, run: Running, end: int) -> LogProbs:
     """A row's log-probabilities, as many alternatives as the job asked for."""
     few = run.ticket.job.logprobs or 0
     where = slice(run.prompt, end)
-    return LogProbs(nats.token[where], nats.ids[where, :few], nats.top[where, :few])
+    return LogProbs(nats.chosen[where], nats.top_ids[where, :few], nats.top[where, :few])
