@@ -19,48 +19,103 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import grammar, rules, shape, stop
+    from mercury_jax.decode import grammar, processors, rules, stopping
+    from mercury_jax.decode.decoder import Session
+    from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
-    from mercury_jax.decode.effort import EFFORTS, Effort
-    from mercury_jax.decode.infill import Hole, infill
-    from mercury_jax.decode.output import LogProbs, Output, Session
-    from mercury_jax.decode.parts import Sampler, propose, rule, settle, shaper
+    from mercury_jax.decode.infill import Hole, InfillOutput, infill
     from mercury_jax.decode.ranges import Above, AtLeast, Between
-    from mercury_jax.decode.sample import sample
+    from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
+    from mercury_jax.decode.sample import LogProbs, Output, sample
+    from mercury_jax.decode.sampler import (
+        LogitsProcessor,
+        Param,
+        Rule,
+        Sampler,
+        StoppingCriterion,
+        accept,
+        propose,
+    )
     from mercury_jax.decode.score import Score, logits, score
-    from mercury_jax.decode.stream import stream
+    from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.load import load
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
-    from mercury_jax.types import LM
+    from mercury_jax.types import LM, Proposal, TokenStats, View
 
-# Loaded at first use: importing the package stays quick, and sampling never loads the trainer.
+# Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("grammar", "rules", "shape", "stop"),
+    "decode": ("grammar", "processors", "rules", "stopping"),
+    "decode.decoder": ("Session",),
+    "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
-    "decode.effort": ("EFFORTS", "Effort"),
-    "decode.infill": ("Hole", "infill"),
-    "decode.output": ("LogProbs", "Output", "Session"),
-    "decode.parts": ("Sampler", "propose", "rule", "settle", "shaper"),
+    "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.ranges": ("Above", "AtLeast", "Between"),
-    "decode.sample": ("sample",),
+    "decode.sample": ("LogProbs", "Output", "sample"),
+    "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
+    "decode.sampler": (
+        "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
+    ),
     "decode.score": ("Score", "logits", "score"),
-    "decode.stream": ("stream",),
+    "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
-    "types": ("LM",),
-}
+    "types": ("LM", "Proposal", "TokenStats", "View"),
+}  # fmt: skip
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AtLeast", "Between", "EditOutput", "Effort", "Hole", "LogProbs", "ModelConfig",
-    "NoiseConfig", "Output", "Plan", "Refresh", "Sampler", "Score", "Session", "Tokenizer", "TrainConfig", "edit",
-    "grammar", "hub", "infill", "load", "logits", "mesh", "propose", "rule", "rules", "sample", "score", "settle",
-    "shape", "shaper", "stop", "stream", "train",
+    "EFFORTS",
+    "LM",
+    "Above",
+    "AtLeast",
+    "Between",
+    "EditOutput",
+    "Effort",
+    "Hole",
+    "InfillOutput",
+    "LogProbs",
+    "LogitsProcessor",
+    "ModelConfig",
+    "NoiseConfig",
+    "Output",
+    "Param",
+    "Plan",
+    "Proposal",
+    "Refresh",
+    "Rule",
+    "Sampler",
+    "Score",
+    "Session",
+    "StoppingCriterion",
+    "StreamOutput",
+    "TokenStats",
+    "Tokenizer",
+    "TrainConfig",
+    "View",
+    "accept",
+    "edit",
+    "grammar",
+    "hub",
+    "infill",
+    "load",
+    "logits",
+    "logits_processor",
+    "mesh",
+    "processors",
+    "propose",
+    "rule",
+    "rules",
+    "sample",
+    "score",
+    "stopping",
+    "stopping_criterion",
+    "stream",
+    "train",
 ]  # fmt: skip
 
 

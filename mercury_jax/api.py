@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from mercury_jax import hub, models, noise, sharding
 from mercury_jax.config import ModelConfig, refuse, to_dict
-from mercury_jax.decode import defaults
+from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, launch, loop
@@ -35,7 +35,7 @@ def train(config: TrainConfig) -> loop.Result:
     if config.distributed:
         launch.distributed()
     at, on, c = loop.ready(config), loop.mesh_of(config), config.model
-    decoding = defaults.described(config.sampler)
+    decoding = rule_settings(config.sampler)
     model = models.build(c)
     check(
         config.objective,

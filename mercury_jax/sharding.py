@@ -11,7 +11,6 @@ spread by hand (`models.parallel`).
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import math
 import re
@@ -26,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.types import Cache, Model
+    from mercury_jax.types import Cache, Device, Model
 
 AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
@@ -135,36 +134,40 @@ def whole(on: Mesh) -> NamedSharding:
     return NamedSharding(on, PartitionSpec())
 
 
-def by_rows(x: Any) -> Any:
-    """An activation [B, ...] of a training step with its rows over (data, fsdp), on a mesh with `fsdp`; else as it is.
+def by_rows(x: Any, on: Mesh | None) -> Any:
+    """Shards an activation's rows over `data` and `fsdp` in a training step.
 
-    A product of such rows and a matrix that lies over `fsdp` has two ways to be made, and left alone XLA gathers the
-    rows: every device then holds activations of all of them. With this it gathers the matrix.
+    A product of sharded rows and a matrix that is sharded over `fsdp` can be computed in two ways. XLA by itself
+    gathers the rows, so that every device holds the activations of all of them; with this constraint it gathers the
+    matrix.
+
+    Args:
+        x: An activation [B, ...].
+        on: The mesh of the step; None, or a mesh without `fsdp`, leaves x as it is.
     """
-    on = jax.sharding.get_abstract_mesh()
-    if on.shape.get("fsdp", 1) == 1 or on.manual_axes or x.shape[0] % ways(on):
+    if on is None or on.shape["fsdp"] == 1 or x.shape[0] % ways(on):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *free))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(ROWS, *free)))
 
 
-def rowwise(f: Callable[..., Any], params: Any, *args: Any) -> Any:
-    """f(params, *args) of arrays [B, ...], in a training step by every device for its own rows.
+def rowwise(f: Callable[..., Any], on: Mesh | None, params: Any, *args: Any) -> Any:
+    """Computes f(params, *args) on every device for its own rows.
 
-    Each gets the parameters that f uses whole, and what they have for a gradient is added up once, behind f: of a
-    product in a loop XLA's partitioner would add it up in every turn.
+    Each device gets the parameters that f uses whole, and their gradient is summed once, after f: for a product in a
+    loop XLA's partitioner would sum it in every iteration.
+
+    Args:
+        f: A function of arrays [B, ...] that treats rows independently.
+        on: The mesh of the training step; None, or one that does not divide the rows: f is called as it is.
+        params: Parameters, the same for all rows.
+        args: Arrays [B, ...].
     """
-    on = jax.sharding.get_abstract_mesh()
-    if (
-        on.empty
-        or on.manual_axes
-        or ways(on) == 1
-        or any(x.shape[0] % ways(on) for x in jax.tree.leaves(args))
-    ):
+    if on is None or ways(on) == 1 or any(x.shape[0] % ways(on) for x in jax.tree.leaves(args)):
         return f(params, *args)
     row = PartitionSpec(ROWS)
     specs = (PartitionSpec(), *[row] * len(args))
-    return jax.shard_map(f, in_specs=specs, out_specs=row, axis_names=set(ROWS))(params, *args)
+    return jax.shard_map(f, mesh=on, in_specs=specs, out_specs=row, axis_names=set(ROWS))(params, *args)
 
 
 def ways(on: Mesh | AbstractMesh) -> int:
@@ -231,14 +234,6 @@ def local(params: Any, rules: Sequence[Rule]) -> Any | None:
     return None if here is None else held
 
 
-_passing: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
-
-
-def passing() -> Mesh | None:
-    """The mesh over which the pass that is being traced is spread by hand; None: there is none."""
-    return _passing.get()
-
-
 def apart(params: Any) -> Mesh | None:
     """The mesh that parameters (arrays, or shapes with shardings) lie on, where its `tensor` or `expert` axis has
     more than one device; else None."""
@@ -251,23 +246,31 @@ def apart(params: Any) -> Mesh | None:
 
 @functools.cache
 def over(model: Model, on: Mesh | None) -> Model:
-    """The model whose passes over a cache are spread by hand over a mesh, and whose caches lie on it; None: itself.
+    """The model whose passes over a cache are divided by hand over a mesh (`models.parallel`); so are its caches.
 
-    The mesh is part of the functions, so that of a jit's cache too where the model is a static argument.
+    The mesh is part of the functions, so that programs for several meshes do not share jit's cache where the model is a
+    static argument. Equal arguments give the same model. None: the model itself.
     """
     if on is None:
         return model
-    forward = functools.partial(_forward, model.forward, on)
+    forward = functools.partial(model.forward, mesh=on)
     empty = functools.partial(_empty, model.empty_cache, on)
     return model._replace(forward=forward, empty_cache=empty, mesh=on)
 
 
-def _forward(forward: Any, on: Mesh, *args: Any, **more: Any) -> Any:
-    token = _passing.set(on)
-    try:
-        return forward(*args, **more)
-    finally:
-        _passing.reset(token)
+@functools.cache
+def train_on(model: Model, on: Mesh | None) -> Model:
+    """The model for training steps on a mesh: activations keep their rows over `data` and `fsdp` (`by_rows`)."""
+    return model if on is None else model._replace(apply=functools.partial(model.apply, mesh=on), mesh=on)
+
+
+@functools.cache
+def compiled_for(model: Model, device: Device | None) -> Model:
+    """The model whose passes are traced for another device than this machine's (ahead-of-time compilation)."""
+    if device is None:
+        return model
+    forward, apply = (functools.partial(f, device=device) for f in (model.forward, model.apply))
+    return model._replace(forward=forward, apply=apply)
 
 
 def _empty(empty: Any, on: Mesh, batch: int, slots: int) -> Cache:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a plain nested dict of arrays
 Cache = Any  # a pytree whose every leaf has the batch axis first
-Carry = Any  # what one pass hands to the next (self-conditioning), or ()
+Carry = Any  # self-conditioning: what one pass hands to the next, or ()
+Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 
 
 def wide(dtype: Any) -> Any:
@@ -70,92 +72,192 @@ class Loss(NamedTuple):
     metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
 
 
-class Reading(NamedTuple):
-    """What one pass over the vocabulary tells of each position of one row's canvas."""
+class TokenStats(NamedTuple):
+    """What rules need to know of the logits at each position of one row's canvas.
+
+    Computed from all logits at once by `decode.token_stats`, or over chunks of a large vocabulary by
+    `decode.chunked_vocab`. All values are those after the logits processors.
+    """
 
     argmax: Int[Array, "L"]
-    sample: Int[Array, "L"]  # a draw at the sampler's temperature
+    sample: Int[Array, "L"]  # a draw at the sampler's temperature; the argmax at temperature 0
     p_argmax: Float[Array, "L"]
     p_sample: Float[Array, "L"]
-    p_canvas: Float[Array, "L"]  # probability of the token that stands there now
+    p_canvas: Float[Array, "L"]  # probability of the token that the canvas holds now
     entropy: Float[Array, "L"]  # nats
     margin: Float[Array, "L"]  # p(first) - p(second)
-    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where nothing ends the answer
+    p_eos: Float[Array, "L"]  # probability of the end of text; 0 where no id ends the answer
 
 
 class View(NamedTuple):
-    """What a decoding rule may look at: one row, no batch axis. L is the active window of the canvas."""
+    """What rules, logits processors and stopping criteria see: one row, no batch axis. L is the active window."""
 
-    canvas: Int[Array, "L"]
-    answer: Int[Array, "L"]  # what would have been emitted after the step before
-    reading: Reading
-    blind: Reading  # the same, read by masks that cannot see the token they stand for; rules ask for it
-    logits: Float[Array, "L V"]  # shaped; only for parts that say so (`parts.Part.whole`)
+    canvas: Int[Array, "L"]  # state of the chain: tokens, and masks or noise
+    answer: Int[Array, "L"]  # what would have been emitted after the previous step
+    stats: TokenStats  # None while logits processors run
+    leave_one_out: (
+        TokenStats  # predicted by masks that do not see the token at their own position; on request
+    )
+    logits: Float[Array, "L V"]  # processed; only for parts that need them (`needs_logits`)
     editable: Bool[Array, "L"]  # in the active block and not given by the user
     masked: Bool[Array, "L"]  # editable and still the mask id; under uniform noise all that is editable
-    n: Int[Array, ""]  # used positions of the window
-    room: Int[Array, ""]  # positions by which the window may still grow
+    used: Int[Array, ""]  # positions of the window that hold something
+    growth: Int[Array, ""]  # positions by which the window may still grow
     noise: Int[Array, "L"]  # fresh tokens from the prior at time s; the mask id where there is one
-    t: Float[Array, ""]  # the time of this canvas, 1 = noise
-    s: Float[Array, ""]  # the time after this step, s < t
-    keep_t: Float[Array, ""]  # alpha(t)
-    keep_s: Float[Array, ""]  # alpha(s)
-    step: Int[Array, ""]  # steps taken on this block
-    steps: Int[Array, ""]  # steps that the block may take
+    t: Float[Array, ""]  # time of this canvas, 1 = noise
+    s: Float[Array, ""]  # time after this step, s < t
+    alpha_t: Float[Array, ""]  # alpha(t)
+    alpha_s: Float[Array, ""]  # alpha(s)
+    step: Int[Array, ""]  # denoising steps taken on this block
+    steps: Int[Array, ""]  # denoising steps that the block may take
     eos: Int[Array, ""]  # the id that ends the answer, -1 for none
-    at: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
-    said: Int[Array, "V"]  # how often each id stands in the answer before the window
-    told: Int[Array, "V"]  # how often each id stands in the prompt
-    first: Any = 0  # the id of the logits' first column, where a shaper sees a part of the vocabulary
+    position: Int[Array, ""]  # position of the window's first token, counted from the end of the prompt
+    output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
+    prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
+    first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
 
 
 class Proposal(NamedTuple):
-    """What a rule returns: the next state of the chain, and what we would emit now.
+    """What a rule returns: the next state of the chain, and what would be emitted now.
 
-    A rule that inserts or deletes also says how many positions are used now, and for each position
-    which old one it continues (-1: it is new); the machine moves the given tokens and their flags
-    along. Other rules leave `n` as the view's and `source` as 0..L-1, as `settle` does.
+    A rule that inserts or deletes positions also returns how many positions are used, and for each position the
+    old position that it continues (-1: new); the decoder moves the given tokens and their flags along. Other
+    rules keep the view's `used` and `source` = 0..L-1, as `accept` and `propose` do.
     """
 
     canvas: Int[Array, "L"]
     answer: Int[Array, "L"]
-    n: Int[Array, ""]
+    used: Int[Array, ""]
     source: Int[Array, "L"]  # old index of each position, -1 = new
 
 
+class Device(NamedTuple):
+    """The accelerator that a program is compiled for, where it is not the one of this machine.
+
+    kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu"; all kernels written for it are used.
+    interpret: parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`, or True
+        for a TPU); None compiles them.
+    """
+
+    kind: str
+    interpret: Any = None
+
+
+class Pass(NamedTuple):
+    """One forward pass over a KV cache: the arguments of `Model.forward`, a pytree.
+
+    Row b's tokens stand at the absolute positions `start[b] .. start[b] + used[b]`, which are also their cache slots;
+    the rest of its T tokens are neither read nor written. Keys at and after `end[b]` are hidden from it.
+
+    Attributes:
+        tokens: Ids [B, T].
+        cache: From `Model.empty_cache`, with what earlier passes wrote.
+        start: Position of each row's first token [B].
+        used: How many of its T tokens each row uses [B]; 0 leaves the row and its cache as they are.
+        end: End of what each row attends to [B].
+        encoding: Rows that write committed tokens, with the model's causal pattern [B]; the others denoise, and each of
+            their tokens attends to all of [0, end).
+        self_cond: Of models with self-conditioning, what `Model.condition` returned for the pass before, leaves
+            [B, T, ...]; () for none.
+        time: Of models with `config.timed`, the noise level of each row [B] in 0..1, 0 for clean text; otherwise None.
+        leave_one_out: A mask id. T more hidden states follow, each of a mask at one token's position that attends to
+            every position but that one; their keys occupy the T slots from `end` on. None: without.
+    """
+
+    tokens: Int[Array, "B T"]
+    cache: Cache
+    start: Int[Array, "B"]
+    used: Int[Array, "B"]
+    end: Int[Array, "B"]
+    encoding: Bool[Array, "B"]
+    self_cond: Carry = ()
+    time: Float[Array, "B"] | None = None
+    leave_one_out: int | Int[Array, ""] | None = None
+
+
+class PackedPass(NamedTuple):
+    """One forward pass over packed rows without a cache: the arguments of `Model.apply`, a pytree.
+
+    Attributes:
+        tokens: Ids [B, T], laid out by `Model.layout`.
+        positions: Positions in their documents [B, T], for RoPE.
+        ranges: Key ranges [start, end) inside the row [B, T, R, 2].
+        self_cond: As in `Pass`.
+        time: Of models with `config.timed`, the noise level of each row [B] or of each position [B, T]; otherwise None.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    ranges: Int[Array, "B T R 2"]
+    self_cond: Carry = ()
+    time: Float[Array, "B"] | Float[Array, "B T"] | None = None
+
+
+class Forward(Protocol):
+    """`Model.forward`: one pass over a KV cache."""
+
+    def __call__(
+        self, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> tuple[Hidden, Cache]:
+        """Hidden states and the cache with this pass's keys and values.
+
+        Args:
+            params: Parameters of the model.
+            given: Tokens, cache and positions.
+            mesh: Over which heads, hidden units and experts are divided by hand (`sharding.over`); None: XLA decides.
+            device: To compile kernels for; None: the device of this machine.
+
+        Returns:
+            Opaque hidden states for `Model.head`, leaves [B, T, ...] (2 T with `leave_one_out`), and the cache.
+        """
+        ...
+
+
+class Apply(Protocol):
+    """`Model.apply`: one pass without a cache, for training and scoring. Differentiable."""
+
+    def __call__(
+        self, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> Hidden:
+        """Hidden states of packed rows.
+
+        Args:
+            params: Parameters of the model.
+            given: Tokens, positions and key ranges.
+            mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.train_on`); None: XLA decides.
+            device: To compile kernels for; None: the device of this machine.
+
+        Returns:
+            Opaque hidden states for `Model.head`, leaves [B, T, ...].
+        """
+        ...
+
+
 class Model(NamedTuple):
-    """A denoiser as a record of pure functions; `decode` and `train` know no more of it.
+    """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
 
     init(key) -> params
-    apply(params, tokens[B,T], positions[B,T], ranges[B,T,R,2], carry) -> hidden
-        one pass without a cache: training, scoring.
-    Both take time[B] as well (apply also [B,T]) where `config.timed`: the time of the noise, 0 for clean text.
-    forward(params, tokens[B,T], cache, start[B], n[B], end[B], encoding[B], carry, blind=None)
-            -> (hidden, cache)
-        tokens stand at absolute positions start..start+n; keys past `end` are hidden. Rows that
-        encode use the family's causal pattern, rows that denoise see all of [0, end). With `blind`
-        (a mask id) T more hidden states follow, of masks that each see all but the token at their
-        position; their keys lie in the T slots behind `end`.
-    head(params, hidden) -> logits, at least fp32, aligned with the canvas; hidden is opaque, its
-        leaves are [B, T, ...].
-    condition(params, shaped_logits) -> carry, or () for models without self-conditioning.
+    apply(params, PackedPass) -> hidden: a pass without a cache, for training and scoring.
+    forward(params, Pass) -> (hidden, cache): a pass over a KV cache.
+    head(params, hidden) -> logits [B, T, V], at least fp32, aligned with the canvas.
+    condition(params, logits) -> self_cond of the next pass, or () for models without self-conditioning.
     part(params, hidden, first, size) -> logits of the ids first..first + size alone, as of `head`; None: the model
-        makes only all of them.
-    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to the carry with these weights, so that
+        computes only all of them.
+    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to self_cond with these weights, so that
         condition(params, x) is mix(params, softmax(x), 0); None: without self-conditioning.
     empty_cache(batch, slots) -> cache
-    encodable(known[B]) -> int[B], how many of the known tokens may be encoded for good.
+    encodable(known[B]) -> int[B], how many of the known tokens may be written to the cache for good.
     layout(ids, prompt, fill=None, whole=None) -> Laid, a document as training sees it; with whole=False without
         the clean tokens that only the prediction of the next token needs.
     shardings: path rules, see `mercury_jax.sharding`.
-    mesh: the one over which its passes are spread by hand (`sharding.over`), or None.
+    mesh: the mesh that `sharding.over` or `sharding.train_on` fixed for its passes, or None.
     """
 
     config: ModelConfig
     init: Callable[[Key], Params]
-    apply: Callable[..., Array]
-    forward: Callable[..., tuple[Array, Cache]]
-    head: Callable[[Params, Array], Array]
+    apply: Apply
+    forward: Forward
+    head: Callable[[Params, Hidden], Array]
     condition: Callable[[Params, Array], Carry]
     empty_cache: Callable[[int, int], Cache]
     encodable: Callable[[Array], Array]
@@ -163,7 +265,7 @@ class Model(NamedTuple):
     shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
     part: Callable[..., Array] | None = None
     mix: Callable[..., Array] | None = None
-    mesh: Any = None
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +278,7 @@ class LM:
     corruption: Corruption
     name: str = "unnamed"
     card: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    # How it asks to be decoded, by `decode.defaults`; empty: as its noise suggests.
+    # The rule, plan and temperature of its checkpoint, read by `decode.defaults`; empty: chosen by its noise.
     decoding: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property

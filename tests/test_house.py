@@ -67,13 +67,13 @@ def test_the_package_keeps_the_dependency_rule():
     "file, source, found",
     [
         ("decode/rules/new.py", "from mercury_jax.models import dense", "decode -> models"),
-        ("decode/machine.py", "from ..train.loop import train", "decode -> train"),
-        ("train/step.py", "def f():\n    import mercury_jax.decode.machine", "train -> decode"),
+        ("decode/decoder.py", "from ..train.loop import train", "decode -> train"),
+        ("train/step.py", "def f():\n    import mercury_jax.decode.decoder", "train -> decode"),
         ("train/loop.py", "from mercury_jax import models, types", "train -> models"),
         ("models/dense.py", "from .. import noise", "models -> noise"),
         ("models/dense.py", "from mercury_jax import sample", "models -> __init__"),
         ("kernels/flash.py", "import mercury_jax.models.layers", "kernels -> models"),
-        ("types.py", "from .decode import machine", "types -> decode"),
+        ("types.py", "from .decode import decoder", "types -> decode"),
         ("evaluate/runner.py", "from mercury_jax.cli import main", "evaluate -> cli"),
         ("hub/llada.py", "from flax import linen as nn", "hub -> flax.linen"),
         ("train/optim.py", "import flax\n\ndense = flax.linen.Dense", "train -> flax.linen"),
@@ -92,7 +92,7 @@ def test_the_checker_accepts_what_the_design_allows(tmp_path):
         "__init__.py": "from mercury_jax.decode import sample\nfrom .models import dense",
         "cli.py": "import mercury_jax as mj\nfrom mercury_jax.serve import api",
         "models/dense.py": "import flax.linen as nn\nfrom . import layers\nfrom ..kernels import attend",
-        "decode/rules/new.py": "from ..machine import State\nfrom ...noise import corrupt",
+        "decode/rules/new.py": "from ..state import State\nfrom ...noise import corrupt",
         "bench/speed.py": "from mercury_jax import sample\nfrom mercury_jax.hub import load",
     }
     for file, source in allowed.items():

@@ -13,7 +13,7 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench.chips import HOST, Target
 from mercury_jax.bench.weightless import Source, lm as weightless
 from mercury_jax.config import NoiseConfig, refuse
-from mercury_jax.decode import outline
+from mercury_jax.decode import abstract
 from mercury_jax.train import data, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
 from mercury_jax.types import Batch
@@ -64,19 +64,22 @@ def lower(ask: Ask, found: Source, target: Target) -> Made:
     devices = list(target.describe().devices)[: target.devices]
     given = sizes(ask.mesh)
     if ask.what == "train":
-        return _train(ask, found, devices, given)
+        return _train(ask, found, target, devices, given)
     on = _mesh(given or _spread(found, len(devices)), devices)
     model = weightless(found, on, ask.quantise)
+    model = dataclasses.replace(model, model=sharding.compiled_for(model.model, target.device))
     context, rows = ask.context or min(CONTEXT[ask.what], found.config.context), ask.batch or on.shape["data"]
     alone = on.size == on.shape["data"] and on.size > 1  # every device decodes its own rows
-    job, wide = outline.outline(model, rows, context, mesh=on if alone and ask.what == "sample" else None)
+    job, wide = abstract.abstract_session(
+        model, rows, context, mesh=on if alone and ask.what == "sample" else None
+    )
     if ask.what == "sample":
-        return Made(outline.lower_run(model, job), on, context, rows, "pass")
+        return Made(abstract.lower_run(model, job), on, context, rows, "pass")
     if wide is None:
         raise refuse(
             "--what", "prefill", f"sample: the steps of {found.name} encode what is known at {context}"
         )
-    return Made(outline.lower_prefill(model, job, wide), on, context, rows, f"pass of {wide} tokens")
+    return Made(abstract.lower_prefill(model, job, wide), on, context, rows, f"pass of {wide} tokens")
 
 
 def _mesh(given: dict[str, int], devices: list[Any]) -> Mesh:
@@ -89,7 +92,7 @@ def _spread(found: Source, count: int) -> dict[str, int]:
     return {"expert" if found.config.experts is not None else "tensor": host, "data": count // host}
 
 
-def _train(ask: Ask, found: Source, devices: list[Any], given: dict[str, int]) -> Made:
+def _train(ask: Ask, found: Source, target: Target, devices: list[Any], given: dict[str, int]) -> Made:
     recipe = _recipe(ask, found, len(devices), given)
     on = _mesh(dataclasses.asdict(recipe.mesh), devices)
     if recipe.batch // recipe.accumulate % sharding.ways(on):
@@ -98,6 +101,7 @@ def _train(ask: Ask, found: Source, devices: list[Any], given: dict[str, int]) -
     model, c = models.build(recipe.model), recipe.model
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
     tx = optim.optimizer(recipe.optim, recipe.steps)
+    model = sharding.train_on(sharding.compiled_for(model, target.device), on)
     state = steps.shapes(model, tx, recipe.ema > 0, on)
     update = steps.plain(
         model, recipe.objective, corruption, tx, optim.schedule(recipe.optim, recipe.steps),

@@ -7,10 +7,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mercury_jax import install
 from mercury_jax.config import refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.types import Device
 
 TARGETS = Path(__file__).with_name("targets")
 HOST = 8  # GPUs of a host
@@ -68,6 +71,13 @@ class Target:
     chip: Chip
     devices: int
     topology: str
+
+    @property
+    def device(self) -> Device | None:
+        """What kernels are compiled for."""
+        from mercury_jax.types import Device  # imports JAX
+
+        return Device(self.chip.kernels) if self.chip.kernels else None
 
     def describe(self) -> Any:
         """XLA's description of the devices; needs the chip's plugin in this process."""

@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mercury_jax.bench import chips, ptxas
 from mercury_jax.bench.compile_worker import say
 from mercury_jax.bench.kernel_cases import FALLBACK, Case, cases
-from mercury_jax.kernels import chip
 
 
 def work(name: str) -> list[dict[str, Any]]:
@@ -34,10 +33,9 @@ def work(name: str) -> list[dict[str, Any]]:
     say(f"describing {name}")
     device = NamedSharding(Mesh(np.array(target.describe().devices[:1]), ("one",)), PartitionSpec())
     found, todo = [], cases(target.chip.kernels)
-    with chip.traced_for(target.chip.kernels):
-        for n, case in enumerate(todo, start=1):
-            say(f"{case.kernel} {n} of {len(todo)}: {case.shape}")
-            found.append({"kernel": case.kernel, "shape": case.shape} | _one(case, device))
+    for n, case in enumerate(todo, start=1):
+        say(f"{case.kernel} {n} of {len(todo)}: {case.shape}")
+        found.append({"kernel": case.kernel, "shape": case.shape} | _one(case, device))
     return found
 
 

@@ -6,7 +6,6 @@ state misleads the next (an H200's after a B200's took kernels that it should re
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 import jax
 
 from mercury_jax.bench import ahead, chips, hlo, weightless
-from mercury_jax.kernels import chip
 
 FULL = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) \w+", re.ASCII)
 UNIT = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -35,8 +33,7 @@ def work(ask: ahead.Ask) -> dict[str, Any]:
     say(f"describing {ask.target}")
     found = weightless.source(ask.model, ask.dtype)
     say(f"tracing {ask.what} of {found.name}")
-    with chip.traced_for(target.chip.kernels) if target.chip.kernels else contextlib.nullcontext():
-        made = ahead.lower(ask, found, target)
+    made = ahead.lower(ask, found, target)
     record = {
         "model": found.name, "for": ask.target, "what": ask.what, "chip": target.chip.label, "devices": target.devices,
         "mesh": {name: size for name, size in made.mesh.shape.items() if size > 1}, "context": made.context,

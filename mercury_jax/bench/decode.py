@@ -14,7 +14,7 @@ from mercury_jax.bench.questions import Asked, Batch, batches
 from mercury_jax.bench.settings import Setting
 from mercury_jax.bench.timing import steady
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import parts, rules, sample as sampling
+from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.stream import stream
 from mercury_jax.evaluate.runner import ONE_A_STEP
@@ -100,7 +100,7 @@ def _warm(entry: Entry, asked: Asked, tick: Tick) -> Trial:
     n = len(asked.problems)
     trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
     try:
-        trial.sampler = parts.complete(entry.sampler(), entry.lm.corruption)
+        trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
         _decode(trial, batches(asked)[0], asked, replace(entry.plan, steps=1))
     except ValueError as error:
         trial.refused = str(error)

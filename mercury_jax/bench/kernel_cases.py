@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.kernels import attend
-from mercury_jax.kernels.chip import BLACKWELL, HOPPER
+from mercury_jax.kernels.chip import BLACKWELL, HOPPER, target
 from mercury_jax.kernels.grouped import grouped
 from mercury_jax.kernels.paged import attend_paged
 from mercury_jax.kernels.rounded import rounded
+from mercury_jax.types import Device
 
 ATTENTION = {HOPPER: "hopper", BLACKWELL: "blackwell"}  # chip: the backend of `attend` that is for it
 FALLBACK = {
@@ -37,10 +38,11 @@ class Case(NamedTuple):
 
 def cases(chip: str) -> list[Case]:
     """All for a chip ("sm_90a", "sm_100a"), in the order of compilation."""
-    return [*_attention(ATTENTION[chip]), *_paged(), *_grouped()]
+    device = target(chip)
+    return [*_attention(ATTENTION[chip], device), *_paged(device), *_grouped(device)]
 
 
-def _attention(backend: str) -> Iterator[Case]:
+def _attention(backend: str, device: Device) -> Iterator[Case]:
     """Head sizes x dtypes x int8 keys x ranges, for few rows (one warpgroup, keys split) and for many; caps between."""
     forms = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
     for n, (width, dtype, int8, ranges, queries) in enumerate(forms):
@@ -54,11 +56,12 @@ def _attention(backend: str) -> Iterator[Case]:
             f"{batch} x {queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
             f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
         )
-        run = functools.partial(attend, softcap=softcap, residual=True, cached=True, backend=backend)
+        how: dict[str, Any] = dict(residual=True, cached=True, backend=backend, device=device)
+        run = functools.partial(attend, softcap=softcap, **how)
         yield Case("attention", shape, run, (q, keys, keys, seen))
 
 
-def _paged() -> Iterator[Case]:
+def _paged(device: Device) -> Iterator[Case]:
     """A canvas, and few rows, for each of 8 sequences: head sizes x int8 keys x page sizes."""
     forms = itertools.product(((64, 128), (128, 256), (256, 64), (512, 128)), (False, True), (8, 256))
     for (width, page), int8, queries in forms:
@@ -71,11 +74,11 @@ def _paged() -> Iterator[Case]:
             f"8 x {queries} x 16/2 heads of {width}, 2 ranges, bf16, {'int8' if int8 else 'bf16'} keys, "
             f"pages of {page}"
         )
-        run = functools.partial(attend_paged, residual=True, backend="hopper")
+        run = functools.partial(attend_paged, residual=True, backend="hopper", device=device)
         yield Case("paged", shape, run, (q, keys, keys, pages, seen))
 
 
-def _grouped() -> Iterator[Case]:
+def _grouped(device: Device) -> Iterator[Case]:
     """The widths of DiffusionGemma's experts, of which few rows each and many come; the last are a gradient's."""
     sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
     kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
@@ -85,13 +88,14 @@ def _grouped() -> Iterator[Case]:
         scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
         args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
         shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
-        yield Case("grouped", shape, grouped, args)
-        yield Case("grouped", f"gradient of rows, {shape}", _turned, args)
+        one = functools.partial(grouped, device=device)
+        yield Case("grouped", shape, one, args)
+        yield Case("grouped", f"gradient of rows, {shape}", functools.partial(_turned, one), args)
 
 
-def _turned(x: Any, w: Any, *more: Any) -> Any:
+def _turned(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
     """The product with the matrices turned around, which is what the gradient of the rows is."""
-    y, back = jax.vjp(lambda x: grouped(x, w, *more), x)
+    y, back = jax.vjp(lambda x: product(x, w, *more), x)
     return back(jnp.ones_like(y))
 
 

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from mercury_jax.bench.settings import Setting
 from mercury_jax.bench.timing import by_turns, compiled, ratio, timed
 from mercury_jax.config import at_least
-from mercury_jax.decode import ask, launch
-from mercury_jax.decode.prompts import check_seed
+from mercury_jax.decode.decoder import Session
+from mercury_jax.decode.inputs import check_seed
+from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import Output, sample
-from mercury_jax.decode.state import Program, State
+from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.evaluate import card
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM, Params, Pass
 
 MOST = 1.15
 TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
@@ -116,10 +117,10 @@ def _sample(
     return sample(lm, asked, max_tokens=tokens, seed=seed, sampler=sampler, plan=setting.plan)
 
 
-def _prepared(lm: LM, setting: Setting, batch: int, tokens: int) -> launch.Job:
+def _prepared(lm: LM, setting: Setting, batch: int, tokens: int) -> Session:
     """What sample() does before its first pass."""
-    asked = ask.Ask(prompts(lm, batch), max_tokens=tokens, sampler=setting.sampler(), plan=setting.plan)
-    job, _ = ask.prepare(lm, asked)
+    asked = Request(prompts(lm, batch), max_tokens=tokens, sampler=setting.sampler(), plan=setting.plan)
+    job = start(lm, encode_request(lm, asked.checked()))
     jax.block_until_ready(job.state)
     return job
 
@@ -127,7 +128,7 @@ def _prepared(lm: LM, setting: Setting, batch: int, tokens: int) -> launch.Job:
 class Shapes(NamedTuple):
     """What a bare loop closes over: the program whose passes it makes, and where its canvas goes."""
 
-    program: Program
+    program: DecodeConfig
     known: int
     tokens: int
 
@@ -138,7 +139,7 @@ class Bare:
     def __init__(self, lm: LM, setting: Setting, batch: int, tokens: int, passes: int) -> None:
         job = _prepared(lm, setting, batch, tokens)
         known = len(prompts(lm, batch)[0])
-        loop = functools.partial(_loop, Shapes(job.program, known, tokens))
+        loop = functools.partial(_loop, Shapes(job.config, known, tokens))
         self.run: Callable[..., Any] = jax.jit(loop, donate_argnums=1)
         self.params, self.passes = lm.params, passes
         self.cache, self.like = job.state.cache, job.state._replace(cache=())
@@ -163,7 +164,8 @@ def _loop(
             start = 0 * ones
         n = program.width * ones
         tokens = (first + i) % model.config.vocab
-        hidden, cache = model.forward(params, tokens, cache, start, n, start + n, everyone, like.carry)
+        given = Pass(tokens, cache, start, n, start + n, everyone, like.self_cond)
+        hidden, cache = model.forward(params, given)
         return model.head(params, jax.tree.map(lambda x: x[:, : program.window], hidden)), cache
 
     shape = jax.eval_shape(lambda c: forward(jnp.asarray(0), c)[0], cache)

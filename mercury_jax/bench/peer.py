@@ -19,9 +19,9 @@ import numpy as np
 from mercury_jax import install, models, noise
 from mercury_jax.bench.timing import compiled, timed
 from mercury_jax.config import Experts, Plan, refuse
-from mercury_jax.decode import rules, shape, stop
-from mercury_jax.decode.parts import Sampler
+from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.sample import sample
+from mercury_jax.decode.sampler import Sampler
 from mercury_jax.evaluate import card
 from mercury_jax.hub import memory, writing
 from mercury_jax.hub.unread import Ids
@@ -123,8 +123,8 @@ def _turn(ours: Any, theirs: Any, index: int) -> tuple[float, float]:
 
 def _ours(lm: LM, prompt: list[int], steps: int) -> Any:
     sampler = Sampler(
-        rules.entropy_bound(0.1), (shape.cooling(last=0.4, first=0.8),),
-        stop.steady(entropy=1e-30, patience=1), temperature=1.0,
+        rules.entropy_bound(0.1), (processors.cooling(last=0.4, first=0.8),),
+        stopping.steady(entropy=1e-30, patience=1), temperature=1.0,
     )  # fmt: skip
     return sample(lm, prompt, max_tokens=CANVAS, sampler=sampler, plan=Plan(block=CANVAS, steps=steps))
 

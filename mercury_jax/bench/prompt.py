@@ -25,8 +25,11 @@ from mercury_jax import models
 from mercury_jax.bench.overhead import endless
 from mercury_jax.bench.timing import steady
 from mercury_jax.config import ModelConfig, Plan, at_least
-from mercury_jax.decode import ask, launch, rules
-from mercury_jax.decode.prompts import Prompt, check_seed
+from mercury_jax.decode import rules
+from mercury_jax.decode.decoder import Session, advance
+from mercury_jax.decode.inputs import Prompt, check_seed
+from mercury_jax.decode.request import PREFILL, Request, rows_of, start
+from mercury_jax.decode.state import Rows
 from mercury_jax.evaluate import card
 from mercury_jax.kernels import attend
 from mercury_jax.types import LM
@@ -89,8 +92,8 @@ def _row(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
         "layers_attending": config.layers - 1,
         "rest_seconds": rest,
         "microseconds_per_token": 1e6 * rest / length,
-        "passes": -(-length // launch.PREFILL),
-        "slots": job.state.text.shape[1],
+        "passes": -(-length // PREFILL),
+        "slots": job.state.tokens.shape[1],
         "cache_bytes": cache,
         "cache_bytes_per_token": cache / length,
         "peak_bytes": peak,
@@ -106,29 +109,29 @@ def _row(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _request(lm: LM, length: int, seed: int) -> launch.Request:
+def _request(lm: LM, length: int, seed: int) -> Rows:
     ids = [i for i in range(lm.model.config.vocab) if i not in lm.corruption.forbidden]
     drawn = np.random.default_rng((seed, length)).choice(ids, length)
-    return ask.request([Prompt(drawn.tolist(), False)], SAMPLED, seed)
+    return rows_of([Prompt(drawn.tolist(), False)], SAMPLED, seed)
 
 
-def _encoded(lm: LM, asked: launch.Request) -> launch.Job:
-    job = launch.prepare(lm, asked, rules.threshold(), Plan())
+def _encoded(lm: LM, asked: Rows) -> Session:
+    job = start(lm, Request(sampler=rules.threshold(), plan=Plan(), rows=asked))
     jax.block_until_ready(job.state)
     return job
 
 
-def _answered(lm: LM, job: launch.Job) -> tuple[int, int]:
+def _answered(lm: LM, job: Session) -> tuple[int, int]:
     """(tokens, passes) of the answer behind an encoded prompt, which stays as it is."""
-    done, _, passes = launch.advance(lm, launch.copied(job), None)
-    total, start = jax.device_get((done.state.total, done.state.prompt))
+    done, _, passes = advance(lm, dataclasses.replace(job, state=jax.tree.map(jnp.copy, job.state)), None)
+    total, start = jax.device_get((done.state.end, done.state.prompt))
     return int(total[0] - start[0]), int(passes)
 
 
-def _attention(config: ModelConfig, job: launch.Job, length: int, samples: int = 4) -> float:
+def _attention(config: ModelConfig, job: Session, length: int, samples: int = 4) -> float:
     """Seconds of one layer's attention over the whole prompt: a few of its passes, times all of them."""
-    passes, wide = -(-length // launch.PREFILL), launch.PREFILL
-    keys = jnp.zeros((1, job.state.text.shape[1], config.kv_heads, config.head_dim), config.dtype)
+    passes, wide = -(-length // PREFILL), PREFILL
+    keys = jnp.zeros((1, job.state.tokens.shape[1], config.kv_heads, config.head_dim), config.dtype)
     queries = jnp.ones((1, wide, config.heads, config.head_dim), config.dtype)
     at = [int((i + 0.5) * passes / samples) * wide for i in range(samples)]
     run = lambda start: jax.block_until_ready(_attend(queries, keys, keys, jnp.asarray(start)))

@@ -18,7 +18,7 @@ import numpy as np
 from mercury_jax import evaluate
 from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
-from mercury_jax.decode.read import NEVER
+from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import card, code
 from mercury_jax.evaluate.report import Report, Z, paired
 from mercury_jax.models import cache
@@ -136,7 +136,7 @@ def cut(lm: LM, count: int, samples: int, seed: int) -> list[Piece]:
     if not whole:
         raise refuse("model.block", block, "one of which three fit into a chunk of held-out code")
     laid = Laid(whole[0][:block], np.arange(block), None, np.ones(block, bool), np.zeros(block, int))
-    return [Piece(ids[:-block], ids[-block:], *score.masks(laid, samples, rng)) for ids in whole]
+    return [Piece(ids[:-block], ids[-block:], *score.draw_masks(laid, samples, rng)) for ids in whole]
 
 
 def _ids(laid: Laid) -> np.ndarray:

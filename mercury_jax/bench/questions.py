@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode.prompts import check_seed
+from mercury_jax.decode.inputs import check_seed
 from mercury_jax.evaluate import TASKS, tasks
 from mercury_jax.evaluate.tasks import Task
 from mercury_jax.train.generators import Problem, Split

@@ -80,7 +80,7 @@ def _speed(trial: Trial) -> dict[str, Any]:
 
 
 def _canvases(trial: Trial) -> int:
-    return 2 if trial.sampler.rule.blind else 1
+    return 2 if trial.sampler.rule.leave_one_out else 1
 
 
 def _case(trial: Trial, asked: Asked) -> Case:

@@ -72,7 +72,7 @@ class Setting:
     @property
     def knobs(self) -> dict[str, float]:
         """Every knob that is a number, defaults included."""
-        known = getattr(rules.ALL[self.rule], "knobs", {})
+        known = getattr(rules.ALL[self.rule], "params", {})
         every = {**known, **self.chosen}
         return {k: v for k, v in every.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 

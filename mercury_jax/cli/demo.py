@@ -55,7 +55,7 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """0 when the sudoku and the sum ended right, else 1."""
     args = parser().read(argv)
-    from mercury_jax.decode.prompts import check_seed
+    from mercury_jax.decode.inputs import check_seed
 
     seed = check_seed(args.seed)
     lm = show.load(args.model)

@@ -64,7 +64,7 @@ def about_machine() -> dict[str, Any]:
 
 def choices() -> dict[str, Any]:
     """Rules, shapers and stops with the defaults and ranges of their knobs, and tasks, each with its line."""
-    from mercury_jax.decode import rules, shape, stop
+    from mercury_jax.decode import processors, rules, stopping
     from mercury_jax.evaluate import TASKS
 
     first = lambda value: (value.__doc__ or "").strip().split("\n")[0]
@@ -72,14 +72,14 @@ def choices() -> dict[str, Any]:
     def kind(makers: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: {
-                "about": first(make), "knobs": dict(make.knobs),
+                "about": first(make), "knobs": dict(make.params),
                 "ranges": {knob: str(allowed) for knob, allowed in make.ranges.items()},
             }
             for name, make in makers.items()
         }  # fmt: skip
 
     return {
-        "rules": kind(rules.ALL), "shapers": kind(shape.ALL), "stops": kind(stop.ALL),
+        "rules": kind(rules.ALL), "shapers": kind(processors.ALL), "stops": kind(stopping.ALL),
         "tasks": {name: task.about for name, task in TASKS.items()},
     }  # fmt: skip
 
@@ -143,8 +143,8 @@ def _size(count: int) -> str:
 def _print_choices(record: Mapping[str, Any]) -> None:
     titles = {
         "rules": "rules (--rule NAME, knobs as --NAME VALUE)",
-        "shapers": "shapers (mj.shape; those with one knob as --NAME VALUE)",
-        "stops": "stops (mj.stop)",
+        "shapers": "shapers (mj.processors; those with one knob as --NAME VALUE)",
+        "stops": "stops (mj.stopping)",
     }
     for kind, title in titles.items():
         print(f"\n{title}")

@@ -18,7 +18,7 @@ from rich.text import Text
 from mercury_jax.cli.show import readable
 
 if TYPE_CHECKING:
-    from mercury_jax.decode.stream import Moment
+    from mercury_jax.decode.stream import StreamOutput
     from mercury_jax.tokenizer import AnyTokenizer
 
 NOISE, NOISE_STYLE = "░", "grey50"
@@ -61,8 +61,8 @@ def noise(count: int) -> Text:
     return Text(NOISE * count, NOISE_STYLE)
 
 
-def canvas(tok: AnyTokenizer, moment: Moment) -> Text:
-    return paint(tok, moment.tokens.tolist(), moment.settled.tolist(), moment.confidence.tolist())
+def canvas(tok: AnyTokenizer, moment: StreamOutput) -> Text:
+    return paint(tok, moment.tokens.tolist(), moment.accepted.tolist(), moment.confidence.tolist())
 
 
 def tail(text: Text, console: Console, spare: int = 3) -> Text:
@@ -71,20 +71,20 @@ def tail(text: Text, console: Console, spare: int = 3) -> Text:
     return Text("\n").join(lines[-max(console.height - spare, 1) :])
 
 
-def caption(moment: Moment | None, first: str) -> Text:
+def caption(moment: StreamOutput | None, first: str) -> Text:
     """The line under the canvas while it settles."""
     if moment is None:
         return Text(first, "dim")
-    count = int(moment.settled.sum())
+    count = int(moment.accepted.sum())
     return Text(f"pass {moment.step}: {count} of {len(moment.tokens)} tokens settled", "dim")
 
 
 def play(
     console: Console,
-    moments: Iterable[Moment],
-    draw: Callable[[Moment | None], RenderableType],
+    moments: Iterable[StreamOutput],
+    draw: Callable[[StreamOutput | None], RenderableType],
     pace: float = PACE,
-) -> Moment:
+) -> StreamOutput:
     """Show moments as they come, none shorter than `pace` seconds; returns the last one."""
     last: Any = None
     with Live(draw(None), console=console, auto_refresh=False) as view:
@@ -103,14 +103,14 @@ def follow(
     tok: AnyTokenizer,
     before: str,
     room: int,
-    moments: Iterable[Moment],
+    moments: Iterable[StreamOutput],
     *,
     pace: float = PACE,
     first: str = "compiling the first pass ...",
-) -> Moment:
+) -> StreamOutput:
     """Play an answer behind its prompt; `room`: tokens of noise to begin with, `first`: what is said under them."""
 
-    def draw(moment: Moment | None) -> RenderableType:
+    def draw(moment: StreamOutput | None) -> RenderableType:
         body = Text.assemble(
             (readable(before), "dim"), noise(room) if moment is None else canvas(tok, moment)
         )

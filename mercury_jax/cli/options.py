@@ -13,7 +13,7 @@ from mercury_jax.cli.parser import Parser, number, whole
 from mercury_jax.config import Plan, nearest, refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.decode.parts import Part
+    from mercury_jax.decode.sampler import LogitsProcessor
     from mercury_jax.types import LM
 
 KNOB = "knob_"  # prefix of the knobs' names in a namespace
@@ -120,33 +120,32 @@ SHAPERS = {
 }
 
 
-def shapers(args: argparse.Namespace) -> tuple[Part, ...]:
+def shapers(args: argparse.Namespace) -> tuple[LogitsProcessor, ...]:
     """The shapers that were asked for. ValueError for a value out of range, which needs no model to be told."""
-    from mercury_jax.decode import shape
+    from mercury_jax.decode import processors
 
     asked = [(name, getattr(args, name)) for name in SHAPERS if getattr(args, name) is not None]
-    return tuple(getattr(shape, name)(value) for name, value in asked)
+    return tuple(getattr(processors, name)(value) for name, value in asked)
 
 
-def shaped(chosen: Any, more: tuple[Part, ...], lm: LM) -> Any:
+def shaped(chosen: Any, more: tuple[LogitsProcessor, ...], lm: LM) -> Any:
     """The sampler (None: the model's own) with more shapers; as it was where there are none."""
     from mercury_jax.decode import defaults
-    from mercury_jax.decode.parts import checked_sampler
+    from mercury_jax.decode.sampler import check_sampler
 
     if not more:
         return chosen
-    chosen = checked_sampler(defaults.sampler(lm) if chosen is None else chosen)
-    return chosen._replace(shape=(*chosen.shape, *more))
+    chosen = check_sampler(defaults.default_sampler(lm) if chosen is None else chosen)
+    return chosen._replace(processors=(*chosen.processors, *more))
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse a seed or a temperature that no model takes, before one is loaded."""
-    from mercury_jax.decode.program import checked_temperature
-    from mercury_jax.decode.prompts import check_seed
+    from mercury_jax.decode.inputs import check_seed, check_temperature
 
     check_seed(args.seed)
     if args.temperature is not None:
-        checked_temperature(args.temperature)
+        check_temperature(args.temperature)
 
 
 def bias(args: argparse.Namespace) -> dict[int, float]:
@@ -168,7 +167,7 @@ def knobs(parser: Parser) -> None:
     from mercury_jax.decode import rules
 
     taken = {o for a in parser._actions for o in a.option_strings}
-    for name in dict.fromkeys(k for rule in rules.ALL.values() for k in rule.knobs):
+    for name in dict.fromkeys(k for rule in rules.ALL.values() for k in rule.params):
         option = "--" + name.replace("_", "-")
         if option not in taken:
             parser.add_argument(option, dest=KNOB + name, help=argparse.SUPPRESS)
@@ -189,7 +188,7 @@ def sampler(args: argparse.Namespace) -> Any:
     if args.rule is None:
         # The model's own rule is not known before it is loaded, and its knobs may mean something else.
         knob = next(iter(values))
-        holders = [name for name, rule in rules.ALL.items() if knob in getattr(rule, "knobs", {})]
+        holders = [name for name, rule in rules.ALL.items() if knob in getattr(rule, "params", {})]
         raise refuse(
             "--rule", None, f"a rule beside --{knob}: {', '.join(holders) or 'none has such a knob'}"
         )
@@ -198,8 +197,8 @@ def sampler(args: argparse.Namespace) -> Any:
         raise refuse("--rule", chosen, nearest(chosen, list(rules.ALL)))
     rule = rules.ALL[chosen]
     for name in values:
-        if name not in rule.knobs:
-            has = nearest(name, list(rule.knobs)) if rule.knobs else f"none: the rule {chosen} has no knobs"
+        if name not in rule.params:
+            has = nearest(name, list(rule.params)) if rule.params else f"none: the rule {chosen} has no knobs"
             raise refuse(f"knob of the rule {chosen}", name, has)
     return rule(**{name: _knob(name, text) for name, text in values.items()})
 

@@ -84,16 +84,16 @@ def run(argv: Sequence[str]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse numbers that no model takes, before one is loaded."""
-    from mercury_jax.decode import ask, effort
-    from mercury_jax.decode.prompts import MOST_TOKENS
+    from mercury_jax.decode.defaults import find_effort
+    from mercury_jax.decode.inputs import MAX_TOKENS, check_logprobs
 
     options.check(args)
-    effort.find(args.effort)
-    ask.check_logprobs(args.logprobs)
+    find_effort(args.effort)
+    check_logprobs(args.logprobs)
     if args.logprobs is not None and not args.json:
         raise refuse("--logprobs", args.logprobs, "with --json")
-    if not 1 <= args.max_tokens <= MOST_TOKENS:
-        raise refuse("--max-tokens", args.max_tokens, f"1..{MOST_TOKENS}")
+    if not 1 <= args.max_tokens <= MAX_TOKENS:
+        raise refuse("--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}")
     if args.guidance is not None and not math.isfinite(args.guidance):
         raise refuse("--guidance", args.guidance, "a finite number")
     if args.negative is not None and args.guidance is None:

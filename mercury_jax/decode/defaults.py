@@ -1,61 +1,179 @@
-"""How a model is decoded where the caller does not say: as its checkpoint asks, else as its noise suggests."""
+"""How a model is decoded where the caller does not say: the checkpoint's own settings, else those of its noise.
+
+Also the effort levels, which set the thinking budget, the rule and the steps of a conversation at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import rules, shape, stop
-from mercury_jax.decode.parts import Part, Sampler
+from mercury_jax.decode import processors, rules, stopping
+from mercury_jax.decode.ranges import Above, AtLeast, check_number
+from mercury_jax.decode.sampler import Rule, Sampler, SamplerLike, check_sampler
+from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
 
 
-def sampler(lm: LM) -> Part | Sampler:
-    """The model's own sampler: `LM.decoding`'s; else one by the noise, `threshold` where there is a mask."""
-    if lm.decoding.get("rule"):
-        return _asked(lm)
-    if lm.model.config.autoregressive:
-        return rules.autoregressive()
-    return rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
-
-
-def described(sampler: Any) -> dict[str, Any]:
-    """A rule as `LM.decoding` stores it, for a model's own folder: {"rule": name, "knobs": {}}.
+def default_sampler(lm: LM) -> Rule | Sampler:
+    """Returns the model's own sampler: that of its checkpoint, else one that suits its noise.
 
     Args:
-        sampler: A rule of `mj.rules` with one number for each of its parameters; None for no rule of its own.
+        lm: `LM.decoding` holds {"rule": name, "knobs": {parameters}, "temperature", "cooling": {}, "steady": {}}.
+
+    Raises:
+        ValueError: The checkpoint names a rule that does not exist.
+    """
+    name = lm.decoding.get("rule")
+    if not name:
+        if lm.model.config.autoregressive:
+            return rules.autoregressive()
+        return rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
+    if name not in rules.ALL:
+        raise refuse("LM.decoding: rule", name, ", ".join(rules.ALL))
+    cooling, steady = lm.decoding.get("cooling"), lm.decoding.get("steady")
+    return Sampler(
+        rule=rules.ALL[name](**lm.decoding.get("knobs", {})),
+        processors=(processors.cooling(**cooling),) if cooling else (),
+        stopping=stopping.steady(**steady) if steady else None,
+        temperature=lm.decoding.get("temperature"),
+    )
+
+
+def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
+    """Returns the plan with the checkpoint's block and steps where it names neither itself.
+
+    Args:
+        lm: `LM.decoding` may hold "block" and "steps".
+        plan: The caller's.
+        share: Of the checkpoint's steps, by effort.
 
     Returns:
-        What `sampler()` reads back; empty for None.
+        The plan.
+    """
+    block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
+    if plan.block is None and plan.steps is None and steps is not None:
+        return dataclasses.replace(plan, block=block, steps=max(1, round(share * steps)))
+    return plan
+
+
+def rule_settings(sampler: Any) -> dict[str, Any]:
+    """Describes a rule as `LM.decoding` stores it in a model's folder: {"rule": name, "knobs": {parameters}}.
+
+    Args:
+        sampler: A registered rule with one number for each of its parameters; None for no rule of its own.
+
+    Returns:
+        What `default_sampler` reads; empty for None.
 
     Raises:
         ValueError: It is no such rule. Processors and stopping criteria are not stored.
     """
     if sampler is None:
         return {}
-    plain = isinstance(sampler, Part) and sampler.name in rules.ALL
-    if not plain or not all(isinstance(value, int | float) for value in sampler.knobs.values()):
+    plain = isinstance(sampler, Rule) and sampler.name in rules.ALL
+    if not plain or not all(isinstance(value, int | float) for value in sampler.params.values()):
         raise refuse("sampler", sampler, "a rule of mercury_jax.rules such as rules.threshold(0.9), or None")
-    return {"rule": sampler.name, "knobs": dict(sampler.knobs)}
+    return {"rule": sampler.name, "knobs": dict(sampler.params)}
 
 
-def plan(lm: LM, wanted: Plan, share: float = 1.0) -> Plan:
-    """The plan with the checkpoint's own block and `share` of its steps, where it names none itself."""
-    block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
-    if wanted.block is None and wanted.steps is None and steps is not None:
-        return dataclasses.replace(wanted, block=block, steps=max(1, round(share * steps)))
-    return wanted
+def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressive: bool = False) -> Sampler:
+    """Fills in what a sampler leaves open: stopping criterion and temperature.
+
+    Args:
+        sampler: A sampler, or a rule alone.
+        corruption: The default stopping criterion is `filled` under masks, `steady` under uniform noise.
+        autoregressive: Whether the model can only decode so: then nothing is drafted, and the rule has no effect.
+
+    Returns:
+        A sampler whose `stopping` and `temperature` are set.
+
+    Raises:
+        ValueError: The rule is made for another kind of noise, or a field holds something else.
+    """
+    checked = check_sampler(sampler)
+    if autoregressive and checked.speculate is None:
+        checked = checked._replace(speculate=0)
+    noise = "uniform" if corruption.mask is None else "absorbing"
+    rule = checked.rule
+    if noise not in rule.noise and checked.speculate != 0:
+        raise refuse(
+            "sampler.rule", rule.name, f"a rule for {noise} noise; this one is for {rule.noise[0]} noise"
+        )
+    default = stopping.steady if corruption.mask is None else stopping.filled
+    return checked._replace(
+        stopping=checked.stopping or (rule.stopping or default)(),
+        temperature=rule.temperature if checked.temperature is None else checked.temperature,
+    )
 
 
-def _asked(lm: LM) -> Sampler:
-    """LM.decoding as a sampler: {"rule": name, "knobs": {}, "temperature", "cooling": {}, "steady": {}}."""
-    name = lm.decoding["rule"]
-    if name not in rules.ALL:
-        raise refuse("LM.decoding: rule", name, ", ".join(rules.ALL))
-    shapes, cooling, steady = [], lm.decoding.get("cooling"), lm.decoding.get("steady")
-    if cooling:
-        shapes.append(shape.cooling(**cooling))
-    ending: Any = stop.steady(**steady) if steady else None
-    rule: Any = rules.ALL[name](**lm.decoding.get("knobs", {}))
-    return Sampler(rule, tuple(shapes), ending, lm.decoding.get("temperature"))
+class Effort(NamedTuple):
+    """How much compute an answer may use. The tokens of the answer itself are `max_tokens`, at every effort.
+
+    Attributes:
+        thinking: Most tokens of thinking before the answer of a conversation; 0: none.
+        p: Probability from which `threshold` accepts a token.
+        steps: Most denoising steps of a block, as a share of its tokens.
+    """
+
+    thinking: int
+    p: float
+    steps: float
+
+
+EFFORTS = {
+    "instant": Effort(thinking=0, p=0.7, steps=0.25),
+    "low": Effort(thinking=128, p=0.8, steps=0.5),
+    "medium": Effort(thinking=512, p=0.9, steps=1.0),
+    "high": Effort(thinking=2048, p=0.99, steps=1.0),
+}
+
+
+def find_effort(effort: str | Effort | None) -> Effort | None:
+    """Looks up an effort level.
+
+    Args:
+        effort: A name, an `Effort` of one's own, or None.
+
+    Returns:
+        The effort; None for None.
+
+    Raises:
+        ValueError: An unknown name, or an `Effort` with a field out of range.
+    """
+    if effort is None:
+        return None
+    if isinstance(effort, Effort):
+        check_number("Effort.thinking", effort.thinking, AtLeast(0, integer=True))
+        check_number("Effort.p", effort.p, rules.threshold.ranges["p"])
+        check_number("Effort.steps", effort.steps, Above(0))
+        return effort
+    if not isinstance(effort, str) or effort not in EFFORTS:
+        raise refuse("effort", effort, ", ".join(EFFORTS) + ", or an Effort")
+    return EFFORTS[effort]
+
+
+def choose_sampler(
+    lm: LM, sampler: SamplerLike | None, plan: Plan, effort: Effort | None
+) -> tuple[SamplerLike, Plan]:
+    """Chooses sampler and plan where the caller leaves them open.
+
+    Args:
+        lm: Its checkpoint and noise set the defaults.
+        sampler: The caller's, or None.
+        plan: The caller's; fields that it sets are kept.
+        effort: Under masked noise it sets the threshold and the steps; under uniform noise a share of the steps.
+
+    Returns:
+        The sampler and the plan.
+    """
+    if effort is not None and lm.corruption.mask is not None:
+        sampler = sampler or rules.threshold(effort.p)
+        if plan.steps is None:
+            tokens = plan.block or lm.model.config.block
+            plan = dataclasses.replace(plan, steps=max(1, round(effort.steps * tokens)))
+    if sampler is None:
+        share = 1.0 if effort is None else effort.steps
+        return default_sampler(lm), default_plan(lm, plan, share)
+    return sampler, plan

@@ -5,24 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import defaults, launch, rules
-from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
-from mercury_jax.decode.parts import checked_sampler
-from mercury_jax.decode.prompts import check_seed, normalise
+from mercury_jax.decode import rules
+from mercury_jax.decode.decoder import Session, advance, check_nan
+from mercury_jax.decode.defaults import default_sampler
+from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts
+from mercury_jax.decode.request import Request, row_seeds, start
+from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
+from mercury_jax.decode.state import Rows
 from mercury_jax.types import LM
 
-Span = tuple[int, int] | str
+Span: TypeAlias = tuple[int, int] | str
 
 
 class Change(NamedTuple):
-    """One token that another replaced."""
+    """One token that another one replaced."""
 
     at: int  # index of the token within the text
     before: str
@@ -31,12 +34,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class EditOutput:
-    """Edited texts; lists have one entry a text."""
+    """Edited texts; lists have one entry per text."""
 
     texts: list[str]
     tokens: list[np.ndarray] = field(repr=False)
     changes: list[list[Change]]
-    forwards: np.ndarray
+    forwards: np.ndarray  # forward passes of each row (NFE)
     seconds: float
 
     @property
@@ -47,17 +50,17 @@ class EditOutput:
 
 def edit(
     lm: LM,
-    text: Any,
+    text: str | Ids | Sequence[str | Ids],
     *,
-    prompt: Any = None,
-    spans: Sequence[Any] | None = None,
+    prompt: Prompts | None = None,
+    spans: Sequence[Span] | Sequence[Sequence[Span]] | None = None,
     seed: int = 0,
-    sampler: Any = None,
+    sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: Any = None,
+    temperature: Param | None = None,
     mesh: Mesh | None = None,
 ) -> EditOutput:
-    """Edit a text, or a list of texts, keeping its number of tokens.
+    """Edits a text, or a list of texts, keeping its number of tokens.
 
     A text is edited as a finished answer: as in training, end-of-text completes its last canvas up to the block. The
     model sees these tokens, and they never change.
@@ -66,21 +69,21 @@ def edit(
         lm: A diffusion model.
         text: A text, ids, or a list of these. Every token may change, unless `spans` say otherwise. Mask ids among the
             ids are filled in.
-        prompt: What stands before the text and never changes: a text, a conversation or ids; for a list of texts, one
-            for all or a list.
-        spans: What to write anew, the rest being held: (start, end) in characters, or a piece of the text; for a list
+        prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
+            all or a list.
+        spans: What to write anew, the rest being kept: (start, end) in characters, or a piece of the text; for a list
             of texts, a list of such lists. Spans start from noise and keep their number of tokens ("syz" may be three
-            where "sys" is one): `infill` with an open `Hole()` tries other lengths. A text that answers something
+            where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text that answers something
             needs it as `prompt`, as in training. None: editing starts from the text itself, and the rule replaces
             what the model would not have written.
-        seed: Row i draws from `seed` + i.
+        seed: Row i draws from seed + i.
         sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
             logits cannot be asked so and takes `rules.editing()`; one trained on uniform noise always takes
             `rules.entropy_bound()`, which redraws what it is unsure of.
         plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
         temperature: Of drawn tokens (None: the rule's own; 0: argmax).
-        mesh: Spreads the rows over its `data` axis.
+        mesh: Shard the rows over its `data` axis.
 
     Returns:
         The edited texts, and each token that changed.
@@ -93,63 +96,61 @@ def edit(
     """
     check_lm(lm)
     if lm.model.config.autoregressive:
-        raise refuse(
-            "lm", f"{lm.name}, an autoregressive model", "a diffusion model: only its tokens see both sides"
-        )
-    plan, mesh = checked_plan(plan), checked_mesh(mesh)
+        allowed = "a diffusion model: only its tokens see both sides"
+        raise refuse("lm", f"{lm.name}, an autoregressive model", allowed)
+    request = Request(
+        seed=seed, sampler=sampler, plan=plan, temperature=temperature, mesh=mesh, infilling=True
+    ).checked()
     texts, single = _texts(text)
-    rows = [
-        _row(lm, t, s, i)
-        for i, (t, s) in enumerate(zip(texts, _spans(spans, single, len(texts)), strict=True))
-    ]
-    before = _prompts(lm, prompt, texts)
+    span_lists = _span_lists(spans, single, len(texts))
+    edited = [_encode_text(lm, t, s, i) for i, (t, s) in enumerate(zip(texts, span_lists, strict=True))]
+    prompts = _prompts(lm, prompt, texts)
     began = time.perf_counter()
-    chosen = _sampler(lm, sampler, spans)
-    job = launch.prepare(
-        lm, _request(lm, rows, before, plan, check_seed(seed)), chosen, plan, temperature=temperature,
-        infilling=True, mesh=mesh,
-    )  # fmt: skip
-    job, _, _ = launch.advance(lm, job, None)
-    launch.refuse_broken(job)
-    return _collect(lm, job, rows, before, began)
+    rows = _rows(lm, edited, prompts, request.plan, check_seed(seed))
+    session = start(lm, request._replace(sampler=_sampler(lm, sampler, spans), rows=rows))
+    session, _, _ = advance(lm, session, None)
+    check_nan(session)
+    return _collect(lm, session, edited, prompts, began)
 
 
-class Row(NamedTuple):
-    """One text as ids, and which of them start from noise; None: the model chooses."""
+class EncodedText(NamedTuple):
+    """One text as ids, and which of them start from noise; None: editing starts from the text itself."""
 
     ids: np.ndarray
     noised: np.ndarray | None
 
 
-def _sampler(lm: LM, sampler: Any, spans: Any) -> Any:
+def _sampler(lm: LM, sampler: Any, spans: Any) -> SamplerLike:
     """The sampler, or the default one; refuses a rule that would change the number of tokens."""
     if sampler is None:
         if lm.corruption.mask is None:
             return rules.entropy_bound()
         if spans is not None:
-            return defaults.sampler(lm)
+            return default_sampler(lm)
         return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
-    rule = checked_sampler(sampler).rule
-    if rule.grows and rule.name != "levenshtein":  # which fills each run up again
+    rule = check_sampler(sampler).rule
+    if rule.variable_length and rule.name != "levenshtein":  # which restores the length of each run
         raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")
     return sampler
 
 
 def _texts(text: Any) -> tuple[list[Any], bool]:
-    """(texts, whether one alone was given), each a text or checked by `_row` as ids."""
+    """The texts, each a text or ids, and whether a single one was given."""
     if isinstance(text, jax.Array):
         text = np.asarray(text)
-    one = lambda x: isinstance(x, int | float | np.integer | np.floating)
+    is_number = lambda x: isinstance(x, int | float | np.integer | np.floating)
     if isinstance(text, np.ndarray) and text.ndim == 2:
         return list(text), False
-    if isinstance(text, str | np.ndarray) or (isinstance(text, Sequence) and len(text) > 0 and one(text[0])):
+    is_ids = isinstance(text, Sequence) and len(text) > 0 and is_number(text[0])
+    if isinstance(text, str | np.ndarray) or is_ids:
         return [text], True
     if not isinstance(text, Sequence) or len(text) == 0:
         raise refuse("text", text, "a text, ids, or a non-empty list of these")
     return list(text), False
 
 
-def _spans(spans: Any, single: bool, count: int) -> list[Any]:
+def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
+    """One list of spans per text, or None."""
     if spans is None:
         return [None] * count
     if isinstance(spans, str) or not isinstance(spans, Sequence):
@@ -162,115 +163,114 @@ def _spans(spans: Any, single: bool, count: int) -> list[Any]:
 
 
 def _prompts(lm: LM, prompt: Any, texts: Sequence[Any]) -> list[list[int]]:
+    """The ids that precede each text."""
     count = len(texts)
     if prompt is None:
         return [list(lm.tokenizer.begin) if isinstance(text, str) else [] for text in texts]
-    prompts, single = normalise(lm, prompt)
+    prompts, single = encode_prompts(lm, prompt)
     if not single and len(prompts) != count:
         raise refuse("prompt", f"{len(prompts)} prompts", f"one, or {count}: one for each text")
     ids = [list(p.ids) for p in prompts]
     return ids * count if single else ids
 
 
-def _row(lm: LM, text: Any, spans: Any, index: int) -> Row:
+def _encode_text(lm: LM, text: Any, spans: Any, index: int) -> EncodedText:
+    """One text as ids; each span begins and ends a token."""
     name = f"text[{index}]"
     if not isinstance(text, str):
         if spans is not None:
             raise refuse("spans", spans, "None for a text that is given as ids")
-        ids, one = normalise(lm, text, name=name)
-        if not one or ids[0].chat:
+        prompts, single = encode_prompts(lm, text, name=name)
+        if not single or prompts[0].chat:
             raise refuse(name, text, "a text, or ids")
-        return Row(np.asarray(ids[0].ids, np.int32), None)
+        return EncodedText(np.asarray(prompts[0].ids, np.int32), None)
     if not text:
         raise refuse(name, text, "a text of at least one character")
     if spans is None:
-        return Row(np.asarray(lm.tokenizer.encode(text), np.int32), None)
+        return EncodedText(np.asarray(lm.tokenizer.encode(text), np.int32), None)
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
-    cuts = sorted(_place(text, span) for span in spans)
+    cuts = sorted(_span_range(text, span) for span in spans)
     if not cuts:
         raise refuse("spans", spans, "at least one span, or None")
-    pieces, noised, at = [], [], 0
-    for start, end in cuts:
-        if start < at:
-            raise refuse("spans", (start, end), "spans that do not overlap")
-        for piece, inside in ((text[at:start], False), (text[start:end], True)):
-            ids = lm.tokenizer.encode(piece) if piece else []
-            pieces, noised = pieces + list(ids), noised + [inside] * len(ids)
+    pieces, at = [], 0  # (text, whether it starts from noise)
+    for start_, end in cuts:
+        if start_ < at:
+            raise refuse("spans", (start_, end), "spans that do not overlap")
+        pieces += [(text[at:start_], False), (text[start_:end], True)]
         at = end
-    rest = lm.tokenizer.encode(text[at:]) if text[at:] else []
-    return Row(np.asarray([*pieces, *rest], np.int32), np.asarray([*noised, *[False] * len(rest)]))
+    ids: list[int] = []
+    noised: list[bool] = []
+    for piece, inside in [*pieces, (text[at:], False)]:
+        new = lm.tokenizer.encode(piece) if piece else []
+        ids += new
+        noised += [inside] * len(new)
+    return EncodedText(np.asarray(ids, np.int32), np.asarray(noised))
 
 
-def _place(text: str, span: Any) -> tuple[int, int]:
+def _span_range(text: str, span: Any) -> tuple[int, int]:
     """A span as (start, end) in characters."""
     if isinstance(span, str):
-        if not span or text.count(span) != 1:
-            raise refuse(
-                "spans", span, f"a piece that the text holds once; it holds it {text.count(span)} times"
-            )
+        count = text.count(span)
+        if not span or count != 1:
+            raise refuse("spans", span, f"a piece that the text holds once; it holds it {count} times")
         return text.index(span), text.index(span) + len(span)
-    if (
-        not isinstance(span, Sequence)
-        or len(span) != 2
-        or not all(isinstance(i, int | np.integer) for i in span)
-    ):
+    pair = isinstance(span, Sequence) and len(span) == 2
+    if not pair or not all(isinstance(i, int | np.integer) for i in span):
         raise refuse("spans", span, "(start, end) in characters, or a piece of the text")
-    start, end = int(span[0]), int(span[1])
-    if not 0 <= start < end <= len(text):
-        raise refuse("spans", (start, end), f"0 <= start < end <= {len(text)}, the text's characters")
-    return start, end
+    first, last = int(span[0]), int(span[1])
+    if not 0 <= first < last <= len(text):
+        raise refuse("spans", (first, last), f"0 <= start < end <= {len(text)}, the text's characters")
+    return first, last
 
 
-def _request(
-    lm: LM, rows: Sequence[Row], before: Sequence[list[int]], plan: Plan, seed: int
-) -> launch.Request:
-    """Rows of prompt, text and fill; prompt, fill and what lies outside of the spans are given."""
-    known = np.array([len(b) for b in before])
-    said = known + [len(r.ids) for r in rows]
+def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], plan: Plan, seed: int) -> Rows:
+    """Rows of prompt, text and end-of-text; all are given but what may change."""
+    committed = np.array([len(ids) for ids in prompts])
+    text_end = committed + [len(text.ids) for text in texts]
     context = lm.model.config.context
-    for i, size in enumerate(said):
+    for i, size in enumerate(text_end):
         if size > context:
-            raise refuse(
-                f"text[{i}] and its prompt", f"{size} tokens", f"at most the model's context of {context}"
-            )
-    total = np.array([min(context, n + _fill(lm, k, n, plan)) for k, n in zip(known, said, strict=True)])
-    text = np.full((len(rows), int(total.max())), lm.model.config.eos, np.int32)
-    given, draft = np.zeros(text.shape, bool), np.zeros(text.shape, bool)
-    for i, (row, ids) in enumerate(zip(rows, before, strict=True)):
-        text[i, : said[i]] = [*ids, *row.ids]
-        given[i, : known[i]] = given[i, said[i] : total[i]] = True
-        given[i, known[i] : said[i]] = False if row.noised is None else ~row.noised
-        draft[i, known[i] : said[i]] = row.noised is None
-    seeds = (seed + np.arange(len(rows))) % 2**31
-    return launch.Request(text, given, known, total, seeds, draft=draft)
+            allowed = f"at most the model's context of {context}"
+            raise refuse(f"text[{i}] and its prompt", f"{size} tokens", allowed)
+    padding = [_padding(lm, k, n, plan) for k, n in zip(committed, text_end, strict=True)]
+    end = np.minimum(context, text_end + padding)
+    tokens = np.full((len(texts), int(end.max())), lm.model.config.eos, np.int32)
+    given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+    for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
+        inside = slice(committed[i], text_end[i])
+        tokens[i, : text_end[i]] = [*ids, *text.ids]
+        given[i, : committed[i]] = given[i, text_end[i] : end[i]] = True
+        given[i, inside] = False if text.noised is None else ~text.noised
+        draft[i, inside] = text.noised is None
+    return Rows(tokens, given, committed, end, row_seeds(seed, len(texts)), draft=draft)
 
 
-def _fill(lm: LM, known: int, said: int, plan: Plan) -> int:
-    """How many end-of-text tokens complete the last canvas of a row of `said` tokens, `known` of them the prompt.
+def _padding(lm: LM, committed: int, text_end: int, plan: Plan) -> int:
+    """How many end-of-text tokens complete the last canvas of a row.
 
-    It is `masks.layout`'s fill: an answer in training always fills its canvas, so a canvas that ends with the text is
-    one that the model has never seen, and reads badly.
+    As `Model.layout` fills it in training: an answer always fills its canvas, so a canvas that ends with the text is
+    one that the model has never seen, and predicts badly.
     """
     config = lm.model.config
     if (
         config.pattern == "causal_encoder"
     ):  # canvases begin behind the prompt, and are as wide as the plan's block
-        return -(said - known) % (plan.block or config.block)
-    return -said % config.block
+        return -(text_end - committed) % (plan.block or config.block)
+    return -text_end % config.block
 
 
 def _collect(
-    lm: LM, job: launch.Job, rows: Sequence[Row], before: Sequence[list[int]], began: float
+    lm: LM, session: Session, texts: Sequence[EncodedText], prompts: Sequence[list[int]], began: float
 ) -> EditOutput:
-    text, forwards = jax.device_get((job.state.text, job.state.forwards))
-    tokens = [
-        text[i, len(b) : len(b) + len(r.ids)] for i, (r, b) in enumerate(zip(rows, before, strict=True))
-    ]
+    """Reads the edited texts off a session's state."""
+    tokens, nfe = jax.device_get((session.state.tokens, session.state.nfe))
+    rows = enumerate(zip(texts, prompts, strict=True))
+    edited = [tokens[i, len(ids) : len(ids) + len(text.ids)] for i, (text, ids) in rows]
     show = lambda token: lm.tokenizer.decode([int(token)])
     changes = [
-        [Change(int(i), show(row.ids[i]), show(new[i])) for i in np.flatnonzero(row.ids != new)]
-        for row, new in zip(rows, tokens, strict=True)
+        [Change(int(i), show(text.ids[i]), show(new[i])) for i in np.flatnonzero(text.ids != new)]
+        for text, new in zip(texts, edited, strict=True)
     ]
-    texts = [lm.tokenizer.decode(t.tolist()) for t in tokens]
-    return EditOutput(texts, tokens, changes, forwards[: job.rows], time.perf_counter() - began)
+    decoded = [lm.tokenizer.decode(ids.tolist()) for ids in edited]
+    return EditOutput(decoded, edited, changes, nfe[: session.rows], time.perf_counter() - began)

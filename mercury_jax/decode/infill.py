@@ -1,30 +1,125 @@
-"""infill(): any number of holes in known text, all of them denoised at once."""
+"""infill(): any number of holes in known text.
+
+Models that see both sides of a hole (full attention, or a causal encoder's canvas) denoise all holes at once. Holes of
+open length are decided by a rule of variable length, or by filling several lengths and keeping the one under which the
+model finds filling and following text most probable.
+
+A block-causal model cannot see what follows a hole: it gets the text in FIM order (arXiv 2207.14255),
+
+    <|fim_prefix|>before<|fim_suffix|>behind<|fim_middle|>middle<|eos|>
+
+and its holes are filled from left to right, each one with the holes before it filled and the later ones left out.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import defaults, fim, launch, lengths
-from mercury_jax.decode.arguments import check_lm, checked_mesh, checked_plan
-from mercury_jax.decode.holes import Filled, Hole, InfillOutput, Row, output, segments
-from mercury_jax.decode.lengths import Grid
-from mercury_jax.decode.parts import complete
-from mercury_jax.decode.program import QUANTUM, bucket
-from mercury_jax.decode.prompts import check_seed
-from mercury_jax.decode.state import Frame
+from mercury_jax.decode.decoder import Session, advance, check_nan
+from mercury_jax.decode.defaults import complete_sampler, default_sampler
+from mercury_jax.decode.inputs import check_lm, check_seed
+from mercury_jax.decode.request import QUANTUM, Request, bucket, row_seeds, start
+from mercury_jax.decode.sampler import Param, SamplerLike
+from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
+from mercury_jax.decode.state import Frame, Rows
 from mercury_jax.types import LM
 
-__all__ = ["Hole", "InfillOutput", "infill"]
+SCORED_BEHIND = 16  # tokens of following text that are scored with a filling
+SCORE_SAMPLES = 8  # samples of each bound
 
-Parts = Sequence[str | Hole]
-Watch = Callable[[Frame], None]  # takes the Frame [1, B, ...] of a pass, on the host
+
+@dataclass(frozen=True)
+class Hole:
+    """A gap in known text.
+
+    Attributes:
+        tokens: Its exact number of tokens; None: whatever length fits, up to `most`.
+        most: Most tokens of a hole of open length.
+
+    Raises:
+        ValueError: A number below 1.
+    """
+
+    tokens: int | None = None
+    most: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("most", self.most)):
+            if value is None and name == "tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise refuse(f"Hole.{name}", value, "a whole number from 1 on")
+
+    @property
+    def room(self) -> int:
+        """The most tokens that it may take."""
+        return self.most if self.tokens is None else self.tokens
+
+
+Parts: TypeAlias = Sequence[str | Hole]
+Pieces: TypeAlias = list[Any]  # Holes, and the ids of known texts, in order
+FrameCallback: TypeAlias = Callable[[Frame], None]  # takes the Frame [1, B, ...] of a pass, on the host
+
+
+class Filled(NamedTuple):
+    """What fills each row's holes, as ids, and the forward passes of each row."""
+
+    fillings: list[list[np.ndarray]]
+    forwards: np.ndarray
+
+
+class LengthSearch(NamedTuple):
+    """How finely shapes and lengths are distinguished; a coarse search is fast and needs few programs.
+
+    Attributes:
+        quantum: Texts and canvases take multiples of this many positions.
+        growth: Factor from one length to try to the next.
+        rows: The lengths of an open hole are tried in batches of a multiple of this many.
+    """
+
+    quantum: int = QUANTUM
+    growth: float = 1.25
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class InfillOutput:
+    """Completed texts; lists have one entry per request."""
+
+    texts: list[str]
+    fillings: list[list[str]]  # of each request's holes, left to right
+    tokens: list[np.ndarray] = field(repr=False)  # the whole sequence as ids
+    filled: list[int] = field(repr=False)  # tokens that were denoised
+    forwards: np.ndarray  # forward passes of each row (NFE)
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """The first completed text."""
+        return self.texts[0]
+
+    @property
+    def holes(self) -> list[str]:
+        """What fills the first request's holes."""
+        return self.fillings[0]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Denoised tokens over forward passes, summed over the rows."""
+        return float(sum(self.filled) / max(int(self.forwards.sum()), 1))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Denoised tokens of all rows over the seconds of the call."""
+        return sum(self.filled) / max(self.seconds, 1e-9)
 
 
 def infill(
@@ -32,144 +127,335 @@ def infill(
     parts: Parts | Sequence[Parts],
     *,
     seed: int = 0,
-    sampler: Any = None,
+    sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: Any = None,
+    temperature: Param | None = None,
     mesh: Mesh | None = None,
 ) -> InfillOutput:
-    """Fill the holes: `infill(lm, ["def area(r):\\n", Hole(24), "\\n    return a"])`.
+    """Fills the holes in known text, which never changes.
 
-    parts: texts and Holes in order, or a list of such lists. Known text never changes. A model with
-    full attention takes the whole sequence as its canvas, a causal encoder what lies between the
-    first hole and the end; both see the text on either side of every hole. A block-causal model
-    cannot see behind a hole: it gets the text in FIM order (before, behind, then the middle), one hole
-    after the other, and must have been trained so.
-    Open holes (`Hole()`, at most `most` tokens): a rule that inserts (`rules.expand`) decides while it
-    decodes; FIM decodes up to the end of text; otherwise several lengths are filled, and the one is taken
-    under which the model finds filling and following text most probable.
-    Raises ValueError for no hole, or one that does not fit the context.
+    Args:
+        lm: The model. One with full attention takes the whole sequence as its canvas, a causal encoder what lies
+            between the first hole and the end. A block-causal model gets FIM order and must have been trained so.
+        parts: Texts and Holes in order, or a list of such lists.
+        seed: Row i draws from seed + i.
+        sampler: A rule or a `Sampler`. None: the model's own. A rule of variable length (`rules.expand`) decides the
+            length of open holes while it decodes; FIM decodes up to the end of text; other rules try several lengths.
+        plan: Steps, and reuse of keys.
+        temperature: Of drawn tokens.
+        mesh: Shard the rows over its `data` axis.
+
+    Returns:
+        The completed texts.
+
+    Raises:
+        ValueError: No hole, or one that does not fit into the context.
+
+    Example:
+        >>> mj.infill(lm, ["def area(r):\\n", mj.Hole(24), "\\n    return a"]).text
     """
     check_lm(lm)
-    plan, mesh = checked_plan(plan), checked_mesh(mesh)
+    request = Request(
+        seed=check_seed(seed), sampler=sampler, plan=plan, temperature=temperature, mesh=mesh
+    ).checked()
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not parts:
         raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
     several = not isinstance(parts[0], str | Hole)
-    rows = [_row(lm, p, i) for i, p in enumerate(parts if several else [parts])]
+    rows = [_encode_parts(lm, p, i) for i, p in enumerate(parts if several else [parts])]
     began = time.perf_counter()
-    sampler = defaults.sampler(lm) if sampler is None else sampler
-    done = fill(lm, rows, sampler, check_seed(seed), plan=plan, temperature=temperature, mesh=mesh)
-    return output(lm, rows, done, time.perf_counter() - began)
+    done = fill(lm, rows, request)
+    decode = lambda ids: lm.tokenizer.decode(np.asarray(ids).tolist())
+    tokens = [join_pieces(row, f) for row, f in zip(rows, done.fillings, strict=True)]
+    return InfillOutput(
+        texts=[decode(t) for t in tokens],
+        fillings=[[decode(ids) for ids in f] for f in done.fillings],
+        tokens=tokens,
+        filled=[sum(len(ids) for ids in f) for f in done.fillings],
+        forwards=done.forwards,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _encode_parts(lm: LM, parts: Any, index: int) -> Pieces:
+    """Texts as ids; refuses what does not fit into the context."""
+    name, context = f"parts[{index}]", lm.model.config.context
+    listed = isinstance(parts, Sequence) and not isinstance(parts, str)
+    if not listed or not all(isinstance(p, str | Hole) for p in parts):
+        raise refuse(name, parts, "a list of texts and Holes")
+    if not any(isinstance(p, Hole) for p in parts):
+        raise refuse(name, parts, "at least one Hole among the texts")
+    row: Pieces = [p if isinstance(p, Hole) else lm.tokenizer.encode(p) for p in parts]
+    if lm.tokenizer.begin and lm.model.config.pattern != "block_causal":  # FIM order has its own place for it
+        row = [list(lm.tokenizer.begin), *row]
+    size = sum(p.room if isinstance(p, Hole) else len(p) for p in row)
+    if size > context:
+        raise refuse(name, f"{size} tokens", f"at most the model's context of {context}")
+    return row
 
 
 def fill(
     lm: LM,
-    rows: Sequence[Row],
-    sampler: Any,
-    seed: int,
-    *,
-    plan: Plan,
-    temperature: Any = None,
-    mesh: Mesh | None = None,
-    watch: Watch | None = None,
-    grid: Grid = Grid(),
+    rows: Sequence[Pieces],
+    request: Request,
+    on_frame: FrameCallback | None = None,
+    search: LengthSearch = LengthSearch(),
 ) -> Filled:
-    """`infill` of rows of ids and Holes. watch: called after every pass (not of holes in FIM order).
+    """Fills the holes of rows of ids and Holes; `infill` without texts.
 
-    grid: how finely shapes and the lengths of open holes are told apart.
+    Args:
+        lm: The model.
+        rows: Of each request.
+        request: Checked: its seed, sampler, plan, temperature and mesh apply.
+        on_frame: Called after every pass (not of holes in FIM order).
+        search: How finely shapes and the lengths of open holes are distinguished.
+
+    Returns:
+        The fillings.
+
+    Raises:
+        ValueError: Names what does not fit.
     """
-    settings: dict[str, Any] = dict(plan=plan, temperature=temperature, mesh=mesh)
+    if request.sampler is None:
+        request = request._replace(sampler=default_sampler(lm))
     if lm.model.config.pattern == "block_causal":
-        return fim.fill(lm, rows, sampler, seed, **settings)
-    settings |= dict(watch=watch, grid=grid)
-    if complete(sampler, lm.corruption).rule.grows:
-        return _fill(lm, [_sized(row, lambda hole: 1) for row in rows], sampler, seed, grows=True, **settings)
-    sized = lambda rows, seed: _fill(lm, rows, sampler, seed, **settings)
-    return lengths.fill(lm, rows, seed, sized, grid) if any(_open(r) for r in rows) else sized(rows, seed)
+        return _fill_fim(lm, rows, request)
+    if complete_sampler(request.sampler, lm.corruption).rule.variable_length:
+        sized = [[Hole(1) if _is_open(p) else p for p in row] for row in rows]
+        grow = [sum(p.most for p in row if isinstance(p, Hole)) for row in sized]
+        return _fill_sized(lm, sized, request, np.array(grow), on_frame, search)
+    none = lambda rows: np.zeros(len(rows), int)
+    if not any(_is_open(p) for row in rows for p in row):
+        return _fill_sized(lm, rows, request, none(rows), on_frame, search)
+    attempt = lambda rows: _fill_sized(lm, rows, request, none(rows), on_frame, search)
+    return _fill_open(lm, rows, attempt, search)
 
 
-def _open(row: Row) -> bool:
-    return any(isinstance(part, Hole) and part.tokens is None for part in row)
+def _is_open(part: Any) -> bool:
+    return isinstance(part, Hole) and part.tokens is None
 
 
-def _sized(row: Row, size: Any) -> Row:
-    """The row with its open holes given a size."""
-    return [Hole(min(size(p), p.most)) if isinstance(p, Hole) and p.tokens is None else p for p in row]
-
-
-def _row(lm: LM, parts: Any, index: int) -> Row:
-    name = f"parts[{index}]"
-    if (
-        isinstance(parts, str)
-        or not isinstance(parts, Sequence)
-        or not all(isinstance(p, str | Hole) for p in parts)
-    ):
-        raise refuse(name, parts, "a list of texts and Holes")
-    if not any(isinstance(p, Hole) for p in parts):
-        raise refuse(name, parts, "at least one Hole among the texts")
-    row: Row = [p if isinstance(p, Hole) else lm.tokenizer.encode(p) for p in parts]
-    if (
-        lm.tokenizer.begin and lm.model.config.pattern != "block_causal"
-    ):  # FIM order has a place of its own for it
-        row = [list(lm.tokenizer.begin), *row]
-    total = sum(p.room if isinstance(p, Hole) else len(p) for p in row)
-    if total > lm.model.config.context:
-        raise refuse(name, f"{total} tokens", f"at most the model's context of {lm.model.config.context}")
-    return row
-
-
-def _fill(
+def _fill_sized(
     lm: LM,
-    rows: Sequence[Row],
-    sampler: Any,
-    seed: int,
-    *,
-    plan: Plan,
-    temperature: Any,
-    mesh: Mesh | None,
-    grows: bool = False,
-    watch: Watch | None = None,
-    grid: Grid = Grid(),
+    rows: Sequence[Pieces],
+    request: Request,
+    growth: np.ndarray,
+    on_frame: FrameCallback | None,
+    search: LengthSearch,
 ) -> Filled:
-    """Rows whose holes have a size, in one job; a rule that grows may go on to each hole's `most`."""
-    asked = _request(lm, rows, seed, grows, grid.quantum)
-    full = lm.model.config.pattern == "bidirectional"
-    width = int(asked.total.max()) if full else int((asked.total - asked.known).max())
-    few = grid.quantum if full else grid.quantum // 2  # a canvas costs more than the text before it
-    block = bucket(width, lm.model.config.block if not full and grid.quantum == QUANTUM else few)
-    job = launch.prepare(
-        lm, asked, sampler, plan, temperature=temperature, block=block, infilling=True, mesh=mesh
-    )
-    if watch is None:
-        job, _, _ = launch.advance(lm, job, None)
-    while not np.all(jax.device_get(job.state.done)):
-        job, frames, _ = launch.advance(lm, job, 1)
-        assert watch is not None and frames is not None
-        watch(jax.device_get(frames))
-    launch.refuse_broken(job)
-    s = job.state
-    text, total, given, forwards = jax.device_get((s.text, s.total, s.given, s.forwards))
-    fillings = [segments(row, text[i, : total[i]], given[i]) for i, row in enumerate(rows)]
-    return Filled(fillings, forwards[: job.rows])
-
-
-def _request(lm: LM, rows: Sequence[Row], seed: int, grows: bool, quantum: int) -> launch.Request:
-    mask = lm.model.config.mask or 0  # without a mask the canvas is laid with noise there
-    flat = [_flat(row, mask) for row in rows]
-    total = np.array([len(ids) for ids, _ in flat])
-    room = np.array([sum(p.most for p in row if isinstance(p, Hole)) if grows else 0 for row in rows])
-    longest = int((total + room).max())
-    text = np.zeros((len(rows), longest if quantum == QUANTUM else bucket(longest, quantum)), np.int32)
-    given = np.zeros(text.shape, bool)
-    known = np.zeros(len(rows), np.int64)
+    """Fills rows whose holes have a size, in one session. growth [B]: positions that a row may grow by."""
+    # 1. Rows of ids with masks in the holes (without a mask id the canvas starts from noise there).
+    mask, flat = lm.model.config.mask or 0, []
+    for row in rows:
+        ids = [np.full(p.tokens or 0, mask) if isinstance(p, Hole) else np.asarray(p, int) for p in row]
+        hole = [np.full(len(x), isinstance(p, Hole)) for x, p in zip(ids, row, strict=True)]
+        flat.append((np.concatenate(ids).astype(np.int32), np.concatenate(hole)))
+    end = np.array([len(ids) for ids, _ in flat])
+    longest = int((end + growth).max())
+    default = search.quantum == QUANTUM
+    tokens = np.zeros((len(rows), longest if default else bucket(longest, search.quantum)), np.int32)
+    given, committed = np.zeros(tokens.shape, bool), np.zeros(len(rows), np.int64)
     for i, (ids, hole) in enumerate(flat):
-        text[i, : len(ids)], given[i, : len(ids)] = ids, ~hole
-        known[i] = np.flatnonzero(hole)[0]
-    seeds = (seed + np.arange(len(rows))) % 2**31
-    return launch.Request(text, given, known, total, seeds, most=total + room)
+        tokens[i, : len(ids)], given[i, : len(ids)] = ids, ~hole
+        committed[i] = np.flatnonzero(hole)[0]
+    # 2. One canvas for everything between the first hole and the end.
+    bidirectional = lm.model.config.pattern == "bidirectional"
+    width = int(end.max()) if bidirectional else int((end - committed).max())
+    quantum = search.quantum if bidirectional else search.quantum // 2  # a canvas costs more than a prefix
+    block = bucket(width, lm.model.config.block if not bidirectional and default else quantum)
+    layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(rows)), max_end=end + growth)
+    session = start(lm, request._replace(rows=layout, block=block, infilling=True))
+    session = _run(lm, session, on_frame)
+    # 3. What was not given is filled; rules of variable length have moved it.
+    s = session.state
+    text, ends, kept, nfe = jax.device_get((s.tokens, s.end, s.given, s.nfe))
+    fillings = [split_fillings(row, text[i, : ends[i]], kept[i]) for i, row in enumerate(rows)]
+    return Filled(fillings, nfe[: session.rows])
 
 
-def _flat(row: Row, mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids with masks in the holes, which of them are holes)."""
-    ids = [np.full(p.tokens or 0, mask) if isinstance(p, Hole) else np.asarray(p, int) for p in row]
-    hole = [np.full(len(x), isinstance(p, Hole)) for x, p in zip(ids, row, strict=True)]
-    return np.concatenate(ids).astype(np.int32), np.concatenate(hole)
+def _run(lm: LM, session: Session, on_frame: FrameCallback | None) -> Session:
+    """Runs a session to its end, with single passes where a callback wants their frames."""
+    if on_frame is None:
+        session, _, _ = advance(lm, session, None)
+    while not session.done:
+        session, frames, _ = advance(lm, session, 1)
+        assert on_frame is not None and frames is not None
+        on_frame(jax.device_get(frames))
+    check_nan(session)
+    return session
+
+
+def split_fillings(row: Pieces, tokens: np.ndarray, given: np.ndarray) -> list[np.ndarray]:
+    """Finds what fills the holes of a finished row: the tokens that were not given, cut at its texts.
+
+    Texts keep their tokens and their order, so the given tokens up to a hole are as many as the texts before it hold,
+    wherever they have moved.
+
+    Args:
+        row: Texts and holes.
+        tokens: The finished row.
+        given: Which tokens are from the texts.
+
+    Returns:
+        The ids in each hole.
+    """
+    at = np.flatnonzero(given[: len(tokens)])
+    at = np.concatenate([[-1], at, [len(tokens)]])
+    found, passed = [], 0
+    for part in row:
+        if isinstance(part, Hole):
+            found.append(tokens[at[passed] + 1 : at[passed + 1]])
+        else:
+            passed += len(part)
+    return found
+
+
+def join_pieces(row: Pieces, fillings: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a row's ids with its holes filled.
+
+    Args:
+        row: Texts and holes.
+        fillings: The ids in each hole.
+
+    Returns:
+        The whole sequence.
+    """
+    rest = iter(fillings)
+    return np.concatenate([np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row])
+
+
+def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[int]:
+    """Returns lengths to try: 1, each next one longer by `growth` (1.25: every one up to 8), and `most` itself.
+
+    Args:
+        most: Of the hole.
+        growth: Factor from one length to the next.
+
+    Returns:
+        Rising lengths.
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, max(sizes[-1] + 1, int(sizes[-1] * growth))))
+    return sizes
+
+
+def _fill_open(
+    lm: LM, rows: Sequence[Pieces], attempt: Callable[[Sequence[Pieces]], Filled], search: LengthSearch
+) -> Filled:
+    """Fills rows with holes of open length; each is decided from left to right.
+
+    For each length n the model fills n masks between the same texts. What is compared is
+    log p(filling, following text | text before), by the any-order bound of `score`: a filling of the wrong length
+    leaves the text behind it improbable.
+    """
+    # An open hole starts at a guess, until it is decided itself.
+    guess = lambda p: Hole(max(1, p.most // 4)) if _is_open(p) else p
+    forwards, fillings = np.zeros(len(rows), int), []
+    for i, row in enumerate(rows):
+        chosen, filling = [guess(p) for p in row], []
+        for j in [j for j, p in enumerate(row) if _is_open(p)] or [-1]:
+            sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
+            tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]
+            spare = -len(tries) % search.rows if j >= 0 else 0
+            filled = attempt(tries + spare * tries[-1:])
+            nats = [
+                _filling_nats(lm, t, f, max(j, 0), search.quantum) for t, f in zip(tries, filled.fillings)
+            ]
+            best = int(np.argmin(nats)) if len(tries) > 1 else 0
+            chosen, filling = tries[best], filled.fillings[best]
+            forwards[i] += int(filled.forwards[: len(tries)].sum())
+        fillings.append(filling)
+    return Filled(fillings, forwards)
+
+
+def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, quantum: int) -> float:
+    """-log p(filling and what follows it | what is before it), a bound."""
+    rest = iter(fillings)
+    parts = [np.asarray(next(rest) if isinstance(p, Hole) else p, np.int32) for p in row]
+    before = np.concatenate([*parts[:at], np.zeros(0, np.int32)])
+    ids = np.concatenate(parts)[: len(before) + len(parts[at]) + SCORED_BEHIND]
+    if len(before) == 0:  # a bound needs a token to condition on; the first one is not scored
+        before = ids[:1]
+    if len(ids) <= len(before):
+        return 0.0
+    laid = lm.model.layout(ids, len(before), whole=False)
+    document = MaskedDocument(laid, *draw_masks(laid, SCORE_SAMPLES, np.random.default_rng(0)))
+    return float(weighted_nats(lm, [document], quantum).mean())
+
+
+def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
+    """Fills every row's holes one after the other, in FIM order; rows side by side."""
+    _check_fim(lm, rows)
+    holes = [sum(isinstance(p, Hole) for p in row) for row in rows]
+    fillings: list[list[np.ndarray]] = [[] for _ in rows]
+    forwards = np.zeros(len(rows), int)
+    for j in range(max(holes)):
+        which = [i for i in range(len(rows)) if j < holes[i]]
+        prompts = [fim_prompt(lm, rows[i], fillings[i]) for i in which]
+        committed = np.array([len(ids) for ids, _ in prompts])
+        end = committed + [hole.room for _, hole in prompts]
+        tokens = np.zeros((len(prompts), int(end.max())), np.int32)
+        for row, (ids, _) in zip(tokens, prompts, strict=True):
+            row[: len(ids)] = ids
+        given = np.arange(tokens.shape[1]) < committed[:, None]
+        layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(prompts)))
+        # A hole of a fixed length is not ended by an end of text: where all are fixed, no id ends the answer.
+        fixed = all(hole.tokens is not None for _, hole in prompts)
+        session = _run(lm, start(lm, request._replace(rows=layout, infilling=fixed)), None)
+        s = session.state
+        text, ends, nfe = jax.device_get((s.tokens, s.end, s.nfe))
+        for at, i in enumerate(which):
+            fillings[i].append(text[at, committed[at] : ends[at]])
+            forwards[i] += nfe[at]
+    return Filled(fillings, forwards)
+
+
+def _check_fim(lm: LM, rows: Sequence[Pieces]) -> None:
+    """Refuses holes that a block-causal model cannot fill."""
+    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
+    if lm.tokenizer.fim is None:
+        allowed = (
+            "texts: a block-causal model fills holes in FIM order, and the tokenizer of "
+            f"{lm.name} has no tokens for that"
+        )
+        raise refuse("parts", "a hole", allowed)
+    for i, row in enumerate(rows):
+        fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
+        if any(fixed) and not all(fixed):
+            allowed = "one kind, for a block-causal model"
+            raise refuse(f"parts[{i}]", "holes of fixed and of open length", allowed)
+        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
+        if size > context:
+            allowed = f"at most the model's context of {context}"
+            raise refuse(f"parts[{i}]", f"{size} tokens in FIM order", allowed)
+    if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
+        allowed = "one kind in a call, for a block-causal model"
+        raise refuse("parts", "rows of fixed and of open holes", allowed)
+
+
+def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[int], Hole]:
+    """Lays a row out in FIM order.
+
+    Args:
+        lm: Its tokenizer has the FIM tokens.
+        row: Texts and holes.
+        filled: What fills its first holes; the next one is to be filled, later ones are left out.
+
+    Returns:
+        The prompt, and the hole to fill.
+    """
+    marks, done = lm.tokenizer.fim, iter(filled)
+    before: list[int] = []
+    behind: list[int] = []
+    hole: Hole | None = None
+    for part in row:
+        if not isinstance(part, Hole):
+            (before if hole is None else behind).extend(part)
+        elif hole is None:
+            ids = next(done, None)
+            if ids is None:
+                hole = part
+            else:
+                before.extend(int(i) for i in ids)
+    assert hole is not None and marks is not None
+    return [*lm.tokenizer.begin, marks.prefix, *before, marks.suffix, *behind, marks.middle], hole

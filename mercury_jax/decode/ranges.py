@@ -1,10 +1,11 @@
-"""Ranges of the parameters of rules, logits processors and stopping criteria, stated once in the signature.
+"""Allowed values of the parameters of rules, logits processors and stopping criteria.
 
-    @mj.rule
-    def threshold(key, view, memory, *, p: Annotated[Knob, Between(0, 1)] = 0.9): ...
+A range is stated once, in the annotation of the parameter:
 
-`parts` reads the annotation: the check of each value, the line in the docstring, and what `mercury info` prints come
-from it.
+    def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9): ...
+
+The decorators of `sampler.py` read it: the check of each value, a line of the docstring and the output of
+`mercury info` all come from the annotation.
 """
 
 from __future__ import annotations
@@ -25,117 +26,161 @@ from mercury_jax.config import refuse
 class Range(NamedTuple):
     """The numbers that a parameter may be.
 
-    low, high: the ends, which belong to the range unless `above` or `below` says otherwise. whole: whole numbers only.
+    Attributes:
+        low: Lower end.
+        high: Upper end.
+        open_low: Whether `low` itself is excluded.
+        open_high: Whether `high` itself is excluded.
+        integer: Whether only whole numbers are allowed.
     """
 
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False
-    below: bool = False
-    whole: bool = False
+    open_low: bool = False
+    open_high: bool = False
+    integer: bool = False
 
-    def holds(self, value: Any) -> np.ndarray | np.bool_:
-        """Whether each number of `value` is in the range."""
+    def contains(self, value: Any) -> np.ndarray | np.bool_:
+        """Returns, for each number of `value`, whether it is in the range."""
         x = np.asarray(value, float)
-        inside = (x > self.low if self.above else x >= self.low) & (
-            x < self.high if self.below else x <= self.high
-        )
-        return inside & (x == np.floor(x)) if self.whole else inside
+        above = x > self.low if self.open_low else x >= self.low
+        below = x < self.high if self.open_high else x <= self.high
+        return above & below & (x == np.floor(x)) if self.integer else above & below
 
     def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
+        kind = "a whole number" if self.integer else "a number"
         if math.isinf(self.low) and math.isinf(self.high):
-            return f"{kind}, finite" if self.below else kind
+            return f"{kind}, finite" if self.open_high else kind
         if math.isinf(self.high):
-            start = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-            return f"{kind}, {start}" if self.below else f"{kind}, {start}, or infinity"
-        opened, closed = "(" if self.above else "[", ")" if self.below else "]"
-        return f"{kind} in {opened}{self.low:g}, {self.high:g}{closed}"
+            start = f"above {self.low:g}" if self.open_low else f"{self.low:g} or more"
+            return f"{kind}, {start}" if self.open_high else f"{kind}, {start}, or infinity"
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{kind} in {left}{self.low:g}, {self.high:g}{right}"
 
 
-def Between(low: float, high: float, *, whole: bool = False) -> Range:
-    """From `low` to `high`, both included."""
-    return Range(low, high, whole=whole)
+def Between(low: float, high: float, *, integer: bool = False) -> Range:
+    """Returns the range [low, high], both ends included.
+
+    Args:
+        low: Lower end.
+        high: Upper end.
+        integer: Whether only whole numbers are allowed.
+
+    Returns:
+        The range.
+    """
+    return Range(low, high, integer=integer)
 
 
-def AtLeast(low: float, *, whole: bool = False, infinite: bool = False) -> Range:
-    """From `low` on; infinity only where `infinite` says so."""
-    return Range(low, below=not infinite, whole=whole)
+def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Range:
+    """Returns the range [low, inf); `infinite` includes infinity itself.
+
+    Args:
+        low: Lower end, included.
+        integer: Whether only whole numbers are allowed.
+        infinite: Whether infinity is included.
+
+    Returns:
+        The range.
+    """
+    return Range(low, open_high=not infinite, integer=integer)
 
 
 def Above(low: float) -> Range:
-    """Finite and more than `low`."""
-    return Range(low, above=True, below=True)
+    """Returns the range (low, inf)."""
+    return Range(low, open_low=True, open_high=True)
 
 
 def Finite() -> Range:
-    """Any finite number."""
-    return Range(above=True, below=True)
+    """Returns the range of all finite numbers."""
+    return Range(open_low=True, open_high=True)
 
 
 def ranges_of(function: Callable[..., Any]) -> dict[str, Range]:
-    """The range of each argument that states one."""
-    function = inspect.unwrap(function)  # a type checker may stand around it, with other globals
-    written = getattr(function, "__annotations__", {})
-    # Only those that may state a range are resolved: a rule may annotate the others with names of its own scope.
-    written = {n: a for n, a in written.items() if not isinstance(a, str) or "Annotated" in a}
-    holder = types.SimpleNamespace(__annotations__=written)
+    """Reads the ranges from a function's annotations.
+
+    Args:
+        function: Parameters annotated `Annotated[..., Range]` are read; the others are ignored.
+
+    Returns:
+        The range of each parameter that states one.
+
+    Raises:
+        ValueError: An annotation uses a name that the function's module does not define.
+    """
+    function = inspect.unwrap(function)  # a type checker may wrap it, with other globals
+    # Only annotations that may state a range are resolved: the others may use names of a local scope.
+    annotations = getattr(function, "__annotations__", {})
+    annotations = {n: a for n, a in annotations.items() if not isinstance(a, str) or "Annotated" in a}
+    holder = types.SimpleNamespace(__annotations__=annotations)
     try:
         hints = typing.get_type_hints(
             holder, globalns=getattr(function, "__globals__", {}), include_extras=True
         )
     except NameError as error:
         raise refuse(
-            f"annotations of {function.__name__}", str(error), "names of the module it stands in"
+            f"annotations of {function.__name__}", str(error), "names that its module defines"
         ) from None
-    found = {
-        n: [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Range)] for n, hint in hints.items()
-    }
-    return {n: some[0] for n, some in found.items() if some}
+    metadata = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    found = {name: [m for m in items if isinstance(m, Range)] for name, items in metadata.items()}
+    return {name: items[0] for name, items in found.items() if items}
 
 
-def checked(field: str, value: Any, allowed: Range | None) -> Any:
-    """A parameter's value, its type that of its range: float, or int where only whole numbers are allowed.
+def check_number(name: str, value: Any, allowed: Range | None) -> Any:
+    """Checks a parameter and converts it to the type of its range.
 
     Args:
-        field: What the message calls it, such as "threshold(p=)".
-        value: A number, or one for each row; values that are traced under `jit` cannot be looked at, and pass.
-        allowed: None for a parameter without a range: any number, also an infinite one.
+        name: What the error message calls it, such as "threshold(p=)".
+        value: A number, or an array or list with one number per row. A value that is traced under `jit` passes
+            unchecked.
+        allowed: None for a parameter without a range: any number, infinity included.
+
+    Returns:
+        A float (an int where only whole numbers are allowed), or the array as it was.
 
     Raises:
-        ValueError: Naming the field, its value and its range.
+        ValueError: Names the parameter, its value and its range.
     """
-    said = str(allowed or Range())
+    description = str(allowed or Range())
     if value is inspect.Parameter.empty:
-        raise refuse(field, None, f"{said}: it has no default")
+        raise refuse(name, None, f"{description}: it has no default")
     if isinstance(value, Tracer):
         return value
-    if isinstance(value, list | tuple):
-        value = np.asarray(value) if _numbers(value) else value
-    # numpy: jnp would trace a constant inside of jit.
+    if isinstance(value, list | tuple) and all(
+        isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool) for v in value
+    ):
+        value = np.asarray(value)
+    # numpy, because jnp would turn a constant into a tracer inside of jit.
     kind = getattr(np.asarray(value), "dtype", np.dtype(object)).kind
     if kind not in "iuf" and str(getattr(value, "dtype", "")) != "bfloat16":
-        raise refuse(field, value, f"{said}, or an array with one for each row")
+        raise refuse(name, value, f"{description}, or an array with one for each row")
     numbers = np.asarray(value, float)
-    wrong = np.isnan(numbers) if allowed is None else ~allowed.holds(numbers)
+    wrong = np.isnan(numbers) if allowed is None else ~allowed.contains(numbers)
     if wrong.any():
-        raise refuse(field, float(numbers[wrong].flat[0]) if numbers.ndim else value, said)
+        raise refuse(name, float(numbers[wrong].flat[0]) if numbers.ndim else value, description)
     if allowed is None or numbers.ndim:
         return value
-    return int(value) if allowed.whole and np.isfinite(numbers) else float(value)
+    return int(numbers) if allowed.integer and np.isfinite(numbers) else float(numbers)
 
 
-def _numbers(values: Any) -> bool:
-    return all(
-        isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool) for v in values
-    )
+def describe_params(name: str, defaults: Mapping[str, Any], ranges: Mapping[str, Range]) -> str:
+    """Writes the section of a docstring that lists each parameter with its range and default.
 
+    Args:
+        name: Of the rule, logits processor or stopping criterion.
+        defaults: Default of each parameter; `inspect.Parameter.empty` for none.
+        ranges: Range of each parameter that states one.
 
-def described(name: str, defaults: Mapping[str, Any], ranges: Mapping[str, Range]) -> str:
-    """The lines of a docstring that say what each parameter may be; empty where there are none."""
+    Returns:
+        The lines, or "" where there are no parameters.
+    """
     lines = [
         f"    {key}: {ranges.get(key, Range())}"
         + ("." if value is inspect.Parameter.empty else f"; default {value}.")
         for key, value in defaults.items()
     ]
-    return "\n".join([f"Parameters of {name}, each one for all rows or one a row:", *lines]) if lines else ""
+    return (
+        "\n".join([f"Ranges of {name}; every parameter may be one number, or one per row:", *lines])
+        if lines
+        else ""
+    )

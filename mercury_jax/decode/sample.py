@@ -1,160 +1,307 @@
-"""sample(): prompts in, answers out."""
+"""sample(): prompts in, answers out.
+
+The path of a call: `Request` holds its arguments; `request.encode_request` encodes the prompts; `request.start` makes a
+`Session`; `decoder.advance` runs it on the device; `collect` reads the answers off its state.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import ask, constrained, launch, silent
-from mercury_jax.decode.arguments import check_lm, checked_plan
-from mercury_jax.decode.gate import Gate
-from mercury_jax.decode.output import LogProbs, Output, Session, collect, decoded
-from mercury_jax.decode.prompts import Prompt, check_room, normalise
+from mercury_jax.decode import constrained
+from mercury_jax.decode.decoder import Session, advance, check_nan
+from mercury_jax.decode.defaults import Effort
+from mercury_jax.decode.grammar import Spec
+from mercury_jax.decode.inputs import Prompts, check_lm
+from mercury_jax.decode.request import (
+    Request,
+    check_session,
+    continue_request,
+    encode_request,
+    resolve_sampler,
+    start,
+)
+from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.state import Frame
+from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
 
-__all__ = ["LogProbs", "Output", "Session", "sample"]
+HISTORY_PASSES = 16  # passes per dispatch while frames are kept
 
-HISTORY = 16  # passes of one dispatch while frames are kept
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities of one answer's tokens, in nats, by the model before any logits processor.
+
+    Each is that of the pass that wrote the token, given what the canvas held then.
+    """
+
+    tokens: np.ndarray  # float [n]
+    top_ids: np.ndarray  # int [n, k], most probable first
+    top: np.ndarray  # float [n, k]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Answers, and what they cost. Lists have one entry per prompt."""
+
+    texts: list[str]  # the answers; of conversations without their thinking
+    tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
+    forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE)
+    finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did; "paused"
+    seconds: float  # of decoding, compilation included
+    thinking: list[str | None] = field(repr=False)
+    passes: int = 0  # of the device loop: those of the slowest row, encoding included
+    encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))  # tokens encoded, [B]
+    history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
+    logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
+    state: Session | None = field(repr=False, default=None)  # on request
+
+    @property
+    def text(self) -> str:
+        """The answer to the first prompt."""
+        return self.texts[0]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Emitted tokens of each answer."""
+        return [len(t) for t in self.tokens]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Emitted tokens over forward passes, summed over the rows."""
+        return float(sum(self.lengths) / max(int(self.forwards.sum()), 1))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all rows over the seconds of the call."""
+        return sum(self.lengths) / max(self.seconds, 1e-9)
 
 
 def sample(
     lm: LM,
-    prompt: Any,
+    prompt: Prompts | None,
     *,
     max_tokens: int = 64,
     seed: int = 0,
-    sampler: Any = None,
+    sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: Any = None,
-    effort: Any = None,
-    logit_bias: Any = None,
-    guidance: Any = None,
-    negative: Any = None,
+    temperature: Param | Sequence[float] | None = None,
+    effort: str | Effort | None = None,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
+    guidance: Param | Sequence[float] | None = None,
+    negative: Prompts | None = None,
     logprobs: int | None = None,
     state: Session | None = None,
     keep: bool = False,
     passes: int | None = None,
     history: bool = False,
     mesh: Mesh | None = None,
-    schema: Any = None,
+    schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
 ) -> Output:
-    """Decode an answer to each prompt.
+    """Decodes an answer to each prompt.
 
-    prompt: a text, a conversation (list of {"role", "content"}, a content being a text or a list of text parts
-        {"type": "text", "text": ...}), ids, or a list of these.
-    max_tokens: most tokens of an answer, its thinking not counted. seed: row i draws from seed + i.
-    sampler: a rule such as `rules.threshold(0.9)` (the default) or a `Sampler`.
-    plan: block, steps and reuse of keys. temperature: of the drawn tokens (None: the rule's own; 0: argmax).
-    effort: "instant", "low", "medium", "high" or an `Effort`; conversations then think first, within its
-        room. logit_bias: {id: bias}, or a list of these, one a prompt.
-    guidance: weight of classifier-free guidance, or one a prompt; 0 changes nothing. negative: what stands in
-        the prompt's place on the other side (default: nothing), one or one a prompt.
-    logprobs: keep log-probabilities, with so many alternatives at each token.
-    state: go on from an earlier call's `Output.state`: `prompt` is what is said next, or None to finish a
-        call that `passes` stopped. keep: fill `Output.state`. passes: stop after so many.
-    history: keep a Frame of every pass. mesh: spread the rows over its `data` axis.
-    schema: what every answer obeys (its thinking is free): a JSON Schema, a spec of `mj.grammar`, or a list of
-        these with one, or None, for each prompt. Needs the extra `serve`. Not with state, passes, guidance, mesh.
-    Raises ValueError naming the argument that does not fit before any compute, or row and pass where a
-    model's logits turn out to be NaN.
+    Args:
+        lm: The model, from `mj.load()`.
+        prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of text parts
+            {"type": "text", "text": ...}), ids, or a list of these.
+        max_tokens: Most tokens of an answer, its thinking not counted.
+        seed: Row i draws from seed + i.
+        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own.
+        plan: Block, steps, and reuse of keys.
+        temperature: Of drawn tokens, one number or one per prompt (None: the rule's own; 0: argmax).
+        effort: "instant", "low", "medium", "high" or an `Effort`. Conversations then think first, within its budget.
+        logit_bias: {id: bias}, or a list with one such table (or None) per prompt.
+        guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
+        negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt. None:
+            the answer alone.
+        logprobs: Keep log-probabilities, with this many alternatives at each token.
+        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, or None to finish a call
+            that `passes` stopped.
+        keep: Fill `Output.state`.
+        passes: Stop after this many passes.
+        history: Keep a `Frame` of every pass.
+        mesh: Shard the rows over its `data` axis.
+        schema: What every answer obeys (its thinking is free): a JSON Schema, a spec of `mj.grammar`, or a list of
+            these with one, or None, per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+
+    Returns:
+        The answers.
+
+    Raises:
+        ValueError: Names the argument that does not fit, before any compute; or row and pass where the logits of a
+            model are NaN.
+
+    Example:
+        >>> out = mj.sample(lm, "def fibonacci(n):", max_tokens=64)
+        >>> out.text, out.forwards
     """
     began = time.perf_counter()
-    keep = keep or state is not None or passes is not None
     check_lm(lm)
     if passes is not None and (
         isinstance(passes, bool) or not isinstance(passes, int | np.integer) or passes < 1
     ):
         raise refuse("passes", passes, "a whole number from 1 on, or None")
-    asked = ask.checked(ask.Ask(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=checked_plan(plan),
-        temperature=temperature, effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative,
-        logprobs=logprobs, state=state, mesh=mesh, schema=schema,
-    ))  # fmt: skip
-    gates = None if schema is None else _gates(lm, asked, passes)
-    job, prompts = ask.prepare(lm, asked)
-    before = np.zeros(job.state.length.shape[0], int) if state is None else ask.encoded_before(job, state)
-    if gates is None:
-        job, frames, used = _run(lm, job, passes, history)
+    request = Request(
+        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
+        mesh=mesh, schema=schema,
+    ).checked()  # fmt: skip
+    grammars = None if schema is None else constrained.rows_of_request(lm, request, passes)
+    if state is not None and prompt is None:
+        check_session(lm, state)
+        # Running a session uses its state up: the caller's stays readable.
+        session = dataclasses.replace(state, state=jax.tree.map(jnp.copy, state.state))
+        request = resolve_sampler(lm, request._replace(prompts=session.prompts))
     else:
-        job, frames, used = constrained.run(lm, constrained.gated(job, gates), gates, history)
-    out = collect(lm, job, prompts, began, frames, before)
-    if effort is not None and passes is None and gates is None:
-        out, job, more = _answered(lm, asked, job, prompts, out)
-        used += more
-    return dataclasses.replace(out, passes=used, state=Session(job, prompts) if keep else None)
+        request = encode_request(lm, request)
+        if grammars is not None:
+            request = constrained.with_grammar_mask(lm, request)
+        session = start(lm, request)
+    cached = np.zeros(session.rows, int)
+    if state is not None:
+        cached = np.asarray(state.state.cache_length)[: session.rows]
+    if grammars is not None:
+        session = constrained.mark_rows(session, grammars)
+        session, frames, made = constrained.run(lm, session, grammars, history)
+    else:
+        session, frames, made = _run(lm, session, passes, history)
+    out = collect(lm, session, began, frames, cached)
+    if effort is not None and passes is None and grammars is None:
+        out, session, more = _continue_empty_answers(lm, request, session, out)
+        made += more
+    keep = keep or state is not None or passes is not None
+    return dataclasses.replace(out, passes=made, state=session if keep else None)
 
 
-def _answered(
-    lm: LM, asked: ask.Ask, job: launch.Job, prompts: Sequence[Prompt], out: Output
-) -> tuple[Output, launch.Job, int]:
-    """(answers, job, further passes): conversations that ended in silence are answered behind what they said."""
-    rows = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
-    if not rows:
-        return out, job, 0
-    said = [tuple(map(int, ids)) for ids in out.tokens]
-    for i in rows:
-        said[i] = silent.read(lm.tokenizer, prompts[i].ids, said[i])
-    history = bool(out.history)
+def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
+    """Runs a session to its end, or for some passes; returns its frames if asked for, and the passes made."""
+    if not history and passes is None:
+        session, _, made = advance(lm, session, None)
+        return session, [], int(np.max(jax.device_get(made)))
+    frames: list[Frame] = []
+    total = 0
+    while not session.done and (passes is None or total < passes):
+        # Whole chunks and then single passes: two programs serve every number.
+        size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
+        session, chunk, made = advance(lm, session, size)
+        host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
+        total += count
+        for i in range(count if history else 0):
+            frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
+    return session, frames, total
+
+
+def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached: np.ndarray) -> Output:
+    """Reads the answers off a session's state.
+
+    Args:
+        lm: Decodes them.
+        session: With its prompts.
+        began: `time.perf_counter()` at the start of the call.
+        frames: To keep in the output.
+        cached: Tokens [B] that were in the KV cache when the call began.
+
+    Returns:
+        The answers.
+
+    Raises:
+        ValueError: Names row and pass where the logits of a model were NaN.
+    """
+    check_nan(session)
+    s, count = session.state, session.rows
+    tokens, prompt, committed, end, done, nfe, cache_length = jax.device_get(
+        (s.tokens, s.prompt, s.committed, s.end, s.done, s.nfe, s.cache_length)
+    )
+    ends = np.where(done, end, np.maximum(committed, prompt))
+    answers = [tokens[i, prompt[i] : ends[i]] for i in range(count)]
+    seconds = time.perf_counter() - began
+    decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, session.prompts, strict=True)]
+    stops = {lm.model.config.eos, *lm.model.config.ends}
+    finish = []
+    for i in range(count):  # the end of text is just behind an answer that the model ended
+        ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
+        finish.append(("stop" if ended else "length") if done[i] else "paused")
+    logprobs = None
+    if isinstance(s.logprobs, LogprobBuffer):
+        host = jax.device_get(s.logprobs)
+        logprobs = [LogProbs(*(x[i, prompt[i] : ends[i]] for x in host)) for i in range(count)]
+    return Output(
+        texts=[answer for _, answer in decoded],
+        tokens=answers,
+        forwards=nfe[:count],
+        finish=finish,
+        seconds=seconds,
+        thinking=[thinking for thinking, _ in decoded],
+        encoded=cache_length[:count] - cached,
+        history=frames,
+        logprobs=logprobs,
+    )
+
+
+def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
+    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
+
+    Args:
+        lm: Its tokenizer decodes.
+        ids: Of one answer.
+        chat: Whether the prompt was a conversation.
+
+    Returns:
+        The thinking or None, and the answer.
+    """
+    if chat:
+        return lm.tokenizer.split_answer(ids.tolist())
+    return None, lm.tokenizer.decode(ids.tolist())
+
+
+def _continue_empty_answers(
+    lm: LM, request: Request, session: Session, out: Output
+) -> tuple[Output, Session, int]:
+    """Continues conversations whose answer shows no text, behind their thinking; also returns the further passes."""
+    prompts = request.prompts
+    which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    if not which:
+        return out, session, 0
+    replies = [tuple(map(int, ids)) for ids in out.tokens]
+    for i in which:
+        replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
     began = time.perf_counter() - out.seconds
-    job, frames, used = _run(lm, ask.answering(lm, asked, prompts, said, rows), None, history)
-    more = collect(lm, job, prompts, began, [*out.history, *frames], np.zeros(len(prompts), int))
+    session = start(lm, continue_request(lm, request, replies, which))
+    session, frames, made = _run(lm, session, None, bool(out.history))
+    more = collect(lm, session, began, [*out.history, *frames], np.zeros(len(prompts), int))
     texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
-    tokens, nats = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
-    for i in rows:
-        tokens[i] = np.array([*said[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = decoded(lm, tokens[i], True)
+    tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
+    for i in which:
+        tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
+        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)
         finish[i] = more.finish[i]
-        if nats is not None and more.logprobs is not None:
-            nats[i] = _joined(nats[i], len(said[i]), more.logprobs[i])
+        if logprobs is not None and more.logprobs is not None:
+            logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
     return dataclasses.replace(
-        more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=nats,
+        more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
         forwards=out.forwards + more.forwards, encoded=out.encoded + more.encoded,
-    ), job, used  # fmt: skip
+    ), session, made  # fmt: skip
 
 
-def _joined(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
-    """Log-probabilities of `size` tokens, the last of which may be a close that no model wrote (0), and of others."""
+def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
+    """Joins those of `size` tokens, the last of which may be a closing token that no model wrote (0), and of others."""
 
-    def both(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    def join(old: np.ndarray, new: np.ndarray) -> np.ndarray:
         old = old[:size]
-        close = np.zeros((size - len(old), *old.shape[1:]), old.dtype)
-        return np.concatenate([old, close, new])
+        closing = np.zeros((size - len(old), *old.shape[1:]), old.dtype)
+        return np.concatenate([old, closing, new])
 
     pairs = ((before.tokens, behind.tokens), (before.top_ids, behind.top_ids), (before.top, behind.top))
-    return LogProbs(*(both(old, new) for old, new in pairs))
-
-
-def _gates(lm: LM, asked: ask.Ask, passes: int | None) -> list[Gate | None]:
-    """The grammars of a call, with what they cannot go along with refused before any compute."""
-    others = {"state": asked.state, "passes": passes, "guidance": asked.guidance, "mesh": asked.mesh}
-    for name, value in others.items():
-        if value is not None:
-            raise refuse(name, value, "None with schema=")
-    constrained.check(asked.sampler, asked.plan)
-    prompts, _ = normalise(lm, asked.prompt)
-    return constrained.gates(lm, asked.schema, len(prompts), check_room(lm, prompts, asked.max_tokens))
-
-
-def _run(lm: LM, job: launch.Job, passes: int | None, history: bool) -> tuple[launch.Job, list[Frame], int]:
-    if not history and passes is None:
-        job, _, used = launch.advance(lm, job, None)
-        return job, [], int(np.max(jax.device_get(used)))
-    frames: list[Frame] = []
-    made = 0
-    while not np.all(jax.device_get(job.state.done)) and (passes is None or made < passes):
-        # Whole chunks and then single passes: two programs serve every number.
-        size = HISTORY if passes is None or passes - made >= HISTORY else 1
-        job, chunk, used = launch.advance(lm, job, size)
-        host, used = jax.device_get((chunk, np.max(jax.device_get(used))))
-        made += int(used)
-        for i in range(int(used) if history else 0):
-            frames.append(jax.tree.map(lambda x, i=i, n=job.rows: x[i, :n], host))
-    return job, frames, made
+    return LogProbs(*(join(old, new) for old, new in pairs))

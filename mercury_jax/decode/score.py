@@ -1,4 +1,4 @@
-"""score(): a bound on log p(completion | prompt); logits(): one denoiser pass."""
+"""score(): a bound on log p(completion | prompt); logits(): one denoising pass."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import at_least, refuse
-from mercury_jax.decode.arguments import check_lm, naming_wrong_params
-from mercury_jax.decode.program import QUANTUM, bucket
-from mercury_jax.decode.prompts import Prompt, check_seed, normalise
-from mercury_jax.decode.read import forbid
-from mercury_jax.types import LM, Laid, Model, Params
+from mercury_jax.decode.inputs import (
+    Ids,
+    Prompt,
+    Prompts,
+    check_lm,
+    check_seed,
+    encode_prompts,
+    explain_wrong_params,
+)
+from mercury_jax.decode.request import QUANTUM, bucket
+from mercury_jax.decode.token_stats import forbid
+from mercury_jax.types import LM, Laid, Model, PackedPass, Params, Pass
 
 
 class Score(NamedTuple):
-    """A lower bound on log p in nats, its standard error, and what it was taken over.
+    """A lower bound on log p in nats, with its standard error.
 
-    Numbers for one answer; arrays [B], one entry a row, for a list. With canvases of one token (autoregression) the
-    bound is exact and the error 0; else one sample alone has no error, which is then NaN.
+    Numbers for one answer; arrays [B], one entry per row, for a list. With canvases of one token (autoregression) the
+    bound is exact and the error 0; otherwise a single sample has no error, which is then NaN.
     """
 
     log_p: float | np.ndarray
     se: float | np.ndarray
     tokens: int | np.ndarray  # of the answer
-    samples: int  # masked canvases for each row; 0: one causal pass, exact
+    samples: int  # masked canvases per row; 0: one causal pass, exact
 
     @property
     def nats_per_token(self) -> float | np.ndarray:
@@ -38,26 +45,26 @@ class Score(NamedTuple):
         return -self.log_p / self.tokens
 
 
-class Masked(NamedTuple):
-    """A document, and the canvases that are drawn from it to score it."""
+class MaskedDocument(NamedTuple):
+    """A document, and the masked canvases that are drawn from it to score it."""
 
     laid: Laid
-    hidden: np.ndarray  # bool [N, T] which positions are masked
+    masked: np.ndarray  # bool [N, T] which positions are masked
     weight: np.ndarray  # [N, T] of their cross-entropies
 
 
-def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int = 0) -> Score:
-    """Scores answers: a lower bound on log p(completion | prompt), one for each row; exact for autoregressive models.
+def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, seed: int = 0) -> Score:
+    """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
     k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
     less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). k is stratified over the samples.
 
     Args:
         lm: A model of masked diffusion, or an autoregressive one.
-        prompt: A text (it may be empty), a conversation or ids; or a list of these with one for each row. A 2-D array
+        prompt: A text (it may be empty), a conversation or ids; or a list of these with one per row. A 2-D array
             is a list of rows of ids.
-        completion: A text or ids; or a list of these with one for each row. With one prompt, several answers to it.
-        samples: Masked canvases that are drawn for each row. An autoregressive model takes one pass and draws none.
+        completion: A text or ids; or a list of these with one per row. With one prompt, several answers to it.
+        samples: Masked canvases per row. An autoregressive model takes one pass and draws none.
         seed: Row i draws its canvases from `seed` + i.
 
     Returns:
@@ -72,40 +79,41 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
     check_lm(lm)
-    exact_model = lm.model.config.autoregressive
-    if lm.corruption.mask is None and not exact_model:
+    causal = lm.model.config.autoregressive
+    if lm.corruption.mask is None and not causal:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
     if not isinstance(samples, int) or isinstance(samples, bool):
         raise refuse("samples", samples, "a whole number from 1 on")
     at_least(1, samples=samples)
     pairs, single = _pairs(lm, prompt, completion)
-    seed, asked = check_seed(seed), []
+    seed, documents = check_seed(seed), []
     tokens = np.array([len(after) for _, after in pairs])
-    if exact_model:
+    if causal:
         log_p = -next_token_nats(lm, pairs)
         if single:
             return Score(float(log_p[0]), 0.0, int(tokens[0]), 0)
         return Score(log_p, np.zeros(len(pairs)), tokens, 0)
     for i, (before, after) in enumerate(pairs):
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
-        asked.append(Masked(laid, *masks(laid, samples, np.random.default_rng((seed + i) % 2**31))))
-    nats = weighted_nats(lm, asked)
-    spread = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
+        masks = draw_masks(laid, samples, np.random.default_rng((seed + i) % 2**31))
+        documents.append(MaskedDocument(laid, *masks))
+    nats = weighted_nats(lm, documents)
+    error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Canvases of one token, which is masked in every sample.
-    exact = [bool((m.hidden & (m.weight == 1.0))[:, m.laid.editable].all()) for m in asked]
-    log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, spread)
+    exact = [bool((d.masked & (d.weight == 1.0))[:, d.laid.editable].all()) for d in documents]
+    log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, error)
     if single:
         return Score(float(log_p[0]), float(se[0]), int(tokens[0]), samples)
     return Score(log_p, se, tokens, samples)
 
 
 def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], list[int]]], bool]:
-    """([(ids of the prompt, ids of the answer)] of each row, whether both were given alone)."""
+    """The ids of prompt and answer of each row, and whether a single one of each was given."""
     before, one_prompt = _prompts(lm, prompt)
-    # An answer goes on from its prompt: no mark of a text's beginning stands between them.
+    # An answer continues its prompt: no begin-of-text token comes between them.
     listed = isinstance(completion, Sequence | np.ndarray | jax.Array) and not isinstance(completion, str)
-    nothing = [Prompt([], False)] * (max(len(completion), 1) if listed else 1)
-    after, one_answer = normalise(lm, completion, behind=nothing, name="completion")
+    previous = [Prompt([], False)] * (max(len(completion), 1) if listed else 1)
+    after, one_answer = encode_prompts(lm, completion, previous=previous, name="completion")
     for i, answer in enumerate(after):
         if answer.chat:
             raise refuse(
@@ -126,41 +134,56 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
 
 
 def _prompts(lm: LM, prompt: Any) -> tuple[list[list[int]], bool]:
-    """(ids of each prompt, whether one alone was given); here a prompt may be an empty text."""
+    """The ids of each prompt, and whether a single one was given; here a prompt may be an empty text."""
     empty = list(lm.tokenizer.begin)
     if isinstance(prompt, str) and not prompt:
         return [empty], True
     if isinstance(prompt, list | tuple) and any(isinstance(p, str) and not p for p in prompt):
         rows = [
-            empty if isinstance(p, str) and not p else normalise(lm, [p], name="prompt")[0][0].ids
+            empty if isinstance(p, str) and not p else encode_prompts(lm, [p], name="prompt")[0][0].ids
             for p in prompt
         ]
         return rows, False
-    prompts, single = normalise(lm, prompt)
+    prompts, single = encode_prompts(lm, prompt)
     return [p.ids for p in prompts], single
 
 
-def masks(laid: Laid, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(which positions to mask [N, T], their weights [N, T]): k of each canvas's m editable tokens.
+def draw_masks(laid: Laid, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draws the positions to mask: k of each canvas's m editable tokens.
 
-    k = 1 + floor(m (u + i / N)) over the samples i: every k is uniform in 1..m, together they are
-    spread evenly.
+    k = 1 + floor(m (u + i / N)) over the samples i: every k is uniform in 1..m, together they are spread evenly.
+
+    Args:
+        laid: A document.
+        samples: N.
+        rng: Draws u and the positions.
+
+    Returns:
+        Which positions are masked, bool [N, T], and the weights of their cross-entropies [N, T].
     """
     canvas = np.where(laid.editable, laid.canvas, -1)
-    hidden = np.zeros((samples, len(canvas)), bool)
+    masked = np.zeros((samples, len(canvas)), bool)
     weight = np.zeros((samples, len(canvas)))
     for c in np.unique(canvas[canvas >= 0]):
         at = np.flatnonzero(canvas == c)
         u = (rng.random() + rng.permutation(samples) / samples) % 1.0
         k = 1 + np.floor(len(at) * u).astype(int)
         rank = rng.random((samples, len(at))).argsort(axis=1).argsort(axis=1)
-        hidden[:, at] = rank < k[:, None]
+        masked[:, at] = rank < k[:, None]
         weight[:, at] = (len(at) / k)[:, None]
-    return hidden, weight
+    return masked, weight
 
 
-def times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The time of each canvas, k / m, at all of its positions [N, T]; 0 outside. canvas [T] or [N, T]."""
+def canvas_times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Computes the time of each canvas, k / m, at all of its positions; 0 outside of canvases.
+
+    Args:
+        canvas: Index of the canvas at each position [T] or [N, T], -1 outside.
+        weight: m / k [N, T].
+
+    Returns:
+        Times [N, T].
+    """
     t = np.zeros_like(weight)
     for row, index in enumerate(np.broadcast_to(canvas, weight.shape)):
         for c in np.unique(index[index >= 0]):
@@ -170,18 +193,21 @@ def times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return t
 
 
+ROWS_PER_PASS = 16
+
+
 def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
-    """-log p of each answer under an autoregressive model, by one causal pass over prompt and answer.
+    """Computes -log p of each answer under an autoregressive model, by one causal pass over prompt and answer.
 
     Args:
         lm: An autoregressive model: its hidden state at position i predicts the token at i + 1.
-        pairs: Ids of the prompt and of the answer, one pair for each row.
+        pairs: Ids of the prompt and of the answer, one pair per row.
 
     Returns:
-        float64 [B], nats summed over the answer's tokens.
+        Nats summed over the answer's tokens, float64 [B].
 
     Raises:
-        ValueError: For a row without any token before its answer: nothing predicts the first one.
+        ValueError: A row has no token before its answer: nothing predicts the first one.
     """
     for i, (before, _) in enumerate(pairs):
         if not before:
@@ -191,69 +217,70 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
     text = np.zeros((len(pairs), size + 1), np.int32)
     scored = np.zeros((len(pairs), size), bool)
     for row, (before, after) in enumerate(pairs):
-        n = len(before) + len(after)
-        text[row, :n] = [*before, *after]
-        scored[row, len(before) - 1 : n - 1] = True
-    rows = min(ROWS, len(pairs))
+        end = len(before) + len(after)
+        text[row, :end] = [*before, *after]
+        scored[row, len(before) - 1 : end - 1] = True
+    rows = min(ROWS_PER_PASS, len(pairs))
     positions = np.arange(size, dtype=np.int32)
-    first = np.stack([np.zeros_like(positions), positions + 1], axis=-1)
-    ranges = np.stack([first, np.zeros_like(first)], axis=1)  # [T, 2, 2]: all up to itself, and nothing
+    causal = np.stack(
+        [np.zeros_like(positions), positions + 1], axis=-1
+    )  # [T, 2] keys up to the position itself
+    ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
     fixed = [jnp.broadcast_to(x, (rows, *x.shape)) for x in (positions, ranges)]
     out = []
     for i in range(0, len(pairs), rows):
         at = np.minimum(np.arange(i, i + rows), len(pairs) - 1)  # the last pass repeats the last row
         given, target = jnp.asarray(text[at, :-1]), jnp.asarray(text[at, 1:])
-        with naming_wrong_params(lm):
-            ce = _ce(lm.model, lm.corruption.forbidden, lm.params, given, target, *fixed, None)
+        with explain_wrong_params(lm):
+            ce = _cross_entropy(lm.model, lm.corruption.forbidden, lm.params, given, target, *fixed, None)
         out.append(np.where(scored[at], np.asarray(ce), 0.0).sum(axis=1, dtype=np.float64))
     return np.concatenate(out)[: len(pairs)]
 
 
-ROWS = 16  # samples of one pass
+def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QUANTUM) -> np.ndarray:
+    """Computes the sum over masked positions of weight * cross-entropy.
 
+    Args:
+        lm: The model.
+        documents: B of them, with the same number of samples N. They are padded to one length and run
+            `ROWS_PER_PASS` canvases per pass, so that a batch is one compiled program.
+        quantum: The length is a multiple of it.
 
-def weighted_nats(lm: LM, asked: Sequence[Masked], quantum: int = QUANTUM) -> np.ndarray:
-    """Sum over masked positions of weight * cross-entropy: float64 [B, N], one a row and sample.
-
-    All rows have the same number of samples N. They are padded to one length, a multiple of `quantum`, and run `ROWS`
-    canvases a pass, so that a batch is one compiled program.
+    Returns:
+        Nats, float64 [B, N].
     """
     assert lm.corruption.mask is not None
-    samples, width = len(asked[0].hidden), max(m.hidden.shape[1] for m in asked)
-    size, count = bucket(width, quantum), len(asked) * samples
-    rows = min(ROWS, 1 << (count - 1).bit_length())
+    samples, width = len(documents[0].masked), max(d.masked.shape[1] for d in documents)
+    size, count = bucket(width, quantum), len(documents) * samples
+    rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
     pad = lambda x: np.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     fixed = [
         np.stack([pad(x) for x in xs])
-        for xs in zip(*((m.laid.tokens, m.laid.positions, m.laid.ranges) for m in asked))
+        for xs in zip(*((d.laid.tokens, d.laid.positions, d.laid.ranges) for d in documents))
     ]
-    noised = np.stack([_padded(np.where(m.hidden, lm.corruption.mask, m.laid.tokens), size) for m in asked])
-    weight = np.stack([_padded(m.hidden * m.weight, size) for m in asked]).reshape(count, size)
-    when = None
+    wide = lambda x: np.pad(x, [(0, 0), (0, size - x.shape[1])])  # [N, T] -> [N, size]
+    noised = np.stack([wide(np.where(d.masked, lm.corruption.mask, d.laid.tokens)) for d in documents])
+    weight = np.stack([wide(d.masked * d.weight) for d in documents]).reshape(count, size)
+    time = None
     if lm.model.config.timed:
-        when = np.stack([_padded(times(m.laid.canvas, m.weight), size) for m in asked]).reshape(count, size)
+        time = np.stack([wide(canvas_times(d.laid.canvas, d.weight)) for d in documents]).reshape(count, size)
     noised, out = noised.reshape(count, size), []
     for i in range(0, count, rows):
         # The last pass repeats its last canvas up to the same number of rows.
         at = np.minimum(np.arange(i, i + rows), count - 1)
-        told = None if when is None else jnp.asarray(when[at])
-        with naming_wrong_params(lm):
-            ce = _ce(
+        time_at = None if time is None else jnp.asarray(time[at])
+        with explain_wrong_params(lm):
+            ce = _cross_entropy(
                 lm.model, lm.corruption.forbidden, lm.params, jnp.asarray(noised[at]),
-                *(jnp.asarray(x[at // samples]) for x in fixed), told,
+                *(jnp.asarray(x[at // samples]) for x in fixed), time_at,
             )  # fmt: skip
         scored = np.where(weight[at] > 0, np.asarray(ce) * weight[at], 0.0)  # padding may hold any number
         out.append(scored.sum(axis=1, dtype=np.float64))
-    return np.concatenate(out)[:count].reshape(len(asked), samples)
-
-
-def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """x [N, T] as [N, size]."""
-    return np.pad(x, [(0, 0), (0, size - x.shape[1])])
+    return np.concatenate(out)[:count].reshape(len(documents), samples)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _ce(
+def _cross_entropy(
     model: Model,
     forbidden: tuple[int, ...],
     params: Params,
@@ -263,52 +290,58 @@ def _ce(
     ranges: Int[Array, "B T R 2"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    told = {} if time is None else {"time": time}
-    hidden = model.apply(params, xt, positions, ranges, (), **told)
+    """-log p of each token of packed rows, as predicted from the noised tokens `xt`."""
+    hidden = model.apply(params, PackedPass(xt, positions, ranges, time=time))
     logits = jax.vmap(functools.partial(forbid, ids=forbidden))(model.head(params, hidden))
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def logits(lm: LM, canvas: Any, prompt: Any = None, *, time: Any = None) -> Float[Array, "B L V"]:
-    """Makes one denoiser pass.
+def logits(
+    lm: LM,
+    canvas: Ids | Sequence[Ids],
+    prompt: Prompts | None = None,
+    *,
+    time: float | Sequence[float] | np.ndarray | None = None,
+) -> Float[Array, "B L V"]:
+    """Makes one denoising pass.
 
     Args:
         lm: The model.
-        canvas: Ids [L] or [B, L] (lists, or an array of numpy or JAX), noise included as it stands.
-        prompt: What stands before: None, a text, a conversation or ids, the same for all rows; or a list of these (or
-            a 2-D array of ids) with one for each row, which may differ in length.
-        time: Of the canvas's noise in 0..1, one number or one a row, for models that are told it; None: the share of
-            its tokens that are masks.
+        canvas: Ids [L] or [B, L] (lists, or an array of numpy or JAX), masks and noise included.
+        prompt: What precedes the canvas: None, a text, a conversation or ids, the same for all rows; or a list of
+            these (or a 2-D array of ids) with one per row, which may differ in length.
+        time: Of the canvas in 0..1, one number or one per row, for models that take it; None: the share of its
+            tokens that are masks.
 
     Returns:
-        Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: of the token behind each
-        one of the canvas, which sees none behind it.
+        Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: logits of the token
+        behind each one of the canvas, which sees only what precedes it.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.
     """
     check_lm(lm)
-    canvas = _canvas(lm, canvas)
-    rows, length = canvas.shape
-    prompts, single = ([Prompt([], False)], True) if prompt is None else normalise(lm, prompt)
+    ids = _canvas_ids(lm, canvas)
+    rows, length = ids.shape
+    prompts, single = ([Prompt([], False)], True) if prompt is None else encode_prompts(lm, prompt)
     if not single and len(prompts) != rows:
         raise refuse(
             "prompt", f"a list of {len(prompts)}", f"one prompt, or {rows}: one for each row of canvas"
         )
     before = [p.ids for p in prompts] * (rows if single else 1)
-    sizes = np.array([len(ids) for ids in before])
+    sizes = np.array([len(prefix) for prefix in before])
     if sizes.max() + length > lm.model.config.context:
         raise refuse(
-            "canvas", canvas.shape, f"with its prompt at most {lm.model.config.context} tokens, the context"
+            "canvas", ids.shape, f"with its prompt at most {lm.model.config.context} tokens, the context"
         )
     text = np.zeros((rows, int(sizes.max()) + length), np.int32)
-    for row, ids, tokens in zip(text, before, canvas, strict=True):
-        row[: len(ids) + length] = [*ids, *tokens]
+    for row, prefix, tokens in zip(text, before, ids, strict=True):
+        row[: len(prefix) + length] = [*prefix, *tokens]
     known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
     widths = int(known.max()), int((sizes - known).max()) + length
-    told = _told(lm, canvas, time)
-    with naming_wrong_params(lm):
+    times = _times(lm, ids, time)
+    with explain_wrong_params(lm):
         return _pass(
             lm.model,
             widths,
@@ -317,11 +350,11 @@ def logits(lm: LM, canvas: Any, prompt: Any = None, *, time: Any = None) -> Floa
             jnp.asarray(text),
             jnp.asarray(sizes, jnp.int32),
             jnp.asarray(known),
-            told,
+            times,
         )
 
 
-def _canvas(lm: LM, canvas: Any) -> np.ndarray:
+def _canvas_ids(lm: LM, canvas: Any) -> np.ndarray:
     """The canvas as whole numbers [B, L]."""
     allowed = "whole numbers [L] or [B, L], rows of one length of 1 or more"
     if isinstance(canvas, Tracer):
@@ -337,11 +370,11 @@ def _canvas(lm: LM, canvas: Any) -> np.ndarray:
     return ids
 
 
-def _told(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
-    """What a timed model is told of each row's canvas; None for the others."""
+def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
+    """The time of each row's canvas; None for models that take none."""
     if not lm.model.config.timed:
         if time is not None:
-            raise refuse("time", time, "None: this model is not told the time")
+            raise refuse("time", time, "None: this model takes no time")
         return None
     if time is None:
         if lm.corruption.mask is None:
@@ -364,26 +397,23 @@ def _pass(
     known: Int[Array, "B"],
     time: Float[Array, "B"] | None,
 ) -> Float[Array, "B L V"]:
-    """Encodes the first `known` tokens of each row and reads the canvas, `length` tokens from `sizes` on.
+    """Encodes the first `known` tokens of each row and denoises its canvas, `length` tokens from `sizes` on.
 
     widths: tokens of the encoding pass and of the denoising one, as the longest rows need.
     """
     rows, size = text.shape
-    told = lambda t: {} if t is None else {"time": t}
     cut = lambda start, width: jnp.take_along_axis(
         text, jnp.minimum(start[:, None] + jnp.arange(width), size - 1), axis=1
     )
     cache, zero = model.empty_cache(rows, size), jnp.zeros((rows,), jnp.int32)
     if widths[0]:
         everyone = jnp.ones((rows,), bool)
-        clean = told(None if time is None else jnp.zeros_like(time))
-        _, cache = model.forward(
-            params, cut(zero, widths[0]), cache, zero, known, known, everyone, (), **clean
-        )
-    # The tokens of a canvas see each other; those of an autoregressive model only what stands before them.
+        clean = None if time is None else jnp.zeros_like(time)
+        given = Pass(cut(zero, widths[0]), cache, zero, known, known, everyone, time=clean)
+        _, cache = model.forward(params, given)
+    # The tokens of a canvas see each other; those of an autoregressive model see only what precedes them.
     causal, rest = jnp.full((rows,), model.config.autoregressive), sizes + length - known
-    hidden, _ = model.forward(
-        params, cut(known, widths[1]), cache, known, rest, sizes + length, causal, (), **told(time)
-    )
+    given = Pass(cut(known, widths[1]), cache, known, rest, sizes + length, causal, time=time)
+    hidden, _ = model.forward(params, given)
     at = (sizes - known)[:, None] + jnp.arange(length)
     return jnp.take_along_axis(model.head(params, hidden), at[..., None], axis=1)

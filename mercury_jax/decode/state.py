@@ -1,172 +1,303 @@
-"""What decoding carries: the program it runs, the knobs of each row, and the state that changes."""
+"""The state of decoding: what is static, what varies per row, and what changes from pass to pass.
+
+A batch holds rows that are at different points. A row's tokens are left-aligned; its canvas holds the W positions
+behind what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
+stays editable before it. `decoder.py` advances a `State`, `request.py` makes the first one.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
-from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.returned import called
+from mercury_jax.decode.sampler import Memory, Sampler
+from mercury_jax.decode.token_stats import LogprobBuffer, empty_logprobs, slice_at
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Cache, Carry, Key, Model
 
 
-class Program(NamedTuple):
-    """What a compiled step closes over. Hashable: equal programs share one compilation."""
+class DecodeConfig(NamedTuple):
+    """What a compiled step closes over. Hashable: equal configs share one compilation."""
 
     model: Model
     corruption: Corruption
-    width: int  # positions of a canvas
+    width: int  # W, positions of a canvas
     block: int  # positions of the active block, at most the width
-    forbidden: tuple[int, ...] = ()  # ids never emitted, beside the corruption's
-    back: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional: reuse keys between steps; None: never
-    blind: bool = False  # every pass also reads each position by a mask that cannot see its token
-    grows: bool = False  # the rule inserts and deletes
-    verify: bool = False  # drafts are checked by the causal pass
-    logprobs: int | None = None  # keep log-probabilities, with so many alternatives; None: keep none
-    piece: int = 32768  # ids whose logits are made at once, where no part asks for those of all (`pieces`)
+    forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
+    revisable: int = 0  # positions before the active block that stay editable
+    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
+    leave_one_out: bool = (
+        False  # each pass also predicts every position by a mask that does not see its token
+    )
+    variable_length: bool = False  # the rule inserts and deletes positions
+    speculative: bool = False  # drafts are verified by a causal pass
+    logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
+    vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
     def window(self) -> int:
         """L, the positions that a rule sees."""
-        return min(self.width, self.block + self.back)
+        return min(self.width, self.block + self.revisable)
+
+    @property
+    def never_emitted(self) -> tuple[int, ...]:
+        """Ids that no answer may hold."""
+        return (*self.corruption.forbidden, *self.forbidden)
 
 
-class Knobs(NamedTuple):
-    """What varies by row: the sampler's numbers, the step budget, the ids that end things."""
+class SamplingParams(NamedTuple):
+    """What varies per row: the sampler's parameters, the step budget, and the ids that end the text."""
 
     sampler: Sampler
     steps: Int[Array, "B"]  # of a block; 0: as many as it has tokens
-    eos: Int[Array, "B"]  # ends an answer; -1: nothing does (infilling)
-    close: Int[Array, "B"]  # ends the thinking; -1: there is none
-    gated: Any = ()  # Bool[B]: the host settles what such a row writes behind its thinking (`amend`); (): no row
+    eos: Int[Array, "B"]  # ends the answer; -1: no id does (infilling)
+    end_thinking: Int[Array, "B"]  # ends the thinking; -1: there is none
+    constrained: Any = ()  # Bool[B], rows under a grammar, whose tokens the host commits (`constrained`); (): none
 
 
-class Nats(NamedTuple):
-    """Log-probabilities by position of the text, of the unshaped model; k alternatives each."""
+ArrayLike: TypeAlias = np.ndarray | jax.Array
 
-    token: Float[Array, "B S"]
-    ids: Int[Array, "B S k"]
-    top: Float[Array, "B S k"]
+
+class Rows(NamedTuple):
+    """The rows of a request as arrays, left-aligned. `request.py` pads them and fills in what is None."""
+
+    tokens: Int[ArrayLike, "B S"]
+    given: Bool[ArrayLike, "B S"]  # tokens of the user, which never change
+    committed: Int[ArrayLike, "B"]  # tokens of the prefix that are decided
+    end: Int[ArrayLike, "B"]  # where the row ends; while it thinks, where its thinking ends at the latest
+    seeds: Int[ArrayLike, "B"]
+    draft: Bool[ArrayLike, "B S"] | None = None  # tokens that a canvas starts from, instead of noise
+    prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
+    max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
+    answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer behind the thinking
 
 
 class State(NamedTuple):
     """Everything that decoding changes; the batch axis comes first in every leaf."""
 
-    text: Int[Array, "B S"]  # the sequence by absolute position
-    given: Bool[Array, "B S"]  # tokens that the user gave, and that stay
-    draft: Bool[Array, "B S"]  # tokens that a canvas starts from, where it would start from noise
+    tokens: Int[Array, "B S"]  # the sequence by absolute position
+    given: Bool[Array, "B S"]  # tokens of the user, which never change
+    draft: Bool[Array, "B S"]  # tokens that a canvas starts from, instead of noise
     prompt: Int[Array, "B"]  # where the answer begins
-    length: Int[Array, "B"]  # slots with valid keys and values
-    known: Int[Array, "B"]  # settled prefix
-    total: Int[Array, "B"]  # where the row ends
-    most: Int[Array, "B"]  # how far a growing row may reach
-    reserve: Int[Array, "B"]  # while the row thinks: tokens kept for its answer
+    cache_length: Int[Array, "B"]  # slots with valid keys and values
+    committed: Int[Array, "B"]  # tokens of the prefix that are decided
+    end: Int[Array, "B"]  # where the row ends
+    max_end: Int[Array, "B"]  # how far a row of variable length may grow
+    answer_budget: Int[Array, "B"]  # while the row thinks: tokens reserved for its answer, else 0
     cache: Cache
-    canvas: Int[Array, "B W"]  # the chain; stands at length..length + W
+    canvas: Int[Array, "B W"]  # state of the chain, at positions cache_length..cache_length + W
     answer: Int[Array, "B W"]  # what would be emitted now
-    held: Bool[Array, "B W"]  # canvas positions that are known or given
-    n: Int[Array, "B"]  # used positions of the canvas
+    frozen: Bool[Array, "B W"]  # canvas positions that are committed or given
+    used: Int[Array, "B"]  # positions of the canvas that hold something
     step: Int[Array, "B"]  # steps taken on this block; -1: no canvas is open
-    carry: Carry
-    memory: Any  # of the rule and of the stop
-    key: Any  # [B] typed keys, one a row, from its seed
+    self_cond: Carry
+    memory: tuple[Memory, Memory]  # of the rule and of the stopping criterion
+    key: Key  # [B], one per row, from its seed
     done: Bool[Array, "B"]
-    tentative: Bool[Array, "B"]  # drafted, waiting for a causal check
-    forwards: Int[Array, "B"]  # denoiser passes, and causal checks
-    bad: Int[Array, "B"]  # the pass whose logits were no numbers; -1: none
-    nats: Any  # Nats, or ()
+    unverified: Bool[Array, "B"]  # the canvas is a draft that waits for its causal pass
+    nfe: Int[Array, "B"]  # denoising passes, and verifying passes
+    nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
+    logprobs: LogprobBuffer | tuple[()]
 
 
 class Frame(NamedTuple):
-    """What one pass shows of each row; cheap enough to keep for every pass."""
+    """What one pass shows of each row; small enough to keep for every pass."""
 
     start: Int[Array, "B"]  # absolute position of the window
-    n: Int[Array, "B"]  # used positions; 0 where the row did not denoise
+    used: Int[Array, "B"]  # positions of the window that hold something; 0 where the row did not denoise
     answer: Int[Array, "B L"]
-    settled: Bool[Array, "B L"]  # the chain already holds the answer there
+    accepted: Bool[Array, "B L"]  # the chain already holds the answer there
     confidence: Float[Array, "B L"]  # probability of the argmax
     done: Bool[Array, "B"]
 
 
-def begin(
-    program: Program,
-    knobs: Knobs,
-    text: Int[Array, "B S"],
-    given: Bool[Array, "B S"],
-    draft: Bool[Array, "B S"],
-    known: Int[Array, "B"],
-    total: Int[Array, "B"],
-    most: Int[Array, "B"],
-    reserve: Int[Array, "B"],
-    prompt: Int[Array, "B"],
-    seeds: Int[Array, "B"],
-) -> State:
-    """A state whose rows hold `known` settled tokens and want `total`; rows with none left are done."""
-    rows, slots = text.shape
-    int32 = lambda x: x.astype(jnp.int32)
-    zeros = jnp.zeros((rows,), jnp.int32)
-    blank = jnp.zeros((rows, program.width), jnp.int32)
-    carry = jax.eval_shape(lambda: program.model.condition(None, jnp.zeros((rows, program.width, 1))))
+def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> State:
+    """Makes the state before the first pass.
+
+    Args:
+        config: Static sizes.
+        params: Of each row.
+        rows: Padded rows with all fields set; a row with nothing left to write is done from the start.
+
+    Returns:
+        A state with an empty cache.
+    """
+    count, slots = rows.tokens.shape
+    int32 = lambda x: jnp.asarray(x).astype(jnp.int32)
+    zeros = jnp.zeros((count,), jnp.int32)
+    blank = jnp.zeros((count, config.width), jnp.int32)
+    self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
+    committed, end = int32(rows.committed), int32(rows.end)
     return State(
-        text=int32(text),
-        given=given,
-        draft=draft,
-        prompt=int32(prompt),
-        length=zeros,
-        known=int32(known),
-        total=int32(total),
-        most=int32(most),
-        reserve=int32(reserve),
-        cache=program.model.empty_cache(rows, slots),
+        tokens=int32(rows.tokens),
+        given=jnp.asarray(rows.given),
+        draft=jnp.asarray(rows.draft),
+        prompt=int32(rows.prompt),
+        cache_length=zeros,
+        committed=committed,
+        end=end,
+        max_end=int32(rows.max_end),
+        answer_budget=int32(rows.answer_budget),
+        cache=config.model.empty_cache(count, slots),
         canvas=blank,
         answer=blank,
-        held=jnp.zeros((rows, program.width), bool),
-        n=zeros,
+        frozen=jnp.zeros((count, config.width), bool),
+        used=zeros,
         step=zeros - 1,
-        carry=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry),
-        memory=jax.vmap(functools.partial(memory, program))(knobs.sampler, blank[:, : program.window]),
-        key=jax.vmap(jax.random.key)(seeds),
-        done=known >= total,
-        tentative=jnp.zeros((rows,), bool),
-        forwards=zeros,
-        bad=zeros - 1,
-        nats=_no_nats(rows, slots, program.logprobs),
+        self_cond=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self_cond),
+        memory=jax.vmap(functools.partial(first_memory, config))(params.sampler, blank[:, : config.window]),
+        key=jax.vmap(jax.random.key)(rows.seeds),
+        done=committed >= end,
+        unverified=jnp.zeros((count,), bool),
+        nfe=zeros,
+        nan_step=zeros - 1,
+        logprobs=() if config.logprobs is None else empty_logprobs(count, slots, config.logprobs),
     )
 
 
-def _no_nats(rows: int, slots: int, alternatives: int | None) -> Any:
-    if alternatives is None:
-        return ()
-    few = (rows, slots, alternatives)
-    return Nats(jnp.zeros((rows, slots)), jnp.zeros(few, jnp.int32), jnp.zeros(few))
+def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
+    """Puts a state of one row into a slot of another state; the other slots do not change.
 
+    Args:
+        state: Of all slots.
+        slot: Index of the row to replace.
+        row: A state with one row and the same shapes, from `first_state`.
 
-def admit(state: State, slot: int | Array, row: State) -> State:
-    """Put a state of one row (from `begin`) into a slot; its neighbours are untouched."""
+    Returns:
+        The state of all slots.
+    """
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
 
 
-def memory(program: Program, sampler: Sampler, canvas: Array) -> tuple[Any, Any]:
-    """One row's memories at the start of a block: the rule's and the stop's. canvas [L]."""
-    assert sampler.stop is not None
-    vocab = program.model.config.vocab
-    start = lambda part: called(part, part.init, canvas, vocab, doing="init of ")
-    return start(sampler.rule), start(sampler.stop)
+def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
+    """Makes one row's memories of the rule and of the stopping criterion, at the start of a block.
+
+    Args:
+        config: Its model has the vocabulary size.
+        sampler: Of the row.
+        canvas: The window at the start of the block.
+
+    Returns:
+        Both memories.
+    """
+    assert sampler.stopping is not None
+    vocab = config.model.config.vocab
+    return sampler.rule.first_memory(canvas, vocab), sampler.stopping.first_memory(canvas, vocab)
 
 
-def row_key(key: Key, known: Array, step: Array) -> Key:
-    """Depends on the block's start and the step only, not on how the prompt was chunked."""
-    return jax.random.fold_in(jax.random.fold_in(key, known), step)
+def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
+    """Derives the key of one step of one row.
+
+    It depends on the block's start and the step only, so that the text does not depend on how the prompt was chunked.
+
+    Args:
+        key: Of the row.
+        committed: Where the block starts.
+        step: -1 for the noise of a new canvas.
+
+    Returns:
+        The key.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, committed), step)
 
 
-def uniforms_at(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
-    """One uniform for each absolute position, the same in every pass: a draft and its check share it."""
+def position_uniforms(key: Key, at: Int[Array, "L"]) -> Float[Array, "L"]:
+    """Draws one uniform per absolute position, the same in every pass: a draft and its verification share it.
+
+    Args:
+        key: Of the row.
+        at: Absolute positions.
+
+    Returns:
+        Uniforms in [0, 1).
+    """
     each = lambda p: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0x7FFFFFFF), p))
     return jax.vmap(each)(at)
+
+
+class Window(NamedTuple):
+    """One row's window, without a batch axis."""
+
+    offset: Int[Array, ""]  # of its first position within the canvas
+    at: Int[Array, "L"]  # absolute positions
+    end: Int[Array, ""]  # absolute end of the active block
+    used: Int[Array, ""]  # positions that hold something
+    frozen: Bool[Array, "L"]
+    editable: Bool[Array, "L"]
+
+
+def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
+    """Computes where the window begins within the canvas, for one row or for many.
+
+    Args:
+        config: Static sizes.
+        cache_length: Of the row.
+        committed: Of the row.
+
+    Returns:
+        The offset.
+    """
+    return jnp.clip(committed - cache_length - config.revisable, 0, config.width - config.window)
+
+
+def window_of(config: DecodeConfig, row: State) -> Window:
+    """Computes the window of a row: its active block, and what stays editable before it.
+
+    Args:
+        config: Static sizes.
+        row: One row of a state, without a batch axis.
+
+    Returns:
+        The window.
+    """
+    offset = window_offset(config, row.cache_length, row.committed)
+    at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
+    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), row.committed + config.block)
+    frozen = slice_at(row.frozen, offset, config.window)
+    return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
+
+
+def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], params: SamplingParams) -> Bool[Array, "*s"]:
+    """Returns whether each token ends an answer: the row's `eos`, or one of the model's other end ids.
+
+    Args:
+        config: Its model's config lists the other ids.
+        tokens: Ids.
+        params: Of one row.
+
+    Returns:
+        Bools of the shape of `tokens`.
+    """
+    ends = tokens == params.eos
+    for other in config.model.config.ends:
+        ends |= tokens == other
+    return ends & (params.eos >= 0)
+
+
+def close_thinking(row: State, changes: dict[str, Array], params: SamplingParams) -> dict[str, Array]:
+    """Where a row's thinking ends, writes the closing token and starts the answer with its reserved budget.
+
+    Args:
+        row: One row, before this pass.
+        changes: Its new `tokens`, `committed`, `end` and `done`.
+        params: Of the row.
+
+    Returns:
+        These fields, and `answer_budget`.
+    """
+    closing = changes["done"] & ~row.done & (row.answer_budget > 0)
+    end, slots = changes["end"], row.tokens.shape[0]
+    tokens = changes["tokens"].at[jnp.where(closing, end, slots)].set(params.end_thinking, mode="drop")
+    return dict(
+        tokens=tokens,
+        committed=jnp.where(closing, end + 1, changes["committed"]),
+        end=jnp.where(closing, end + 1 + row.answer_budget, end),
+        answer_budget=jnp.where(closing, 0, row.answer_budget),
+        done=changes["done"] & ~closing,
+    )

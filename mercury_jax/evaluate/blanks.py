@@ -37,7 +37,7 @@ def infills(lm: LM, task: Task, settings: Settings) -> Report:
     refuse_unused(task, settings, "max_tokens")
     began, timed = time.perf_counter(), []
     rows: list[dict[str, Any]] = []
-    sampler = defaults.sampler(lm) if settings.sampler is None else settings.sampler
+    sampler = defaults.default_sampler(lm) if settings.sampler is None else settings.sampler
     named, plan = rule_name(lm, sampler), settings.plan or Plan()
     found = blanks(lm, settings.limit or task.limit, settings.seed)
     size = min(settings.batch, len(found))

@@ -14,12 +14,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.read import forbid
-from mercury_jax.decode.score import times
+from mercury_jax.decode.score import canvas_times
+from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.report import Report, Z
 from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused
 from mercury_jax.train.data import packing, sources, streams
-from mercury_jax.types import LM, Batch, Laid, Model, Params
+from mercury_jax.types import LM, Batch, Laid, Model, PackedPass, Params
 
 ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as our recipes train
 ROWS = 32  # chunks of one pass: more logits at once only cost memory
@@ -100,7 +100,7 @@ def costs(lm: LM, laid: Sequence[Laid], settings: Settings) -> Cost:
         batch = packing.batch(part + [packing.Row()] * (rows - len(part)), row, lm.tokenizer.pad)
         hidden, weight, start = masked(batch, start, rng)
         # In float64: thousands of weighted terms are summed.
-        told = {"time": times(np.asarray(batch.canvas), weight)} if lm.model.config.timed else {}
+        told = canvas_times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
         ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden, told), np.float64)
         nats.append((ce * weight * hidden).sum(axis=1)[: len(part)])
         settings.progress(at + len(part), len(laid))
@@ -136,10 +136,10 @@ def _cross_entropy(
     params: Params,
     batch: Batch,
     hidden: Bool[Array, "B T"],
-    told: dict[str, Any],
+    time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
     xt = jnp.where(hidden, corruption.mask, batch.tokens)
-    logits = model.head(params, model.apply(params, xt, batch.positions, batch.ranges, (), **told))
+    logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time)))
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
     # Where nothing is masked the token may be one that is never emitted (padding): 0, not 1e30.

@@ -11,7 +11,7 @@ import numpy as np
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
-from mercury_jax.decode.prompts import check_seed
+from mercury_jax.decode.inputs import check_seed
 from mercury_jax.evaluate import blanks, code, tasks
 from mercury_jax.evaluate.report import Report, Summary, counted, paired
 from mercury_jax.evaluate.tasks import Settings, Task
@@ -84,7 +84,10 @@ def compare(
 
 def standard(lm: LM) -> dict[str, tuple[Any, Plan | None]]:
     """The rules of our cards: one token a step, and what `sample` uses where no sampler is named."""
-    return {ONE_A_STEP: (rules.confidence(), None), tasks.rule_name(lm, defaults.sampler(lm)): (None, None)}
+    return {
+        ONE_A_STEP: (rules.confidence(), None),
+        tasks.rule_name(lm, defaults.default_sampler(lm)): (None, None),
+    }
 
 
 def _against(first: Summary, before: Sequence[bool], summary: Summary, now: Sequence[bool]) -> Summary:
@@ -116,7 +119,7 @@ def _answers(lm: LM, task: Task, settings: Settings) -> Report:
     assert task.generator is not None
     asked = tasks.problems(task, settings)
     most = settings.max_tokens or task.max_tokens or 64
-    sampler = defaults.sampler(lm) if settings.sampler is None else settings.sampler
+    sampler = defaults.default_sampler(lm) if settings.sampler is None else settings.sampler
     named, plan = tasks.rule_name(lm, sampler), settings.plan or Plan()
     rows: list[dict[str, Any]] = [{} for _ in asked]
     began, timed = time.perf_counter(), []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import parts
+from mercury_jax.decode import defaults
 from mercury_jax.train import generators
 from mercury_jax.train.generators import Generator, Problem, Split
 from mercury_jax.types import LM
@@ -142,8 +142,8 @@ def _problem(place: str, line: str, generator: Generator) -> Problem:
 
 def rule_name(lm: LM, sampler: Any) -> str:
     """`threshold(p=0.9)`; knobs that are arrays are left out."""
-    rule = parts.complete(sampler, lm.corruption).rule
-    knobs = ", ".join(f"{k}={v}" for k, v in rule.knobs.items() if isinstance(v, int | float))
+    rule = defaults.complete_sampler(sampler, lm.corruption).rule
+    knobs = ", ".join(f"{k}={v}" for k, v in rule.params.items() if isinstance(v, int | float))
     return f"{rule.name}({knobs})" if knobs else rule.name
 
 

@@ -18,12 +18,13 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import refuse
 from mercury_jax.kernels import blockwise, checked, chip, reference, walk
 from mercury_jax.kernels.rounded import Keys, Rounded
+from mercury_jax.types import Device
 
 
 class Backend(NamedTuple):
     """One way to compute it.
 
-    refuses(q, k, v, ranges, *, scale, softcap, residual): why it does not take these shapes and dtypes, or None.
+    refuses(q, k, v, ranges, *, scale, softcap, residual, device): why it does not take these, or None.
     run: the same arguments. platforms: of lowering on which it is tried. cached: True for passes over a cache
     alone, without a gradient; False for those without a cache alone. chip: the one that it is written for.
     """
@@ -35,30 +36,44 @@ class Backend(NamedTuple):
     chip: str | None = None
 
 
-def _kernel(module: str, name: str, label: str, platform: str) -> Backend:
-    """Kernels of a module of their own, which is imported on their chip alone: nobody else pays for Mosaic."""
+def _kernel(module: str, kind: str, label: str, platform: str) -> Backend:
+    """Kernels of a module of their own, which is imported for their device alone: nobody else pays for Mosaic."""
 
     def load() -> Any:
         return importlib.import_module(f"mercury_jax.kernels.{module}")
 
-    def refuses(*args: Any, **asked: Any) -> str | None:
-        return load().refuses(*args, **asked) if chip.present() == name else f"the device is no {label}"
+    def refuses(*args: Any, device: Device | None, **asked: Any) -> str | None:
+        if chip.present(device) != kind:
+            return f"the device is no {label}"
+        return load().refuses(*args, **asked)
 
     def run(*args: Any, **asked: Any) -> Any:
         return load().run(*args, **asked)
 
-    return Backend(refuses, run, (platform,), cached=True, chip=name)
+    return Backend(refuses, run, (platform,), cached=True, chip=kind)
+
+
+def _plain(module: Any, platforms: tuple[str, ...], cached: bool | None = None) -> Backend:
+    """Plain XLA, for which the device does not matter."""
+
+    def refuses(*args: Any, device: Device | None, **asked: Any) -> str | None:
+        return module.refuses(*args, **asked)
+
+    def run(*args: Any, device: Device | None, **asked: Any) -> Any:
+        return module.run(*args, **asked)
+
+    return Backend(refuses, run, platforms, cached)
 
 
 EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
 # Fastest first. The plain one is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
-    "walk": Backend(walk.refuses, walk.run, ("cpu",), cached=True),
+    "walk": _plain(walk, ("cpu",), cached=True),
     "hopper": _kernel("hopper", chip.HOPPER, "Hopper (sm_90a)", "cuda"),
     "blackwell": _kernel("blackwell", chip.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
     "tpu": _kernel("tpu", chip.TPU, "TPU", "tpu"),
-    "blockwise": Backend(blockwise.refuses, blockwise.run, EVERYWHERE, cached=False),
-    "reference": Backend(reference.refuses, reference.run, EVERYWHERE),
+    "blockwise": _plain(blockwise, EVERYWHERE, cached=False),
+    "reference": _plain(reference, EVERYWHERE),
 }
 
 
@@ -78,6 +93,7 @@ def attend(
     residual: bool = False,
     cached: bool = False,
     backend: str | None = None,
+    device: Device | None = None,
 ) -> Any:
     """Attention in which query row (b, t) sees the keys of its R ranges [start, end), and no others.
 
@@ -87,14 +103,17 @@ def attend(
     k, v [B, S, G, K]: arrays, or `Rounded` (int8). scale: of the scores (None: 1 / sqrt(K)). softcap: scores become
     softcap * tanh(scores / softcap). cached: the keys are a cache, longer than what it holds, and nobody asks for a
     gradient; without it there is one, in reverse mode. backend: one by its name; None takes the first that does not
-    refuse, for the platform that the program is lowered for.
+    refuse, for the platform that the program is lowered for. device: to compile for; None: the device of this machine.
     Returns [B, T, H, K] in q's dtype; with `residual` also the log-sum-exp of each row's scores [B, T, H] in fp32,
     -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where shapes do not belong
     together, and where a backend that was named refuses. The GPU kernels copy keys whose S is no multiple of 8.
     """
     _check(q, k, v, ranges)
     asked: dict[str, Any] = dict(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, residual=residual
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        residual=residual,
+        device=device,
     )
     if backend is not None:
         return _named(backend, q, k, v, ranges, asked)
@@ -126,7 +145,7 @@ def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
 def _first(platform: str, cached: bool, *args: Any) -> Backend:
     """The first backend of a platform that takes it."""
     *arrays, asked = args
-    kernel = chip.chosen(checked.attention_form(arrays[0], arrays[1], asked["softcap"]))
+    kernel = chip.chosen(checked.attention_form(arrays[0], arrays[1], asked["softcap"]), asked["device"])
     return next(
         one
         for one in _BACKENDS.values()

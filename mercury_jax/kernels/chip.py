@@ -1,64 +1,59 @@
 """Which chip a program is traced for, and which forms of our kernels it uses there.
 
-The chip is the machine's own, or one that is named while compiling ahead (`traced_for`). A form is used by default
+The device is the machine's own, or a `types.Device` that is given to compile ahead. A form is used by default
 where `mercury bench gpu check` found it right on this chip (`kernels.checked`); `MERCURY_KERNELS=1` uses every form,
 `MERCURY_KERNELS=0` none. Both are read while a program is traced: what is compiled stays as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import checked
+from mercury_jax.types import Device
 
 SWITCH = "MERCURY_KERNELS"
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # with wgmma, with tcgen05
 TPU = "tpu"  # of every generation: their kernels are the same
 _OF = {"9.0": HOPPER, "10.0": BLACKWELL}
-_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("chip", default=None)
 
 
-@contextlib.contextmanager
-def traced_for(name: str) -> Iterator[None]:
-    """While programs are traced for a chip that is not here ("sm_90a", "sm_100a", "tpu"): all of its kernels are used.
+def target(kind: str) -> Device:
+    """The device "sm_90a", "sm_100a" or "tpu", to compile for one that is not in this machine.
 
-    Choose the chip once a process: neither jit's cache nor Mosaic's knows of it.
+    Compile for one device in a process: Mosaic's cache does not distinguish them.
+
+    Raises:
+        ValueError: For another kind.
     """
-    if name not in (allowed := (*_OF.values(), TPU)):
-        raise refuse("chip", name, ", ".join(allowed))
-    token = _named.set(name)
-    try:
-        yield
-    finally:
-        _named.reset(token)
+    if kind not in (allowed := (*_OF.values(), TPU)):
+        raise refuse("device", kind, ", ".join(allowed))
+    return Device(kind)
 
 
-def present() -> str | None:
-    """The chip that is here or traced for, if it is one that kernels are written for."""
-    if (name := _named.get()) is not None:
-        return name
+def present(device: Device | None = None) -> str | None:
+    """The kind of `device`, or of this machine's device if it is one that kernels are written for; else None."""
+    if device is not None:
+        return device.kind
     if jax.default_backend() != "gpu":
         return TPU if jax.default_backend() == "tpu" else None
     return _OF.get(str(getattr(jax.local_devices()[0], "compute_capability", None)))
 
 
-def chosen(form: str) -> str | None:
-    """The chip whose kernel of `form` (`kernels.checked`) is used by default; None: plain XLA computes it."""
-    return present() if why_off(form) is None else None
+def chosen(form: str, device: Device | None = None) -> str | None:
+    """The device whose kernel of `form` (`kernels.checked`) is used by default; None: plain XLA computes it."""
+    return present(device) if why_off(form, device) is None else None
 
 
-def why_off(form: str) -> str | None:
-    """Why no kernel of `form` is used by default, in words; None: one is."""
-    if present() is None:
+def why_off(form: str, device: Device | None = None) -> str | None:
+    """Why no kernel of `form` is used by default, in words; None: one is. For a named `device` all are."""
+    if present(device) is None:
         return f"no kernel is written for {_kind()}"
-    if _named.get() is not None or (switch := _switch()) == "1":
+    if device is not None or (switch := _switch()) == "1":
         return None
     if switch == "0":
         return f"{SWITCH}=0 switches all kernels off"

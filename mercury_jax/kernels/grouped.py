@@ -15,21 +15,29 @@ from mercury_jax.kernels import chip
 from mercury_jax.kernels.checked import grouped_form
 from mercury_jax.kernels.chip import BLACKWELL, HOPPER
 from mercury_jax.kernels.tiles import plan, tile_of
+from mercury_jax.types import Device
 
 SMALL = (jnp.int8, jnp.float8_e4m3fn)
 ROWS = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
 MOST = 128  # rows of a tile: the accumulator of a block of 128 outputs then takes 128 registers a thread
 
 
-def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None, tile: int | None = None) -> str | None:
+def refuses(
+    x: Any,
+    w: Any,
+    scale: Any = None,
+    dtype: Any = None,
+    tile: int | None = None,
+    device: Device | None = None,
+) -> str | None:
     """Why the kernel does not take x [M, I], w [E, I, O], scale [E, O] or None, and tile; None: it does.
 
     From shapes and dtypes alone (arrays or `jax.ShapeDtypeStruct`) and the chip that is traced for.
     """
-    if chip.present() == BLACKWELL:
+    if chip.present(device) == BLACKWELL:
         return f"the kernel multiplies by wgmma, which {BLACKWELL} does not have: there, tiles go in a loop"
-    if chip.present() != HOPPER:
-        return f"the kernel is for {HOPPER}, not for {chip.present() or 'this machine'}"
+    if chip.present(device) != HOPPER:
+        return f"the kernel is for {HOPPER}, not for {chip.present(device) or 'this machine'}"
     if x.dtype != jnp.bfloat16:
         return f"rows are {x.dtype}, not bfloat16"
     if w.dtype not in (jnp.bfloat16, *SMALL):
@@ -44,7 +52,7 @@ def refuses(x: Any, w: Any, scale: Any = None, dtype: Any = None, tile: int | No
         return f"there are {x.shape[0]} rows and {w.shape[0]} experts"
     if tile is not None and (tile % ROWS or not 0 < tile <= MOST):
         return f"a tile has {tile} rows, no multiple of {ROWS} up to {MOST}"
-    return chip.why_off(grouped_form(w.dtype))
+    return chip.why_off(grouped_form(w.dtype), device)
 
 
 def grouped(
@@ -54,6 +62,7 @@ def grouped(
     scale: Float[Array, "E O"] | None = None,
     dtype: Any = None,
     tile: int | None = None,
+    device: Device | None = None,
 ) -> Float[Array, "M O"]:
     """y_m = x_m w_e (* scale_e), e the expert of row m: rows are sorted, `sizes` of each expert, sum(sizes) <= M.
 
@@ -61,13 +70,13 @@ def grouped(
     None: x's). Differentiable in x and in w; 8-bit matrices and their scales are constants. tile: rows of a tile, a
     multiple of 8 up to 128 (None: by `tile_of`). What rows behind the last expert's are given may be anything, and
     their gradient, too. M may be any number; where it is no multiple of 8, x is copied. ValueError where `refuses`
-    has a reason.
+    has a reason. device: to compile for; None: the device of this machine.
     """
-    why = refuses(x, w, scale, dtype, tile)
+    why = refuses(x, w, scale, dtype, tile, device)
     if why is not None:
         raise refuse("x, w", f"{x.dtype}{list(x.shape)}, {w.dtype}{list(w.shape)}", f"others: {why}")
     # An expert's first tile may begin with up to 7 rows of the expert before.
-    how = jnp.dtype(dtype or x.dtype), tile or tile_of(len(x) + (ROWS - 1) * len(sizes), len(sizes))
+    how = jnp.dtype(dtype or x.dtype), tile or tile_of(len(x) + (ROWS - 1) * len(sizes), len(sizes)), device
     return _grouped(how, x, w, sizes, scale)
 
 
@@ -77,21 +86,21 @@ def _each(scale: Float[Array, "E O"], sizes: Int[Array, "E"], rows: int) -> Floa
 
 
 def _forward(
-    how: tuple[Any, int], x: Array, w: Array, sizes: Array, scale: Array | None
+    how: tuple[Any, int, Device | None], x: Array, w: Array, sizes: Array, scale: Array | None
 ) -> tuple[Array, Any]:
-    dtype, tile = how
-    y = _product(x, w, sizes, dtype, tile)
+    dtype, tile, device = how
+    y = _product(x, w, sizes, dtype, tile, device)
     if scale is not None:
         y = (y * _each(scale, sizes, len(x))).astype(dtype)
     return y, (x, w, sizes, scale)
 
 
-def _backward(how: tuple[Any, int], saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
+def _backward(how: tuple[Any, int, Device | None], saved: Any, dy: Float[Array, "M O"]) -> tuple[Any, ...]:
     """dx = dy w^T by the same kernel, or by a loop where that form did not pass; dw by `outer`."""
-    (x, w, sizes, scale), tile = saved, how[1]
+    (x, w, sizes, scale), (_, tile, device) = saved, how
     none = np.zeros(sizes.shape, jax.dtypes.float0)
-    on = chip.why_off(grouped_form(w.dtype, gradient=True)) is None
-    turned = functools.partial(_product, turned=True) if on else _turned
+    on = chip.why_off(grouped_form(w.dtype, gradient=True), device) is None
+    turned = functools.partial(_product, device=device, turned=True) if on else _turned
     if scale is None:
         dy = dy.astype(x.dtype)
         return turned(dy, w, sizes, x.dtype, tile), outer(x, dy, sizes), none, None
@@ -105,14 +114,14 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _product(
-    x: Array, w: Array, sizes: Array, dtype: Any, tile: int, turned: bool = False
+    x: Array, w: Array, sizes: Array, dtype: Any, tile: int, device: Device | None, turned: bool = False
 ) -> Float[Array, "M O"]:
     from mercury_jax.kernels import grouped_hopper  # where there is no GPU, nobody pays for Mosaic's import
 
     room = max(len(x) + -len(x) % ROWS, tile)
     visits = _visits(sizes, len(x), tile, room)
     padded = jnp.pad(x, ((0, room - len(x)), (0, 0)))
-    return grouped_hopper.run(padded, w, visits, len(x), tile, turned, dtype)
+    return grouped_hopper.run(padded, w, visits, len(x), tile, turned, dtype, device)
 
 
 def _turned(dy: Array, w: Array, sizes: Array, dtype: Any, tile: int) -> Float[Array, "M I"]:

@@ -18,6 +18,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.types import Device
+
 DEPTH = 64  # of a step: 128 bytes of bf16, one swizzled line
 STAGES = 4  # loads in flight
 
@@ -45,6 +47,7 @@ def run(
     tile: int,
     turned: bool,
     dtype: Any,
+    device: Device | None = None,
 ) -> Float[Array, "rows O"]:
     """Every visit's rows times its expert's matrix: w [E, I, O], or [E, O, I] where `turned`; 8 bits as they are.
 
@@ -65,6 +68,7 @@ def run(
         out_type=jax.ShapeDtypeStruct((rows, outputs), dtype),
         grid=(visits.shape[1] * s.blocks,),
         grid_names=("program",),
+        interpret=None if device is None else device.interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return call(visits, x, w)

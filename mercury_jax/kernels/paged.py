@@ -19,6 +19,7 @@ from mercury_jax.kernels import checked, chip
 from mercury_jax.kernels.attention import attend
 from mercury_jax.kernels.reference import visible
 from mercury_jax.kernels.rounded import Pool, Rounded
+from mercury_jax.types import Device
 
 
 def attend_paged(
@@ -32,12 +33,13 @@ def attend_paged(
     softcap: float | None = None,
     residual: bool = False,
     backend: str | None = None,
+    device: Device | None = None,
 ) -> Any:
     """`attend` over a pool: slot s of row b has the key k[pages[b, s // page], s % page], and so has v its value.
 
     k, v [P, page, G, K]: P pages, arrays or `Rounded` (int8; scale [P, page, G]). pages: those of
     each row in their order; a page may be in any number of rows. ranges: of slots, 0 <= start <= end <= N * page.
-    scale, softcap, residual and what is returned are those of `attend`; there is no gradient.
+    scale, softcap, residual, device and what is returned are those of `attend`; there is no gradient.
     Where no slot of a page lies between the lowest start and the highest end that one range has over a row's
     queries, that row may name any page there: one that holds NaN, or one outside 0..P-1.
     backend: "hopper" reads pages in place, whose size is a multiple of 128 slots (of 64: head size 256); any other of
@@ -47,7 +49,10 @@ def attend_paged(
     """
     _check(q, k, v, pages, ranges)
     asked: dict[str, Any] = dict(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, residual=residual
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        residual=residual,
+        device=device,
     )
     args = (q, k, v, jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32), ranges)
     if backend not in (None, "hopper"):
@@ -60,14 +65,19 @@ def attend_paged(
             )
         return _in_place(*args, **asked)
     gathered = functools.partial(_gathered, **asked)
-    if why is not None or chip.chosen(checked.attention_form(q, k, softcap, paged=True)) != chip.HOPPER:
+    if (
+        why is not None
+        or chip.chosen(checked.attention_form(q, k, softcap, paged=True), device) != chip.HOPPER
+    ):
         return gathered(*args)
     return jax.lax.platform_dependent(*args, cuda=functools.partial(_in_place, **asked), default=gathered)
 
 
-def _refused(q: Any, k: Any, v: Any, pages: Any, ranges: Any, **asked: Any) -> str | None:
+def _refused(
+    q: Any, k: Any, v: Any, pages: Any, ranges: Any, device: Device | None, **asked: Any
+) -> str | None:
     """Why pages are not read in place, or None."""
-    if chip.present() != chip.HOPPER:
+    if chip.present(device) != chip.HOPPER:
         return "the device is no Hopper (sm_90a)"
     from mercury_jax.kernels import hopper  # elsewhere nobody pays for Mosaic's import
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.kernels import parts
 from mercury_jax.kernels.rounded import Keys, Rounded
 from mercury_jax.kernels.tpu_program import Plan, program
+from mercury_jax.types import Device
 
 ROWS = 1024  # of a tile of queries of one key head, at most
 KEYS = (512, 256, 128)  # of a tile, the first that fits
@@ -68,6 +69,7 @@ def run(
     scale: float,
     softcap: float | None = None,
     residual: bool = False,
+    device: Device | None = None,
 ) -> Any:
     """What `kernels.attend` gives; not differentiable. Products in fp32 are as exact as JAX's default precision.
 
@@ -80,7 +82,10 @@ def run(
     edges = parts.fold_ranges(jnp.clip(ranges, 0, p.slots), heads // p.groups, p.rows)
     bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
     folded = parts.fold(q, p.groups, p.rows)
-    found = _launch(p, folded.reshape(batch, p.groups, *folded.shape[1:]), edges, bounds, _sources(k, v))
+    interpret = False if device is None or device.interpret is None else device.interpret
+    found = _launch(
+        p, folded.reshape(batch, p.groups, *folded.shape[1:]), edges, bounds, _sources(k, v), interpret
+    )
     out, *lse = (parts.unfold(x.reshape(-1, *x.shape[2:]), batch, queries, heads) for x in found)
     return (out, lse[0][..., 0]) if residual else out
 
@@ -134,7 +139,9 @@ def _sources(k: Keys, v: Keys) -> tuple[Array, ...]:
     return k.values, v.values, *(x.scale.transpose(0, 2, 1)[:, :, None] for x in (k, v))
 
 
-def _launch(p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...]) -> tuple[Array, ...]:
+def _launch(
+    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
+) -> tuple[Array, ...]:
     """The kernel over its grid: outputs [B, G, M, K], and where asked for log-sum-exp [B, G, M, 1]."""
     batch, _, rows, width = q.shape
     kinds = [(width, q.dtype), (1, jnp.float32)][: 1 + p.residual]
@@ -172,6 +179,7 @@ def _launch(p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array
         ),
         cost_estimate=_cost(p, q, sources[0]),
         name="canvas_attention",
+        interpret=interpret,
     )
     return tuple(call(bounds.reshape(-1), q, edges.transpose(0, 2, 1), *sources))
 

@@ -6,8 +6,9 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.models import cache as kv_cache, parallel
+from mercury_jax.models import cache as kv_cache
 from mercury_jax.models.layers import Linear, Matrix, RMSNorm
+from mercury_jax.models.ops import Ops
 from mercury_jax.models.rotary import rope
 
 
@@ -15,6 +16,7 @@ class Attention(nn.Module):
     """q, k, v projections, RoPE, `attend`, output projection; the cache goes in and comes out."""
 
     config: ModelConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(
@@ -26,7 +28,9 @@ class Attention(nn.Module):
         slots: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
-        project = lambda heads, name: Linear((c.width,), (heads, c.head_dim), bias=c.qkv_bias, name=name)(x)
+        project = lambda heads, name: Linear(
+            (c.width,), (heads, c.head_dim), bias=c.qkv_bias, ops=self.ops, name=name
+        )(x)
         q, k, v = project(c.heads, "q"), project(c.kv_heads, "k"), project(c.kv_heads, "v")
         if c.qk_norm:
             q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q)
@@ -34,8 +38,8 @@ class Attention(nn.Module):
         turn = lambda y: rope(y, positions, c.rope_theta, c.rope_fraction, c.rope_scaling)
         q, k = turn(q), turn(k)
         if kv is not None and slots is not None:
-            kv = parallel.write(kv, k, v, slots)
+            kv = self.ops.write(kv, k, v, slots)
             k, v = kv
-        out = parallel.attend(q, k, v, ranges, cached=kv is not None)
+        out = self.ops.attend(q, k, v, ranges, cached=kv is not None)
         scale = 1.0 / (2 * c.layers)
-        return Matrix((c.heads, c.head_dim), (c.width,), scale, c.out_bias, name="o").whole(out), kv
+        return Matrix((c.heads, c.head_dim), (c.width,), scale, c.out_bias, self.ops, name="o").whole(out), kv

@@ -5,7 +5,6 @@ Every module computes in the dtype of its input; parameters are stored in fp32 a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.models import parallel
+from mercury_jax.models.ops import Ops, Term
 from mercury_jax.models.quantise import Scaled
-from mercury_jax.sharding import by_rows
 from mercury_jax.types import wide
 
 Init = Callable[..., Array]
@@ -56,12 +54,13 @@ class Linear(nn.Module):
     outputs: tuple[int, ...]
     scale: float = 1.0
     bias: bool = False
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*s"]) -> Float[Array, "*o"]:
         count = len(self.inputs)
         w = weight(self, "w", fan_in(count, self.scale), (*self.inputs, *self.outputs))
-        y = dot(x, w, count)
+        y = self.ops.dot(x, w, count)
         return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
 
 
@@ -72,22 +71,23 @@ class Matrix(nn.Module):
     outputs: tuple[int, ...]
     scale: float = 1.0
     bias: bool = False
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self) -> tuple[Array | Scaled, Array | None]:
         w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
         return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
-    def part(self, x: Float[Array, "B T *s"]) -> parallel.Part:
+    def part(self, x: Float[Array, "B T *s"]) -> Term:
         """x @ w as a term of a sum, for a matrix without a bias: each device would add it once."""
         w, bias = self()
         assert bias is None
-        return parallel.product(x, w, functools.partial(dot, count=len(self.inputs)))
+        return self.ops.product(x, w, len(self.inputs))
 
     def whole(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
         """x @ w + b, summed over the devices before the bias is added."""
         w, bias = self()
-        y = parallel.total([parallel.product(x, w, functools.partial(dot, count=len(self.inputs)))])[0]
+        y = self.ops.total([self.ops.product(x, w, len(self.inputs))])[0]
         return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -100,14 +100,6 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
     return module.param(name, init, shape)
 
 
-def dot(x: Float[Array, "*s"], w: Array | Scaled, count: int) -> Float[Array, "*o"]:
-    """x @ w, contracting x's last `count` axes with w's first."""
-    axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-    values = w.values if isinstance(w, Scaled) else w
-    y = by_rows(jax.lax.dot_general(by_rows(x), values.astype(x.dtype), (axes, ((), ()))))
-    return y * w.scale.astype(x.dtype) if isinstance(w, Scaled) else y
-
-
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
@@ -115,16 +107,17 @@ class SwiGLU(nn.Module):
     hidden: int
     scale: float  # of the last projection's init: 1 / (2 layers)
     bias: bool = False
+    ops: Ops = Ops()
 
     def setup(self) -> None:
-        self.gate = Linear((self.width,), (self.hidden,), bias=self.bias)
-        self.up = Linear((self.width,), (self.hidden,), bias=self.bias)
-        self.down = Matrix((self.hidden,), (self.width,), self.scale, self.bias)
+        self.gate = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
+        self.up = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
+        self.down = Matrix((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
     def _inner(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         return jax.nn.silu(self.gate(x)) * self.up(x)
 
-    def part(self, x: Float[Array, "B T D"]) -> parallel.Part:
+    def part(self, x: Float[Array, "B T D"]) -> Term:
         """The output as a term of a sum, for a shared expert; without biases."""
         return self.down.part(self._inner(x))
 

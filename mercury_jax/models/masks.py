@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.types import Laid
+from mercury_jax.types import Laid, Pass
 
 
 def encodable(config: ModelConfig, known: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -149,8 +149,8 @@ def layout_of(config: ModelConfig) -> Callable[..., Laid]:
     return functools.partial(layout, config)
 
 
-class Pass(NamedTuple):
-    """What a forward over a cache runs on: the tokens given, and the shadow masks behind them."""
+class NetInputs(NamedTuple):
+    """What a network computes on in a pass over a cache: the tokens given, and the leave-one-out masks behind them."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
@@ -159,35 +159,27 @@ class Pass(NamedTuple):
     live: Bool[Array, "B T"]
 
 
-def cached_pass(
-    config: ModelConfig,
-    tokens: Int[Array, "B T"],
-    capacity: int,
-    start: Int[Array, "B"],
-    n: Int[Array, "B"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-    blind: int | None = None,
-) -> Pass:
-    """Lay out `Model.forward`: which positions, slots and key ranges its tokens have.
+def cached_pass(config: ModelConfig, given: Pass, capacity: int) -> NetInputs:
+    """Positions, slots and key ranges of a pass over a cache of `capacity` slots.
 
-    blind: a mask id; behind the tokens follows one such mask for each, which sees all but the token it
-    stands for, and its own key in the slots behind `end`.
+    With `given.leave_one_out` one mask follows for each token. It attends to every position but that of its token, and
+    to its own key in the slots from `end` on.
     """
+    tokens, encoding = given.tokens, given.encoding[:, None]
     offsets = jnp.arange(tokens.shape[1])[None]
-    live = offsets < n[:, None]
-    positions = start[:, None] + offsets
-    slots = jnp.where(live, positions, capacity)  # dead tokens are dropped
-    ranges = pass_ranges(config, positions, live, end, encoding)
-    if blind is None:
-        return Pass(tokens, positions, ranges, slots, live)
-    shown = live & ~encoding[:, None]
-    shadows = jnp.where(shown, end[:, None] + offsets, capacity)
+    live = offsets < given.used[:, None]
+    positions = given.start[:, None] + offsets
+    slots = jnp.where(live, positions, capacity)  # unused tokens are dropped
+    ranges = pass_ranges(config, positions, live, given.end, given.encoding)
+    if given.leave_one_out is None:
+        return NetInputs(tokens, positions, ranges, slots, live)
+    shown = live & ~encoding
+    own = jnp.where(shown, given.end[:, None] + offsets, capacity)
     beside = lambda a, b: jnp.concatenate([a, b], axis=1)
-    return Pass(
-        beside(tokens, jnp.full_like(tokens, blind)),
+    return NetInputs(
+        beside(tokens, jnp.full_like(tokens, given.leave_one_out)),
         beside(positions, positions),
-        beside(padded(ranges), blind_ranges(positions, shown, end, shadows)),
-        beside(slots, shadows),
+        beside(padded(ranges), blind_ranges(positions, shown, given.end, own)),
+        beside(slots, own),
         beside(live, shown),
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.kernels import grouped
 from mercury_jax.kernels.tiles import plan, tile_of
 from mercury_jax.models.quantise import Scaled
-from mercury_jax.types import wide
+from mercury_jax.types import Device, wide
 
 Act = Callable[[Array], Array]
 Stack = Array | Scaled  # [E, in, out], one matrix an expert
@@ -32,12 +32,13 @@ def experts(
     act: Act,
     first: Int[Array, ""] | None = None,
     of: int | None = None,
+    device: Device | None = None,
 ) -> Float[Array, "N D"]:
     """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j].
 
     gate_up [E, D, 2*F]: the gate is the first half of its last axis; down [E, F, D]. Computes in x's dtype, sums
     in fp32 at least; differentiable in x, weights, and in stacks that are not int8. first, of: the stacks hold E of
-    `of` experts, from that id on; the others add nothing, and no product is made for them.
+    `of` experts, from that id on; the others add nothing, and no product is made for them. device: to compile for.
     """
     count = (gate_up.values if isinstance(gate_up, Scaled) else gate_up).shape[0]
     flat = ids.reshape(-1)
@@ -48,7 +49,7 @@ def experts(
     tile = tile_of(flat.size, of or count)
     out = jax.lax.platform_dependent(
         x[order // ids.shape[1]], sizes, gate_up, down,
-        cuda=lambda *args: grouped_or_tiled(act, *args, tile=tile),
+        cuda=lambda *args: grouped_or_tiled(act, *args, tile=tile, device=device),
         tpu=lambda *args: ragged(act, *args, tile=tile),
         default=lambda *args: tiled(act, *args, tile=tile),
     )  # fmt: skip
@@ -73,6 +74,7 @@ def grouped_or_tiled(
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
+    device: Device | None = None,
 ) -> Float[Array, "M D"]:
     """Rows sorted by expert, `sizes` of each, through their experts: by our kernels, where they take both products.
 
@@ -81,25 +83,31 @@ def grouped_or_tiled(
     XLA for GPUs has no grouped product: it makes ragged_dot a dense one of every row by every expert, [E, M, D] in
     memory. Where the kernels refuse, the tiles' loop is left.
     """
-    if refuses(rows, gate_up, down, tile) is not None:
+    if refuses(rows, gate_up, down, tile, device) is not None:
         return tiled(act, rows, sizes, gate_up, down, tile)
 
     def product(x: Array, w: Stack) -> Array:
         if isinstance(w, Scaled):
-            return grouped.grouped(x, w.values, sizes, w.scale, tile=tile)
-        return grouped.grouped(x, w.astype(x.dtype), sizes, tile=tile)
+            return grouped.grouped(x, w.values, sizes, w.scale, tile=tile, device=device)
+        return grouped.grouped(x, w.astype(x.dtype), sizes, tile=tile, device=device)
 
     return product(gated(act, product(rows, gate_up)), down)
 
 
-def refuses(rows: Float[Array, "M D"], gate_up: Stack, down: Stack, tile: int | None = None) -> str | None:
+def refuses(
+    rows: Float[Array, "M D"],
+    gate_up: Stack,
+    down: Stack,
+    tile: int | None = None,
+    device: Device | None = None,
+) -> str | None:
     """Why our kernels do not take these experts; None: they do."""
 
     def why(width: int, w: Stack) -> str | None:
         x = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
         if isinstance(w, Scaled):
-            return grouped.refuses(x, w.values, w.scale, tile=tile)
-        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile)
+            return grouped.refuses(x, w.values, w.scale, tile=tile, device=device)
+        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile, device=device)
 
     inside = (down.values if isinstance(down, Scaled) else down).shape[1]
     return why(rows.shape[1], gate_up) or why(inside, down)

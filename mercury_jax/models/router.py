@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import Experts
-from mercury_jax.models import parallel
 from mercury_jax.models.layers import SwiGLU, fan_in, weight
-from mercury_jax.models.moe import experts
+from mercury_jax.models.ops import Ops, Term
 from mercury_jax.types import wide
 
 
@@ -53,19 +52,20 @@ class Mixture(nn.Module):
     config: Experts
     width: int
     scale: float  # of the last projection's init
+    ops: Ops = Ops()
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return parallel.total(self.parts(x))[0]
+        return self.ops.total(self.parts(x))[0]
 
     @nn.compact
-    def parts(self, x: Float[Array, "B T D"]) -> list[parallel.Part]:
+    def parts(self, x: Float[Array, "B T D"]) -> list[Term]:
         """What each kind of experts adds."""
         c, kind = self.config, wide(x.dtype)
         router = self.param("router", fan_in(), (self.width, c.count))
         logits = x.astype(kind) @ router.astype(kind)
         scores = jax.nn.softmax(logits, axis=-1) if c.score == "softmax" else jax.nn.sigmoid(logits)
         bias = self.param("correction", nn.initializers.zeros, (c.count,)) if c.correction else None
-        ids, weights = parallel.by_rows(
+        ids, weights = self.ops.map_rows(
             functools.partial(_route, c), scores, *([] if bias is None else [bias])
         )
         each = lambda init: (
@@ -73,8 +73,7 @@ class Mixture(nn.Module):
         )
         gate_up = weight(self, "gate_up", each(fan_in()), (c.count, self.width, 2 * c.width))
         down = weight(self, "down", each(fan_in(1, self.scale)), (c.count, c.width, self.width))
-        act = functools.partial(experts, act=jax.nn.silu)
-        routed = parallel.mixture(x, ids, weights.astype(x.dtype), (gate_up, down), act)
+        routed = self.ops.mixture(x, ids, weights.astype(x.dtype), (gate_up, down), jax.nn.silu)
         if not c.shared:
             return [routed]
-        return [routed, SwiGLU(self.width, c.shared, self.scale, name="shared").part(x)]
+        return [routed, SwiGLU(self.width, c.shared, self.scale, ops=self.ops, name="shared").part(x)]

@@ -7,14 +7,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.models import cache as kv_cache, masks, parallel, shift, unembed
+from mercury_jax.models import cache as kv_cache, masks, shift, unembed
 from mercury_jax.models.attention import Attention
 from mercury_jax.models.layers import RMSNorm, SwiGLU
+from mercury_jax.models.ops import Ops, sharded_rows
+from mercury_jax.models.parallel import ops_over
 from mercury_jax.models.router import Mixture
-from mercury_jax.types import Cache, Carry, Key, Model, Params
+from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass
 
 # Axis names of each parameter, by path; see mercury_jax.sharding. The widest dimension of a
 # projection goes to `tensor` (heads, hidden), the model width to `fsdp`.
@@ -37,6 +40,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     layer: int
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(
@@ -49,13 +53,15 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
         norm = lambda name: RMSNorm(c.norm_eps, c.zero_centred, name=name)
-        y, kv = Attention(c, name="attention")(norm("attention_norm")(x), positions, ranges, kv, slots)
+        y, kv = Attention(c, self.ops, name="attention")(
+            norm("attention_norm")(x), positions, ranges, kv, slots
+        )
         x = x + y
         scale = 1.0 / (2 * c.layers)
         if c.experts is None or self.layer in c.experts.dense:
-            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, c.mlp_bias, name="mlp")
+            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, c.mlp_bias, self.ops, name="mlp")
         else:
-            mlp = Mixture(c.experts, c.width, scale, name="moe")
+            mlp = Mixture(c.experts, c.width, scale, self.ops, name="moe")
         return x + mlp(norm("mlp_norm")(x)), kv
 
 
@@ -63,11 +69,12 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm. Submodules share one parameter tree."""
 
     config: ModelConfig
+    ops: Ops = Ops()
 
     def setup(self) -> None:
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.blocks = [Block(c, i, name=f"block_{i}") for i in range(c.layers)]
+        self.blocks = [Block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, c.zero_centred, name="norm")
         if not c.tied:
             self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
@@ -82,7 +89,7 @@ class Transformer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         c = self.config
         enter = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
-        x = parallel.total([parallel.lookup(self.embed, tokens, enter)])[0]
+        x = self.ops.total([self.ops.lookup(self.embed, tokens, enter)])[0]
         near = ranges if c.window is None else masks.windowed(ranges, c.window)
         filled = []
         for i, block in enumerate(self.blocks):
@@ -118,9 +125,15 @@ def _init(net: Transformer, key: Key) -> Params:
 
 
 def _apply(
-    net: Transformer, params: Params, tokens: Array, positions: Array, ranges: Array, carry: Carry = ()
+    net: Transformer,
+    params: Params,
+    given: PackedPass,
+    *,
+    mesh: Mesh | None = None,
+    device: Device | None = None,
 ) -> Array:
-    return net.apply({"params": params}, tokens, positions, ranges)[0]
+    net = net.clone(ops=sharded_rows(mesh, device))
+    return net.apply({"params": params}, given.tokens, given.positions, given.ranges)[0]
 
 
 def _part(params: Params, hidden: Array, first: Any, size: int) -> Array:
@@ -133,17 +146,8 @@ def _empty(config: ModelConfig, batch: int, slots: int) -> Cache:
 
 
 def _forward(
-    net: Transformer,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    cache: Cache,
-    start: Int[Array, "B"],
-    n: Int[Array, "B"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-    carry: Carry = (),
-    *,
-    blind: int | None = None,
+    net: Transformer, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
 ) -> tuple[Array, Cache]:
-    run = masks.cached_pass(net.config, tokens, kv_cache.slots_of(cache), start, n, end, encoding, blind)
-    return net.apply({"params": params}, run.tokens, run.positions, run.ranges, cache, run.slots)
+    run = masks.cached_pass(net.config, given, kv_cache.slots_of(given.cache))
+    net = net.clone(ops=ops_over(mesh, device))
+    return net.apply({"params": params}, run.tokens, run.positions, run.ranges, given.cache, run.slots)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax import noise, sharding
 from mercury_jax.config import one_of, refuse
-from mercury_jax.types import Batch, Key, Loss, Model, Params
+from mercury_jax.types import Batch, Key, Loss, Model, PackedPass, Params
 
 Objective = Callable[[Key, Model, Params, Batch, noise.Corruption], Loss]
 Normalise = Literal["token", "canvas"]
@@ -125,19 +125,21 @@ def cross_entropy(
     which a timed model is told; outside of canvases it is told 0, as where it encodes.
     """
     told = model.config.timed and t is not None
-    more = {"time": jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0)} if told else {}
+    time = jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0) if told else None
     target = batch.tokens if target is None else target
-    hidden = model.apply(params, xt, batch.positions, batch.ranges, (), **more)
+    hidden = model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time))
     size = max(1, LOGITS // model.config.vocab)
     if target.shape[1] <= size:
         return _judged(model, params, hidden, target)
-    return sharding.rowwise(functools.partial(_in_parts, model, size), params, hidden, target)
+    parts = functools.partial(_in_parts, model._replace(mesh=None), size)
+    return sharding.rowwise(parts, model.mesh, params, hidden, target)
 
 
 def _judged(
     model: Model, params: Params, hidden: Any, target: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    logits = sharding.by_rows(model.head(params, jax.tree.map(sharding.by_rows, hidden)))
+    rows = functools.partial(sharding.by_rows, on=model.mesh)
+    logits = rows(model.head(params, jax.tree.map(rows, hidden)))
     ids = jnp.arange(logits.shape[-1])
     if model.config.mask is not None:
         # The mask is never data: without it the model is the SUBS parameterisation of MDLM. A sum, because of a

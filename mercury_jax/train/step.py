@@ -138,6 +138,7 @@ def updater(
     on: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
     """The jitted (state, batch) -> (state, report), see `plain`; the state is donated."""
+    model = sharding.train_on(model, on)
     update = plain(model, objective, corruption, tx, lr, accumulate=accumulate, ema=ema)
     compiled: dict[str, Any] = {}
 
@@ -231,6 +232,8 @@ def evaluator(
 
     The noise of batch i is always the same, so that two evaluations differ by the parameters alone.
     """
+
+    model = sharding.train_on(model, on)
 
     @jax.jit
     def sums(params: Params, batch: Batch, index: Array) -> dict[str, tuple[Array, Array]]:

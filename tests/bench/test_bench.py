@@ -14,11 +14,15 @@ from mercury_jax.bench.recommend import Case
 from mercury_jax.bench.settings import GRID, Setting, settings as points_of
 from mercury_jax.cli import main
 from mercury_jax.config import Plan
-from mercury_jax.decode import launch, rules
-from mercury_jax.decode.parts import complete, rule, settle
+from mercury_jax.decode import decoder, rules
+from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.request import Request, start
+from mercury_jax.decode.sampler import accept
 from mercury_jax.evaluate import tasks
 from mercury_jax.evaluate.runner import ONE_A_STEP
 from mercury_jax.train import generators
+from mercury_jax.types import Pass
 from tests.tiny import tiny
 
 FIELDS = {
@@ -31,13 +35,13 @@ FIELDS = {
 @rule(fits=("uniform",))
 def stranger(key, view, memory):
     """A rule that masked models cannot run."""
-    return settle(view, view.masked), memory
+    return accept(view, view.masked), memory
 
 
 @rule
 def everything(key, view, memory):
     """Settles all at once."""
-    return settle(view, view.masked), memory
+    return accept(view, view.masked), memory
 
 
 @pytest.fixture
@@ -228,14 +232,14 @@ def test_losing_nothing_is_two_conditions():
 def test_a_pass_of_twice_the_width_counts_twice():
     @rule(blind=True)
     def wide(key, view, memory):
-        return settle(view, view.masked), memory
+        return accept(view, view.masked), memory
 
     asked = questions.ask("add3", limit=2, batch=2)
     found = []
     for make in (everything, wide):
         entry = decode.Entry(make.__name__, make.__name__, tiny(), make, Plan(), "code")
         trial = decode.Trial(
-            entry, [True] * 2, [np.arange(4)] * 2, [3, 5], complete(make(), tiny().corruption)
+            entry, [True] * 2, [np.arange(4)] * 2, [3, 5], complete_sampler(make(), tiny().corruption)
         )
         trial.made, trial.seconds, trial.ratios = [8], [1.0], [1.0]
         found.append(trial)
@@ -298,7 +302,9 @@ def test_the_bare_loop_ends_on_the_logits_of_its_last_pass():
     @jax.jit
     def forward(tokens, cache, start):
         n = jnp.asarray([width])
-        hidden, cache = model.forward(lm.params, tokens, cache, start, n, start + n, start < 0, like.carry)
+        hidden, cache = model.forward(
+            lm.params, Pass(tokens, cache, start, n, start + n, start < 0, like.carry)
+        )
         return model.head(lm.params, hidden), cache
 
     known = len(overhead.prompts(lm, 1)[0])
@@ -321,8 +327,8 @@ def test_one_layer_encodes_without_attention():
     def program(layers):
         lm = prompt.built(tiny(), 256, layers, 0)
         asked = prompt._request(lm, 128, 0)
-        job = launch.prepare(lm, asked, rules.threshold(), Plan())
-        lowered = launch._prefill.lower(job.program, lm.params, job.state, 128)
+        session = start(lm, Request(sampler=rules.threshold(), plan=Plan(), rows=asked))
+        lowered = decoder.prefill_program.lower(session.config, lm.params, session.state, 128)
         return lowered.compile().as_text()
 
     softmax = lambda text: text.count(" exponential(")

@@ -21,7 +21,7 @@ from mercury_jax.bench import (
 )
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import size, table
-from mercury_jax.decode import outline
+from mercury_jax.decode import abstract
 from mercury_jax.hub import assemble, reading
 from mercury_jax.models.quantise import Scaled
 
@@ -86,18 +86,18 @@ def test_a_model_without_weights_lies_as_a_loaded_one_does():
 def test_the_outline_is_the_job_that_sample_makes():
     """Same program, same shapes: what is compiled ahead is what runs."""
     import mercury_jax as mj
-    from mercury_jax.decode import ask
+    from mercury_jax.decode.request import Request, encode_request, start
 
     lm = mj.load("nano")
-    job, wide = outline.outline(lm, 2, 80)
+    session, wide = abstract.abstract_session(lm, 2, 80)
     block = lm.model.config.block
-    asked, _ = ask.prepare(lm, ask.Ask([[5] * (80 - block)] * 2, max_tokens=block))
-    assert job.program == asked.program and wide is None
+    asked = start(lm, encode_request(lm, Request([[5] * (80 - block)] * 2, max_tokens=block).checked()))
+    assert session.config == asked.config and wide is None
     like = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
-    assert like(job.state) == like(asked.state) and like(job.knobs) == like(asked.knobs)
-    assert outline.outline(lm, 1, 400)[1] == 256
+    assert like(session.state) == like(asked.state) and like(session.sampling) == like(asked.sampling)
+    assert abstract.abstract_session(lm, 1, 400)[1] == 256
     with pytest.raises(ValueError, match="context is 513; allowed: 33..512"):
-        outline.outline(lm, 1, 513)
+        abstract.abstract_session(lm, 1, 513)
 
 
 def test_the_roofline_is_the_longer_of_both_times():

@@ -7,13 +7,13 @@ import numpy as np
 from rich.console import Console
 
 from mercury_jax.cli import live, main
-from mercury_jax.decode.stream import Moment
+from mercury_jax.decode.stream import StreamOutput
 
 
-def moment(ids, settled: bool, confidence: float, done: bool) -> Moment:
+def moment(ids, settled: bool, confidence: float, done: bool) -> StreamOutput:
     """Every second token is settled, or all are."""
     flags = np.arange(len(ids)) % 2 * (not settled) == 0
-    return Moment("", np.array(ids), flags, np.full(len(ids), confidence), 0, 1, 1, done)
+    return StreamOutput("", np.array(ids), flags, np.full(len(ids), confidence), 0, 1, 1, done)
 
 
 def test_settled_tentative_and_noise_look_different(lm):

@@ -52,7 +52,7 @@ def test_knobs_reach_the_rule(folder):
     read = lambda *words: options.sampler(sample.parser().read(["x", *words], late=options.knobs))
     assert read() is None
     strict = ["--rule", "threshold"]
-    assert read(*strict, "--p", "0.5").knobs == read(*strict, "--knob", "p=0.5").knobs == {"p": 0.5}
+    assert read(*strict, "--p", "0.5").params == read(*strict, "--knob", "p=0.5").params == {"p": 0.5}
     assert read("--rule", "entropy_bound", "--gamma", "0.3").name == "entropy_bound"
 
 

@@ -1,4 +1,4 @@
-"""What the grammars cost the host: the time of the thread that runs them, whatever else the machine does."""
+"""What the grammars cost the host: the time of the thread that runs them, whatever else the decoder does."""
 
 import functools
 import statistics
@@ -6,26 +6,26 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mercury_jax.decode.gate import Gate
+from mercury_jax.decode.constrained import ConstrainedRow
 
-METHODS = ("begin", "look", "fill", "bits")
+METHODS = ("begin", "propose", "write", "bits")
 
 
 class Clock:
-    """Times the methods of every gate while it is open: `with Clock() as clock`. Of one thread at a time."""
+    """Times the methods of every constrained row while it is open: `with Clock() as clock`. Of one thread at a time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in METHODS}
 
     def __enter__(self) -> "Clock":
-        self._held = {name: getattr(Gate, name) for name in METHODS}
+        self._held = {name: getattr(ConstrainedRow, name) for name in METHODS}
         for name, method in self._held.items():
-            setattr(Gate, name, self._timed(self.seconds[name], method))
+            setattr(ConstrainedRow, name, self._timed(self.seconds[name], method))
         return self
 
     def __exit__(self, *_: Any) -> None:
         for name, method in self._held.items():
-            setattr(Gate, name, method)
+            setattr(ConstrainedRow, name, method)
 
     def _timed(self, into: list[float], method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -45,8 +45,8 @@ class Clock:
 
     @property
     def microseconds(self) -> float:
-        """For a row and a pass: all that was done, over the looks."""
-        return 1e6 * self.total / max(len(self.seconds["look"]), 1)
+        """For a row and a pass: all that was done, over the proposals."""
+        return 1e6 * self.total / max(len(self.seconds["propose"]), 1)
 
     @property
     def median(self) -> float:

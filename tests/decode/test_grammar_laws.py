@@ -18,12 +18,12 @@ from mercury_jax.decode.grammar import (
     ToolCalls,
     compile,
 )
-from mercury_jax.decode.grammar.plan import Search
+from mercury_jax.decode.grammar.search import EndSearch
 from tests.decode.grammar_many import allowed, fault, generate, nano_tokenizer
 from tests.decode.grammar_schemas import SCHEMAS, record
 
 TOK = nano_tokenizer()
-walking = importlib.import_module("mercury_jax.decode.grammar.walk")
+walking = importlib.import_module("mercury_jax.decode.grammar.grammar")
 OPEN, CLOSE = TOK.special.tool_call, TOK.special.end_tool_call
 WEATHER = {
     "name": "weather",
@@ -268,7 +268,7 @@ def test_an_answer_is_calls_or_a_value_and_never_a_mixture():
 
 def test_no_step_searches_longer_than_its_time_and_the_answer_still_obeys(monkeypatch):
     """Each state of a large grammar takes milliseconds; whoever shares the batch waits for the search."""
-    child = Search._child
+    child = EndSearch._child
 
     def slow(*args, **named):
         until = time.thread_time() + 0.002
@@ -279,7 +279,7 @@ def test_no_step_searches_longer_than_its_time_and_the_answer_still_obeys(monkey
     schema = {"anyOf": [record(**{f"k{i}": {"type": "string", "pattern": f"^[a-z]{{{i},{i + 9}}}[0-9]$"}})
                         for i in range(9)]}  # fmt: skip
     made, rng = grammar(schema), np.random.default_rng(1)
-    monkeypatch.setattr(Search, "_child", slow)
+    monkeypatch.setattr(EndSearch, "_child", slow)
     walker, steps = made.walk(60), []
     while not walker.ended:
         began, drawn = time.thread_time(), rng.choice(allowed(walker.bits()))

@@ -22,7 +22,7 @@ from tests.decode.grammar_many import nano_tokenizer
 from tests.decode.grammar_schemas import record
 
 TOK = nano_tokenizer()
-compiling = importlib.import_module("mercury_jax.decode.grammar.compile")
+compiling = importlib.import_module("mercury_jax.decode.grammar.grammar")
 
 
 def nested(depth):
@@ -157,7 +157,7 @@ def test_a_spec_out_of_bounds_is_refused(name):
     ids=["lists in lists", "counts of counts", "a large automaton", "counts in a text"],
 )
 def test_a_bomb_takes_no_longer_than_its_time(hostile, monkeypatch):
-    monkeypatch.setattr(compiling, "SECONDS", 0.3)
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.3)
     began = time.monotonic()
     with contextlib.suppress(GrammarError):
         compile(TOK, hostile)
@@ -176,12 +176,12 @@ def test_no_more_compile_at_once_than_there_are_workers(monkeypatch):
 
 
 def test_the_same_content_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(compiling, "KEPT", 2)
+    monkeypatch.setattr(compiling, "MOST_CACHED", 2)
     one = lambda text: compile(TOK, JSONSchema(json.loads(json.dumps({"const": text}))))
     first = one("a")
     assert one("a") is first
     assert one("b") is not one("c")
-    assert len(compiling._kept) == 2 and one("a") is not first
+    assert len(compiling._cache) == 2 and one("a") is not first
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):

@@ -11,7 +11,7 @@ from mercury_jax.decode.rules import self_speculation
 from mercury_jax.tokenizer import SPECIAL
 from tests.decode.grammar_many import fault
 from tests.decode.grammar_schemas import SCHEMAS, record
-from tests.decode.test_machine import compiled
+from tests.decode.test_decoder import compiled
 from tests.tiny import tiny
 
 PROMPTS = ["def x", "return y if x"]
@@ -62,12 +62,12 @@ def test_a_seed_repeats_and_another_differs():
 
 def test_history_shows_the_answer_as_the_grammar_left_it():
     out = run([SMALL, None], history=True)
-    last = [frame for frame in out.history if frame.n[0]][-1]
+    last = [frame for frame in out.history if frame.used[0]][-1]
     start = len(tiny().tokenizer.encode(PROMPTS[0]))
-    at = np.arange(last.n[0]) + last.start[0] - start
+    at = np.arange(last.used[0]) + last.start[0] - start
     inside = at < out.lengths[0]
-    np.testing.assert_array_equal(last.answer[0, : last.n[0]][inside], out.tokens[0][at[inside]])
-    assert last.settled[0, : last.n[0]][inside].all()
+    np.testing.assert_array_equal(last.answer[0, : last.used[0]][inside], out.tokens[0][at[inside]])
+    assert last.accepted[0, : last.used[0]][inside].all()
 
 
 def test_what_is_forced_takes_no_pass():
@@ -116,12 +116,12 @@ REFUSED = [
     (dict(schema=SMALL, guidance=1.0), "guidance is 1.0; allowed: None with schema="),
     (dict(schema=SMALL, plan=mj.Plan(revise=1)), "plan.revise is 1"),
     (dict(schema=SMALL, sampler=mj.rules.expand()), "sampler.rule is 'expand'"),
-    (dict(schema=SMALL, sampler=self_speculation(4)), "sampler.verify is 4"),
+    (dict(schema=SMALL, sampler=self_speculation(4)), "sampler.speculate is 4"),
 ]
 
 
 @pytest.mark.parametrize("wrong, words", REFUSED, ids=[words for _, words in REFUSED])
 def test_what_cannot_be_guaranteed_is_refused_before_any_compute(wrong, words, monkeypatch):
-    monkeypatch.setattr("mercury_jax.decode.launch.prepare", None)
+    monkeypatch.setattr("mercury_jax.decode.sample.start", None)
     with pytest.raises(ValueError, match=words):
         mj.sample(tiny(), PROMPTS, **({"max_tokens": 30} | wrong))

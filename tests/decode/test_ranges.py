@@ -1,4 +1,4 @@
-"""Every number that a rule, shaper or stop takes has a range, and the check is that range."""
+"""Every number that a rule, logits processor or stop takes has a range, and the check is that range."""
 
 import inspect
 import math
@@ -12,36 +12,38 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.decode.ranges import Finite
 
-MAKERS = mj.rules.ALL | mj.shape.ALL | mj.stop.ALL
-EACH = [(name, knob) for name, make in MAKERS.items() for knob in make.knobs]
+MAKERS = mj.rules.ALL | mj.processors.ALL | mj.stopping.ALL
+EACH = [(name, knob) for name, make in MAKERS.items() for knob in make.params]
 CLOSE = 1e-6
 
 
 def ends(allowed):
     """(numbers that are allowed, numbers that are not), each as near to an end of the range as can be."""
-    step = 1 if allowed.whole else CLOSE
+    step = 1 if allowed.integer else CLOSE
     inside, outside = [], [math.nan]
-    for end, sign, opened in ((allowed.low, -1, allowed.above), (allowed.high, 1, allowed.below)):
+    for end, sign, opened in ((allowed.low, -1, allowed.open_low), (allowed.high, 1, allowed.open_high)):
         if math.isfinite(end):
             (outside if opened else inside).append(end)
             (inside if opened else outside).append(end - sign * step if opened else end + sign * step)
         else:
             (outside if opened or end < 0 else inside).append(end)
-    return inside, [*outside, 1.5] if allowed.whole else outside
+    return inside, [*outside, 1.5] if allowed.integer else outside
 
 
 def test_every_registered_maker_is_walked():
     assert len(mj.rules.ALL) == 33 and len(EACH) >= 60
-    public = {name for name, make in vars(mj.shape).items() if hasattr(make, "knobs")}
-    assert public == set(mj.shape.ALL)
-    assert {name for name, make in vars(mj.stop).items() if hasattr(make, "knobs")} == set(mj.stop.ALL)
+    public = {name for name, make in vars(mj.processors).items() if hasattr(make, "params")}
+    assert public == set(mj.processors.ALL)
+    assert {name for name, make in vars(mj.stopping).items() if hasattr(make, "params")} == set(
+        mj.stopping.ALL
+    )
 
 
 @pytest.mark.parametrize(("name", "knob"), EACH)
 def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name, knob):
     make = MAKERS[name]
     inside, outside = ends(make.ranges[knob])
-    assert outside and (make.knobs[knob] is None or make.ranges[knob].holds(make.knobs[knob]))
+    assert outside and (make.params[knob] is None or make.ranges[knob].contains(make.params[knob]))
     for value in inside:
         make(**{knob: value})
     for value in outside:
@@ -53,19 +55,19 @@ def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name,
 def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():
     threshold = mj.rules.threshold
     for rows in (np.array([0.2, 1.0]), jnp.array([0.2, 1.0]), [0.2, 1]):
-        np.testing.assert_allclose(threshold(rows).knobs["p"], [0.2, 1.0])
+        np.testing.assert_allclose(threshold(rows).params["p"], [0.2, 1.0])
     for rows in (np.array([0.2, 1.5]), jnp.array([0.2, 1.5]), [0.2, 1.5]):
         with pytest.raises(ValueError, match=r"threshold\(p=\) is 1.5"):
             threshold(rows)
-    assert jax.jit(lambda p: threshold(p).knobs["p"] * 2)(3.0) == 6.0
+    assert jax.jit(lambda p: threshold(p).params["p"] * 2)(3.0) == 6.0
 
 
 def test_a_rule_of_ones_own_states_its_range_and_is_checked():
     @mj.rule
     def mine(key, view, memory, *, p: Annotated[float, mj.Between(0, 1)] = 0.5, free=3.0):
-        return mj.settle(view, view.masked), memory
+        return mj.accept(view, view.masked), memory
 
-    assert mine(1, -7.0).knobs == {"p": 1.0, "free": -7.0}
+    assert mine(1, -7.0).params == {"p": 1.0, "free": -7.0}
     for wrong in (dict(p=2), dict(p="1"), dict(p=True), dict(free=math.nan), dict(free=None)):
         with pytest.raises(ValueError, match=r"mine\((p|free)=\)"):
             mine(**wrong)
@@ -76,8 +78,8 @@ def test_ranges_say_what_they_hold():
         str(x): x
         for x in (
             mj.Between(0, 1),
-            mj.Between(0, 3, whole=True),
-            mj.AtLeast(1, whole=True),
+            mj.Between(0, 3, integer=True),
+            mj.AtLeast(1, integer=True),
             mj.Above(0),
             Finite(),
         )
@@ -91,4 +93,4 @@ def test_ranges_say_what_they_hold():
 
 def test_truncation_by_all_of_the_probability_keeps_every_id():
     logits = jnp.log(jnp.full((1, 1000), 1e-3)) + jnp.arange(1000) * 1e-3
-    assert (mj.shape.top_p(1.0)(logits, None) == logits).all()
+    assert (mj.processors.top_p(1.0)(logits, None) == logits).all()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.read import draw, read
+from mercury_jax.decode.token_stats import draw, token_stats
 from tests.decode.views import KEY, MASK, taken, view
 
 
@@ -38,12 +38,12 @@ def test_entropy_bound_renoises_what_it_rejects_under_uniform_noise():
 
 def test_ancestral_unmasks_with_the_reverse_probability():
     n = 4000
-    v = view([0.5] * n, [True] * n, keep_t=jnp.asarray(0.2), keep_s=jnp.asarray(0.4))
-    v = v._replace(reading=v.reading._replace(sample=jnp.zeros(n, int)))
+    v = view([0.5] * n, [True] * n, alpha_t=jnp.asarray(0.2), alpha_s=jnp.asarray(0.4))
+    v = v._replace(stats=v.stats._replace(sample=jnp.zeros(n, int)))
     share = np.mean(np.asarray(taken(mj.rules.ancestral(), v)) == 0)
     want = (0.4 - 0.2) / (1 - 0.2)
     assert abs(share - want) < 4 * np.sqrt(want * (1 - want) / n)
-    assert taken(mj.rules.ancestral(), v._replace(keep_s=jnp.asarray(1.0))) == [0] * n
+    assert taken(mj.rules.ancestral(), v._replace(alpha_s=jnp.asarray(1.0))) == [0] * n
 
 
 def test_random_takes_its_share_anywhere():
@@ -55,7 +55,7 @@ def test_random_takes_its_share_anywhere():
 
 def test_a_reading_is_what_the_softmax_says():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]))
-    r = read(logits, jnp.asarray([1, 0]), jnp.asarray([2, 2]), jnp.asarray(0))
+    r = token_stats(logits, jnp.asarray([1, 0]), jnp.asarray([2, 2]), jnp.asarray(0))
     assert r.argmax.tolist() == [0, 2]
     np.testing.assert_allclose(r.p_argmax, [0.5, 0.8], rtol=1e-6)
     np.testing.assert_allclose(r.p_sample, [0.2, 0.8], rtol=1e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.decode.rules import dream
-from tests.decode.laws import check_follows, check_settles, check_traces, small
+from tests.decode.rule_checks import check_follows, check_settles, check_traces, small
 from tests.decode.views import KEY, MASK, taken, view, view_of
 
 M = MASK
@@ -42,7 +42,7 @@ def test_each_rule_looks_at_its_own_score():
 def test_origin_moves_each_mask_alone():
     n = 4000
     v = view([0.5] * n, [True] * n)
-    v = v._replace(reading=v.reading._replace(sample=jnp.zeros(n, int)))
+    v = v._replace(stats=v.stats._replace(sample=jnp.zeros(n, int)))
     share = np.mean(np.asarray(taken(dream.dream_origin(eps=0.0), at(v, 1, 4))) == 0)
     assert abs(share - 1 / 3) < 4 * np.sqrt(2 / 9 / n)
     assert taken(dream.dream_origin(), at(v, 3, 4)) == [0] * n

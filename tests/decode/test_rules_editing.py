@@ -1,14 +1,14 @@
-"""Rules that edit settled tokens, against cases computed by hand and runs to their end."""
+"""Rules that edit decided tokens, against cases computed by hand and runs to their end."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode import stop as stops
-from mercury_jax.decode.parts import propose
-from mercury_jax.decode.rules.editing import blind_editing, editing, resample, self_correct
-from tests.decode.loop import act, check, decode, table
+from mercury_jax.decode import stopping
+from mercury_jax.decode.rules.remask import blind_editing, editing, resample, self_correct
+from mercury_jax.decode.sampler import propose
+from tests.decode.rule_loop import act, check, decode, table
 from tests.decode.views import KEY, MASK, view
 
 
@@ -16,10 +16,10 @@ def believing(argmax, p, masked, canvas, editable=None):
     """A view whose position i believes argmax[i] with probability p[i]."""
     v = view(p, masked)
     token, p = jnp.asarray(argmax), jnp.asarray(p, jnp.float32)
-    reading = v.reading._replace(argmax=token, sample=token, p_argmax=p, p_sample=p)
+    reading = v.stats._replace(argmax=token, sample=token, p_argmax=p, p_sample=p)
     editable = jnp.ones(len(p), bool) if editable is None else jnp.asarray(editable)
     canvas = jnp.asarray(canvas, jnp.int32)
-    return v._replace(canvas=canvas, answer=canvas, reading=reading, blind=reading, editable=editable)
+    return v._replace(canvas=canvas, answer=canvas, stats=reading, leave_one_out=reading, editable=editable)
 
 
 def written(rule, v):
@@ -44,11 +44,11 @@ def test_editing_fills_and_replaces_in_one_step():
 
 def test_blind_editing_asks_the_masks_that_cannot_see_the_token():
     v = believing([1, 8, 8], [0.5, 0.99, 0.99], [True, False, False], [MASK, 8, 8])
-    blind = v.blind._replace(argmax=jnp.asarray([7, 3, 4]), p_argmax=jnp.asarray([0.99, 0.95, 0.5]))
-    v = v._replace(blind=blind)
+    blind = v.leave_one_out._replace(argmax=jnp.asarray([7, 3, 4]), p_argmax=jnp.asarray([0.99, 0.95, 0.5]))
+    v = v._replace(leave_one_out=blind)
     assert written(editing(), v)[0] == [1, 8, 8]
     assert written(blind_editing(), v)[0] == [1, 3, 8]
-    assert blind_editing().blind and not editing().blind
+    assert blind_editing().leave_one_out and not editing().leave_one_out
 
 
 def spelling(canvas):
@@ -61,7 +61,7 @@ def spelling(canvas):
 @pytest.mark.parametrize("rule", [editing(), blind_editing()], ids=lambda r: r.name)
 def test_editing_ends_at_the_fixed_point(rule):
     canvas, editable = [0, MASK, MASK, 7, 7, 7, MASK, 7], [False, True, True, True, True, True, True, False]
-    seen = decode(rule, canvas, editable, spelling, 20, blind=spelling)
+    seen = decode(rule, canvas, editable, spelling, 20, leave_one_out=spelling)
     check(seen, canvas, editable)
     assert seen[-1].canvas.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert seen[-2].canvas.tolist() == seen[-1].canvas.tolist()  # one pass has looked and changed nothing
@@ -90,10 +90,10 @@ def test_fixed_point_waits_as_long_as_it_is_told():
             done.append(bool(over))
         return done
 
-    assert run(stops.fixed_point(), [other, same]) == [False, True]
-    assert run(stops.fixed_point(2), [same, other, same, same]) == [False, False, False, True]
-    assert run(stops.fixed_point(0), [masked, other]) == [False, True]
-    assert run(stops.fixed_point(1, limit=2), [masked, other]) == [False, True]
+    assert run(stopping.fixed_point(), [other, same]) == [False, True]
+    assert run(stopping.fixed_point(2), [same, other, same, same]) == [False, False, False, True]
+    assert run(stopping.fixed_point(0), [masked, other]) == [False, True]
+    assert run(stopping.fixed_point(1, limit=2), [masked, other]) == [False, True]
 
 
 # -- self-correction
@@ -137,12 +137,12 @@ def test_self_correct_gives_up_when_nothing_gets_better():
     """Every token wants to be another one: the agreement never rises, so patience runs out."""
     restless = lambda canvas: 9.0 * jax.nn.one_hot((canvas + 1) % 5, 10)
     rule = self_correct()
-    seen = decode(rule, [1, 2, 3, 4], [True] * 4, restless, 60, stop=stops.stalled(6))
+    seen = decode(rule, [1, 2, 3, 4], [True] * 4, restless, 60, stop=stopping.stalled(6))
     # The first step sets the best (one token of four agrees with that pass); seven more do not beat it.
     assert len(seen) == 1 + 7
-    assert rule.stop().knobs == {"patience": 32}
+    assert rule.stopping().params == {"patience": 32}
 
 
 def test_stalled_counts_only_full_canvases():
-    seen = decode(self_correct(), [MASK] * 8, [True] * 8, table(3, 8, 0.1), 8, stop=stops.stalled(0))
+    seen = decode(self_correct(), [MASK] * 8, [True] * 8, table(3, 8, 0.1), 8, stop=stopping.stalled(0))
     assert len(seen) == 8  # one mask a step, and no end before the last of them

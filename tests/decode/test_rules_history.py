@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.decode.rules import history
-from tests.decode.laws import check_follows, check_settles, check_traces, follow, goldens
+from tests.decode.rule_checks import check_follows, check_settles, check_traces, follow, goldens
 from tests.decode.views import KEY, MASK, taken, view, view_of
 
 M = MASK
@@ -60,7 +60,7 @@ def test_credit_holds_the_threshold_against_the_fused_probability():
 
 def test_credit_lets_a_draw_stand_that_is_not_the_argmax():
     v = read(rows([3.0, 2.9]), [M])
-    v = v._replace(reading=v.reading._replace(sample=v.reading.sample.at[0].set(1)))
+    v = v._replace(stats=v.stats._replace(sample=v.stats.sample.at[0].set(1)))
     assert taken(history.credit(), v, start(history.credit()))[0] == 1
 
 
@@ -80,7 +80,7 @@ def test_klass_waits_until_a_distribution_holds_still():
         seen.append(np.flatnonzero(proposal.canvas[:5] != M).tolist())
     # Twice nothing is known to be still, so the schedule's one of five; then both that are.
     assert seen == [[0], [0], [0, 1]]
-    assert memory.calm.tolist()[:5] == [2, 2, 0, 2, 2]
+    assert memory.stable.tolist()[:5] == [2, 2, 0, 2, 2]
 
 
 def test_klass_measures_from_now_to_before():
@@ -89,7 +89,7 @@ def test_klass_measures_from_now_to_before():
     rule = history.klass(0.9, 0.02, 1)
     _, memory = rule(KEY, read(rows(log(0.96), log(0.99)), [M, M]), start(rule))
     _, memory = rule(KEY, read(rows(log(0.99), log(0.96)), [M, M], 1), memory)
-    assert memory.calm.tolist()[:2] == [1, 0]
+    assert memory.stable.tolist()[:2] == [1, 0]
 
 
 def run(rule, passes):

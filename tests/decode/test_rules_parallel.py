@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode.rules import masked, parallel
-from tests.decode.laws import check_follows, check_settles, check_traces, follow, goldens, small, takes
+from mercury_jax.decode.rules import masked
+from tests.decode.rule_checks import check_follows, check_settles, check_traces, follow, goldens, small, takes
 from tests.decode.views import KEY, MASK, taken
 
 M = MASK
@@ -15,45 +15,45 @@ M = MASK
 def test_factor_wants_the_last_of_n_the_surer_the_more_there_are():
     # Bars for n = 1.. at f = 1: 1/2, 2/3, 3/4, 4/5. Sorted: 0.9, 0.76, 0.7, 0.6.
     p = [0.7, 0.9, 0.76, 0.6]
-    assert takes(parallel.factor(), p) == [M, 1, 2, M]
-    assert takes(parallel.factor(1.3), p) == [0, 1, 2, M]  # bars 0.35, 0.567, 0.675, 0.74
-    assert takes(parallel.factor(2.1), p) == [0, 1, 2, 3]
-    assert takes(parallel.factor(), [0.2, 0.3, 0.1]) == [M, 1, M]
-    assert takes(parallel.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
+    assert takes(masked.factor(), p) == [M, 1, 2, M]
+    assert takes(masked.factor(1.3), p) == [0, 1, 2, M]  # bars 0.35, 0.567, 0.675, 0.74
+    assert takes(masked.factor(2.1), p) == [0, 1, 2, 3]
+    assert takes(masked.factor(), [0.2, 0.3, 0.1]) == [M, 1, M]
+    assert takes(masked.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
 
 
 def test_scheduled_takes_all_above_p_or_its_number():
     p = [0.96, 0.5, 0.6, 0.97]  # 4 positions over 2 steps: 2 a step
-    assert takes(parallel.scheduled(), p) == [0, M, M, 3]
-    assert takes(parallel.scheduled(0.55), p) == [0, M, 2, 3]
-    assert takes(parallel.scheduled(0.965), p) == [0, M, M, 3]  # one is above: the schedule's two instead
+    assert takes(masked.scheduled(), p) == [0, M, M, 3]
+    assert takes(masked.scheduled(0.55), p) == [0, M, 2, 3]
+    assert takes(masked.scheduled(0.965), p) == [0, M, M, 3]  # one is above: the schedule's two instead
 
 
 def test_the_fixed_schedule_does_not_fall_when_a_block_is_ahead():
     block = jnp.arange(8) < 7
     v = small([0.5], editable=block, steps=jnp.asarray(3))
-    quotas = [int(masked.quota(v._replace(step=jnp.asarray(i)))) for i in range(3)]
-    assert quotas == [3, 2, 2] and int(masked.share(v)) == 1
+    quotas = [int(masked.fixed_share(v._replace(step=jnp.asarray(i)))) for i in range(3)]
+    assert quotas == [3, 2, 2] and int(masked.even_share(v)) == 1
 
 
 def test_local_leap_relaxes_around_its_anchors():
     p = [0.95, 0.8, 0.5, 0.8, 0.2, 0.2, 0.2, 0.8]
-    assert takes(parallel.local_leap(radius=3), p) == [0, 1, M, 3, M, M, M, M]
-    assert takes(parallel.local_leap(radius=2), p) == [0, 1, M, M, M, M, M, M]
-    assert takes(parallel.local_leap(relaxed=0.15, radius=1), p) == [0, 1, M, M, M, M, M, M]
+    assert takes(masked.local_leap(radius=3), p) == [0, 1, M, 3, M, M, M, M]
+    assert takes(masked.local_leap(radius=2), p) == [0, 1, M, M, M, M, M, M]
+    assert takes(masked.local_leap(relaxed=0.15, radius=1), p) == [0, 1, M, M, M, M, M, M]
     # What is settled already is no anchor; without one, the best alone.
-    assert takes(parallel.local_leap(), [*p[:7], 0.85], [False] + [True] * 7) == [8, M, M, M, M, M, M, 7]
+    assert takes(masked.local_leap(), [*p[:7], 0.85], [False] + [True] * 7) == [8, M, M, M, M, M, M, 7]
     both = [0.76, 0.9, 0.2, 0.2, 0.9, 0.2, 0.76]
-    assert takes(parallel.local_leap(radius=2), both) == [0, 1, M, M, 4, M, 6]
+    assert takes(masked.local_leap(radius=2), both) == [0, 1, M, M, 4, M, 6]
 
 
 def test_hierarchical_takes_the_best_of_each_run():
     p, runs = [0.3, 0.5, 0.45, 0.99, 0.35, 0.2], [True, True, True, False, True, True]
-    assert takes(parallel.hierarchical(), p, runs) == [M, 1, M, 8, M, M]  # the second run's best is below 0.4
-    assert takes(parallel.hierarchical(low=0.3), p, runs) == [M, 1, M, 8, 4, M]
-    assert takes(parallel.hierarchical(0.44), p, runs) == [M, 1, 2, 8, M, M]
-    assert takes(parallel.hierarchical(low=0.6), p, runs) == [M, 1, M, 8, M, M]  # the best of all, always
-    late = takes(parallel.hierarchical(), [0.99, 0.5, 0.45, 0.99, 0.6], [False, True, True, False, True])
+    assert takes(masked.hierarchical(), p, runs) == [M, 1, M, 8, M, M]  # the second run's best is below 0.4
+    assert takes(masked.hierarchical(low=0.3), p, runs) == [M, 1, M, 8, 4, M]
+    assert takes(masked.hierarchical(0.44), p, runs) == [M, 1, 2, 8, M, M]
+    assert takes(masked.hierarchical(low=0.6), p, runs) == [M, 1, M, 8, M, M]  # the best of all, always
+    late = takes(masked.hierarchical(), [0.99, 0.5, 0.45, 0.99, 0.6], [False, True, True, False, True])
     assert late == [8, 1, M, 8, 4]
 
 
@@ -70,7 +70,7 @@ def test_first_hitting_draws_one_anywhere_and_the_rest_at_last():
 def test_under_uniform_noise_the_share_is_what_should_stand():
     p = [0.1, 0.9, 0.5, 0.99, 0.3, 0.2, 0.6, 0.4]
     v = small(p, uniform=True, steps=jnp.asarray(4))
-    stand = [int(masked.share(v._replace(step=jnp.asarray(i)))) for i in range(4)]
+    stand = [int(masked.even_share(v._replace(step=jnp.asarray(i)))) for i in range(4)]
     assert stand == [2, 4, 6, 8]
     assert taken(masked.confidence(), v._replace(step=jnp.asarray(1))) == [7, 1, 2, 3, 7, 7, 6, 7]
 
@@ -78,9 +78,9 @@ def test_under_uniform_noise_the_share_is_what_should_stand():
 @pytest.mark.parametrize(
     "name, rule, steps",
     [
-        ("local_leap", parallel.local_leap(0.9, 0.5, 2), 20),
-        ("hierarchical", parallel.hierarchical(0.9, 0.4), 20),
-        ("scheduled", parallel.scheduled(0.7), 8),
+        ("local_leap", masked.local_leap(0.9, 0.5, 2), 20),
+        ("hierarchical", masked.hierarchical(0.9, 0.4), 20),
+        ("scheduled", masked.scheduled(0.7), 8),
     ],
 )
 def test_they_decode_as_their_references_do(name, rule, steps):
@@ -91,7 +91,7 @@ def test_factor_decodes_as_its_reference_does_but_for_the_last_mask():
     """Where only the least sure mask fails, the reference takes it all the same."""
     kept, waits = goldens(), 0
     for logits, theirs in zip(kept["logits"], kept["factor"], strict=True):
-        for ours, reference, before in follow(parallel.factor(), logits, theirs, 20):
+        for ours, reference, before in follow(masked.factor(), logits, theirs, 20):
             if ours != reference:
                 waiting = [i for i, (a, b) in enumerate(zip(ours, reference)) if a != b]
                 assert len(waiting) == 1 and before.count(11) > 1 and 11 not in reference
@@ -101,8 +101,8 @@ def test_factor_decodes_as_its_reference_does_but_for_the_last_mask():
 
 RULES = [
     (masked.confidence(), 3), (masked.random(), 3), (masked.ancestral(), 3), (masked.first_hitting(), 3),
-    (masked.first_hitting(), 5), (masked.threshold(0.5), 5), (parallel.factor(), 5), (parallel.scheduled(0.5), 3),
-    (parallel.local_leap(0.6, 0.3), 5), (parallel.hierarchical(0.7), 5),
+    (masked.first_hitting(), 5), (masked.threshold(0.5), 5), (masked.factor(), 5), (masked.scheduled(0.5), 3),
+    (masked.local_leap(0.6, 0.3), 5), (masked.hierarchical(0.7), 5),
 ]  # fmt: skip
 
 

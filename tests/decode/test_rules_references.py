@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode import stop as stops
-from mercury_jax.decode.read import forbid, read
-from mercury_jax.decode.rules import lengths, remask, uniform
-from mercury_jax.decode.rules.editing import editing, self_correct
-from tests.decode.loop import act
+from mercury_jax.decode import stopping
+from mercury_jax.decode.rules import remask, uniform, variable_length
+from mercury_jax.decode.rules.remask import editing, self_correct
+from mercury_jax.decode.token_stats import forbid, token_stats
+from tests.decode.rule_loop import act
 from tests.decode.views import KEY, view_of
 
 M = 11  # the mask
@@ -53,7 +53,7 @@ def decodings(name, logits="logits"):
 
 
 def test_editing_is_llada21s_sampler_and_stops_with_it():
-    rule, stop, edits = editing(0.95, 0.6), stops.fixed_point(patience=1, limit=16), 0
+    rule, stop, edits = editing(0.95, 0.6), stopping.fixed_point(patience=1, limit=16), 0
     for (logits, theirs), passes in zip(decodings("editing"), kept()["editing_passes"], strict=True):
         memory = stop.init(behind(theirs[0]), 12)
         for step in range(passes):
@@ -75,7 +75,7 @@ def test_wino_drafts_and_masks_again_as_its_reference():
                 break
             v = seen(logits[step], theirs[step], step)
             shadow = forbid(jnp.asarray(fronted(blind[step])), (M,))
-            v = v._replace(blind=read(shadow, v.canvas, v.canvas, jnp.asarray(-1)))
+            v = v._replace(leave_one_out=token_stats(shadow, v.canvas, v.canvas, jnp.asarray(-1)))
             proposal, memory = act(KEY, rule, v, memory)
             same(proposal, theirs[step + 1])
             again += ((theirs[step] != M) & (theirs[step + 1] == M)).sum()
@@ -95,7 +95,7 @@ def test_remdm_has_its_references_transition_probabilities(which, monkeypatch):
     masked = np.concatenate([[False] * LEAD, canvas == M])
     memory = jnp.concatenate([jnp.ones(LEAD), jnp.minimum(kept()["remdm_sure"], 1.0)]) if memory else ()
     for (t, s), q in zip(kept()["remdm_times"], kept()["remdm"][which], strict=True):
-        times = dict(t=t, s=s, keep_t=1 - t, keep_s=1 - s)
+        times = dict(t=t, s=s, alpha_t=1 - t, alpha_s=1 - s)
         v = seen(kept()["remdm_logits"], canvas, **{k: jnp.asarray(x) for k, x in times.items()})
         to_mask = np.concatenate([np.zeros(LEAD), q[:, M]])
         moves = np.where(masked, 1 - to_mask, to_mask)
@@ -109,7 +109,7 @@ def test_remdm_has_its_references_transition_probabilities(which, monkeypatch):
 
 
 def test_entropy_bound_and_steady_are_diffusion_gemmas():
-    stop, stood = stops.steady(entropy=0.35, patience=1), 0
+    stop, stood = stopping.steady(entropy=0.35, patience=1), 0
     given = jnp.zeros(LEAD, jnp.int32)
     for case, gamma in enumerate((0.1, 1.0, 4.0)):
         logits, theirs, drawn, fresh, over = (
@@ -119,7 +119,7 @@ def test_entropy_bound_and_steady_are_diffusion_gemmas():
         for step in range(len(logits)):
             v = seen(logits[step], theirs[step - 1], step, noise=jnp.concatenate([given, fresh[step]]))
             sample = jnp.concatenate([given, drawn[step]])
-            v = v._replace(masked=v.editable, reading=v.reading._replace(sample=sample))
+            v = v._replace(masked=v.editable, stats=v.stats._replace(sample=sample))
             proposal, _ = act(KEY, uniform.entropy_bound(gamma), v)
             same(proposal, theirs[step])
             assert proposal.answer.tolist() == behind(logits[step].argmax(-1)).tolist()
@@ -131,7 +131,7 @@ def test_entropy_bound_and_steady_are_diffusion_gemmas():
 
 def test_levenshtein_is_llada22s_sampler_until_that_comes_back_to_a_canvas():
     """From there on the two break the loop in their own ways."""
-    rule, moved, followed = lengths.levenshtein(9, 10, 0.9, 0.5), 0, 0
+    rule, moved, followed = variable_length.levenshtein(9, 10, 0.9, 0.5), 0, 0
     for logits, theirs in decodings("levenshtein", "indel_logits"):
         memory = rule.init(behind(theirs[0]), 12)
         for step in range(len(logits)):
@@ -145,7 +145,7 @@ def test_levenshtein_is_llada22s_sampler_until_that_comes_back_to_a_canvas():
 
 
 def test_expand_is_dreamons_generator():
-    rule, grown, shrunk, full = lengths.expand(10, 9, 1.0), 0, 0, 0
+    rule, grown, shrunk, full = variable_length.expand(10, 9, 1.0), 0, 0, 0
     for (logits, theirs), sizes in zip(decodings("expand", "grow_logits"), kept()["expand_n"], strict=True):
         width = theirs.shape[1]
         memory, at = rule.init(jnp.asarray(theirs[0], jnp.int32), 12), jnp.arange(width)
@@ -157,10 +157,10 @@ def test_expand_is_dreamons_generator():
                 break
             v = view_of(
                 logits[step].astype(np.float32), canvas, editable & (canvas == M), mask=M, editable=editable,
-                n=jnp.asarray(n), room=jnp.asarray(width - n), step=jnp.asarray(step), steps=jnp.asarray(99),
+                used=jnp.asarray(n), growth=jnp.asarray(width - n), step=jnp.asarray(step), steps=jnp.asarray(99),
             )  # fmt: skip
             proposal, memory = act(KEY, rule, v, memory)
-            assert int(proposal.n) == after, step
+            assert int(proposal.used) == after, step
             assert proposal.canvas[:after].tolist() == theirs[step + 1][:after].tolist(), step
             grown, shrunk, full = grown + (after > n), shrunk + (after < n), full + (n == width)
     assert grown > 5 and shrunk > 1 and full > 3
@@ -182,14 +182,14 @@ def test_self_correct_is_gidds_correction_step(monkeypatch):
 def test_the_bridge_is_duos_posterior():
     prior, ids = kept()["duo_prior"], np.arange(len(kept()["duo_prior"]))
     stands = ids[:, None] == ids  # [x_0, x_t]
-    for (keep_t, keep_s), theirs in zip(kept()["duo_keeps"], kept()["duo"], strict=True):
+    for (alpha_t, alpha_s), theirs in zip(kept()["duo_keeps"], kept()["duo"], strict=True):
         old, new = uniform.bridge(
-            jnp.asarray(stands), jnp.asarray(keep_t), jnp.asarray(keep_s), jnp.asarray(len(ids))
+            jnp.asarray(stands), jnp.asarray(alpha_t), jnp.asarray(alpha_s), jnp.asarray(len(ids))
         )
         old, new = np.asarray(old)[..., None], np.asarray(new)[..., None]
         ours = old * np.eye(len(ids)) + new * np.eye(len(ids))[:, None] + (1 - old - new) / len(ids)
         np.testing.assert_allclose(ours, theirs[:-1], atol=2e-6)
         # Its form for a model that has not yet seen x_t: the same, mixed by p(x_0 | x_t).
-        weight = prior[:, None] * (keep_t * stands + (1 - keep_t) / len(ids))
+        weight = prior[:, None] * (alpha_t * stands + (1 - alpha_t) / len(ids))
         mixed = np.einsum("xt,xts->ts", weight / weight.sum(0), ours)
         np.testing.assert_allclose(mixed, theirs[-1], atol=2e-6)

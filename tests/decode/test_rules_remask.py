@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode import stop as stops
-from mercury_jax.decode.parts import complete
+from mercury_jax.decode import stopping
+from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.rules import remask
 from mercury_jax.noise import uniform
-from tests.decode.loop import act, check, decode, table
+from tests.decode.rule_loop import act, check, decode, table
 from tests.decode.views import KEY, MASK, view, view_of
 
 N = 6000
@@ -31,12 +31,12 @@ def half_masked():
 
 
 def many(**more):
-    """N positions, the first half masks, the second half settled to 8."""
+    """N positions, the first half masks, the second half decided to 8."""
     return half_masked()._replace(**{k: jnp.asarray(v) for k, v in more.items()})
 
 
 def shares(rule, v):
-    """(share of the masks that were settled, share of the settled that were masked)."""
+    """(share of the masks that were decided, share of the decided that were masked)."""
     canvas = np.asarray(act(KEY, rule, v)[0].canvas)
     half = N // 2
     return np.mean(canvas[:half] != MASK), np.mean(canvas[half:] == MASK)
@@ -47,7 +47,7 @@ def near(share, want, n):
 
 
 @pytest.mark.parametrize(
-    "rule, keep_t, keep_s, sigma",
+    "rule, alpha_t, alpha_s, sigma",
     [
         (remask.remdm_cap(0.3), 0.4, 0.6, 0.3),  # sigma_max is 1
         (remask.remdm_cap(0.3), 0.8, 0.9, 0.125),  # sigma_max = 0.1 / 0.8 is less
@@ -55,14 +55,14 @@ def near(share, want, n):
         (remask.remdm_rescale(0.5), 0.2, 0.3, 0.5),
     ],
 )
-def test_remdm_follows_its_equation(rule, keep_t, keep_s, sigma):
-    unmasked, masked = shares(rule, many(keep_t=keep_t, keep_s=keep_s))
-    assert near(unmasked, (keep_s - (1 - sigma) * keep_t) / (1 - keep_t), N // 2)
+def test_remdm_follows_its_equation(rule, alpha_t, alpha_s, sigma):
+    unmasked, masked = shares(rule, many(alpha_t=alpha_t, alpha_s=alpha_s))
+    assert near(unmasked, (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), N // 2)
     assert near(masked, sigma, N // 2)
 
 
 def test_remdm_with_no_doubt_is_ancestral():
-    v = many(keep_t=0.4, keep_s=0.6)
+    v = many(alpha_t=0.4, alpha_s=0.6)
     unmasked, masked = shares(remask.remdm_cap(0.0), v)
     assert masked == 0 and near(unmasked, 0.2 / 0.6, N // 2)
 
@@ -70,7 +70,7 @@ def test_remdm_with_no_doubt_is_ancestral():
 def test_confidence_doubts_in_proportion():
     v = view_of(np.zeros((4, 10)), [1, 2, 3, MASK], [False, False, False, True])
     v = v._replace(
-        keep_t=jnp.asarray(0.5), keep_s=jnp.asarray(0.6), editable=jnp.array([True, True, False, True])
+        alpha_t=jnp.asarray(0.5), alpha_s=jnp.asarray(0.6), editable=jnp.array([True, True, False, True])
     )
     memory = jnp.asarray([0.9, 0.1, 0.0, 1.0])
     rule = remask.remdm_confidence()
@@ -83,13 +83,13 @@ def test_confidence_doubts_in_proportion():
 
 
 def test_confidence_remembers_what_each_token_was_settled_with():
-    v = view([0.3, 0.6, 0.2], [True, True, False], keep_s=jnp.asarray(1.0))
+    v = view([0.3, 0.6, 0.2], [True, True, False], alpha_s=jnp.asarray(1.0))
     _, memory = act(KEY, remask.remdm_confidence(), v, jnp.asarray([1.0, 1.0, 0.7]))
     np.testing.assert_allclose(memory, [0.3, 0.6, 0.7], rtol=1e-6)
 
 
 def test_the_loop_keeps_its_own_schedule():
-    plateau = lambda t: float(remask._plateau(jnp.asarray(t), 0.55, 0.05, 0.9))
+    plateau = lambda t: float(remask.loop_alpha(jnp.asarray(t), 0.55, 0.05, 0.9))
     got = [plateau(t) for t in (1.0, 0.775, 0.55, 0.3, 0.05, 0.025, 0.0)]
     np.testing.assert_allclose(got, [0, 0.45, 0.9, 0.9, 0.9, 0.95, 1], atol=1e-6)
     at = lambda t, s: many(t=t, s=s)
@@ -112,7 +112,7 @@ def test_remdm_keeps_the_marginals_of_the_forward_process(rule):
     assert len(seen) == steps
     alpha = lambda t: 1 - t
     if rule.name == "remdm_loop":
-        alpha = lambda t: float(remask._plateau(jnp.asarray(t), 0.55, 0.05, 0.9))
+        alpha = lambda t: float(remask.loop_alpha(jnp.asarray(t), 0.55, 0.05, 0.9))
     for i, step in enumerate(seen):
         assert near(np.mean(step.canvas[editable] == MASK), 1 - alpha(1 - (i + 1) / steps), editable.sum()), i
     assert MASK not in seen[-1].canvas
@@ -121,7 +121,7 @@ def test_remdm_keeps_the_marginals_of_the_forward_process(rule):
 
 
 def test_a_token_masked_again_stays_the_answer():
-    v = many(keep_t=0.5, keep_s=0.5)
+    v = many(alpha_t=0.5, alpha_s=0.5)
     proposal, _ = act(KEY, remask.remdm_cap(1.0), v)
     assert proposal.canvas[N // 2 :].tolist() == [MASK] * (N // 2)
     assert proposal.answer[N // 2 :].tolist() == [8] * (N // 2)
@@ -129,7 +129,7 @@ def test_a_token_masked_again_stays_the_answer():
 
 def test_remasking_is_refused_for_uniform_noise():
     with pytest.raises(ValueError, match="remdm_cap"):
-        complete(remask.remdm_cap(), uniform(10))
+        complete_sampler(remask.remdm_cap(), uniform(10))
 
 
 # -- WINO
@@ -138,13 +138,15 @@ def test_remasking_is_refused_for_uniform_noise():
 def drafting(p, masked, blind, **more):
     v = view(p, masked, **more)
     everywhere = jnp.ones(len(p), bool)
-    return v._replace(editable=everywhere, blind=v.blind._replace(p_canvas=jnp.asarray(blind, jnp.float32)))
+    return v._replace(
+        editable=everywhere, leave_one_out=v.leave_one_out._replace(p_canvas=jnp.asarray(blind, jnp.float32))
+    )
 
 
 @pytest.mark.parametrize("masks, settled", [(40, 20), (20, 14), (10, 7), (6, 5), (4, 4)])
 def test_wino_caps_its_draft(masks, settled):
     v = view(np.linspace(0.7, 0.9, 40), np.arange(40) < masks)
-    v = v._replace(reading=v.reading._replace(sample=jnp.zeros(40, int)))
+    v = v._replace(stats=v.stats._replace(sample=jnp.zeros(40, int)))
     proposal, memory = act(KEY, remask.wino(), v, jnp.asarray(30))
     where = np.flatnonzero(proposal.canvas == 0)
     assert where.tolist() == list(range(masks - settled, masks)) and memory == settled
@@ -177,10 +179,10 @@ def test_wino_ends_within_as_many_steps_as_masks(scale):
     """Even where the blind reader doubts everything."""
     canvas, editable = [1] + [MASK] * 11, [False] + [True] * 11
     nobody = lambda canvas: -50.0 * jax.nn.one_hot(canvas, 10)
-    seen = decode(remask.wino(), canvas, editable, table(2, 12, scale), 30, blind=nobody)
+    seen = decode(remask.wino(), canvas, editable, table(2, 12, scale), 30, leave_one_out=nobody)
     check(seen, canvas, editable)
     assert len(seen) <= 11 and MASK not in seen[-1].canvas
-    assert remask.wino().stop is None and remask.wino().blind
+    assert remask.wino().stopping is None and remask.wino().leave_one_out
     again = [np.any((a.canvas != MASK) & (b.canvas == MASK)) for a, b in itertools.pairwise(seen)]
     assert any(again) == (scale == 20.0)  # one token a step leaves nothing to verify
 
@@ -189,4 +191,4 @@ def test_filled_sees_a_token_that_was_masked_again():
     v = drafting([0.9, 0.9, 0, 0], [True, True, False, False], [0, 0, 0.1, 0.95])
     proposal, _ = act(KEY, remask.wino(), v, jnp.asarray(30))
     assert proposal.canvas.tolist() == [0, 1, MASK, 8]
-    assert not stops.filled()(v, proposal, ())[0]
+    assert not stopping.filled()(v, proposal, ())[0]

@@ -1,9 +1,9 @@
-"""Views made by hand, for rules, shapers and stops without a model."""
+"""Views made by hand, for rules, processors and stops without a model."""
 
 import jax
 import jax.numpy as jnp
 
-from mercury_jax.decode.read import read
+from mercury_jax.decode.token_stats import token_stats
 from mercury_jax.types import View
 
 MASK, KEY = 9, jax.random.key(0)
@@ -16,7 +16,7 @@ def view(p_sample, masked, entropy=None, uniform=False, **more):
     ids = jnp.arange(n)
     masked = jnp.asarray(masked)
     canvas = jnp.where(masked, MASK, 8)
-    reading = read(jnp.zeros((n, 10)), canvas, ids, jnp.asarray(-1))._replace(
+    reading = token_stats(jnp.zeros((n, 10)), canvas, ids, jnp.asarray(-1))._replace(
         sample=ids,
         argmax=ids,
         p_sample=p,
@@ -24,31 +24,54 @@ def view(p_sample, masked, entropy=None, uniform=False, **more):
         entropy=jnp.asarray(entropy if entropy else p, jnp.float32),
     )
     fields = dict(
-        canvas=canvas, answer=canvas, reading=reading, blind=reading, logits=jnp.zeros((n, 10)), editable=masked,
-        masked=masked, n=jnp.asarray(n), room=jnp.asarray(0), noise=jnp.full(n, 7 if uniform else MASK),
-        t=jnp.asarray(1.0), s=jnp.asarray(0.5), keep_t=jnp.asarray(0.0), keep_s=jnp.asarray(0.5),
-        step=jnp.asarray(0), steps=jnp.asarray(2), eos=jnp.asarray(-1), at=jnp.asarray(0),
-        said=jnp.zeros(10, int), told=jnp.zeros(10, int),
-    )  # fmt: skip
+        canvas=canvas,
+        answer=canvas,
+        stats=reading,
+        leave_one_out=reading,
+        logits=jnp.zeros((n, 10)),
+        editable=masked,
+        masked=masked,
+        used=jnp.asarray(n),
+        growth=jnp.asarray(0),
+        noise=jnp.full(n, 7 if uniform else MASK),
+        t=jnp.asarray(1.0),
+        s=jnp.asarray(0.5),
+        alpha_t=jnp.asarray(0.0),
+        alpha_s=jnp.asarray(0.5),
+        step=jnp.asarray(0),
+        steps=jnp.asarray(2),
+        eos=jnp.asarray(-1),
+        position=jnp.asarray(0),
+        output_counts=jnp.zeros(10, int),
+        prompt_counts=jnp.zeros(10, int),
+    )
     return View(**(fields | more))
 
 
 def view_of(logits, canvas, masked, key=KEY, temperature=0.0, mask=MASK, **more):
-    """A view read from real logits [L, V], as the machine would read them."""
-    from mercury_jax.decode.read import draw, forbid
+    """A view read from real logits [L, V], as the decoder would read them."""
+    from mercury_jax.decode.token_stats import draw, forbid
 
     logits = forbid(jnp.asarray(logits, jnp.float32), (mask,))
     canvas, masked = jnp.asarray(canvas, jnp.int32), jnp.asarray(masked)
     uniforms = jax.random.uniform(key, canvas.shape)
     sample = draw(logits, uniforms, jnp.asarray(temperature, jnp.float32))
     eos = jnp.asarray(more.get("eos", -1))
-    reading = read(logits, canvas, sample, eos)
+    reading = token_stats(logits, canvas, sample, eos)
     base = view([0.0] * len(canvas), masked)
     vocab = jnp.zeros(logits.shape[-1], int)
     fields = dict(
-        canvas=canvas, answer=canvas, reading=reading, blind=reading, logits=logits, editable=jnp.ones_like(masked),
-        masked=masked, noise=jnp.full_like(canvas, mask), said=vocab, told=vocab,
-    )  # fmt: skip
+        canvas=canvas,
+        answer=canvas,
+        stats=reading,
+        leave_one_out=reading,
+        logits=logits,
+        editable=jnp.ones_like(masked),
+        masked=masked,
+        noise=jnp.full_like(canvas, mask),
+        output_counts=vocab,
+        prompt_counts=vocab,
+    )
     return base._replace(**(fields | more))
 
 

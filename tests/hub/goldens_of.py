@@ -11,6 +11,7 @@ import numpy as np
 from mercury_jax.checkpoint import tensors
 from mercury_jax.hub import assemble
 from mercury_jax.hub.reading import Opened, open_folder
+from mercury_jax.types import Pass
 
 GOLDENS = Path(__file__).with_name("goldens")
 NAMES = sorted(p.parent.name for p in GOLDENS.glob("*/config.json"))
@@ -44,9 +45,9 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
     return {name: tensors.read(path, entry) for name, entry in tensors.header(path).items()}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 8))
-def forward(model, params, tokens, cache, start, n, end, encoding, more=()):
-    hidden, cache = model.forward(params, tokens, cache, start, n, end, encoding, **dict(more))
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model, params, given):
+    hidden, cache = model.forward(params, given)
     return model.head(params, hidden), cache
 
 
@@ -56,9 +57,8 @@ def logits_of(g: Golden, tokens: np.ndarray) -> np.ndarray:
     full = lambda x: jnp.full((rows,), x, jnp.int32)
     encoding = jnp.full((rows,), model.config.pattern != "bidirectional")
     cache = model.empty_cache(rows, length)
-    out, _ = forward(
-        model, g.params, jnp.asarray(tokens), cache, full(0), full(length), full(length), encoding
-    )
+    given = Pass(jnp.asarray(tokens), cache, full(0), full(length), full(length), encoding)
+    out, _ = forward(model, g.params, given)
     return np.asarray(out)
 
 

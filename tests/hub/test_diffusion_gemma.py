@@ -9,11 +9,11 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
-from mercury_jax.decode.read import draw, read
+from mercury_jax.decode.token_stats import draw
 from mercury_jax.hub import assemble
 from mercury_jax.hub.reading import corruption, decoding, open_folder
 from mercury_jax.hub.unread import Ids
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Pass
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
 
@@ -41,11 +41,11 @@ def _denoise(model, params, tokens, known, canvas, carry_logits, conditioned):
     nothing = jax.tree.map(lambda x: jnp.zeros((rows, slots, *x.shape[2:]), x.dtype), carry)
     carry = jax.tree.map(lambda x: jnp.where(conditioned, x, 0), carry)
     cache = model.empty_cache(rows, slots + length)
-    hidden, cache = model.forward(params, tokens, cache, full(0), full(known), full(known), yes, nothing)
+    given = Pass(tokens, cache, full(0), full(known), full(known), yes, nothing)
+    hidden, cache = model.forward(params, given)
     encoded = model.head(params, hidden)
-    hidden, _ = model.forward(
-        params, canvas, cache, full(known), full(length), full(known + length), ~yes, carry
-    )
+    given = Pass(canvas, cache, full(known), full(length), full(known + length), ~yes, carry)
+    hidden, _ = model.forward(params, given)
     return encoded, model.head(params, hidden)
 
 
@@ -95,7 +95,7 @@ def test_two_canvases_sampled_freely_are_those_of_generate(bits):
     said = recorded()
     with jax.enable_x64(bits == 64):
         lm = model_of(f"float{bits}")
-        assert defaults.plan(lm, mj.Plan()).steps == STEPS
+        assert defaults.default_plan(lm, mj.Plan()).steps == STEPS
         out = mj.sample(lm, [t.tolist() for t in said["tokens"]], max_tokens=32, seed=SEED, history=True)
     assert out.forwards.tolist() == said[f"passes_{bits}"].tolist()
     for row, tokens in enumerate(out.tokens):
@@ -148,5 +148,5 @@ def stepped(logits, uniforms, canvas, fresh):
     """(what is drawn, the proposal) of one row."""
     sampled = draw(logits, uniforms, jnp.asarray(1.0))
     v = view_of(logits, canvas, jnp.ones(logits.shape[0], bool))
-    v = v._replace(logits=logits, reading=read(logits, canvas, sampled, jnp.asarray(-1)), noise=fresh)
+    v = v._replace(logits=logits, stats=token_stats(logits, canvas, sampled, jnp.asarray(-1)), noise=fresh)
     return sampled, rules.entropy_bound(0.1)(KEY, v, ())[0]

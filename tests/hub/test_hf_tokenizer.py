@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import mercury_jax as mj
-from mercury_jax.decode.output import decoded
-from mercury_jax.decode.prompts import Prompt, normalise
+from mercury_jax.decode.inputs import Prompt, encode_prompts
+from mercury_jax.decode.sample import decode_answer
 from mercury_jax.hub.tokenizer import HFTokenizer
 from tests.hub.tiny_tokenizers import (
     BYTE_LEVEL,
@@ -207,14 +207,17 @@ def test_decoding_takes_any_tokenizer_and_refuses_what_it_has_no_tokens_for():
     tok = HFTokenizer.of(_small("chatml"), mask=4, eos=3, pad=0)
     lm = dataclasses.replace(tiny(), tokenizer=tok)
     chat, raw = CHATS[0], dataclasses.replace(lm, tokenizer=HFTokenizer.of(sentencepiece(), vocab=420))
-    assert normalise(lm, chat)[0] == [Prompt(tok.render(chat), True)]
-    assert normalise(raw, "fox")[0][0].ids == [2, *raw.tokenizer.encode("fox")]  # with its beginning of text
+    assert encode_prompts(lm, chat)[0] == [Prompt(tok.render(chat), True)]
+    assert encode_prompts(raw, "fox")[0][0].ids == [
+        2,
+        *raw.tokenizer.encode("fox"),
+    ]  # with its beginning of text
     old = [Prompt([5, 6], True), Prompt([5, 6], False)]
-    new = [p.ids for p in normalise(raw, [chat, chat], behind=old)[0]]
+    new = [p.ids for p in encode_prompts(raw, [chat, chat], previous=old)[0]]
     assert new == [raw.tokenizer.follow(chat), raw.tokenizer.render(chat)]
-    texts = [p.ids for p in normalise(raw, ["fox", "fox"], behind=old)[0]]
+    texts = [p.ids for p in encode_prompts(raw, ["fox", "fox"], previous=old)[0]]
     assert texts == [[raw.tokenizer.end_turn, *texts[1]], raw.tokenizer.encode("fox")]
-    assert decoded(lm, np.array([*tok.encode("fox"), tok.end_turn, 9]), True) == (None, "fox")
+    assert decode_answer(lm, np.array([*tok.encode("fox"), tok.end_turn, 9]), True) == (None, "fox")
     with pytest.raises(ValueError, match=r"thinking is True; allowed: none: .* has no tokens for it"):
         mj.sample(lm, chat, max_tokens=8, effort="low")
     block = dataclasses.replace(tiny("block_causal"), tokenizer=tok)

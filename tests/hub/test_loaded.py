@@ -17,6 +17,7 @@ from mercury_jax.config import ModelConfig
 from mercury_jax.hub import writing
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.hub.unread import Ids
+from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS, forward, golden, logits_of
 from tests.tiny import tiny
 
@@ -141,12 +142,7 @@ def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
     run = lambda x: forward(
         x.model,
         x.params,
-        jnp.asarray(ids),
-        x.model.empty_cache(1, 12),
-        full(0),
-        full(12),
-        full(12),
-        full(0) > 0,
+        Pass(jnp.asarray(ids), x.model.empty_cache(1, 12), full(0), full(12), full(12), full(0) > 0),
     )
     both = [run(x)[0] for x in (lm, read)]
     np.testing.assert_allclose(both[0], both[1], atol=1e-5)

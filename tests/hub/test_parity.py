@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mercury_jax.types import Pass
 from tests.hub.goldens_of import NAMES, forward, golden, limit, logits_of
 
 # Models whose reference takes more than tokens have their own tests below.
@@ -30,10 +31,10 @@ def test_a_block_behind_a_cache_has_the_references_logits(name):
     full = lambda x: jnp.full((rows,), x, jnp.int32)
     yes = jnp.ones((rows,), bool)
     cache = model.empty_cache(rows, total + block)
-    _, cache = forward(
-        model, g.params, jnp.asarray(tokens[:, :known]), cache, full(0), full(known), full(known), yes
-    )
-    got, _ = forward(model, g.params, jnp.asarray(canvas), cache, full(known), full(block), full(total), ~yes)
+    given = Pass(jnp.asarray(tokens[:, :known]), cache, full(0), full(known), full(known), yes)
+    _, cache = forward(model, g.params, given)
+    given = Pass(jnp.asarray(canvas), cache, full(known), full(block), full(total), ~yes)
+    got, _ = forward(model, g.params, given)
     want = g.said["canvas_logits"]
     if g.opened.config.alignment == "shifted":  # the first of the block is said by the token before it
         got, want = np.asarray(got)[:, 1:], want[:, :-1]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, attention, backends, chip, reference
+from mercury_jax.kernels import attend, attention, backends, chip
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
 
 SLOTS = {"reference": 9, "walk": 300}
@@ -126,17 +126,15 @@ def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
     monkeypatch.setitem(
         attention._BACKENDS, "hopper", attention._BACKENDS["hopper"]._replace(run=lambda *a, **k: "ours")
     )
-    chosen = lambda q=q, **more: (
-        attention._first(
-            "cuda", more.pop("cached", True), q, k, v, ranges, dict(scale=1.0, softcap=None, residual=False)
-        ).run
+    asked = dict(scale=1.0, softcap=None, residual=False)
+    chosen = lambda device=None, q=q, cached=True: (
+        attention._first("cuda", cached, q, k, v, ranges, asked | {"device": device}).run
     )
-    plain = reference.run
+    plain = attention._BACKENDS["reference"].run
     with pytest.raises(ValueError, match="no Hopper"):
         attend(q, k, v, ranges, backend="hopper")
     assert chosen() is plain
-    with chip.traced_for(chip.HOPPER):
-        assert chosen()() == "ours" and chosen(cached=False) is plain
-        assert chosen(q.astype(jnp.float32)) is plain
-    with chip.traced_for(chip.BLACKWELL):
-        assert chosen() is attention._BACKENDS["blackwell"].run
+    device = chip.target(chip.HOPPER)
+    assert chosen(device)() == "ours" and chosen(device, cached=False) is plain
+    assert chosen(device, q.astype(jnp.float32)) is plain
+    assert chosen(chip.target(chip.BLACKWELL)) is attention._BACKENDS["blackwell"].run

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attention, blackwell, chip, reference
+from mercury_jax.kernels import attention, blackwell, chip
 from mercury_jax.kernels.blackwell import launch, tensor
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
@@ -17,8 +17,8 @@ from tests.kernels.test_hopper import case, dense
 
 def check(q, k, v, ranges, more, expected):
     assert blackwell.refuses(q, k, v, ranges, **more) is None
-    with interpreted():
-        out, nats = jax.jit(lambda *xs: blackwell.run(*xs, **more))(q, k, v, ranges)
+    device = interpreted(chip.BLACKWELL)
+    out, nats = jax.jit(lambda *xs: blackwell.run(*xs, **more, device=device))(q, k, v, ranges)
     want, told = expected
     assert out.dtype == q.dtype and nats.dtype == jnp.float32
     got = np.asarray(out, np.float64)
@@ -63,9 +63,9 @@ def shapes(width, dtype=jnp.bfloat16, int8=False, heads=4, ranges=2):
 @pytest.mark.parametrize("width, int8", [(128, False), (256, True)])
 def test_it_lowers_to_products_in_tensor_memory(width, int8):
     args, more = shapes(width, int8=int8), dict(scale=0.1, softcap=30.0, residual=True)
-    with chip.traced_for(chip.BLACKWELL):
-        traced = jax.jit(lambda *xs: attention.attend(*xs, cached=True, **more)).trace(*args)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    device = chip.target(chip.BLACKWELL)
+    traced = jax.jit(lambda *xs: attention.attend(*xs, cached=True, device=device, **more)).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "tcgen05" in text
 
 
@@ -85,15 +85,14 @@ def test_a_program_has_room_for_what_it_takes(width, int8):
 
 def test_it_is_for_blackwell_alone_and_says_what_it_does_not_take():
     asked = dict(scale=0.1, softcap=None, residual=False)
-    chosen = lambda *args: attention._first("cuda", True, *args, asked).run
+    chosen = lambda *args, device=None: attention._first("cuda", True, *args, asked | {"device": device}).run
     of = lambda name: attention._BACKENDS[name].run
     told = lambda *args, **more: str(blackwell.refuses(*args, **asked | more))
-    assert chosen(*shapes(128)) is reference.run
-    with chip.traced_for(chip.HOPPER):
-        assert chosen(*shapes(128)) is of("hopper")
-    with chip.traced_for(chip.BLACKWELL):
-        assert chosen(*shapes(128)) is chosen(*shapes(64, int8=True)) is of("blackwell")
-        assert chosen(*shapes(512)) is reference.run
+    assert chosen(*shapes(128)) is of("reference")
+    assert chosen(*shapes(128), device=chip.target(chip.HOPPER)) is of("hopper")
+    ours = chip.target(chip.BLACKWELL)
+    assert chosen(*shapes(128), device=ours) is chosen(*shapes(64, int8=True), device=ours) is of("blackwell")
+    assert chosen(*shapes(512), device=ours) is of("reference")
     assert "512" in told(*shapes(512)) and "96" in told(*shapes(96))
     assert "float32" in told(*shapes(64, jnp.float32)) and "4 ranges" in told(*shapes(64, ranges=4))
     assert "3 heads" in told(*shapes(64, heads=3)) and "scale" in told(*shapes(64), scale=0.0)

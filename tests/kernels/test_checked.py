@@ -4,9 +4,11 @@ import json
 import warnings
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import params
 
 from mercury_jax.kernels import attend, checked, chip, grouped
 from mercury_jax.kernels.interpret import interpreted
@@ -14,13 +16,14 @@ from mercury_jax.kernels.paged import attend_paged
 from mercury_jax.kernels.rounded import rounded
 
 shape = jax.ShapeDtypeStruct
+FORCE = getattr(plgpu, "force_gpu_interpret_mode", params.force_gpu_interpret_mode)
 COPIED = "tensor<2x384x2x128x"
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """A Hopper whose checks are kept in a file of the test: kept(forms) writes them."""
-    monkeypatch.setattr(chip, "present", lambda: chip.HOPPER)
+    monkeypatch.setattr(chip, "present", lambda device=None: chip.HOPPER)
     monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.delenv(chip.SWITCH, raising=False)
     entry = checked.key(jax.local_devices()[0].device_kind, jax.__version__)
@@ -86,7 +89,7 @@ def test_without_its_form_the_gradient_is_made_by_a_loop_and_the_same(kept):
     kept({"grouped-bfloat16": {"passed": True}})
     rng, sizes = np.random.default_rng(0), np.array([9, 0, 20])
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((29, 64), (3, 64, 64)))
-    with interpreted():
+    with FORCE(interpreted().interpret):
         y, back = jax.vjp(lambda x: grouped.grouped(x, w, jnp.asarray(sizes)), x)
         (dx,) = back(y)
     full = np.asarray(w, np.float32)[np.repeat(np.arange(3), sizes)]

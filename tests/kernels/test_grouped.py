@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import grouped
-from mercury_jax.kernels.chip import traced_for
+from mercury_jax.kernels.chip import target
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.kernels.tiles import plan
 
@@ -39,11 +39,11 @@ def run(x, w, sizes, scale=None, dtype=None, dy=None):
     """y by the interpreted kernel, and with a cotangent the gradients of x and w."""
 
     def both(x, w, dy):
-        y, back = jax.vjp(lambda x, w: grouped.grouped(x, w, jnp.asarray(sizes), scale, dtype), x, w)
+        product = lambda x, w: grouped.grouped(x, w, jnp.asarray(sizes), scale, dtype, device=interpreted())
+        y, back = jax.vjp(product, x, w)
         return (y,) if dy is None else (y, *back(dy))
 
-    with traced_for("sm_90a"), interpreted():
-        return jax.jit(both)(x, w, dy)
+    return jax.jit(both)(x, w, dy)
 
 
 def close(got, want, tolerance=1e-2):
@@ -98,22 +98,21 @@ def test_what_the_kernel_does_not_take_is_said_in_words():
     x, w, _ = drawn((2, 3), 64, 64)
     narrow = jnp.zeros((2, 64, 40), jnp.bfloat16)
     assert "sm_90a" in str(grouped.refuses(x, w))
-    with traced_for("sm_100a"):
-        assert "sm_100a does not have" in str(grouped.refuses(x, w))
-    with traced_for("sm_90a"):
-        assert grouped.refuses(x, w) is None
-        assert "rows are float32" in str(grouped.refuses(wide(x), w))
-        assert "scale" in str(grouped.refuses(x, w.astype(jnp.int8)))
-        with pytest.raises(ValueError, match="64 by 40"):
-            grouped.grouped(x, narrow, jnp.asarray([2, 3]))
-    with pytest.raises(ValueError, match="sm_90a, sm_100a"), traced_for("h200"):
-        pass
+    assert "sm_100a does not have" in str(grouped.refuses(x, w, device=target("sm_100a")))
+    hopper = target("sm_90a")
+    assert grouped.refuses(x, w, device=hopper) is None
+    assert "rows are float32" in str(grouped.refuses(wide(x), w, device=hopper))
+    assert "scale" in str(grouped.refuses(x, w.astype(jnp.int8), device=hopper))
+    with pytest.raises(ValueError, match="64 by 40"):
+        grouped.grouped(x, narrow, jnp.asarray([2, 3]), device=hopper)
+    with pytest.raises(ValueError, match="sm_90a, sm_100a"):
+        target("h200")
 
 
 def test_tiles_are_whole():
     x, w, _ = drawn((2, 3), 64, 64)
-    with traced_for("sm_90a"), pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
-        grouped.grouped(x, w, jnp.asarray([2, 3]), tile=12)
+    with pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
+        grouped.grouped(x, w, jnp.asarray([2, 3]), tile=12, device=target("sm_90a"))
 
 
 @pytest.mark.parametrize("tile", [16, 48])

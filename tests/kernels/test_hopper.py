@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, chip, hopper
+from mercury_jax.kernels import attend, hopper
 from mercury_jax.kernels.hopper import launch
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
@@ -65,8 +65,7 @@ def test_the_kernel_is_the_definition(name, monkeypatch):
 
 def check(q, k, v, ranges, more, expected):
     assert hopper.refuses(q, k, v, ranges, **more) is None
-    with interpreted():
-        out, nats = jax.jit(lambda *xs: hopper.run(*xs, **more))(q, k, v, ranges)
+    out, nats = jax.jit(lambda *xs: hopper.run(*xs, **more, device=interpreted()))(q, k, v, ranges)
     want, told = expected
     assert out.dtype == q.dtype and nats.dtype == jnp.float32
     got = np.asarray(out, np.float64)
@@ -92,8 +91,8 @@ def test_ranges_may_end_behind_the_last_slot(slots, int8):
     k, v = (jnp.nan_to_num(x) for x in (k, v))
     k, v = (rounded(k), rounded(v)) if int8 else (k, v)
     late = ranges.at[:, 0, 0, 1].set(slots + 9)
-    with chip.traced_for(chip.HOPPER), interpreted():
-        out, nats = jax.jit(lambda *xs: attend(*xs, residual=True, backend="hopper"))(q, k, v, late)
+    how = dict(residual=True, backend="hopper", device=interpreted())
+    out, nats = jax.jit(lambda *xs: attend(*xs, **how))(q, k, v, late)
     want, told = attend(q, k, v, late.at[:, 0, 0, 1].set(slots), residual=True, backend="reference")
     np.testing.assert_allclose(np.float32(out), np.float32(want), atol=2e-2)
     np.testing.assert_allclose(nats, told, atol=5e-3)

@@ -1,5 +1,7 @@
 """Every shape lowers: into a chip's kernel, or, where that refuses it with a reason, into plain XLA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,10 +30,10 @@ CASES = {  # B, T, H, G, S, K, R, dtype, int8: the backends that take it
 
 
 def lowered(f, args, backend):
-    """Whether the program of f for the backend's chip has a kernel."""
-    name, platform, mark = CHIPS[backend]
-    with chip.traced_for(name):
-        return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    """Whether the program of f(*args, device=) for the backend's device has a kernel."""
+    kind, platform, mark = CHIPS[backend]
+    f = functools.partial(f, device=chip.target(kind))
+    return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("backend", CHIPS)
@@ -42,11 +44,12 @@ def test_attention_lowers_into_the_kernel_or_into_plain_xla(shape, backend):
     k = array((b, s, g, width), dtype)
     k = jax.eval_shape(rounded, k) if int8 else k
     args = array((b, t, h, width), dtype), k, k, array((b, t, r, 2), jnp.int32)
-    took = lowered(lambda *xs: attend(*xs, softcap=30.0, residual=True, cached=True), args, backend)
+    took = lowered(functools.partial(attend, softcap=30.0, residual=True, cached=True), args, backend)
     assert took == (backend in CASES[shape])
     if not took:
-        with chip.traced_for(CHIPS[backend][0]), pytest.raises(ValueError, match=f"'{backend}'; .* \\(.+\\)"):
-            jax.eval_shape(lambda *xs: attend(*xs, backend=backend), *args)
+        device = chip.target(CHIPS[backend][0])
+        with pytest.raises(ValueError, match=f"'{backend}'; .* \\(.+\\)"):
+            jax.eval_shape(lambda *xs: attend(*xs, backend=backend, device=device), *args)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +60,8 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
     x, w, sizes = array((rows, 128), BF16), array((8, 128, 192), kind), array((8,), jnp.int32)
     scale = None if kind == BF16 else array((8, 192), FP32)
 
-    def gradient(x, w, sizes, scale):
-        y, back = jax.vjp(lambda x: grouped.grouped(x, w, sizes, scale, tile=tile), x)
+    def gradient(x, w, sizes, scale, device):
+        y, back = jax.vjp(lambda x: grouped.grouped(x, w, sizes, scale, tile=tile, device=device), x)
         return back(y)
 
     assert lowered(gradient, (x, w, sizes, scale), "hopper")

@@ -79,9 +79,8 @@ def test_the_kernel_reads_pages_where_they_are(name, monkeypatch):
     if int8:
         k, v = (plain(rounded(x), q.dtype) for x in (k, v))
         pool_k, pool_v = (rounded(x) for x in (pool_k, pool_v))
-    with chip.traced_for(chip.HOPPER), interpreted():
-        more = dict(scale=scale, softcap=softcap, residual=True, backend="hopper")
-        got = jax.jit(lambda *xs: attend_paged(*xs, **more))(q, pool_k, pool_v, pages, ranges)
+    more = dict(scale=scale, softcap=softcap, residual=True, backend="hopper", device=interpreted())
+    got = jax.jit(lambda *xs: attend_paged(*xs, **more))(q, pool_k, pool_v, pages, ranges)
     check(got, q, k, v, ranges, scale, softcap, 1e-2)
 
 
@@ -96,9 +95,9 @@ def shapes(page=128, width=128, int8=False, rows=3):
 
 @pytest.mark.parametrize("page, int8, copied", [(128, True, False), (48, False, True)])
 def test_on_hopper_pages_are_copied_only_where_they_do_not_fit(page, int8, copied):
-    with chip.traced_for(chip.HOPPER):
-        traced = jax.jit(lambda *xs: attend_paged(*xs)).trace(*shapes(page, int8=int8))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    hopper = chip.target(chip.HOPPER)
+    traced = jax.jit(lambda *xs: attend_paged(*xs, device=hopper)).trace(*shapes(page, int8=int8))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert (f"tensor<3x{7 * page}x2x128x" in text) == copied
 
@@ -110,10 +109,10 @@ def test_it_says_what_it_does_not_take():
         return str(refused.value)
 
     assert "no Hopper" in told(*shapes(), backend="hopper")
-    with chip.traced_for(chip.HOPPER):
-        assert "pages of 64 slots" in told(*shapes(64), backend="hopper")
-        assert "pages of 96 slots" in told(*shapes(96, width=256), backend="hopper")
-        assert "int8" in told(*shapes(width=512, int8=True), backend="hopper")
+    hopper = dict(backend="hopper", device=chip.target(chip.HOPPER))
+    assert "pages of 64 slots" in told(*shapes(64), **hopper)
+    assert "pages of 96 slots" in told(*shapes(96, width=256), **hopper)
+    assert "int8" in told(*shapes(width=512, int8=True), **hopper)
     q, k, v, pages, ranges = shapes()
     assert "pages" in told(*shapes(rows=2))
     assert "pages" in told(q, k, v, jax.ShapeDtypeStruct((3, 7), jnp.float32), ranges)

@@ -11,6 +11,7 @@ import pytest
 
 from mercury_jax.kernels import attend, attention, chip, reference, tpu
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.types import Device
 
 
 def case(b, t, h, g, s, width, r, dtype, seed=0):
@@ -34,9 +35,7 @@ def case(b, t, h, g, s, width, r, dtype, seed=0):
 def interpreted(q, k, v, ranges, **more):
     """The kernel's answer; what it has not written is NaN, and so is what lies behind the last slot."""
     assert tpu.refuses(q, k, v, ranges, **more) is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tpu.pl, "pallas_call", functools.partial(tpu.pl.pallas_call, interpret=True))
-        return jax.jit(functools.partial(tpu.run, **more))(q, k, v, ranges)
+    return jax.jit(functools.partial(tpu.run, **more, device=Device("tpu", interpret=True)))(q, k, v, ranges)
 
 
 def expected(q, k, v, ranges, **more):
@@ -97,8 +96,8 @@ def test_where_memory_is_modelled_too_it_reads_what_it_has_copied():
     """The slower interpreter, with VMEM of its own and an error for what lies outside of it."""
     q, k, v, ranges, _ = case(1, 3, 2, 2, 40, 64, 1, jnp.float32)
     more = dict(scale=0.1, softcap=None, residual=True)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
-        found = jax.jit(functools.partial(tpu.run, **more))(q, k, v, ranges)
+    device = Device("tpu", interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
+    found = jax.jit(functools.partial(tpu.run, **more, device=device))(q, k, v, ranges)
     alike(found, expected(q, k, v, ranges, **more), 1e-5)
 
 
@@ -159,12 +158,13 @@ def test_traced_for_a_tpu_a_cache_is_read_by_it_and_a_gradient_never_asked_of_it
     ours = attention._BACKENDS["tpu"]._replace(run=lambda *a, **k: "ours")
     monkeypatch.setitem(attention._BACKENDS, "tpu", ours)
     asked = dict(scale=1.0, softcap=None, residual=False)
-    chosen = lambda platform="tpu", cached=True: attention._first(platform, cached, q, k, v, ranges, asked)
+    chosen = lambda device=None, platform="tpu", cached=True: attention._first(
+        platform, cached, q, k, v, ranges, asked | {"device": device}
+    )
     with pytest.raises(ValueError, match="no TPU"):
         attend(q, k, v, ranges, backend="tpu")
     assert chosen() is not ours
-    with chip.traced_for(chip.TPU):
-        assert chosen() is ours
-        assert chosen(cached=False) is not ours and chosen("cuda") is not ours
-    with chip.traced_for(chip.HOPPER):
-        assert chosen() is not ours
+    device = chip.target(chip.TPU)
+    assert chosen(device) is ours
+    assert chosen(device, cached=False) is not ours and chosen(device, "cuda") is not ours
+    assert chosen(chip.target(chip.HOPPER)) is not ours

@@ -10,14 +10,14 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models, noise
-from mercury_jax.decode.parts import rule, settle
-from mercury_jax.decode.score import times
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.sampler import accept
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
 from mercury_jax.models.dit import DiTConfig
 from mercury_jax.models.dit.layers import level
 from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.types import Batch
+from mercury_jax.types import Batch, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
 from tests.tiny import VOCAB, tokenizer
 
@@ -37,8 +37,9 @@ def parts(name, timed=None):
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model, params, tokens, positions, ranges, time=None):
     wide = lambda x: jnp.broadcast_to(x, (len(tokens), *x.shape))
-    more = {} if time is None else {"time": time}
-    return model.head(params, model.apply(params, tokens, wide(positions), wide(ranges), (), **more))
+    return model.head(
+        params, model.apply(params, PackedPass(tokens, wide(positions), wide(ranges), time=time))
+    )
 
 
 def ranges_of(*pairs):
@@ -96,9 +97,10 @@ def test_a_block_behind_a_cache_has_the_logits_of_the_whole_row():
     @jax.jit
     def behind(params, tokens):
         cache = model.empty_cache(rows, n + block)
-        run = functools.partial(model.forward, params)
-        _, cache = run(tokens[:, :known], cache, full(0), full(known), full(known), yes)
-        hidden, _ = run(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, blind=96)
+        given = Pass(tokens[:, :known], cache, full(0), full(known), full(known), yes)
+        _, cache = model.forward(params, given)
+        given = Pass(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, leave_one_out=96)
+        hidden, _ = model.forward(params, given)
         return model.head(params, hidden)
 
     got = behind(params, tokens)
@@ -172,10 +174,11 @@ def test_gidd_has_as_many_parameters_as_its_authors_say(width, layers, heads, mi
     assert round(sum(x.size for x in jax.tree.leaves(sizes)) / 1e6, 1) == millions
 
 
-def told_forward(params, tokens, cache, start, n, end, encoding, carry=(), *, time):
+def told_forward(params, given):
     """Hidden: the time it was told, and the latest time at which the tokens before it were encoded."""
+    tokens, cache, start, time = given.tokens, given.cache, given.start, given.time
     at = start[:, None] + jnp.arange(tokens.shape[1])
-    live = (jnp.arange(tokens.shape[1]) < n[:, None]) & encoding[:, None]
+    live = (jnp.arange(tokens.shape[1]) < given.used[:, None]) & given.encoding[:, None]
     put = lambda old, at, t: old.at[at].set(t, mode="drop")
     k = jax.vmap(put)(cache[0].k, jnp.where(live, at, 10_000), time)
     before = jnp.arange(k.shape[1])[None] < start[:, None]
@@ -193,7 +196,7 @@ def teller(pattern):
     )  # fmt: skip
     model = models.build(config)._replace(
         forward=told_forward,
-        apply=lambda params, tokens, positions, ranges, carry=(), *, time: jnp.stack([time, 0 * time], -1),
+        apply=lambda params, given: jnp.stack([given.time, 0 * given.time], -1),
         head=lambda params, h: jnp.pad(h, [(0, 0), (0, 0), (50, VOCAB - 52)], constant_values=-5.0),
     )
     corruption = noise.absorbing(config.mask, forbidden=noise.specials(tokenizer()))
@@ -205,8 +208,8 @@ def witness(key, view, memory):
     """One token a step, from the left: 60 where the model was told the view's time and encoded at 0, else 61."""
     right = (jnp.abs(view.logits[0, 50] - view.t) < 1e-6) & (jnp.abs(view.logits[0, 51]) < 1e-6)
     first = view.masked & (jnp.cumsum(view.masked) == 1)
-    said = view.reading._replace(sample=jnp.where(right, 60, 61) + 0 * view.canvas)
-    return settle(view._replace(reading=said), first), memory
+    said = view.stats._replace(sample=jnp.where(right, 60, 61) + 0 * view.canvas)
+    return accept(view._replace(stats=said), first), memory
 
 
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
@@ -235,7 +238,7 @@ def test_a_guided_pass_over_a_part_of_the_canvas_is_told_the_time_too():
 def test_scores_tell_each_canvas_its_share_of_masks():
     weight = np.array([[0, 2.0, 2.0, 0, 4.0], [0, 1.0, 1.0, 0, 2.0]])
     canvas = np.array([-1, 0, 0, 1, 1])
-    np.testing.assert_allclose(times(canvas, weight), [[0, 0.5, 0.5, 0.25, 0.25], [0, 1, 1, 0.5, 0.5]])
+    np.testing.assert_allclose(canvas_times(canvas, weight), [[0, 0.5, 0.5, 0.25, 0.25], [0, 1, 1, 0.5, 0.5]])
     lm = teller("block_causal")
     got = mj.logits(lm, [[4, 70, 4, 70]])[0]
     np.testing.assert_allclose(got[:, 50], 0.5)
@@ -249,7 +252,7 @@ def test_scores_tell_each_canvas_its_share_of_masks():
 def test_objectives_tell_the_time_of_each_canvas():
     model, told = teller("block_causal").model, []
     model = model._replace(
-        apply=lambda p, tokens, positions, ranges, carry, time: told.append(time) or time[..., None],
+        apply=lambda p, given: told.append(given.time) or given.time[..., None],
         head=lambda p, h: jnp.zeros((*h.shape[:2], VOCAB)),
     )
     laid = model.layout(np.arange(100, 116), 0)

@@ -1,7 +1,6 @@
 """Laws of the Gemma architecture; its agreement with transformers is in tests/hub."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import mesh, name_of, shardings
+from mercury_jax.types import PackedPass, Pass
 
 BLOCK, WINDOW, SLOTS = 4, 5, 32
 # Every feature at once: the last layer shares the keys of the first.
@@ -40,12 +40,14 @@ class Lm:
             return jnp.asarray((like.ndim == 1) + scale * x, jnp.float32)
 
         self.params = jax.tree.map(draw, jax.eval_shape(self.model.init, jax.random.key(0)))
-        self.apply = functools.partial(jax.jit(self.model.apply), self.params)
-        self.step = jax.jit(self.model.forward, static_argnames="blind")
+        run = jax.jit(self.model.apply)
+        self.apply = lambda *laid: run(self.params, PackedPass(*laid))
+        self.step = jax.jit(self.model.forward)
 
-    def forward(self, tokens, cache, start, n, encoding, carry, **more):
-        ints = [jnp.asarray(x, jnp.int32) for x in (start, n, np.add(start, n))]
-        return self.step(self.params, tokens, cache, *ints, jnp.asarray(encoding, bool), carry, **more)
+    def forward(self, tokens, cache, start, used, encoding, self_cond, leave_one_out=None):
+        ints = [jnp.asarray(x, jnp.int32) for x in (start, used, np.add(start, used))]
+        given = Pass(tokens, cache, *ints, jnp.asarray(encoding, bool), self_cond)
+        return self.step(self.params, given._replace(leave_one_out=leave_one_out))
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +130,8 @@ def test_clean_tokens_have_scalars_of_their_own(full, text, carry):
         lambda path, x: 2 * x if name_of(path).endswith("encoder_scalar") else x, full.params
     )
     lone = [jnp.asarray([x, x], jnp.int32) for x in (0, 4, 4)]
-    run = lambda params, flag: full.step(
-        params, text[:, :4], full.model.empty_cache(2, SLOTS), *lone, jnp.asarray([flag] * 2), carry
-    )[0]
+    given = Pass(text[:, :4], full.model.empty_cache(2, SLOTS), *lone, None, carry)
+    run = lambda params, flag: full.step(params, given._replace(encoding=jnp.asarray([flag] * 2)))[0]
     np.testing.assert_array_equal(run(louder, False), run(full.params, False))
     assert np.abs(run(louder, True) - run(full.params, True)).max() > 1e-2
 
@@ -141,7 +142,7 @@ def test_a_shadow_mask_does_not_know_the_token_it_stands_for(text, carry):
         dataclasses.replace(FULL, layers=1, global_layers=(), shared_kv=0, shared_ffn=None, experts=None)
     )
     run = lambda tokens, carry: one.forward(
-        tokens, one.model.empty_cache(2, SLOTS), [12] * 2, [4] * 2, [0, 0], carry, blind=7
+        tokens, one.model.empty_cache(2, SLOTS), [12] * 2, [4] * 2, [0, 0], carry, leave_one_out=7
     )[0][:, BLOCK:]
     spoiled = text[:, 12:].at[:, 1].add(1) % FULL.vocab
     moved = np.abs(run(spoiled, carry.at[:, 1].add(1.0)) - run(text[:, 12:], carry)).max(axis=(0, 2))
@@ -216,7 +217,7 @@ def test_training_reaches_every_parameter(full, text):
     wide = jnp.ones((*tokens.shape, FULL.width))
 
     def loss(params):
-        hidden = full.model.apply(params, tokens, positions, ranges, wide)
+        hidden = full.model.apply(params, PackedPass(tokens, positions, ranges, wide))
         return jnp.square(full.model.head(params, hidden) - 1.0).mean()
 
     for path, slope in jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(loss))(full.params))[0]:
@@ -229,7 +230,7 @@ def test_four_devices_compute_what_one_computes(text):
     tokens, positions, ranges, _ = packed(lm.model, text, 9)
     many = mesh(data=1, tensor=2, expert=2)
     apart = jax.device_put(lm.params, shardings(lm.params, lm.model.shardings, many))
-    hidden = jax.jit(lm.model.apply)(apart, tokens, positions, ranges)
+    hidden = jax.jit(lm.model.apply)(apart, PackedPass(tokens, positions, ranges))
     np.testing.assert_allclose(hidden, lm.apply(tokens, positions, ranges), atol=1e-5)
 
 

@@ -1,11 +1,13 @@
 """Laws of the experts: sorted, tiled or ragged, they are the plain sum over chosen experts, with its gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.chip import traced_for
+from mercury_jax.kernels.chip import target
 from mercury_jax.kernels.interpret import interpreted
 from mercury_jax.models import moe
 from mercury_jax.models.quantise import dense as restored, int8
@@ -85,9 +87,9 @@ def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
         )(x, *stacks)
 
     want = both(moe.tiled)
-    with traced_for("sm_90a"), interpreted():
-        assert moe.refuses(x, *stacks) is None
-        ours = jax.jit(lambda: both(moe.grouped_or_tiled))()
+    device = interpreted()
+    assert moe.refuses(x, *stacks, device=device) is None
+    ours = jax.jit(lambda: both(functools.partial(moe.grouped_or_tiled, device=device)))()
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want)):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
@@ -96,7 +98,7 @@ def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
 def test_experts_that_no_kernel_takes_go_through_the_loop():
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
-    with traced_for("sm_90a"):
-        assert "rows are float32" in str(moe.refuses(x, gate_up, down))
-        ours = moe.grouped_or_tiled(ACT, x, sizes, gate_up, down)
+    device = target("sm_90a")
+    assert "rows are float32" in str(moe.refuses(x, gate_up, down, device=device))
+    ours = moe.grouped_or_tiled(ACT, x, sizes, gate_up, down, device=device)
     np.testing.assert_array_equal(ours, moe.tiled(ACT, x, sizes, gate_up, down))

@@ -11,15 +11,15 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.bench import hlo
 from mercury_jax.config import Experts, ModelConfig
-from mercury_jax.decode import launch
-from mercury_jax.decode.ask import request
-from mercury_jax.decode.parts import Sampler
-from mercury_jax.decode.prompts import Prompt
+from mercury_jax.decode.decoder import advance
+from mercury_jax.decode.inputs import Prompt
+from mercury_jax.decode.request import Request, rows_of, start
+from mercury_jax.decode.sampler import Sampler
 from mercury_jax.hub import assemble
 from mercury_jax.models import parallel
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import apart, caches, mesh, over
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Pass
 
 T, SLOTS = 8, 32
 PLAIN = ModelConfig(
@@ -67,7 +67,7 @@ def given(config, model):
     tokens = jnp.asarray(rng.integers(0, config.vocab, (2, T)), jnp.int32)
     ints = [jnp.asarray(x, jnp.int32) for x in ([3, 11], [T, 6], [3 + T, 17])]
     like = jax.eval_shape(lambda: model.condition(None, jnp.zeros((2, T, 1))))
-    return tokens, cache, *ints, jnp.asarray([True, False]), jax.tree.map(draw, like)
+    return Pass(tokens, cache, *ints, jnp.asarray([True, False]), jax.tree.map(draw, like))
 
 
 def passed(config, sizes, quantise):
@@ -76,9 +76,9 @@ def passed(config, sizes, quantise):
     values = drawn(assemble.shapes_of(model))
     one, many = (assemble.own(model, values.get, quantise=quantise, mesh=place) for place in (None, on))
     assert apart(many) == on and apart(one) is None
-    tokens, cache, *rest = given(config, model)
-    want = jax.jit(model.forward)(one, tokens, cache, *rest)
-    args = (many, tokens, jax.device_put(cache, caches(cache, on)), *rest)
+    run = given(config, model)
+    want = jax.jit(model.forward)(one, run)
+    args = (many, run._replace(cache=jax.device_put(run.cache, caches(run.cache, on))))
     made = jax.jit(over(model, on).forward).lower(*args).compile()
     found = hlo.collectives(hlo.parse(made.as_text()))
     return want, made(*args), found
@@ -111,11 +111,12 @@ def answered(lm, piece, on=None):
     """The texts of three rows that draw their tokens, and what they would hand to the next pass."""
     prompts = [Prompt([2, 3, 4 + i], False) for i in range(3)]
     sampler = Sampler(mj.rules.entropy_bound(), temperature=1.0)
-    job = launch.prepare(lm, request(prompts, 12, 0), sampler, mj.Plan(steps=4), mesh=on)
-    assert job.mesh is None
-    job = job._replace(program=job.program._replace(piece=piece))
-    state = launch.advance(lm, job, None)[0].state
-    return np.asarray(state.text), np.asarray(state.carry)
+    rows = rows_of(prompts, 12, 0)
+    session = start(lm, Request(sampler=sampler, plan=mj.Plan(steps=4), mesh=on, rows=rows))
+    assert session.mesh is None
+    session = dataclasses.replace(session, config=session.config._replace(vocab_chunk=piece))
+    state = advance(lm, session, None)[0].state
+    return np.asarray(state.tokens), np.asarray(state.self_cond)
 
 
 def test_an_answer_over_a_mesh_is_that_of_one_device():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.models import layers, moe
+from mercury_jax.models import moe, ops
 from mercury_jax.models.quantise import FP8, KINDS, dense, fp8, int8
 
 RNG = np.random.default_rng(0)
@@ -39,7 +39,7 @@ def test_a_product_is_that_of_the_matrix_it_stands_for(kind):
     w = KINDS[kind](W.astype(np.float32), 2)
     x = jnp.asarray(RNG.normal(size=(5, 3, 16)), jnp.float32)
     want = jnp.einsum("bij,ijk->bk", x, dense(w))
-    np.testing.assert_allclose(layers.dot(x, jax.tree.map(jnp.asarray, w), 2), want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(ops.dot(x, jax.tree.map(jnp.asarray, w), 2), want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])

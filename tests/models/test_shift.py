@@ -9,6 +9,7 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import ModelConfig
+from mercury_jax.types import PackedPass, Pass
 
 SIZES = dict(
     vocab=31, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, block=4, context=64, mask=30,
@@ -34,9 +35,8 @@ def _params():
 def run(model, params, tokens, cache, start, end, encoding):
     rows, length = tokens.shape
     full = lambda x: jnp.full((rows,), x, jnp.int32)
-    hidden, cache = model.forward(
-        params, tokens, cache, full(start), full(length), full(end), jnp.full((rows,), encoding)
-    )
+    given = Pass(tokens, cache, full(start), full(length), full(end), jnp.full((rows,), encoding))
+    hidden, cache = model.forward(params, given)
     return model.head(params, hidden), cache
 
 
@@ -81,7 +81,7 @@ def test_training_sees_what_decoding_sees(pattern):
     empty = laid[1].ranges[..., 1] <= laid[1].ranges[..., 0]
     moved = np.where(empty[..., None], 0, laid[1].ranges + at)
     ranges = np.concatenate([laid[0].ranges, moved])[None]
-    packed = jax.jit(lambda *laid: model.head(params, model.apply(params, *laid)))
+    packed = jax.jit(lambda *laid: model.head(params, model.apply(params, PackedPass(*laid))))
     got = np.asarray(packed(tokens, positions, ranges))
     for i, (one, first) in enumerate(zip(laid, (0, at))):
         slots = np.flatnonzero(one.editable)

@@ -10,6 +10,7 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import ModelConfig, RopeScaling
+from mercury_jax.types import PackedPass, Pass
 from tests.tiny import PATTERNS, tiny
 
 BLOCK = 8
@@ -19,7 +20,7 @@ LONG = RopeScaling(kind="longrope", factor=2.0, original=64, short=(1.0,) * 16, 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model, params, tokens, positions, ranges):
     wide = lambda x: jnp.broadcast_to(x, (len(tokens), *x.shape))
-    return model.apply(params, tokens, wide(positions), wide(ranges), ())
+    return model.apply(params, PackedPass(tokens, wide(positions), wide(ranges)))
 
 
 def influence(lm, laid):
@@ -92,7 +93,8 @@ def test_fill_completes_the_last_canvas(pattern):
 @pytest.mark.parametrize("pattern", ["causal_encoder", "block_causal"])
 def test_rows_that_encode_and_rows_that_denoise_share_a_pass(pattern):
     lm = tiny(pattern)
-    f, params = jax.jit(lm.model.forward), lm.params
+    run, params = jax.jit(lm.model.forward), lm.params
+    f = lambda params, *args: run(params, Pass(*args))
     tokens = jnp.asarray(np.random.default_rng(0).integers(30, 300, (2, BLOCK)))
     full = lambda *x: jnp.asarray(x, jnp.int32)
     flags = lambda *x: jnp.asarray(x, bool)
@@ -112,7 +114,7 @@ def test_dead_positions_write_nothing():
     lm = tiny()
     cache = lm.model.empty_cache(1, 16)
     tokens, (start, n, end) = np.full((1, 8), 50), np.array([[4], [3], [7]])
-    _, cache = jax.jit(lm.model.forward)(lm.params, tokens, cache, start, n, end, np.array([True]), ())
+    _, cache = jax.jit(lm.model.forward)(lm.params, Pass(tokens, cache, start, n, end, np.array([True])))
     written = np.abs(np.asarray(cache[0].k)).sum((0, 2, 3)) > 0
     assert np.flatnonzero(written).tolist() == [4, 5, 6]
 

@@ -11,6 +11,7 @@ import mercury_jax as mj
 from mercury_jax import kernels
 from mercury_jax.hub import reading
 from mercury_jax.models import cache, turbo
+from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS
 from tests.tiny import tiny
 
@@ -135,14 +136,15 @@ def test_every_kind_of_model_takes_such_a_cache(name):
     small, one = cache.bits(model, 4), jax.ShapeDtypeStruct((2,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
     empty = jax.eval_shape(lambda: small.empty_cache(2, 16))
-    told = {"time": jax.ShapeDtypeStruct((2,), jnp.float32)} if model.config.timed else {}
+    time = jax.ShapeDtypeStruct((2,), jnp.float32) if model.config.timed else None
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    run = lambda *args, **told: small.forward(
-        *args, model.condition(args[0], jnp.zeros((2, 8, model.config.vocab))), **told
-    )
-    _, after = jax.eval_shape(
-        run, params, tokens, empty, one, one, one, jax.ShapeDtypeStruct((2,), bool), **told
-    )
+    given = Pass(tokens, empty, one, one, one, jax.ShapeDtypeStruct((2,), bool), time=time)
+
+    def run(params, given):
+        signal = model.condition(params, jnp.zeros((2, 8, model.config.vocab)))
+        return small.forward(params, given._replace(self_cond=signal))
+
+    _, after = jax.eval_shape(run, params, given)
     assert jax.tree.structure(after) == jax.tree.structure(empty)
     found = [
         x

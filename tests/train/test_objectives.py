@@ -121,7 +121,8 @@ def test_the_bound_is_the_same_under_every_schedule():
 def exact(model):
     """The model with the chain's own posterior, given all visible tokens, in the place of its logits."""
 
-    def apply(params, xt, positions, ranges, carry=()):
+    def apply(params, given):
+        xt = given.tokens
         seen = jnp.where(
             (xt == MASK)[..., None], 1.0, jax.nn.one_hot(xt - FIRST, STATES)
         )  # likelihood [B, T, K]
@@ -140,8 +141,8 @@ def exact_next(model):
     slot = {int(p): i for i, p in enumerate(laid.positions) if laid.canvas[i] < 0}  # of the clean token at p
     before = np.array([slot.get(int(p) - (laid.canvas[i] >= 0), 0) for i, p in enumerate(laid.positions)])
 
-    def apply(params, xt, positions, ranges, carry=()):
-        step = jnp.asarray(CHAIN)[jnp.maximum(xt[:, before] - FIRST, 0)]
+    def apply(params, given):
+        step = jnp.asarray(CHAIN)[jnp.maximum(given.tokens[:, before] - FIRST, 0)]
         first = (laid.positions == 0) & (laid.canvas >= 0)
         return _logits(jnp.where(first[:, None], 1 / STATES, step))
 
@@ -283,10 +284,10 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
         objectives, "LOGITS", 4 * model.config.vocab
     )  # of 4 positions; a row has no multiple of it
     on = sharding.mesh(data=devices // min(devices, 2), fsdp=min(devices, 2), devices=jax.devices()[:devices])
-    with jax.set_mesh(on):
-        lies = sharding.shardings(params, model.shardings, on)
-        step = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))
-        found, grads = step(jax.device_put(params, lies), jax.device_put(data, sharding.rows(on)))
+    lies = sharding.shardings(params, model.shardings, on)
+    model = sharding.train_on(model, on)
+    step = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))
+    found, grads = step(jax.device_put(params, lies), jax.device_put(data, sharding.rows(on)))
     assert data.tokens.shape[1] % 4 and float(found) == pytest.approx(float(want), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, slope)
 

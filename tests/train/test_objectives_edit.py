@@ -13,7 +13,7 @@ from mercury_jax.config import ModelConfig, from_dict, to_dict
 from mercury_jax.train.data import packing
 from mercury_jax.train.objectives import canvas_times, masked_elbo
 from mercury_jax.train.objectives_edit import masked_and_edited, next_tokens, spoil_canvases
-from mercury_jax.types import Batch
+from mercury_jax.types import Batch, PackedPass, Pass
 
 PAD, EOS, MASK, FIRST, VOCAB = 0, 3, 4, 5, 13
 CORRUPTION = noise.absorbing(MASK, forbidden=(PAD, 1, 2))
@@ -57,7 +57,7 @@ def test_a_model_that_predicts_the_next_token_keeps_the_document_clean_and_its_c
         np.testing.assert_array_equal(long.tokens[:n], ids)
         for a, b in zip(long[0:2] + long[3:], old[0:2] + old[3:], strict=True):
             np.testing.assert_array_equal(a[long.canvas >= 0], b[old.canvas >= 0])
-    says = jax.jit(lambda *laid: model.head(params, model.apply(params, *laid)))
+    says = jax.jit(lambda *laid: model.head(params, model.apply(params, PackedPass(*laid))))
     said = [
         says(*(jnp.asarray(x)[None] for x in laid[:3]))[0][laid.canvas >= 0]
         for laid in (m.layout(texts()[0], 3, EOS) for m in (model, short))
@@ -92,7 +92,7 @@ def test_the_causal_part_is_the_likelihood_of_encoding_token_by_token(pattern, b
     found = loss(both, model, params, data).per_example - loss(masked_elbo(), model, params, data).per_example
     encode = jax.jit(
         lambda token, cache, start: model.forward(
-            params, token, cache, start, one, start + 1, jnp.ones(1, bool), ()
+            params, Pass(token, cache, start, one, start + 1, jnp.ones(1, bool))
         )
     )
     one, total = jnp.ones(1, jnp.int32), 0.0

@@ -10,7 +10,7 @@ from mercury_jax import noise
 from mercury_jax.config import ModelConfig
 from mercury_jax.train import data, recipe
 from mercury_jax.train.optim import OptimConfig
-from mercury_jax.types import Batch, Loss, Model
+from mercury_jax.types import Batch, Loss, Model, PackedPass
 
 VOCAB, ROWS, ROW = 11, 8, 6
 CORRUPTION = noise.absorbing(0)
@@ -28,8 +28,8 @@ def model(width: int = 8) -> Model:
             "head": waves(width, VOCAB) * width**-0.5,
         }
 
-    def apply(params, tokens, positions, ranges, carry=()):
-        x = params["embed"][tokens] * params["norm"]["scale"]
+    def apply(params, given, *, mesh=None, device=None):
+        x = params["embed"][given.tokens] * params["norm"]["scale"]
         return jnp.tanh(x @ params["hidden"]["w"])
 
     rules = ((r"embed$", (None, "fsdp")), (r"w$", ("fsdp", "tensor")), (r"head$", ("fsdp", None)))
@@ -60,7 +60,7 @@ def quiet(key, model, params, batch, corruption):
 
 
 def _loss(model, params, batch, xt):
-    logits = model.head(params, model.apply(params, xt, batch.positions, batch.ranges))
+    logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges)))
     ce = (
         -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[..., None], -1)[..., 0] * batch.editable
     )

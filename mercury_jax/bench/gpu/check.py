@@ -31,6 +31,7 @@ from mercury_jax.bench.ceilings import ceilings as measured
 from mercury_jax.kernels import attend, chip, grouped as products, reference
 from mercury_jax.kernels.paged import attend_paged
 from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic is at 1e-3 to 1e-2
 MOVED = 1e-3  # relative difference between two runs of one program on the same inputs
@@ -85,7 +86,7 @@ class Try(NamedTuple):
 def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """One shape of one form of the attention kernels."""
     a = Attention(**asked["shape"])
-    yield from _judged(a.made(), asked, stage, {"shape": a.text})
+    yield from _judged(a.made(_device()), asked, stage, {"shape": a.text})
 
 
 def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -93,7 +94,7 @@ def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dic
     a = Grouped(**asked["shape"])
     sizes = a.sizes(np.random.default_rng(asked["seed"]))
     starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
-    yield from _judged(a.made(), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
+    yield from _judged(a.made(_device()), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
 
 
 class Attention(NamedTuple):
@@ -169,11 +170,14 @@ class Attention(NamedTuple):
         empty = jnp.full((places.size + 3, self.page, *x.shape[2:]), fill, x.dtype)
         return empty.at[places.reshape(-1)].set(x.reshape(-1, self.page, *x.shape[2:]))
 
-    def made(self) -> Try:
+    def made(self, device: Device | None = None) -> Try:
         how: dict[str, Any] = dict(scale=self.width**-0.5, softcap=self.softcap, residual=True)
-        backend = BACKENDS[chip.present() or chip.HOPPER]
+        backend = BACKENDS[chip.present(device) or chip.HOPPER]
         one = functools.partial(attend, cached=True) if not self.page else attend_paged
-        kernel, prepare = functools.partial(one, backend=backend, **how), jax.jit(self.prepared)
+        kernel, prepare = (
+            functools.partial(one, backend=backend, device=device, **how),
+            jax.jit(self.prepared),
+        )
         return Try(kernel, functools.partial(reference.run, **how), lambda seed: prepare(*self.drawn(seed)))
 
 
@@ -222,11 +226,13 @@ class Grouped(NamedTuple):
             w = jnp.where(sizes[:, None, None] > 0, w, jnp.nan)
         return x, dy, w, sizes, scale
 
-    def made(self) -> Try:
+    def made(self, device: Device | None = None) -> Try:
+        product = functools.partial(products.grouped, device=device)
+
         def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
             if not self.gradient:
-                return products.grouped(x, w, sizes, scale)[: self.rows]
-            _, back = jax.vjp(lambda x: products.grouped(x, w, sizes, scale), x)
+                return product(x, w, sizes, scale)[: self.rows]
+            _, back = jax.vjp(lambda x: product(x, w, sizes, scale), x)
             return back(dy)[0][: self.rows]
 
         def exact(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
@@ -259,28 +265,27 @@ def _judged(
     seed = asked["seed"]
     inputs, exact = made.inputs(seed)
     stage("compiling")
-    with _on_this_chip():
-        try:
-            program = jax.jit(made.kernel).lower(*inputs).compile()
-        except ValueError as error:
-            if "allowed:" not in str(error):  # words of ours: the kernel does not take it
-                raise
-            yield told | {"passed": None, "refused": str(error)[:300]}
-            return
-        errors, moved, like = [], 0.0, jax.eval_shape(made.kernel, *inputs)
-        for turn in range(asked["draws"]):
-            if turn:
-                inputs, exact = made.inputs(seed + turn)
-            stage("computing the reference")
-            with jax.default_matmul_precision("highest"):
-                want = jax.device_get(jax.jit(made.reference)(*exact))
-            stage("running")
-            outs = []
-            for _ in range(2):
-                poison(program, like)
-                outs.append(jax.device_get(program(*inputs)))
-            errors += [worst(got, want) for got in outs]
-            moved = max(moved, worst(outs[0], outs[1]))
+    try:
+        program = jax.jit(made.kernel).lower(*inputs).compile()
+    except ValueError as error:
+        if "allowed:" not in str(error):  # words of ours: the kernel does not take it
+            raise
+        yield told | {"passed": None, "refused": str(error)[:300]}
+        return
+    errors, moved, like = [], 0.0, jax.eval_shape(made.kernel, *inputs)
+    for turn in range(asked["draws"]):
+        if turn:
+            inputs, exact = made.inputs(seed + turn)
+        stage("computing the reference")
+        with jax.default_matmul_precision("highest"):
+            want = jax.device_get(jax.jit(made.reference)(*exact))
+        stage("running")
+        outs = []
+        for _ in range(2):
+            poison(program, like)
+            outs.append(jax.device_get(program(*inputs)))
+        errors += [worst(got, want) for got in outs]
+        moved = max(moved, worst(outs[0], outs[1]))
     good = max(errors) <= TOLERANCE and moved <= MOVED  # false for NaN, too
     why = {} if good else {"why": _reason(errors, moved)}
     yield told | {"passed": bool(good), "relative_error": max(errors), "moved": moved, "seed": seed, **why}
@@ -296,16 +301,13 @@ def _reason(errors: list[float], moved: float) -> str:
     return f"relative error {max(errors):.2g} is more than {TOLERANCE:g}"
 
 
-@contextlib.contextmanager
-def _on_this_chip() -> Iterator[None]:
-    """On a chip of our kernels nothing; elsewhere Hopper's are interpreted on the CPU."""
+def _device() -> Device | None:
+    """On a device of our kernels None, itself; elsewhere a Hopper that is interpreted on the CPU."""
     if chip.present() is not None:
-        yield
-        return
+        return None
     from mercury_jax.kernels.interpret import interpreted
 
-    with chip.traced_for(chip.HOPPER), interpreted():
-        yield
+    return interpreted()
 
 
 def poison(program: Any, like: Any) -> None:

@@ -3,11 +3,17 @@
     grammar = compile(lm.tokenizer, JSONSchema({"type": "object", ...}))
     walker = grammar.walk(budget=200)
 
-A grammar rules what is committed, from left to right; what a diffusion model drafts further on is tentative
-until the frontier reaches it. Needs the package llguidance (the extra `serve`), which is imported at first use.
+A grammar constrains what is committed, from left to right; what a diffusion model drafts further on is tentative until
+the frontier reaches it. Needs the package llguidance (the extra `serve`), which is imported at first use.
+
+spec         what an answer may be asked to obey
+lark         specs as Lark grammars
+vocabulary   a tokenizer in tokens and in bytes
+search       the shortest completion of an answer
+grammar      compiled grammars, and one answer as it grows
 """
 
-from mercury_jax.decode.grammar.compile import Grammar, compile
+from mercury_jax.decode.grammar.grammar import Grammar, Walker, WalkerStep, compile
 from mercury_jax.decode.grammar.spec import (
     CallsOr,
     Choice,
@@ -19,9 +25,8 @@ from mercury_jax.decode.grammar.spec import (
     Spec,
     ToolCalls,
 )
-from mercury_jax.decode.grammar.walk import Step, Walker
 
 __all__ = [
-    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "Step",
-    "ToolCalls", "Walker", "compile",
+    "CallsOr", "Choice", "FreeOr", "Grammar", "GrammarError", "JSONObject", "JSONSchema", "Regex", "Spec", "ToolCalls",
+    "Walker", "WalkerStep", "compile",
 ]  # fmt: skip

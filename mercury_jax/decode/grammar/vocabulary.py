@@ -1,43 +1,50 @@
-"""A tokenizer's vocabulary, for llguidance in its own tokens and, for planning, in single bytes."""
+"""A tokenizer's vocabulary: for llguidance in its own tokens and, for searching an end, in single bytes."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mercury_jax.decode.grammar.library import library
-from mercury_jax.decode.grammar.source import special
+from mercury_jax.decode.grammar.lark import llguidance, special_name
 from mercury_jax.tokenizer import AnyTokenizer
 
-MOST_PIECE = 64  # bytes of a token that a plan uses
-KEPT = 4  # vocabularies
-_REMEMBERED = 4_096  # texts whose tokens are known
+MOST_PIECE = 64  # bytes of a token that a completion uses
+MOST_CACHED = 4  # vocabularies
+_MOST_SPELLED = 4_096  # texts whose tokens are cached
 
-Unit = int  # a byte, or 256 + the place of a special token in `specials`
+Unit: TypeAlias = int  # a byte, or 256 + the index of a special token in `specials`
 
 
 class Spelling(NamedTuple):
-    """The fewest tokens of a text that grows: to its end and to the places shortly before it."""
+    """The fewest tokens of a text that grows: to its end, and to the positions shortly before it."""
 
     text: bytes  # the last bytes
-    costs: tuple[int, ...]  # to the place before each of them, and to the end
+    costs: tuple[int, ...]  # up to each of these bytes, and to the end
 
 
 NOTHING = Spelling(b"", (0,))
 _NEVER = 1 << 30
 
 
-class Vocabulary:
-    """Tokens and bytes of one tokenizer. `tokens` and `units` are llguidance's two views of it."""
+class GrammarVocabulary:
+    """Tokens and bytes of one tokenizer.
+
+    Attributes:
+        tokens: llguidance's view of the tokens.
+        units: llguidance's view of single bytes and special tokens.
+        words: uint32 words of a mask of all ids.
+        ends: Ids that end the text.
+        end: The first of them.
+    """
 
     def __init__(self, tokenizer: AnyTokenizer):
         ends = tuple(int(i) for i in tokenizer.ends)
-        behind = max(ends) + 1 - len(tokenizer.pieces)
-        pieces = [*tokenizer.pieces, *[b""] * behind]  # an end may stand behind the last token with a text
+        more = max(ends) + 1 - len(tokenizer.pieces)
+        pieces = [*tokenizer.pieces, *[b""] * more]  # an end id may be beyond the last token with a text
         for id in ends:
             pieces[id] = b""
         self.pieces = pieces
@@ -48,7 +55,7 @@ class Vocabulary:
         self.end_unit = self._unit[self.end]
         self._id: dict[bytes, int] = {}
         for i, piece in enumerate(pieces):
-            # Of two tokens for the same bytes, the one that the tokenizer writes.
+            # Of two tokens with the same bytes, the one that the tokenizer emits.
             if 0 < len(piece) <= MOST_PIECE and (piece not in self._id or _writes(tokenizer, piece, i)):
                 self._id[piece] = i
         self._longest = max(map(len, self._id), default=1)
@@ -60,7 +67,7 @@ class Vocabulary:
         self._sizes = [sorted(some) for some in sizes]
         self._spelt: dict[bytes, list[int] | None] = {}
         self.whole = min(self._single) >= 0  # every byte is a token
-        names = [b"\xff" + special(i).encode() for i in self.specials]
+        names = [b"\xff" + special_name(i).encode() for i in self.specials]
         named = dict(zip(self.specials, names, strict=True))
         self.tokens = _tokenizer(
             [piece or named[i] for i, piece in enumerate(pieces)],
@@ -74,11 +81,11 @@ class Vocabulary:
         self.fill = self._fillers()
 
     def units_of(self, ids: Sequence[int]) -> list[Unit]:
-        """Tokens as bytes and special tokens."""
+        """Converts tokens to bytes and special tokens."""
         return [unit for i in ids for unit in (self.pieces[i] or (self._unit[i],))]
 
-    def spelt(self, units: Sequence[Unit]) -> list[int] | None:
-        """The fewest tokens that these units are; None where the vocabulary lacks a byte."""
+    def spell(self, units: Sequence[Unit]) -> list[int] | None:
+        """Returns the fewest tokens that spell the units; None where the vocabulary lacks a byte."""
         found: list[int] = []
         run = bytearray()
         for unit in (*units, None):
@@ -93,14 +100,30 @@ class Vocabulary:
         return found
 
     def cost(self, units: Sequence[Unit], enough: int | None = None) -> int | None:
-        """How many tokens spell the units. enough: a bound that single bytes keep is a good enough answer."""
+        """Counts the tokens that spell the units.
+
+        Args:
+            units: Bytes and special tokens.
+            enough: Where single bytes stay within this bound, their number is returned without a search.
+
+        Returns:
+            The number, or None where the vocabulary lacks a byte.
+        """
         if enough is not None and self.whole and len(units) <= enough:
             return len(units)
-        ids = self.spelt(units)
+        ids = self.spell(units)
         return None if ids is None else len(ids)
 
     def extended(self, old: Spelling, units: Sequence[Unit]) -> Spelling:
-        """The spelling with some units behind it."""
+        """Appends units to a spelling.
+
+        Args:
+            old: The spelling of the text so far.
+            units: What is appended.
+
+        Returns:
+            The spelling of the longer text.
+        """
         text, costs = old
         for unit in units:
             if unit > 255:
@@ -114,16 +137,24 @@ class Vocabulary:
         return Spelling(text, costs)
 
     def bytewise(self, units: Sequence[Unit]) -> list[int] | None:
-        """Tokens of one byte each, which is quick; the fewest where the vocabulary lacks some."""
-        return [self._single[unit] for unit in units] if self.whole else self.spelt(units)
+        """Returns tokens of one byte each, which is fast; the fewest tokens where the vocabulary lacks some byte."""
+        return [self._single[unit] for unit in units] if self.whole else self.spell(units)
 
     def begins(self, units: Sequence[Unit], mask: bytes) -> bool:
-        """Whether a mask of tokens allows the first of the units; what is no token of its own is not ruled out."""
+        """Returns whether a mask of tokens allows the first unit; True where that is not a token of its own.
+
+        Args:
+            units: Bytes and special tokens.
+            mask: Bits of the ids that are allowed.
+
+        Returns:
+            Whether the units may come next.
+        """
         id = self._single[units[0]] if units else -1
         return id < 0 or bool(mask[id >> 3] >> (id & 7) & 1)
 
     def _fewest(self, text: bytes) -> list[int] | None:
-        """Shortest path over the places in the text, from its end, so that the longest first token wins a tie."""
+        """Shortest path over the positions of the text, from its end, so that the longest first token wins a tie."""
         if text in self._spelt:
             return self._spelt[text]
         far = len(text) + 1
@@ -137,13 +168,13 @@ class Vocabulary:
         while cost[0] < far and at < len(text):
             ids.append(self._id[text[at : at + step[at]]])
             at += step[at]
-        if len(self._spelt) >= _REMEMBERED:
+        if len(self._spelt) >= _MOST_SPELLED:
             self._spelt.clear()
         self._spelt[text] = ids if cost[0] < far else None
         return self._spelt[text]
 
     def _encoded(self, tokenizer: AnyTokenizer, text: str | bytes) -> list[int]:
-        """As the tokenizer writes it; where that adds to the text (a space in front), in the fewest tokens."""
+        """As the tokenizer encodes it; where that adds to the text (a space in front), in the fewest tokens."""
         wanted = _bytes(text)
         ids = tokenizer.encode(wanted.decode("utf-8", errors="replace"))
         if b"".join(self.pieces[i] for i in ids) == wanted:
@@ -151,7 +182,7 @@ class Vocabulary:
         return list(self._fewest(wanted) or [])
 
     def _fillers(self) -> list[int]:
-        """All bytes, those first whose repetition makes the longest token: filling is cheapest with them."""
+        """All bytes, first those whose repetition is the longest token: filler made of them is cheapest."""
         run = np.zeros(256, int)
         for piece in self._id:
             if len(set(piece)) == 1:
@@ -161,8 +192,8 @@ class Vocabulary:
         return sorted(range(256), key=lambda byte: (-run[byte], place.get(byte, 256 + byte)))
 
 
-class _Wrapped:
-    """What llguidance asks of a tokenizer."""
+class _TokenizerAdapter:
+    """What llguidance requires of a tokenizer."""
 
     bos_token_id = None
 
@@ -176,8 +207,8 @@ class _Wrapped:
 def _tokenizer(
     tokens: list[bytes], specials: list[int], ends: list[int], encode: Any, slices: list[str] | None = None
 ) -> Any:
-    package = library()
-    wrapped = package.TokenizerWrapper(_Wrapped(tokens, specials, ends[0], encode))
+    package = llguidance()
+    wrapped = package.TokenizerWrapper(_TokenizerAdapter(tokens, specials, ends[0], encode))
     return package.LLTokenizer(wrapped, eos_token=ends, slices=slices)
 
 
@@ -192,16 +223,16 @@ def _bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode()
 
 
-_kept: OrderedDict[str, Vocabulary] = OrderedDict()
+_kept: OrderedDict[str, GrammarVocabulary] = OrderedDict()
 _lock = threading.Lock()
 
 
-def vocabulary_of(tokenizer: AnyTokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer, kept for the last few of them."""
+def vocabulary_of(tokenizer: AnyTokenizer) -> GrammarVocabulary:
+    """Returns the vocabulary of a tokenizer; the last few are cached."""
     with _lock:
         if tokenizer.fingerprint not in _kept:
-            _kept[tokenizer.fingerprint] = Vocabulary(tokenizer)
+            _kept[tokenizer.fingerprint] = GrammarVocabulary(tokenizer)
         _kept.move_to_end(tokenizer.fingerprint)
-        while len(_kept) > KEPT:
+        while len(_kept) > MOST_CACHED:
             _kept.popitem(last=False)
         return _kept[tokenizer.fingerprint]

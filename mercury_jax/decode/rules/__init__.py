@@ -1,44 +1,58 @@
-"""Decoding rules: each one pure function of one row's `View` and its own memory.
+"""Decoding rules: each a pure function of one row's `View` and its own memory.
 
-masked, dream, parallel   which masks become tokens
-history                   the same, remembering earlier steps
-remask, editing           what is settled may be doubted, replaced
-lengths                   tokens may be inserted and deleted
-uniform                   noise without a mask
-speculation               drafts that the causal pass checks
-one_of                    several rules, chosen by a number
+masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, LocalLeap, dInfer)
+dream             Dream's rules
+history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
+remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
+variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
+uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
+combined          several rules chosen per row; autoregressive decoding and self-speculation
+
+The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so finds a user's own rule too.
 """
 
-from mercury_jax.decode.rules.dream import dream_entropy, dream_origin, maskgit_plus, topk_margin
-from mercury_jax.decode.rules.editing import blind_editing, editing, self_correct
-from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
-from mercury_jax.decode.rules.lengths import daedal, expand, levenshtein
-from mercury_jax.decode.rules.masked import ancestral, confidence, first_hitting, random, threshold
-from mercury_jax.decode.rules.one_of import one_of
-from mercury_jax.decode.rules.parallel import factor, hierarchical, local_leap, scheduled
-from mercury_jax.decode.rules.remask import remdm_cap, remdm_confidence, remdm_loop, remdm_rescale, wino
-from mercury_jax.decode.rules.speculation import autoregressive, self_speculation
-from mercury_jax.decode.rules.uniform import diffusion_gemma, entropy_bound, predictor_corrector
+from typing import TYPE_CHECKING, Any
 
-ALL = {
-    r.__name__: r
-    for r in (
-        confidence, threshold, random, ancestral, first_hitting,
-        dream_origin, maskgit_plus, dream_entropy, topk_margin,
-        factor, scheduled, local_leap, hierarchical,
-        credit, klass, slow_fast, prophet,
-        remdm_cap, remdm_rescale, remdm_confidence, remdm_loop, wino,
-        editing, blind_editing, self_correct,
-        expand, levenshtein, daedal,
-        entropy_bound, diffusion_gemma, predictor_corrector,
-        autoregressive, self_speculation,
+from mercury_jax.decode.registration import RULES
+from mercury_jax.decode.rules import combined, dream, history, masked, remask, uniform, variable_length
+from mercury_jax.decode.rules.combined import one_of
+
+if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
+    from mercury_jax.decode.rules.combined import autoregressive, self_speculation
+    from mercury_jax.decode.rules.dream import dream_entropy, dream_origin, maskgit_plus, topk_margin
+    from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
+    from mercury_jax.decode.rules.masked import (
+        ancestral,
+        confidence,
+        factor,
+        first_hitting,
+        hierarchical,
+        local_leap,
+        random,
+        scheduled,
+        threshold,
     )
-}  # fmt: skip
+    from mercury_jax.decode.rules.remask import (
+        blind_editing,
+        editing,
+        remdm_cap,
+        remdm_confidence,
+        remdm_loop,
+        remdm_rescale,
+        self_correct,
+        wino,
+    )
+    from mercury_jax.decode.rules.uniform import diffusion_gemma, entropy_bound, predictor_corrector
+    from mercury_jax.decode.rules.variable_length import daedal, expand, levenshtein
 
-__all__ = [
-    "ALL", "ancestral", "autoregressive", "blind_editing", "confidence", "credit", "daedal", "diffusion_gemma",
-    "dream_entropy", "dream_origin", "editing", "entropy_bound", "expand", "factor", "first_hitting", "hierarchical",
-    "klass", "levenshtein", "local_leap", "maskgit_plus", "one_of", "predictor_corrector", "prophet", "random",
-    "remdm_cap", "remdm_confidence", "remdm_loop", "remdm_rescale", "scheduled", "self_correct", "self_speculation",
-    "slow_fast", "threshold", "topk_margin", "wino",
-]  # fmt: skip
+ALL = RULES
+
+
+def __getattr__(name: str) -> Any:
+    if name in RULES:
+        return RULES[name]
+    raise AttributeError(f"no rule is called {name!r}; there are {', '.join(RULES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *RULES])

@@ -1,4 +1,8 @@
-"""Rules for masked (absorbing) diffusion: which masks become tokens in this step."""
+"""Rules for masked (absorbing) diffusion: which masks become tokens in this step.
+
+All of them are functions of the current view alone; rules with a memory are in `history.py`, rules that put masks back
+in `remask.py`. Most rank the masks by confidence, the probability of the drawn token.
+"""
 
 from __future__ import annotations
 
@@ -8,95 +12,300 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.parts import Knob, Memory, rule, settle
-from mercury_jax.decode.ranges import Between
+from mercury_jax.decode.ranges import Above, AtLeast, Between
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(whole=False)
-def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
-    """The most confident masks first, spread evenly over the steps that are left.
+def rank_among(score: Float[Array, "L"], among: Bool[Array, "L"]) -> Int[Array, "L"]:
+    """Ranks positions by score.
 
-    LLaDA's low-confidence remasking (arXiv 2502.09992, algorithm 5); with as many steps as tokens
-    it settles one token a step.
+    Args:
+        score: Higher is better.
+        among: Positions that are ranked before all others.
+
+    Returns:
+        The rank of each position, 0 for the highest score; ties go to the left.
     """
-    del key
-    return settle(view, best(view.reading.p_sample, view.masked, share(view))), memory
+    order = jnp.argsort(jnp.where(among, -score, jnp.inf), stable=True)
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
 
 
-@rule(whole=False)
-def threshold(
-    key: Key, view: View, memory: Memory, *, p: Annotated[Knob, Between(0, 1)] = 0.9
-) -> tuple[Proposal, Memory]:
-    """Every mask whose drawn token has probability above `p`, and at least the best one.
+def top(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""] | int) -> Bool[Array, "L"]:
+    """Selects the `count` highest scores among the given positions; ties go to the left.
 
-    Fast-dLLM's confidence-aware parallel decoding (arXiv 2505.22618).
+    Args:
+        score: Higher is better.
+        among: Positions that may be selected.
+        count: How many; may be traced.
+
+    Returns:
+        The selected positions.
     """
-    del key
-    sure = view.masked & (view.reading.p_sample > p)
-    return settle(view, sure | best(view.reading.p_sample, view.masked, jnp.asarray(1))), memory
+    return among & (rank_among(score, among) < count)
 
 
-@rule(whole=False)
-def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
-    """Masks in random order, spread evenly over the steps that are left (LLaDA's random remasking)."""
-    score = jax.random.uniform(key, view.canvas.shape)
-    return settle(view, best(score, view.masked, share(view))), memory
+def even_share(view: View) -> Int[Array, ""]:
+    """Counts the masks to accept in this step so that the remaining steps suffice.
 
+    Under uniform noise nothing stays accepted; there it is the number of positions to accept in this step.
 
-@rule(temperature=1.0, fits=("masked",), whole=False)
-def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
-    """Each mask is drawn with probability (alpha_s - alpha_t) / (1 - alpha_t).
-
-    The reverse process itself (MDLM, arXiv 2406.07524, eq. 6): with many steps it samples from
-    the model's own distribution.
+    Args:
+        view: Of one row.
     """
-    chance = (view.keep_s - view.keep_t) / jnp.maximum(1.0 - view.keep_t, 1e-9)
-    accept = view.masked & (jax.random.uniform(key, view.canvas.shape) < chance)
-    return settle(view, accept), memory
+    remaining = jnp.maximum(view.steps - view.step, 1)
+    open_count = view.masked.sum()
+    # Under uniform noise a canvas equals its fresh noise at every open position with probability V^-L.
+    absorbing = jnp.all((view.canvas == view.noise) | ~view.masked)
+    return jnp.where(absorbing, -(-open_count // remaining), -(-open_count * (view.step + 1) // view.steps))
 
 
-@rule(temperature=1.0, fits=("masked",), whole=False)
-def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
-    """One mask a step, anywhere, drawn from its own distribution; the last step draws all that are left.
+def fixed_share(view: View) -> Int[Array, ""]:
+    """Counts the tokens of this step in LLaDA's fixed schedule, whatever earlier steps have accepted.
 
-    The first-hitting sampler (arXiv 2409.02908; `first_hitting` in bd3lms `diffusion.py`): the reverse
-    process without the passes in which nothing happens. With as many steps as masks it samples exactly
-    from a denoiser that is not told the time. The times of the hits, which the reference draws for
-    denoisers that are told, are left out.
-    """
-    score = jax.random.uniform(key, view.canvas.shape)
-    count = jnp.where(view.step + 1 >= view.steps, view.canvas.shape[0], 1)
-    return settle(view, best(score, view.masked, count)), memory
+    The block's positions divided by its steps, one more in the first steps where that leaves a remainder
+    (`get_num_transfer_tokens`). Unlike `even_share` it does not fall when a block is ahead of its schedule.
 
-
-def share(view: View) -> Int[Array, ""]:
-    """How many masks this step must settle, so that the steps that are left suffice.
-
-    Under uniform noise nothing stays settled, and it is how many positions should stand after this step.
-    """
-    left = jnp.maximum(view.steps - view.step, 1)
-    waiting = view.masked.sum()
-    absorbing = jnp.all((view.canvas == view.noise) | ~view.masked)  # by chance else: 1 / V ** L
-    return jnp.where(absorbing, -(-waiting // left), -(-waiting * (view.step + 1) // view.steps))
-
-
-def quota(view: View) -> Int[Array, ""]:
-    """This step's number of tokens in LLaDA's fixed schedule, whatever the steps before have settled.
-
-    The block's positions divided by its steps, one more in the first ones where that leaves a rest
-    (`get_num_transfer_tokens`). Unlike `share` it does not fall when a block is ahead.
+    Args:
+        view: Of one row.
     """
     every, rest = jnp.divmod(view.editable.sum(), view.steps)
     return every + (view.step < rest)
 
 
-def rank(score: Float[Array, "L"], among: Bool[Array, "L"]) -> Int[Array, "L"]:
-    """Each position's place by score, 0 the highest; the given ones come first, ties go to the left."""
-    order = jnp.argsort(jnp.where(among, -score, jnp.inf), stable=True)
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
+@rule(
+    name="confidence",
+    source="LLaDA's low-confidence remasking, arXiv 2502.09992, algorithm 5",
+    needs_logits=False,
+)
+def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
+    """Accepts the most confident masks, spread evenly over the remaining steps.
+
+    With as many steps as tokens it accepts one token per step.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `masked`, `step` and `steps`.
+        memory: Unused.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    return accept(view, top(view.stats.p_sample, view.masked, even_share(view))), memory
 
 
-def best(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""]) -> Bool[Array, "L"]:
-    """The `count` highest scores among the given positions; ties go to the left."""
-    return among & (rank(score, among) < count)
+@rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
+def threshold(
+    key: Key, view: View, memory: Memory, p: Annotated[Param, Between(0, 1)] = 0.9
+) -> tuple[Proposal, Memory]:
+    """Accepts every mask whose drawn token has a probability above `p`, and at least the most confident one.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample` and `masked`.
+        memory: Unused.
+        p: Lower values accept more tokens per step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Example:
+        >>> mj.sample(lm, prompts, sampler=mj.rules.threshold(0.9))
+    """
+    certain = view.masked & (view.stats.p_sample > p)
+    return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
+
+
+@rule(name="random", source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
+def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
+    """Accepts masks in random order, spread evenly over the remaining steps.
+
+    Args:
+        key: Draws the order.
+        view: Reads `masked`, `step` and `steps`.
+        memory: Unused.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    score = jax.random.uniform(key, view.canvas.shape)
+    return accept(view, top(score, view.masked, even_share(view))), memory
+
+
+@rule(
+    name="ancestral",
+    noise="absorbing",
+    temperature=1.0,
+    needs_logits=False,
+    source="MDLM, arXiv 2406.07524, eq. 6",
+)
+def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
+    """Accepts each mask with probability (alpha_s - alpha_t) / (1 - alpha_t): the reverse process itself.
+
+    With many steps it samples from the model's own distribution.
+
+    Args:
+        key: Draws which masks are accepted.
+        view: Reads `masked`, `alpha_t` and `alpha_s`.
+        memory: Unused.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    chance = (view.alpha_s - view.alpha_t) / jnp.maximum(1.0 - view.alpha_t, 1e-9)
+    return accept(view, view.masked & (jax.random.uniform(key, view.canvas.shape) < chance)), memory
+
+
+@rule(
+    name="first_hitting",
+    noise="absorbing",
+    temperature=1.0,
+    needs_logits=False,
+    source="first-hitting sampler, arXiv 2409.02908; `first_hitting` in bd3lms `diffusion.py`",
+)
+def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
+    """Accepts one mask per step at a random position, and all remaining ones in the last step.
+
+    The reverse process without the passes in which nothing happens: with as many steps as masks it samples exactly
+    from a denoiser that does not take the time.
+
+    Args:
+        key: Draws the position.
+        view: Reads `masked`, `step` and `steps`.
+        memory: Unused.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: the times of the hits, which it draws for denoisers that take the time, are left out.
+    """
+    score = jax.random.uniform(key, view.canvas.shape)
+    count = jnp.where(view.step + 1 >= view.steps, view.canvas.shape[0], 1)
+    return accept(view, top(score, view.masked, count)), memory
+
+
+@rule(name="factor", noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
+def factor(
+    key: Key, view: View, memory: Memory, f: Annotated[Param, Above(0)] = 1.0
+) -> tuple[Proposal, Memory]:
+    """Accepts the n most confident masks for the largest n with (n + 1)(1 - c_n) <= f, at least one.
+
+    The more tokens are accepted in the same step, the more certain the least certain of them must be.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample` and `masked`.
+        memory: Unused.
+        f: Bound on the summed doubt. Larger values accept more tokens per step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: `get_transfer_index_dynamic` also accepts the single least confident mask when it
+    alone fails the test; here it waits for the next step.
+    """
+    c = view.stats.p_sample
+    rank = rank_among(c, view.masked)
+    # c falls and the bound 1 - f / (rank + 2) rises with the rank, so the masks that pass form a prefix.
+    passes = c >= 1.0 - f / (rank + 2)
+    return accept(view, view.masked & (passes | (rank == 0))), memory
+
+
+@rule(name="scheduled", noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
+def scheduled(
+    key: Key, view: View, memory: Memory, p: Annotated[Param, Between(0, 1)] = 0.95
+) -> tuple[Proposal, Memory]:
+    """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
+
+    It is never slower than its schedule.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `masked`, `step` and `steps`.
+        memory: Unused.
+        p: Probability from which a token is accepted.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, due = view.stats.p_sample, fixed_share(view)
+    certain = view.masked & (c > p)
+    return accept(view, jnp.where(certain.sum() >= due, certain, top(c, view.masked, due))), memory
+
+
+@rule(
+    name="local_leap",
+    noise="absorbing",
+    needs_logits=False,
+    source="LocalLeap, arXiv 2510.07081, `get_transfer_index`",
+)
+def local_leap(
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Annotated[Param, Between(0, 1)] = 0.9,
+    relaxed: Annotated[Param, Between(0, 1)] = 0.75,
+    radius: Annotated[Param, AtLeast(0, integer=True)] = 4,
+) -> tuple[Proposal, Memory]:
+    """Accepts every mask of confidence `p`, and within `radius` of one every mask of confidence `relaxed`.
+
+    At least the most confident mask is accepted.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample` and `masked`.
+        memory: Unused.
+        p: Confidence of an anchor.
+        relaxed: Confidence that is enough near an anchor.
+        radius: Positions on either side of an anchor.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, length = view.stats.p_sample, view.canvas.shape[0]
+    anchor = view.masked & (c >= p)
+    # Distance to the nearest anchor on either side; more than any radius where there is none.
+    at, far = jnp.arange(length), 2 * length
+    before = jax.lax.cummax(jnp.where(anchor, at, -far))
+    behind = jax.lax.cummin(jnp.where(anchor, at, 2 * far), reverse=True)
+    near = jnp.minimum(at - before, behind - at) <= radius
+    relaxed_masks = view.masked & (c >= relaxed) & near
+    return accept(view, anchor | relaxed_masks | top(c, view.masked, 1)), memory
+
+
+@rule(
+    name="hierarchical",
+    noise="absorbing",
+    needs_logits=False,
+    source="dInfer's `HierarchyDecoder`, arXiv 2510.08666",
+)
+def hierarchical(
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Annotated[Param, Between(0, 1)] = 0.9,
+    low: Annotated[Param, Between(0, 1)] = 0.4,
+) -> tuple[Proposal, Memory]:
+    """Accepts the best mask of each run of adjacent masks if above `low`, every mask above `p`, and the best of all.
+
+    A token accepted in the middle of a run splits it, so that tokens decoded in the same step stand apart and depend
+    less on each other.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample` and `masked`.
+        memory: Unused.
+        p: Confidence from which any mask is accepted.
+        low: Confidence from which the best of a run is accepted.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, masked = view.stats.p_sample, view.masked
+    # Index of each mask's run of adjacent masks; between runs that of the run before (0 before the first).
+    starts = masked & ~jnp.concatenate([jnp.zeros(1, bool), masked[:-1]])
+    run = jnp.maximum(jnp.cumsum(starts) - 1, 0)
+    best = jax.ops.segment_max(jnp.where(masked, c, -1.0), run, num_segments=c.shape[0])[run]
+    leads = masked & (c == best) & (c > low)
+    return accept(view, leads | (masked & (c > p)) | top(c, masked, 1)), memory

@@ -1,4 +1,7 @@
-"""Rules that put masks back: ReMDM's reverse processes, and WINO's draft and verify."""
+"""Remasking and self-correction: rules that put masks back, or replace decided tokens in place.
+
+ReMDM's reverse processes, WINO's draft and verify, LLaDA2.1's joint thresholds, GIDD's self-correction.
+"""
 
 from __future__ import annotations
 
@@ -6,145 +9,424 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode import stop as stops
-from mercury_jax.decode.parts import Knob, Memory, rule, settle
-from mercury_jax.decode.ranges import Between
-from mercury_jax.decode.rules.masked import best
-from mercury_jax.types import Key, Proposal, View
+from mercury_jax.decode import stopping
+from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule
+from mercury_jax.decode.rules.masked import top
+from mercury_jax.decode.sampler import Memory, Param, accept
+from mercury_jax.decode.token_stats import draw
+from mercury_jax.types import Key, Proposal, TokenStats, View
+
+Alpha = Float[Array, ""]
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
-def remdm_cap(
-    key: Key, view: View, memory: Memory, *, eta: Annotated[Knob, Between(0, 1)] = 0.008
-) -> tuple[Proposal, Memory]:
-    """Ancestral decoding that masks each settled token again with probability min(eta, sigma_max).
+def sigma_max(alpha_t: Alpha, alpha_s: Alpha) -> Float[Array, ""]:
+    """Returns the largest remasking probability that keeps the marginals: min(1, (1 - alpha_s) / alpha_t).
 
-    ReMDM (arXiv 2503.00307), `remdm-cap`: sigma_max = min(1, (1 - alpha_s) / alpha_t) keeps the
-    marginals of the forward process. The paper draws from the nucleus: add shape.top_p(0.9).
+    ReMDM, arXiv 2503.00307.
+
+    Args:
+        alpha_t: alpha at the time of the canvas.
+        alpha_s: alpha at the time after the step.
+
+    Returns:
+        The probability.
     """
-    sigma = jnp.minimum(eta, sigma_max(view.keep_t, view.keep_s))
-    return remasked(key, view, sigma, view.keep_t, view.keep_s), memory
+    return jnp.minimum(1.0, (1.0 - alpha_s) / jnp.maximum(alpha_t, 1e-9))
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
-def remdm_rescale(
-    key: Key, view: View, memory: Memory, *, eta: Annotated[Knob, Between(0, 1)] = 0.015
+def remask_step(key: Key, view: View, sigma: Param, alpha_t: Alpha, alpha_s: Alpha) -> Proposal:
+    """Takes one step of ReMDM's reverse process (arXiv 2503.00307).
+
+    A decided token becomes a mask with probability sigma. A mask becomes a token with probability
+    (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t); that is 1 in the last step, where sigma_max is 0, so that nothing
+    stays masked.
+
+    Args:
+        key: One draw per position.
+        view: Of one row.
+        sigma: One number, or one per position [L].
+        alpha_t: alpha at the time of the canvas.
+        alpha_s: alpha at the time after the step.
+
+    Returns:
+        The proposal.
+    """
+    u = jax.random.uniform(key, view.canvas.shape)
+    chance = (alpha_s - (1.0 - sigma) * alpha_t) / jnp.maximum(1.0 - alpha_t, 1e-9)
+    return remask(view, accept(view, view.masked & (u < chance)), ~view.masked & (u < sigma))
+
+
+def remask(view: View, proposal: Proposal, which: Bool[Array, "L"]) -> Proposal:
+    """Turns decided tokens back into noise; the answer keeps them until others replace them.
+
+    Args:
+        view: Of one row.
+        proposal: To change.
+        which: Positions; those that are not editable are left as they are.
+
+    Returns:
+        The proposal.
+    """
+    return proposal._replace(canvas=jnp.where(view.editable & which, view.noise, proposal.canvas))
+
+
+def replace_tokens(proposal: Proposal, which: Bool[Array, "L"], tokens: Int[Array, "L"]) -> Proposal:
+    """Writes tokens into the canvas and the answer of a proposal.
+
+    Args:
+        proposal: To change.
+        which: Positions.
+        tokens: The new tokens.
+
+    Returns:
+        The proposal.
+    """
+    put = lambda old: jnp.where(which, tokens, old)
+    return proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
+
+
+@rule(
+    name="remdm_cap",
+    noise="absorbing",
+    temperature=1.0,
+    stopping=stopping.never,
+    needs_logits=False,
+    source="ReMDM, arXiv 2503.00307, `remdm-cap`",
+)
+def remdm_cap(
+    key: Key, view: View, memory: Memory, eta: Annotated[Param, Between(0, 1)] = 0.008
 ) -> tuple[Proposal, Memory]:
-    """The same with probability eta * sigma_max (ReMDM, `remdm-rescale`); eta in [0, 1]."""
-    sigma = eta * sigma_max(view.keep_t, view.keep_s)
-    return remasked(key, view, sigma, view.keep_t, view.keep_s), memory
+    """Decodes as `ancestral`, and remasks each decided token with probability min(eta, sigma_max).
+
+    sigma_max = min(1, (1 - alpha_s) / alpha_t) keeps the marginals of the forward process. The paper draws from the
+    nucleus: add `processors.top_p(0.9)`.
+
+    Args:
+        key: One draw per position.
+        view: Reads `masked`, `alpha_t` and `alpha_s`.
+        memory: Unused.
+        eta: Upper bound of the remasking probability.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    sigma = jnp.minimum(eta, sigma_max(view.alpha_t, view.alpha_s))
+    return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
 
 
-def _sure(canvas: jax.Array, vocab: int) -> jax.Array:
-    del vocab
+@rule(
+    name="remdm_rescale",
+    noise="absorbing",
+    temperature=1.0,
+    stopping=stopping.never,
+    needs_logits=False,
+    source="ReMDM, arXiv 2503.00307, `remdm-rescale`",
+)
+def remdm_rescale(
+    key: Key, view: View, memory: Memory, eta: Annotated[Param, Between(0, 1)] = 0.015
+) -> tuple[Proposal, Memory]:
+    """Decodes as `ancestral`, and remasks each decided token with probability eta * sigma_max.
+
+    Args:
+        key: One draw per position.
+        view: Reads `masked`, `alpha_t` and `alpha_s`.
+        memory: Unused.
+        eta: Share of the largest remasking probability.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    sigma = eta * sigma_max(view.alpha_t, view.alpha_s)
+    return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
+
+
+def _certain(canvas: Int[Array, "L"], vocab: int) -> Float[Array, "L"]:
     return jnp.ones(canvas.shape, jnp.float32)
 
 
-@rule(init=_sure, temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
+@rule(
+    name="remdm_confidence",
+    noise="absorbing",
+    init=_certain,
+    temperature=1.0,
+    stopping=stopping.never,
+    needs_logits=False,
+    source="ReMDM, arXiv 2503.00307, `remdm-conf`, which has eta 1",
+)
 def remdm_confidence(
-    key: Key, view: View, memory: Float[Array, "L"], *, eta: Annotated[Knob, Between(0, 1)] = 1.0
+    key: Key, view: View, memory: Float[Array, "L"], eta: Annotated[Param, Between(0, 1)] = 1.0
 ) -> tuple[Proposal, Float[Array, "L"]]:
-    """The same, the tokens least sure when they were settled being doubted most.
+    """Decodes as `remdm_rescale`, remasking most often the tokens that were least certain when accepted.
 
-    sigma_i = eta * sigma_max * softmax(-c)_i over the settled tokens, c_i the probability that token i
-    had when it was settled (ReMDM, `remdm-conf`, which has eta 1: at most one token a step on
-    average). A token that stood there from the start counts as sure.
+    sigma_i = eta * sigma_max * softmax(-c)_i over the decided tokens, where c_i is the probability that token i had
+    when it was accepted: at most one token per step on average. A token that was given from the start counts as
+    certain.
+
+    Args:
+        key: One draw per position.
+        view: Reads `masked`, `editable`, `stats.p_sample`, `alpha_t` and `alpha_s`.
+        memory: c [L].
+        eta: Share of the largest remasking probability.
+
+    Returns:
+        The proposal, and the new c.
     """
     doubt = jnp.where(view.editable & ~view.masked, jnp.exp(-memory), 0.0)
     share = doubt / jnp.maximum(doubt.sum(), 1e-9)
-    sigma = jnp.minimum(eta * share, 1.0) * sigma_max(view.keep_t, view.keep_s)
-    proposal = remasked(key, view, sigma, view.keep_t, view.keep_s)
-    settled = view.masked & (proposal.canvas != view.noise)
-    return proposal, jnp.where(settled, view.reading.p_sample, memory).astype(memory.dtype)
+    sigma = jnp.minimum(eta * share, 1.0) * sigma_max(view.alpha_t, view.alpha_s)
+    proposal = remask_step(key, view, sigma, view.alpha_t, view.alpha_s)
+    accepted = view.masked & (proposal.canvas != view.noise)
+    return proposal, jnp.where(accepted, view.stats.p_sample, memory).astype(memory.dtype)
 
 
-@rule(temperature=1.0, stop=stops.never, fits=("masked",), whole=False)
+@rule(
+    name="remdm_loop",
+    noise="absorbing",
+    temperature=1.0,
+    stopping=stopping.never,
+    needs_logits=False,
+    source="ReMDM, arXiv 2503.00307, `remdm-loop`",
+)
 def remdm_loop(
     key: Key,
     view: View,
     memory: Memory,
-    *,
-    eta: Annotated[Knob, Between(0, 1)] = 0.02,
-    t_on: Annotated[Knob, Between(0, 1)] = 0.55,
-    t_off: Annotated[Knob, Between(0, 1)] = 0.05,
-    alpha_on: Annotated[Knob, Between(0, 1)] = 0.9,
+    eta: Annotated[Param, Between(0, 1)] = 0.02,
+    t_on: Annotated[Param, Between(0, 1)] = 0.55,
+    t_off: Annotated[Param, Between(0, 1)] = 0.05,
+    alpha_on: Annotated[Param, Between(0, 1)] = 0.9,
 ) -> tuple[Proposal, Memory]:
-    """Fill most masks early, then revise for a while, then fill the rest (ReMDM, `remdm-loop`).
+    """Fills most masks early, then remasks for a while, then fills the rest.
 
     The rule has its own schedule over the block's time, whatever the corruption's:
 
-        1 >= t > t_on       alpha = alpha_on (1 - t) / (1 - t_on), nothing is masked again
-        t_on >= t > t_off   alpha = alpha_on, a settled token is masked with probability eta
-        t_off >= t >= 0     alpha = 1 - (1 - alpha_on) t / t_off, nothing is masked again
+        1 >= t > t_on       alpha = alpha_on (1 - t) / (1 - t_on), nothing is remasked
+        t_on >= t > t_off   alpha = alpha_on, a decided token is remasked with probability eta
+        t_off >= t >= 0     alpha = 1 - (1 - alpha_on) t / t_off, nothing is remasked
 
-    A step belongs to the phase in which it begins. The reference continues that phase's line past
-    its end; here alpha(s) is taken where s is.
+    Args:
+        key: One draw per position.
+        view: Reads `masked`, `t` and `s`.
+        memory: Unused.
+        eta: Remasking probability of the middle phase.
+        t_on: Time at which remasking begins.
+        t_off: Time at which it ends.
+        alpha_on: alpha of the middle phase.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: a step belongs to the phase in which it begins; the reference continues that phase's
+    line past its end, here alpha(s) is taken at s.
     """
-    keep_t, keep_s = (_plateau(x, t_on, t_off, alpha_on) for x in (view.t, view.s))
+    alpha_t, alpha_s = (loop_alpha(time, t_on, t_off, alpha_on) for time in (view.t, view.s))
     looping = (view.t <= t_on) & (view.t > t_off)
-    sigma = jnp.where(looping, jnp.minimum(eta, sigma_max(keep_t, keep_s)), 0.0)
-    return remasked(key, view, sigma, keep_t, keep_s), memory
+    sigma = jnp.where(looping, jnp.minimum(eta, sigma_max(alpha_t, alpha_s)), 0.0)
+    return remask_step(key, view, sigma, alpha_t, alpha_s), memory
 
 
-def _plateau(t: Array, t_on: Knob, t_off: Knob, alpha_on: Knob) -> Array:
+def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
+    """Returns the alpha of `remdm_loop`'s own schedule at time t; see there for the arguments.
+
+    Args:
+        t: Time.
+        t_on: Time at which remasking begins.
+        t_off: Time at which it ends.
+        alpha_on: alpha of the middle phase.
+
+    Returns:
+        alpha(t).
+    """
     rising = alpha_on * (1.0 - t) / jnp.maximum(1.0 - t_on, 1e-6)
     closing = 1.0 - (1.0 - alpha_on) * t / jnp.maximum(t_off, 1e-6)
     return jnp.where(t > t_on, rising, jnp.where(t > t_off, alpha_on, closing))
 
 
-def sigma_max(keep_t: Float[Array, ""], keep_s: Float[Array, ""]) -> Float[Array, ""]:
-    """The most that a settled token may be masked with: min(1, (1 - alpha_s) / alpha_t)."""
-    return jnp.minimum(1.0, (1.0 - keep_s) / jnp.maximum(keep_t, 1e-9))
-
-
-def remasked(key: Key, view: View, sigma: Array, keep_t: Array, keep_s: Array) -> Proposal:
-    """One step of ReMDM's reverse process; sigma is one number, or one a position.
-
-    settled -> mask with probability sigma;
-    mask -> token with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t), which is 1 in the
-    last step, where sigma_max is 0: so nothing stays masked.
-    """
-    u = jax.random.uniform(key, view.canvas.shape)
-    chance = (keep_s - (1.0 - sigma) * keep_t) / jnp.maximum(1.0 - keep_t, 1e-9)
-    return reopened(view, settle(view, view.masked & (u < chance)), ~view.masked & (u < sigma))
-
-
-def reopened(view: View, proposal: Proposal, which: Bool[Array, "L"]) -> Proposal:
-    """The proposal with settled tokens turned back into noise; the answer keeps them until others come."""
-    return proposal._replace(canvas=jnp.where(view.editable & which, view.noise, proposal.canvas))
-
-
-def _thirty(canvas: jax.Array, vocab: int) -> jax.Array:
-    del canvas, vocab
+def _thirty(canvas: Int[Array, "L"], vocab: int) -> Int[Array, ""]:
     return jnp.asarray(30, jnp.int32)
 
 
-@rule(init=_thirty, fits=("masked",), blind=True, whole=False)
+@rule(
+    name="wino",
+    noise="absorbing",
+    init=_thirty,
+    leave_one_out=True,
+    needs_logits=False,
+    source="WINO, arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM",
+)
 def wino(
     key: Key,
     view: View,
-    memory: jax.Array,
-    *,
-    p: Annotated[Knob, Between(0, 1)] = 0.6,
-    p_back: Annotated[Knob, Between(0, 1)] = 0.9,
-) -> tuple[Proposal, jax.Array]:
-    """Draft boldly, and mask again what a reader blind to it would not have written.
+    memory: Int[Array, ""],
+    p: Annotated[Param, Between(0, 1)] = 0.6,
+    p_back: Annotated[Param, Between(0, 1)] = 0.9,
+) -> tuple[Proposal, Int[Array, ""]]:
+    """Drafts with a low threshold, and remasks tokens that are improbable when the model cannot see them.
 
-    WINO (arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM). Draft: masks with probability
-    above `p`, at most clip(0.7 M, 5, 20) of the M masks, at least one. Verify, in the same pass, the
-    tokens that stood before it: those with a blind probability under `p_back` become masks again,
-    the least probable first and fewer than were drafted in the step before (the memory; 30 at
-    first), so a block of L masks ends within L steps. A step that drafts one token verifies nothing.
-    The block ends when no mask is left, as in the reference: the last draft is not verified.
+    Draft: masks with a probability above `p`, at most clip(0.7 M, 5, 20) of the M masks, at least one. Verify, in the
+    same pass, the tokens that were on the canvas before it: those with a leave-one-out probability below `p_back`
+    become masks again, the least probable first, and fewer than the step before has drafted, so that a block of L
+    masks ends within L steps. A step that drafts one token verifies nothing. The block ends when no mask is left, as
+    in the reference: the last draft is not verified.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `leave_one_out.p_canvas`, `masked` and `editable`.
+        memory: How many tokens the step before has drafted; 30 at first.
+        p: Probability from which a mask is drafted.
+        p_back: Leave-one-out probability below which a token is remasked.
+
+    Returns:
+        The proposal, and how many tokens were drafted.
     """
-    del key
-    c = view.reading.p_sample
+    c = view.stats.p_sample
     most = jnp.clip(view.masked.sum() * 7 // 10, 5, 20)
-    accept = best(c, view.masked & (c > p), most) | best(c, view.masked, jnp.asarray(1))
-    drafted = accept.sum()
-    seen = view.blind.p_canvas
-    wrong = view.editable & ~view.masked & (seen < p_back)
-    wrong = best(-seen, wrong, memory - 1) & (drafted > 1)
-    return reopened(view, settle(view, accept), wrong), drafted.astype(memory.dtype)
+    which = top(c, view.masked & (c > p), most) | top(c, view.masked, 1)
+    drafted = which.sum()
+    p_seen = view.leave_one_out.p_canvas
+    wrong = view.editable & ~view.masked & (p_seen < p_back)
+    wrong = top(-p_seen, wrong, memory - 1) & (drafted > 1)
+    return remask(view, accept(view, which), wrong), drafted.astype(memory.dtype)
+
+
+def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) -> Proposal:
+    """Fills masks above `p`, at least one, and replaces decided tokens that `judge` contradicts above `p_edit`."""
+    c = view.stats.p_sample
+    filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
+    wrong = (judge.argmax != view.canvas) & (judge.p_argmax > p_edit)
+    return replace_tokens(filled, view.editable & ~view.masked & wrong, judge.argmax)
+
+
+@rule(
+    name="editing",
+    noise="absorbing",
+    stopping=stopping.after_sixteen_edits,
+    needs_logits=False,
+    source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
+)
+def editing(
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Annotated[Param, Between(0, 1)] = 0.95,
+    p_edit: Annotated[Param, Between(0, 1)] = 0.9,
+) -> tuple[Proposal, Memory]:
+    """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
+
+    A mask becomes a token above probability `p` (at least one does); a decided token becomes the argmax where that
+    differs and has more than `p_edit`. Once the block is full, up to 16 passes edit, until one changes nothing. The
+    model must have seen wrong tokens in training; for one that has not, see `blind_editing`.
+
+    Args:
+        key: Unused.
+        view: Reads `stats`, `canvas`, `masked` and `editable`.
+        memory: Unused.
+        p: Probability from which a mask is filled.
+        p_edit: Probability from which a decided token is replaced.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: above temperature 0 edits are still the argmax.
+    """
+    return _joint_thresholds(view, view.stats, p, p_edit), memory
+
+
+@rule(
+    name="blind_editing",
+    noise="absorbing",
+    stopping=stopping.after_sixteen_edits,
+    leave_one_out=True,
+    needs_logits=False,
+    source="`editing` with the leave-one-out predictions of WINO, arXiv 2507.18578",
+)
+def blind_editing(
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Annotated[Param, Between(0, 1)] = 0.95,
+    p_edit: Annotated[Param, Between(0, 1)] = 0.9,
+) -> tuple[Proposal, Memory]:
+    """Decodes as `editing`, where decided tokens are judged by masks that see everything but the token itself.
+
+    A model trained on masks alone has learnt that the tokens it sees are right, and never edits them. With the token
+    left out it predicts what it would have written.
+
+    Args:
+        key: Unused.
+        view: Reads `stats`, `leave_one_out`, `canvas`, `masked` and `editable`.
+        memory: Unused.
+        p: Probability from which a mask is filled.
+        p_edit: Leave-one-out probability from which a decided token is replaced.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: WINO remasks such tokens; this rule replaces them.
+    """
+    return _joint_thresholds(view, view.leave_one_out, p, p_edit), memory
+
+
+@rule(
+    name="self_correct",
+    noise="absorbing",
+    stopping=stopping.stalled,
+    source="GIDD's self-correction, arXiv 2503.04482; gidd/eval/self_correction.py",
+)
+def self_correct(
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Annotated[Param, Between(0, 1)] = 0.9,
+    t: Annotated[Param, AtLeast(0)] = 0.1,
+    count: Annotated[Param, AtLeast(1, integer=True)] = 1,
+) -> tuple[Proposal, Memory]:
+    """Fills the masks by threshold `p`, then resamples the most probable disagreements until none is left.
+
+    Correction draws every token anew at temperature `t`; of the draws that differ from the canvas, the `count` most
+    probable (at that temperature) are taken. The block ends when no draw differs, or when the agreement with the
+    argmax has not risen for more than 32 steps (`stopping.stalled`). Give more steps than tokens.
+
+    Args:
+        key: Draws the tokens.
+        view: Reads `logits`, `stats.p_sample`, `canvas`, `masked` and `editable`.
+        memory: Unused.
+        p: Probability from which a mask is filled.
+        t: Temperature of the correction.
+        count: Tokens that are replaced per step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: it corrects finished samples and gives its model a fixed time near 0; here both halves
+    share the steps of the block, and the model is given no time.
+    """
+    c = view.stats.p_sample
+    filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
+    tokens, chance = resample(key, view.logits, jnp.asarray(t, jnp.float32))
+    full = ~jnp.any(view.masked)
+    differ = view.editable & full & (tokens != view.canvas)
+    return replace_tokens(filled, top(chance, differ, jnp.asarray(count)), tokens), memory
+
+
+def resample(
+    key: Key, logits: Float[Array, "L V"], t: Float[Array, ""]
+) -> tuple[Int[Array, "L"], Float[Array, "L"]]:
+    """Draws a token for every position from softmax(logits / t).
+
+    Args:
+        key: One uniform per position.
+        logits: Of one row.
+        t: Temperature.
+
+    Returns:
+        The tokens, and the probability that each had at this temperature.
+    """
+    tokens = draw(logits, jax.random.uniform(key, logits.shape[:1]), t)
+    # The largest logit becomes 0 before the division, so that near t = 0 every argmax has probability 1.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.maximum(t, 1e-6)
+    log_p = jax.nn.log_softmax(scaled, axis=-1)
+    return tokens, jnp.exp(jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0])

@@ -1,4 +1,4 @@
-"""Rules for uniform noise, where no position is ever closed: what is not kept is redrawn."""
+"""Rules for uniform noise, under which every position stays open: what is not accepted is drawn anew."""
 
 from __future__ import annotations
 
@@ -6,105 +6,129 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode import shape, stop as stops
-from mercury_jax.decode.parts import Knob, Memory, Sampler, propose, rule, settle, tell
+from mercury_jax.decode import processors, stopping
 from mercury_jax.decode.ranges import AtLeast, Between
+from mercury_jax.decode.registration import rule, sampler_preset
+from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 
 
-@rule(temperature=1.0, whole=False)
+@rule(
+    name="entropy_bound",
+    temperature=1.0,
+    needs_logits=False,
+    source="EB-Sampler, arXiv 2505.24857, in the form of transformers' generation_diffusion_gemma.py",
+)
 def entropy_bound(
-    key: Key, view: View, memory: Memory, *, gamma: Annotated[Knob, AtLeast(0)] = 0.1
+    key: Key, view: View, memory: Memory, gamma: Annotated[Param, AtLeast(0)] = 0.1
 ) -> tuple[Proposal, Memory]:
-    """The surest positions whose joint entropy beyond the last stays under `gamma` nats.
+    """Accepts the positions of the lowest entropy whose joint entropy without the last stays below `gamma`.
 
-    EB-Sampler (arXiv 2505.24857) in DiffusionGemma's form: sort by entropy, accept i while
-    cumsum(H) - H_i <= gamma (the first always is). Under uniform noise every position is open in
-    every step: the accepted become their draws, all others fresh noise, and the answer is the argmax
-    everywhere (transformers' generation_diffusion_gemma.py). Under masked noise the others stay
-    masks, and the answer holds the draws.
+    Positions are sorted by entropy H; position i is accepted while cumsum(H) - H_i <= gamma, so that the first always
+    is. Under uniform noise every position is open in every step: accepted positions become their draws, all others
+    fresh noise, and the answer is the argmax everywhere. Under masked noise the others stay masks.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.entropy`, `masked`, `canvas` and `noise`.
+        memory: Unused.
+        gamma: Nats.
+
+    Returns:
+        The proposal, and the unchanged memory.
     """
-    del key
-    entropy = jnp.where(view.masked, view.reading.entropy, jnp.inf)
+    entropy = jnp.where(view.masked, view.stats.entropy, jnp.inf)
     order = jnp.argsort(entropy, stable=True)
     ordered = jnp.where(jnp.isfinite(entropy), entropy, 0.0)[order]
     fits = jnp.cumsum(ordered) - ordered <= gamma
-    accept = jnp.zeros_like(fits).at[order].set(fits) & view.masked
-    proposal = settle(view, accept)
-    answer = jnp.where(is_uniform(view), likeliest(view), proposal.answer)
+    which = jnp.zeros_like(fits).at[order].set(fits) & view.masked
+    proposal = accept(view, which)
+    answer = jnp.where(is_uniform(view), argmax_answer(view), proposal.answer)
     return proposal._replace(answer=answer), memory
 
 
-def diffusion_gemma() -> Sampler:
-    """DiffusionGemma's own sampler: gamma 0.1, temperature 0.8 to 0.4, stop when stable and confident.
+def is_uniform(view: View) -> Bool[Array, ""]:
+    """Returns whether the noise is uniform: some open position does not hold a mask, whose probability is 0."""
+    holds_mask = (view.canvas == view.noise) & (view.stats.p_canvas == 0)
+    return jnp.any(view.masked & ~holds_mask)
 
-    The defaults of transformers' DiffusionGemmaGenerationConfig; the number of steps, 48 there,
-    is the plan's. Tokens are drawn at temperature 1 from the logits that `cooling` has divided.
+
+def argmax_answer(view: View) -> Int[Array, "L"]:
+    """Returns the argmax at every editable position, and the canvas elsewhere."""
+    return jnp.where(view.editable, view.stats.argmax, view.canvas)
+
+
+@sampler_preset(name="diffusion_gemma", source="transformers' DiffusionGemmaGenerationConfig")
+def diffusion_gemma() -> Sampler:
+    """Returns DiffusionGemma's own sampler.
+
+    `entropy_bound(0.1)`, a temperature that cools from 0.8 to 0.4, and a block that ends when its answer is stable and
+    confident. The number of steps, 48 in the reference, is the plan's. Tokens are drawn at temperature 1 from the
+    logits that `cooling` has divided.
     """
     return Sampler(
         entropy_bound(0.1),
-        shape=(shape.cooling(last=0.4, first=0.8),),
-        stop=stops.steady(entropy=0.005, patience=1),
+        processors=(processors.cooling(last=0.4, first=0.8),),
+        stopping=stopping.steady(entropy=0.005, patience=1),
         temperature=1.0,
     )
 
 
-tell(diffusion_gemma, {}, {})
-
-
-def is_uniform(view: View) -> Bool[Array, ""]:
-    """Whether the noise is uniform: an open position that does not stand under an impossible mask."""
-    under_mask = (view.canvas == view.noise) & (view.reading.p_canvas == 0)
-    return jnp.any(view.masked & ~under_mask)
-
-
-def likeliest(view: View) -> Array:
-    """The argmax wherever the rule may write."""
-    return jnp.where(view.editable, view.reading.argmax, view.canvas)
-
-
-@rule(temperature=1.0, stop=stops.never, fits=("uniform",))
+@rule(
+    name="predictor_corrector",
+    noise="uniform",
+    temperature=1.0,
+    stopping=stopping.never,
+    source="Psi-sampler of DUO, arXiv 2506.10892 and 2602.21185; s-sahoo/duo, trainer_base.py",
+)
 def predictor_corrector(
     key: Key,
     view: View,
     memory: Memory,
-    *,
-    kappa: Annotated[Knob, Between(0, 1)] = 0.95,
-    own: Annotated[Knob, Between(0, 1)] = 0.0,
+    kappa: Annotated[Param, Between(0, 1)] = 0.95,
+    own: Annotated[Param, Between(0, 1)] = 0.0,
 ) -> tuple[Proposal, Memory]:
-    """kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0; the answer is the argmax.
+    """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
-    The Psi-sampler of DUO (arXiv 2506.10892 and 2602.21185; s-sahoo/duo, trainer_base.py). kappa 1 is
-    ancestral sampling; the corrector noises the prediction anew, so that every token gets another
-    chance. The answer, and with it the last step, is DUO's greedy tail.
+    kappa 1 is ancestral sampling; the corrector adds noise to the prediction again, so that every token may change
+    once more. The answer, and with it the last step, is the argmax, as in DUO's greedy tail.
 
-    A model trained by cross-entropy (DiffusionGemma) gives p(x_0 | x_t): then drawing x_0 from it and
-    x_s from `bridge` is exact. DUO's and UDLM's bounds train another output, a prior x_theta that
-    has not yet taken the position's own token into account, with p(x_0 | x_t) proportional to
-    x_theta(x_0) q(x_t | x_0): for those, own = 1. In both cases this samples what the reference
-    computes over the vocabulary, without an array of that size.
+    A model trained by cross-entropy (DiffusionGemma) gives p(x_0 | x_t): then drawing x_0 from it and x_s from
+    `bridge` is exact. DUO's and UDLM's bounds train another output, a prior x_theta that has not taken the position's
+    own token into account, with p(x_0 | x_t) proportional to x_theta(x_0) q(x_t | x_0): for these, own = 1. In both
+    cases this samples what the reference computes over the vocabulary, without an array of that size.
+
+    Args:
+        key: Three draws per position.
+        view: Reads `logits`, `stats`, `canvas`, `noise`, `editable`, `alpha_t` and `alpha_s`.
+        memory: Unused.
+        kappa: Weight of the predictor.
+        own: 1 for models whose output is a prior that ignores the position's own token, else 0.
+
+    Returns:
+        The proposal, and the unchanged memory.
     """
     mix, walk, tilt = jax.random.split(key, 3)
     uniform = lambda k: jax.random.uniform(k, view.canvas.shape)
     allowed = (view.logits > -1e29).sum(-1)
-    # sum over x_0 of x_theta q(x_t | x_0): this share of the posterior stands on x_t itself.
-    hit = view.keep_t * allowed * view.reading.p_canvas
-    stays = uniform(tilt) * (hit + 1.0 - view.keep_t) < hit * own
-    x0 = jnp.where(stays, view.canvas, view.reading.sample)
-    old, new = bridge(x0 == view.canvas, view.keep_t, view.keep_s, allowed)
+    # sum over x_0 of x_theta(x_0) q(x_t | x_0): the share of the posterior that is on x_t itself.
+    on_canvas = view.alpha_t * allowed * view.stats.p_canvas
+    stays = uniform(tilt) * (on_canvas + 1.0 - view.alpha_t) < on_canvas * own
+    x0 = jnp.where(stays, view.canvas, view.stats.sample)
+    old, new = bridge(x0 == view.canvas, view.alpha_t, view.alpha_s, allowed)
     u = uniform(walk)
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))
-    corrected = jnp.where(u < view.keep_s, x0, view.noise)
+    corrected = jnp.where(u < view.alpha_s, x0, view.noise)
     canvas = jnp.where(uniform(mix) < kappa, predicted, corrected)
-    return propose(view, jnp.where(view.editable, canvas, view.canvas), likeliest(view)), memory
+    return propose(view, jnp.where(view.editable, canvas, view.canvas), argmax_answer(view)), memory
 
 
 def bridge(
-    same: Bool[Array, "*s"], keep_t: Float[Array, ""], keep_s: Float[Array, ""], allowed: Array
+    same: Bool[Array, "*s"], alpha_t: Float[Array, ""], alpha_s: Float[Array, ""], allowed: Array
 ) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
-    """q(x_s | x_t, x_0) under a uniform prior over N = `allowed` ids, as (weight on x_t, weight on x_0).
+    """Computes q(x_s | x_t, x_0) under a uniform prior over N = `allowed` ids.
 
     With a = alpha_t / alpha_s, q(x_t | x_s) = a [x_t = x_s] + (1 - a) / N and
     q(x_s | x_0) = alpha_s [x_s = x_0] + (1 - alpha_s) / N, Bayes' rule gives
@@ -113,10 +137,18 @@ def bridge(
                               + (alpha_s - alpha_t) [x_s = x_0] + (1 - a) (1 - alpha_s) / N )
                             / ( N alpha_t [x_t = x_0] + 1 - alpha_t )
 
-    (UDLM, arXiv 2412.10193; DUO's `_posterior_from_x0`). What the two weights leave
-    is a fresh draw from the prior. same: x_t = x_0.
+    (UDLM, arXiv 2412.10193; DUO's `_posterior_from_x0`).
+
+    Args:
+        same: Whether x_t = x_0.
+        alpha_t: alpha at the time of the canvas.
+        alpha_s: alpha at the time after the step.
+        allowed: N.
+
+    Returns:
+        The weights on x_t and on x_0; the rest is a fresh draw from the prior.
     """
-    a = keep_t / jnp.maximum(keep_s, 1e-9)
-    both = jnp.where(same, keep_t * allowed, 0.0)
-    total = jnp.maximum(both + 1.0 - keep_t, 1e-9)
-    return (both + a - keep_t) / total, (keep_s - keep_t) / total + jnp.zeros_like(total)
+    a = alpha_t / jnp.maximum(alpha_s, 1e-9)
+    both = jnp.where(same, alpha_t * allowed, 0.0)
+    total = jnp.maximum(both + 1.0 - alpha_t, 1e-9)
+    return (both + a - alpha_t) / total, (alpha_s - alpha_t) / total + jnp.zeros_like(total)

@@ -16,6 +16,7 @@ from mercury_jax.kernels.blackwell.tensor import PART, ROWS, arrivals, lacking, 
 from mercury_jax.kernels.hopper.feed import RAW, sources_of
 from mercury_jax.kernels.hopper.plan import Plan, Scratch, room
 from mercury_jax.kernels.rounded import Keys, Rounded
+from mercury_jax.types import Device
 
 PROCESSORS = 148  # of a B200
 SHARED = 227 * 1024 - 1024  # bytes that a program may have, but those for barriers and alignment
@@ -42,6 +43,7 @@ def run(
     scale: float,
     softcap: float | None = None,
     residual: bool = False,
+    device: Device | None = None,
 ) -> Any:
     """What `kernels.attend` gives; not differentiable.
 
@@ -49,17 +51,20 @@ def run(
     highest end that one range has over the rows of a tile: there they must be finite.
     """
     batch, queries, heads, _ = q.shape
-    p = _plan(q, k, ranges, scale, softcap)
+    interpret = None if device is None else device.interpret
+    p = _plan(q, k, ranges, scale, softcap, interpret is not None and lacking())
     ranges = jnp.minimum(ranges, k.shape[1])  # what is filled in behind the last slot is seen by no row
     edges = parts.fold_ranges(ranges, heads // p.groups, ROWS)
     bounds = parts.bounds(edges, ROWS, p.keys, p.slots)
-    outs, lses = _launch(p, parts.fold(q, p.groups, ROWS), edges, bounds, sources_of(p, k, v))
+    outs, lses = _launch(p, parts.fold(q, p.groups, ROWS), edges, bounds, sources_of(p, k, v), interpret)
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
 
 
-def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> Plan:
+def _plan(
+    q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, interpreted: bool = False
+) -> Plan:
     _, queries, heads, width = q.shape
     batch, slots, groups, _ = k.shape
     int8 = isinstance(k, Rounded)
@@ -79,12 +84,12 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None) -> P
         scale=scale,
         softcap=softcap,
         rounded=int8,
-        interpreted=lacking(),
+        interpreted=interpreted,
     )
 
 
 def _launch(
-    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...]
+    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
 ) -> tuple[Array, Array]:
     """The kernel over its grid: outputs [splits, P, M, K] and log-sum-exp [splits, P, M], both in fp32.
 
@@ -102,6 +107,7 @@ def _launch(
         grid_names=("split", "tile", "pair"),
         num_threads=2,
         thread_name="warpgroup",
+        interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **params),
     )(q, edges, bounds, *sources)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from mercury_jax.kernels.hopper.plan import Plan
-from mercury_jax.kernels.interpret import interpreting
 
 ROWS = 128  # of a product, one a lane
 LAYOUT = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread has a row: no number passes between threads
@@ -29,8 +28,8 @@ class Tensor(NamedTuple):
 
 
 def lacking() -> bool:
-    """Whether this is traced for an interpreter without tcgen05: shared memory and jnp.dot stand for it."""
-    return interpreting() and not hasattr(gpu_callbacks, "tcgen05_mma")
+    """Whether the interpreter of this JAX has no tcgen05: shared memory and jnp.dot replace it there."""
+    return not hasattr(gpu_callbacks, "tcgen05_mma")
 
 
 def arrivals(p: Plan, n: int) -> Any:

@@ -14,8 +14,8 @@ from mercury_jax.kernels.hopper import wide
 from mercury_jax.kernels.hopper.feed import RAW, sources_of
 from mercury_jax.kernels.hopper.plan import ROWS, Plan, Scratch, room
 from mercury_jax.kernels.hopper.program import program
-from mercury_jax.kernels.interpret import interpreting
 from mercury_jax.kernels.rounded import Keys, Pool, Rounded
+from mercury_jax.types import Device
 
 PROCESSORS = 132  # of an H100 and an H200
 SHARED = (
@@ -66,6 +66,7 @@ def run(
     softcap: float | None = None,
     residual: bool = False,
     pages: Int[Array, "B N"] | None = None,
+    device: Device | None = None,
 ) -> Any:
     """What `kernels.attend` gives; not differentiable.
 
@@ -75,19 +76,28 @@ def run(
     (`kernels.paged`).
     """
     batch, queries, heads, _ = q.shape
-    p = _plan(q, k, ranges, scale, softcap, pages)
+    interpret = None if device is None else device.interpret
+    p = _plan(q, k, ranges, scale, softcap, pages, interpret is not None)
     if pages is None:  # what is filled in behind the last slot is seen by no row
         ranges = jnp.minimum(ranges, k.shape[1])
     edges = parts.fold_ranges(ranges, heads // p.groups, p.rows)
     bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
     sources = sources_of(p, k, v) if pages is None else _pool(p, k, v, pages)
-    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, sources)
+    outs, lses = _launch(p, parts.fold(q, p.groups, p.rows), edges, bounds, sources, interpret)
     out, lse = (outs[0], lses[0]) if p.splits == 1 else parts.merge(outs, lses)
     out = parts.unfold(out, batch, queries, heads).astype(q.dtype)
     return (out, parts.unfold(lse, batch, queries, heads)) if residual else out
 
 
-def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, pages: Any = None) -> Plan:
+def _plan(
+    q: Any,
+    k: Any,
+    ranges: Any,
+    scale: float,
+    softcap: float | None,
+    pages: Any = None,
+    interpreted: bool = False,
+) -> Plan:
     batch, queries, heads, width = q.shape
     _, slots, groups, _ = k.shape
     rows, keys, int8, both = queries * (heads // groups), KEYS[width], isinstance(k, Rounded), width > 256
@@ -107,7 +117,7 @@ def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, page
         scale=scale,
         softcap=softcap,
         rounded=int8,
-        interpreted=interpreting(),
+        interpreted=interpreted,
         wide=both,
         paged=pages is not None,
     )
@@ -124,7 +134,7 @@ def _pool(p: Plan, k: Pool, v: Pool, pages: Int[Array, "B N"]) -> tuple[Array, .
 
 
 def _launch(
-    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...]
+    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
 ) -> tuple[Array, Array]:
     """The kernel over its grid: outputs [splits, P, M, K], fp32 where parts, and log-sum-exp [splits, P, M].
 
@@ -145,6 +155,7 @@ def _launch(
         grid_names=("split", "tile", "pair"),
         num_threads=p.workers + 1,
         thread_name="warpgroup",
+        interpret=interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from mercury_jax.models.dit.config import DiTConfig
 from mercury_jax.models.layers import Linear
+from mercury_jax.models.ops import Ops
 from mercury_jax.types import wide
 
 
@@ -32,6 +33,7 @@ class Condition(nn.Module):
     """
 
     config: DiTConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, sigma: Float[Array, "B S"]) -> Float[Array, "B S C"]:
@@ -39,8 +41,12 @@ class Condition(nn.Module):
         half = c.frequencies // 2
         angle = sigma[..., None] * jnp.exp(-math.log(10_000.0) * jnp.arange(half, dtype=sigma.dtype) / half)
         waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
-        hidden = jax.nn.silu(Linear((c.frequencies,), (c.cond,), bias=True, name="first")(waves))
-        return jax.nn.silu(Linear((c.cond,), (c.cond,), bias=True, name="second")(hidden)).astype(c.dtype)
+        hidden = jax.nn.silu(
+            Linear((c.frequencies,), (c.cond,), bias=True, ops=self.ops, name="first")(waves)
+        )
+        return jax.nn.silu(
+            Linear((c.cond,), (c.cond,), bias=True, ops=self.ops, name="second")(hidden)
+        ).astype(c.dtype)
 
 
 class Modulation(nn.Module):
@@ -48,12 +54,13 @@ class Modulation(nn.Module):
 
     config: DiTConfig
     count: int
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, condition: Float[Array, "B S C"]) -> list[Float[Array, "B S D"]]:
         c = self.config
         # A new model ignores the noise level and every branch (adaLN-zero): the weight starts at 0.
-        made = Linear((c.cond,), (self.count, c.width), 0.0, bias=True, name="proj")(condition)
+        made = Linear((c.cond,), (self.count, c.width), 0.0, bias=True, ops=self.ops, name="proj")(condition)
         return [made[..., i, :] for i in range(self.count)]
 
 

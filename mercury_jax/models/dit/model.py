@@ -12,16 +12,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.dit.config import DiTConfig
 from mercury_jax.models.dit.layers import Condition, Modulation, Norm, level
 from mercury_jax.models.layers import Linear
+from mercury_jax.models.ops import Ops, on_device, sharded_rows
 from mercury_jax.models.rotary import rope
-from mercury_jax.models.turbo import attend
-from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
+from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, wide
 
 SHARDINGS = (
     (r"embed$", ("tensor", "fsdp")),
@@ -40,6 +41,7 @@ class Block(nn.Module):
     """Attention and MLP, each behind a modulated norm and in front of a gate."""
 
     config: DiTConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(
@@ -52,33 +54,38 @@ class Block(nn.Module):
         slots: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = Modulation(c, 6, name="modulation")(condition)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = Modulation(c, 6, self.ops, name="modulation")(
+            condition
+        )
         y = Norm(c.norm_eps, name="attention_norm")(x, shift, scale)
-        q, k, v = jnp.moveaxis(Linear((c.width,), (3, c.heads, c.head_dim), name="qkv")(y), 2, 0)
+        q, k, v = jnp.moveaxis(
+            Linear((c.width,), (3, c.heads, c.head_dim), ops=self.ops, name="qkv")(y), 2, 0
+        )
         q, k = rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta)
         if kv is not None and slots is not None:
-            kv = kv_cache.write(kv, k, v, slots)
+            kv = self.ops.write(kv, k, v, slots)
             k, v = kv
-        out = attend(q, k, v, ranges, cached=kv is not None)
-        x = x + gate * Linear((c.heads, c.head_dim), (c.width,), name="o")(out)
+        out = self.ops.attend(q, k, v, ranges, cached=kv is not None)
+        x = x + gate * Linear((c.heads, c.head_dim), (c.width,), ops=self.ops, name="o")(out)
         y = Norm(c.norm_eps, name="mlp_norm")(x, mlp_shift, mlp_scale)
-        y = jax.nn.gelu(Linear((c.width,), (c.ffn,), bias=True, name="up")(y), approximate=True)
-        return x + mlp_gate * Linear((c.ffn,), (c.width,), bias=True, name="down")(y), kv
+        y = jax.nn.gelu(Linear((c.width,), (c.ffn,), bias=True, ops=self.ops, name="up")(y), approximate=True)
+        return x + mlp_gate * Linear((c.ffn,), (c.width,), bias=True, ops=self.ops, name="down")(y), kv
 
 
 class DiT(nn.Module):
     """Embedding, blocks, modulated final norm; `head` gives logits, and needs no time any more."""
 
     config: DiTConfig
+    ops: Ops = Ops()
 
     def setup(self) -> None:
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.condition = Condition(c, name="condition")
-        self.blocks = [Block(c, name=f"block_{i}") for i in range(c.layers)]
-        self.modulation = Modulation(c, 2, name="modulation")
+        self.condition = Condition(c, self.ops, name="condition")
+        self.blocks = [Block(c, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        self.modulation = Modulation(c, 2, self.ops, name="modulation")
         self.norm = Norm(c.norm_eps, name="norm")
-        self.last = Linear((c.width,), (c.vocab,), bias=True, name="head")
+        self.last = Linear((c.width,), (c.vocab,), bias=True, ops=self.ops, name="head")
 
     def __call__(
         self,
@@ -148,16 +155,10 @@ def _init(net: DiT, key: Key) -> Params:
 
 
 def _apply(
-    net: DiT,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    ranges: Int[Array, "B T R 2"],
-    carry: Carry = (),
-    *,
-    time: Array | None = None,
+    net: DiT, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
 ) -> Array:
-    return net.apply({"params": params}, tokens, _times(net.config, time), positions, ranges)[0]
+    net, times = net.clone(ops=sharded_rows(mesh, device)), _times(net.config, given.time)
+    return net.apply({"params": params}, given.tokens, times, given.positions, given.ranges)[0]
 
 
 def _head(net: DiT, params: Params, hidden: Array) -> Any:
@@ -165,19 +166,10 @@ def _head(net: DiT, params: Params, hidden: Array) -> Any:
 
 
 def _forward(
-    net: DiT,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    cache: Cache,
-    start: Int[Array, "B"],
-    n: Int[Array, "B"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-    carry: Carry = (),
-    *,
-    blind: int | None = None,
-    time: Array | None = None,
+    net: DiT, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
 ) -> tuple[Array, Cache]:
-    run = masks.cached_pass(net.config, tokens, kv_cache.slots_of(cache), start, n, end, encoding, blind)
-    when = _times(net.config, time, blind is not None)
-    return net.apply({"params": params}, run.tokens, when, run.positions, run.ranges, cache, run.slots)
+    del mesh  # XLA divides a DiT by itself
+    run = masks.cached_pass(net.config, given, kv_cache.slots_of(given.cache))
+    when = _times(net.config, given.time, given.leave_one_out is not None)
+    net = net.clone(ops=on_device(device))
+    return net.apply({"params": params}, run.tokens, when, run.positions, run.ranges, given.cache, run.slots)

@@ -6,10 +6,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.models import cache as kv_cache, parallel
+from mercury_jax.models import cache as kv_cache
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, Rotation, rms
 from mercury_jax.models.layers import Linear, Matrix
+from mercury_jax.models.ops import Ops
 
 
 class Attention(nn.Module):
@@ -17,6 +18,7 @@ class Attention(nn.Module):
 
     config: GemmaConfig
     layer: int
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(
@@ -30,24 +32,24 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
         c = self.config
         _, width = c.kv_shape(self.layer)
-        q = Linear((c.width,), (c.heads, width), name="q")(x)
+        q = Linear((c.width,), (c.heads, width), ops=self.ops, name="q")(x)
         q = rotate(Norm(c.norm_eps, name="q_norm")(q))
         if shared is None:
             shared = self._keys(x, rotate, kv, slots)
-        out = parallel.attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
-        out = Matrix((c.heads, width), (c.width,), 1.0 / (2 * c.layers), name="o").part(out)
-        return parallel.total([out])[0], shared
+        out = self.ops.attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
+        out = Matrix((c.heads, width), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="o").part(out)
+        return self.ops.total([out])[0], shared
 
     def _keys(self, x: Array, rotate: Rotation, kv: kv_cache.KV | None, slots: Array | None) -> kv_cache.KV:
         """This pass's keys and values, or with a cache all of the row's."""
         c = self.config
         shape = c.kv_shape(self.layer)
-        k = Linear((c.width,), shape, name="k")(x)
+        k = Linear((c.width,), shape, ops=self.ops, name="k")(x)
         same = c.keys_as_values and c.is_global(self.layer)
-        v = k if same else Linear((c.width,), shape, name="v")(x)
+        v = k if same else Linear((c.width,), shape, ops=self.ops, name="v")(x)
         k = rotate(Norm(c.norm_eps, name="k_norm")(k))
         v = rms(v, c.norm_eps).astype(v.dtype)
-        return kv_cache.KV(k, v) if kv is None or slots is None else parallel.write(kv, k, v, slots)
+        return kv_cache.KV(k, v) if kv is None or slots is None else self.ops.write(kv, k, v, slots)
 
 
 def row_window(

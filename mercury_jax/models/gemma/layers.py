@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.models import parallel
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.layers import Linear, Matrix
+from mercury_jax.models.ops import Ops, Term
 from mercury_jax.types import wide
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -74,14 +74,15 @@ class Gated(nn.Module):
 
     config: GemmaConfig
     hidden: int
+    ops: Ops = Ops()
 
     @nn.compact
-    def part(self, x: Float[Array, "B T D"]) -> parallel.Part:
+    def part(self, x: Float[Array, "B T D"]) -> Term:
         c = self.config
-        gate = Linear((c.width,), (self.hidden,), name="gate")(x)
-        up = Linear((c.width,), (self.hidden,), name="up")(x)
+        gate = Linear((c.width,), (self.hidden,), ops=self.ops, name="gate")(x)
+        up = Linear((c.width,), (self.hidden,), ops=self.ops, name="up")(x)
         out = ACTIVATIONS[c.activation](gate) * up
-        return Matrix((self.hidden,), (c.width,), 1.0 / (2 * c.layers), name="down").part(out)
+        return Matrix((self.hidden,), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="down").part(out)
 
 
 class SelfConditioning(nn.Module):
@@ -92,13 +93,14 @@ class SelfConditioning(nn.Module):
     """
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     @nn.compact
-    def part(self, carry: Array | tuple[()], shape: tuple[int, int], dtype: jnp.dtype) -> parallel.Part:
+    def part(self, carry: Array | tuple[()], shape: tuple[int, int], dtype: jnp.dtype) -> Term:
         """In `dtype`, for `shape` = (B, T) positions."""
         c = self.config
         signal = jnp.zeros((*shape, c.width), dtype) if isinstance(carry, tuple) else carry.astype(dtype)
-        return Gated(c, c.ffn, name="mlp").part(Norm(c.norm_eps, name="norm")(signal))
+        return Gated(c, c.ffn, self.ops, name="mlp").part(Norm(c.norm_eps, name="norm")(signal))
 
 
 def told(
@@ -112,6 +114,7 @@ class PerLayer(nn.Module):
     """Each token's embeddings for every layer [B, T, N, P]: a table's and a projection's of its embedding."""
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T N P"]:
@@ -121,19 +124,22 @@ class PerLayer(nn.Module):
             "embed", nn.initializers.normal(c.per_layer_width**-0.5), (c.per_layer_vocab, *sizes)
         )
         scaled = lambda rows: (rows * c.per_layer_width**0.5).astype(x.dtype)
-        own = parallel.total([parallel.lookup(table, tokens, scaled)])[0]
-        seen = Linear((c.width,), sizes, name="projection")(x) * c.width**-0.5
-        return parallel.whole((Norm(c.norm_eps, name="norm")(seen) + own) * 2.0**-0.5)
+        own = self.ops.total([self.ops.lookup(table, tokens, scaled)])[0]
+        seen = Linear((c.width,), sizes, ops=self.ops, name="projection")(x) * c.width**-0.5
+        return self.ops.replicate((Norm(c.norm_eps, name="norm")(seen) + own) * 2.0**-0.5)
 
 
 class PerLayerInput(nn.Module):
     """A layer's own embedding, gated by the hidden state, normalised and added to it."""
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], own: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
         c = self.config
-        gate = ACTIVATIONS[c.activation](Linear((c.width,), (c.per_layer_width,), name="gate")(x))
-        out = Linear((c.per_layer_width,), (c.width,), name="projection")(gate * own)
+        gate = ACTIVATIONS[c.activation](
+            Linear((c.width,), (c.per_layer_width,), ops=self.ops, name="gate")(x)
+        )
+        out = Linear((c.per_layer_width,), (c.width,), ops=self.ops, name="projection")(gate * own)
         return x + Norm(c.norm_eps, name="norm")(out)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.models import moe, parallel
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import ACTIVATIONS, rms
-from mercury_jax.models.layers import dot, fan_in, weight
+from mercury_jax.models.layers import fan_in, weight
+from mercury_jax.models.ops import Ops, Term
 from mercury_jax.types import wide
 
 
@@ -20,6 +20,7 @@ class Router(nn.Module):
     """The `active` most probable experts of each token, their probabilities divided by their sum and scaled."""
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
@@ -29,9 +30,9 @@ class Router(nn.Module):
         w = weight(self, "w", fan_in(), (c.width, c.experts.count))
         each = self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
         seen = rms(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
-        chance = jax.nn.softmax(dot(seen, w, 1).astype(wide(x.dtype)), axis=-1)
+        chance = jax.nn.softmax(self.ops.dot(seen, w, 1).astype(wide(x.dtype)), axis=-1)
         best = functools.partial(jax.lax.top_k, k=c.experts.active)
-        weights, ids = parallel.by_rows(best, chance)
+        weights, ids = self.ops.map_rows(best, chance)
         weights = weights / weights.sum(axis=-1, keepdims=True)
         return ids, weights * each[ids].astype(weights.dtype)
 
@@ -40,17 +41,17 @@ class Mixture(nn.Module):
     """Experts over the flattened tokens. `routed`: what the router reads; `x`: what the experts read."""
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     @nn.compact
-    def part(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> parallel.Part:
+    def part(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Term:
         c = self.config
         assert c.experts is not None
         e = c.experts
-        ids, weights = Router(c, name="router")(routed)
+        ids, weights = Router(c, self.ops, name="router")(routed)
         gate_up = weight(self, "gate_up", _stacked(), (e.count, c.width, 2 * e.width))
         down = weight(self, "down", _stacked(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
-        experts = functools.partial(moe.experts, act=ACTIVATIONS[c.activation])
-        return parallel.mixture(x, ids, weights, (gate_up, down), experts)
+        return self.ops.mixture(x, ids, weights, (gate_up, down), ACTIVATIONS[c.activation])
 
 
 def _stacked(scale: float = 1.0) -> nn.initializers.Initializer:

@@ -12,14 +12,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.models import cache as kv_cache, masks, parallel, unembed
+from mercury_jax.models import cache as kv_cache, masks, unembed
 from mercury_jax.models.gemma.attention import pass_window, row_window
 from mercury_jax.models.gemma.block import Block
 from mercury_jax.models.gemma.config import GemmaConfig
 from mercury_jax.models.gemma.layers import Norm, PerLayer, Rotation, SelfConditioning, rotation, told
-from mercury_jax.types import Cache, Carry, Key, Model, Params, wide
+from mercury_jax.models.ops import Ops, sharded_rows
+from mercury_jax.models.parallel import ops_over
+from mercury_jax.types import Cache, Carry, Device, Key, Model, PackedPass, Params, Pass, wide
 
 # Axis names of each parameter, by path; see mercury_jax.sharding. Experts lie on `expert`.
 SHARDINGS = (
@@ -43,16 +46,17 @@ class Gemma(nn.Module):
     """Embedding, blocks, final norm. Submodules share one parameter tree."""
 
     config: GemmaConfig
+    ops: Ops = Ops()
 
     def setup(self) -> None:
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.blocks = [Block(c, i, name=f"block_{i}") for i in range(c.layers)]
+        self.blocks = [Block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = Norm(c.norm_eps, name="norm")
         if c.per_layer_width:
-            self.per_layer = PerLayer(c, name="per_layer")
+            self.per_layer = PerLayer(c, self.ops, name="per_layer")
         if c.self_conditioning:
-            self.conditioned = SelfConditioning(c, name="self_conditioning")
+            self.conditioned = SelfConditioning(c, self.ops, name="self_conditioning")
         if not c.tied:
             self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
@@ -89,10 +93,10 @@ class Gemma(nn.Module):
         """Embeddings as they are, and with what the pass before thought of the canvas."""
         c, kind = self.config, jnp.dtype(self.config.dtype)
         enter = lambda x: (x * c.width**0.5).astype(kind)
-        parts = [[parallel.lookup(self.embed, tokens, enter)]]
+        parts = [[self.ops.lookup(self.embed, tokens, enter)]]
         if c.self_conditioning:
             parts.append([self.conditioned.part(carry, (tokens.shape[0], tokens.shape[1]), kind)])
-        x, *signal = parallel.total(*parts)
+        x, *signal = self.ops.total(*parts)
         return x, told(x, signal[0], clean, c.norm_eps) if signal else x
 
 
@@ -160,31 +164,25 @@ def _empty_cache(config: GemmaConfig, batch: int, slots: int) -> Cache:
 
 
 def _apply(
-    net: Gemma, params: Params, tokens: Array, positions: Array, ranges: Array, carry: Carry = ()
+    net: Gemma, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
 ) -> Array:
-    clean, lowest = row_window(net.config, ranges)
-    return net.apply({"params": params}, tokens, positions, ranges, clean, lowest, carry)[0]
+    clean, lowest = row_window(net.config, given.ranges)
+    net = net.clone(ops=sharded_rows(mesh, device))
+    args = (given.tokens, given.positions, given.ranges, clean, lowest, given.self_cond)
+    return net.apply({"params": params}, *args)[0]
 
 
 def _forward(
-    net: Gemma,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    cache: Cache,
-    start: Int[Array, "B"],
-    n: Int[Array, "B"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-    carry: Carry = (),
-    *,
-    blind: int | None = None,
+    net: Gemma, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
 ) -> tuple[Array, Cache]:
-    c = net.config
-    run = masks.cached_pass(c, tokens, kv_cache.slots_of(cache), start, n, end, encoding, blind)
-    clean = jnp.broadcast_to(encoding[:, None], run.tokens.shape)
-    lowest = pass_window(c, run.positions, start, encoding)
-    if blind is not None:  # what the pass before thought of a token, its shadow must not know
+    run = masks.cached_pass(net.config, given, kv_cache.slots_of(given.cache))
+    clean = jnp.broadcast_to(given.encoding[:, None], run.tokens.shape)
+    lowest = pass_window(net.config, run.positions, given.start, given.encoding)
+    carry = given.self_cond
+    if (
+        given.leave_one_out is not None
+    ):  # a leave-one-out mask must not know what the pass before thought of its token
         carry = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), carry)
-    return net.apply(
-        {"params": params}, run.tokens, run.positions, run.ranges, clean, lowest, carry, cache, run.slots
-    )
+    net = net.clone(ops=ops_over(mesh, device))
+    args = (run.tokens, run.positions, run.ranges, clean, lowest, carry, given.cache, run.slots)
+    return net.apply({"params": params}, *args)

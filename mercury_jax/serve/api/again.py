@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from mercury_jax.decode import silent
-from mercury_jax.decode.effort import EFFORTS
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode import thinking
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.serve.chat.reply import Reply
 from mercury_jax.serve.engine.types import Busy, Job, Snapshot
 from mercury_jax.types import LM
@@ -105,17 +105,15 @@ def continued(lm: LM, context: int, opened: bool) -> Next:
             return None
         said, inside = tuple(last.tokens.tolist()), opened or job.thinking > 0
         left = context - len(job.prompt) - len(said) - 1
-        unfinished = last.finish == "length" and silent.thinks(tok, said, inside)
+        unfinished = last.finish == "length" and thinking.is_thinking(tok, said, inside)
         if unfinished and not job.thinking and left >= 2:
             answer = min(job.max_tokens, left - 1)
             room = min(EFFORTS["low"].thinking, left - answer)
             more = dataclasses.replace(job, prompt=(*job.prompt, *said), thinking=room, max_tokens=answer)
             return last, more
-        shut = silent.closed(tok, said, inside)
-        room = silent.room(tok, job.prompt, shut, job.max_tokens, context)
-        answer = dataclasses.replace(
-            job, prompt=room.prompt, max_tokens=room.max_tokens, thinking=0, visible=True
-        )
+        shut = thinking.close_thinking_ids(tok, said, inside)
+        behind, size = thinking.continuation_prompt(tok, job.prompt, shut, job.max_tokens, context)
+        answer = dataclasses.replace(job, prompt=tuple(behind.ids), max_tokens=size, thinking=0, visible=True)
         return (last if shut == said or marks is None else closed(last, marks.close)), answer
 
     return then

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.serve.chat.reply import Message
 from mercury_jax.serve.engine.types import Snapshot
 from mercury_jax.types import LM

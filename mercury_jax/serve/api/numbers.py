@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mercury_jax.decode.effort import EFFORTS, Effort
+from mercury_jax.decode.defaults import EFFORTS, Effort
 from mercury_jax.serve.api import errors
 from mercury_jax.serve.api.service import Service
 

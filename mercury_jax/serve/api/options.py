@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 
 # The vendor's names, which clients have built in: any of them gets the model that is loaded.
 VENDOR = (

@@ -10,7 +10,7 @@ them the client would read an answer that obeys nothing for one that does, so th
 
 from __future__ import annotations
 
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve.api.fields import (
     ALTERNATIVES,
     BIAS,

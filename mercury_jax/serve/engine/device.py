@@ -11,22 +11,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode import machine
-from mercury_jax.decode.amend import Amend, amend
-from mercury_jax.decode.state import Frame, Knobs, Program, State, admit, begin
+from mercury_jax.decode import decoder
+from mercury_jax.decode.constrained import CommittedTokens, write_committed
+from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
 from mercury_jax.types import Cache, Params
 
 
 class Report(NamedTuple):
     """What the host learns of each row after a dispatch; arrays of its own, so that the state may move on."""
 
-    text: Int[Array, "B S"]
-    known: Int[Array, "B"]
-    total: Int[Array, "B"]
-    reserve: Int[Array, "B"]
-    length: Int[Array, "B"]
-    forwards: Int[Array, "B"]
-    bad: Int[Array, "B"]
+    tokens: Int[Array, "B S"]
+    committed: Int[Array, "B"]
+    end: Int[Array, "B"]
+    answer_budget: Int[Array, "B"]
+    cache_length: Int[Array, "B"]
+    nfe: Int[Array, "B"]
+    nan_step: Int[Array, "B"]
     done: Bool[Array, "B"]
 
 
@@ -40,17 +40,17 @@ class Result(NamedTuple):
 
 
 def _run(
-    program: Program,
+    program: DecodeConfig,
     params: Params,
     state: State,
-    knobs: Knobs,
+    knobs: SamplingParams,
     leave: Bool[Array, "B"],
     limit: Int[Array, ""],
     passes: int,
 ) -> Result:
     """Up to `limit` passes, at most `passes`. leave: rows that end now, whatever they have written."""
     state = state._replace(done=state.done | leave)
-    state, frames, used = machine.run(program, params, state, knobs, passes, limit)
+    state, frames, used = decoder.run(program, params, state, knobs, passes, limit)
     assert frames is not None
     held = {name: getattr(state, name) for name in Report._fields}
     return Result(state, frames, used, Report(**jax.tree.map(jnp.copy, held)))
@@ -67,21 +67,19 @@ def run_on(where: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def start(program: Program, knobs: Knobs, text: Array, numbers: Int[Array, "6"]) -> State:
+def start(program: DecodeConfig, knobs: SamplingParams, text: Array, numbers: Int[Array, "6"]) -> State:
     """One row that wants `numbers`: known, total, most, reserve, seed, and how many keys it has already."""
     known, total, most, reserve, seed, length = (numbers[i : i + 1] for i in range(6))
     given = jnp.arange(text.shape[1])[None] < known[:, None]
     nothing = jnp.zeros_like(given)
-    state = begin(program, knobs, text, given, nothing, known, total, most, reserve, known, seed)
-    return state._replace(length=length)
+    rows = Rows(text, given, known, total, seed, nothing, known, most, reserve)
+    return first_state(program, knobs, rows)._replace(cache_length=length)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
-def encode(program: Program, params: Params, row: State, width: int, upto: Int[Array, ""]) -> State:
+def encode(program: DecodeConfig, params: Params, row: State, width: int, upto: Int[Array, ""]) -> State:
     """Encode a row's known text in passes of `width`, but no further than `upto`."""
-    held = row.known
-    row = machine.prefill(program, params, row._replace(known=jnp.minimum(held, upto)), width)
-    return row._replace(known=held)
+    return decoder.prefill(program, params, row, width, upto)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -98,7 +96,7 @@ def move(state: State, order: Int[Array, "b"], slots: int, width: int) -> State:
     def fit(path: Any, leaf: Array) -> Array:
         rows = leaf[jnp.maximum(order, 0)]
         name = path[0].name
-        size = {"canvas": width, "answer": width, "held": width, "carry": width}.get(name, slots)
+        size = {"canvas": width, "answer": width, "frozen": width, "self_cond": width}.get(name, slots)
         if name in _FLAT or leaf.ndim < 2 or leaf.shape[1] == size:
             return rows
         if leaf.shape[1] > size:
@@ -129,15 +127,15 @@ def lay(row: State, piece: Cache, at: Int[Array, ""]) -> State:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def write(program: Program, state: State, change: Amend, eos: Int[Array, "B"]) -> State:
-    """`amend` as a program."""
-    return amend(program, state, change, eos)
+def write(program: DecodeConfig, state: State, change: CommittedTokens, eos: Int[Array, "B"]) -> State:
+    """`write_committed` as a program."""
+    return write_committed(program, state, change, eos)
 
 
 @jax.jit
 def peek(state: State, slot: Int[Array, ""]) -> Any:
     """One row's log-probabilities."""
-    return jax.tree.map(lambda x: x[slot], state.nats)
+    return jax.tree.map(lambda x: x[slot], state.logprobs)
 
 
 def bytes_of(tree: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.gate import Gate
+from mercury_jax.decode.constrained import ConstrainedRow
 from mercury_jax.decode.state import Frame, State
 from mercury_jax.models import cache
 from mercury_jax.serve.engine import device, knobs, memory, moments, shapes
@@ -266,7 +266,7 @@ class Engine:
         marks = self.lm.tokenizer.thinking
         run.close = marks.close if job.thinking and marks is not None else -1
         if job.grammar is not None:
-            run.gate = Gate(job.grammar.walk(job.max_tokens))
+            run.gate = ConstrainedRow(job.grammar.walk(job.max_tokens))
             if not job.thinking:
                 run.gate.begin(len(job.prompt))
         self._counts["cached_tokens"] += cached
@@ -279,7 +279,7 @@ class Engine:
     def _fill(self, slots: Slots, filling: Filling) -> None:
         """Encode the next piece of a long prompt; behind the last one it takes its seat."""
         job, upto = filling.run.ticket.job, filling.upto + PIECE
-        size = filling.row.text.shape[1]
+        size = filling.row.tokens.shape[1]
         program = shapes.program(self.plan, size, knobs.CUT)
         filling.row = device.encode(program, self.lm.params, filling.row, shapes.WIDE, np.int32(upto))
         filling.upto = upto
@@ -304,23 +304,25 @@ class Engine:
             if report.done[slot]:
                 self._finish(slots, run, report, slot)
 
-    def _judge(self, run: Running, gate: Gate, frames: Frame, report: device.Report, slot: int) -> None:
+    def _judge(
+        self, run: Running, gate: ConstrainedRow, frames: Frame, report: device.Report, slot: int
+    ) -> None:
         """Show a grammar what the pass proposed; where the thinking has just been closed, begin the answer."""
-        n = int(frames.n[0, slot])
+        n = int(frames.used[0, slot])
         if gate.begun and n:
-            gate.look(int(frames.start[0, slot]), frames.answer[0, slot, :n], frames.settled[0, slot, :n])  # type: ignore[arg-type]
-        elif not gate.begun and report.reserve[slot] == 0:
-            gate.begin(int(report.known[slot]))
+            gate.propose(int(frames.start[0, slot]), frames.answer[0, slot, :n], frames.accepted[0, slot, :n])  # type: ignore[arg-type]
+        elif not gate.begun and report.answer_budget[slot] == 0:
+            gate.begin(int(report.committed[slot]))
 
     def _finish(self, slots: Slots, run: Running, report: device.Report, slot: int) -> None:
-        job, end = run.ticket.job, int(report.total[slot])
+        job, end = run.ticket.job, int(report.end[slot])
         found = slots.seats.index(run)  # the slots may have moved since
         logprobs = None
         if job.logprobs is not None:
             nats = jax.device_get(device.peek(slots.state, np.int32(found)))
             logprobs = moments.logprobs_of(nats, run, end)
-        encoded = min(int(report.length[slot]), end)
-        self._prefixes.keep(slots.state, found, report.text[slot, :end].tolist(), encoded, job.salt)
+        encoded = min(int(report.cache_length[slot]), end)
+        self._prefixes.keep(slots.state, found, report.tokens[slot, :end].tolist(), encoded, job.salt)
         slots.seats[found] = None
         final = moments.last(run, report, slot, self._ends, logprobs)
         self._counts["failed" if final.finish == "error" else "finished"] += 1

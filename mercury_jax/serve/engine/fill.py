@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import infill
-from mercury_jax.decode.holes import Hole, Row
-from mercury_jax.decode.lengths import Grid
+from mercury_jax.decode.infill import Hole, LengthSearch, Pieces, fill
+from mercury_jax.decode.request import Request
 from mercury_jax.decode.state import Frame
 from mercury_jax.serve.engine import knobs, moments
 from mercury_jax.serve.engine.ticket import Ticket
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 OPEN = 64  # most tokens of a hole whose length the model chooses: each length is a row of a batch
 BEHIND = 256  # tokens of the suffix that a canvas takes in
 # Lengths that double, in a few passes, and texts of any length in a few programs: somebody waits for the answer.
-GRID = Grid(quantum=256, growth=2.0, rows=8)
+GRID = LengthSearch(quantum=256, growth=2.0, rows=8)
 PASSES = 16
 
 
@@ -110,15 +109,8 @@ class Fills:
         chosen = knobs.sampler(self._menu, job, knobs.level_of(job), self._lm.model.config.vocab)
         watch = lambda frames: self._shown(ticket, row, jax.tree.map(lambda x: x[0], frames))
         try:
-            out = infill.fill(
-                self._lm,
-                [row],
-                chosen,
-                job.seed,
-                plan=Plan(steps=job.steps or PASSES),
-                watch=watch,
-                grid=GRID,
-            )
+            request = Request(sampler=chosen, seed=job.seed, plan=Plan(steps=job.steps or PASSES))
+            out = fill(self._lm, [row], request, on_frame=watch, search=GRID)
         except Left:
             return moments.ended(ticket, "cancelled")
         except ValueError as error:
@@ -131,23 +123,23 @@ class Fills:
         full = row[1].tokens is None and len(tokens) >= row[1].most
         return _whole(tokens, int(out.forwards[0]), "length" if full else "stop")
 
-    def _shown(self, ticket: Ticket, row: Row, frame: Frame) -> None:
+    def _shown(self, ticket: Ticket, row: Pieces, frame: Frame) -> None:
         """After each pass: has the client left, and what stands in a hole of a fixed length."""
         if ticket.cancelled or self._stop:
             raise Left
         size = row[1].tokens
-        if size is not None and frame.n[0] > 0:
+        if size is not None and frame.used[0] > 0:
             before = ticket.latest or moments.NOTHING
             skip = max(len(row[0]) - int(frame.start[0]), 0)
             here = slice(skip, skip + size)
             answer, settled, sure = (
-                np.asarray(x[0, here]) for x in (frame.answer, frame.settled, frame.confidence)
+                np.asarray(x[0, here]) for x in (frame.answer, frame.accepted, frame.confidence)
             )
             free = np.zeros(len(answer), bool)
             ticket.publish(Snapshot(answer, settled, sure, free, 0, 0, before.forwards + 1, 0))
 
 
-def _row(lm: LM, job: Job) -> Row:
+def _row(lm: LM, job: Job) -> Pieces:
     """Before, hole, behind. With `frames` the hole has its length, so that there is one canvas to watch."""
     hole = Hole(job.max_tokens) if job.frames else Hole(most=min(job.max_tokens, OPEN))
     behind: Sequence[int] = (job.suffix or ())[:BEHIND]

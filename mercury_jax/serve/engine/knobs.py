@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.decode import defaults, rules, shape
-from mercury_jax.decode.parts import Part, Sampler, Whole, complete
-from mercury_jax.decode.silent import visible
-from mercury_jax.decode.state import Knobs
+from mercury_jax.decode import defaults, processors, rules
+from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static, StoppingCriterion
+from mercury_jax.decode.state import SamplingParams
+from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.types import LM
 
@@ -33,8 +34,8 @@ class Menu(NamedTuple):
     """The rules that one compiled program offers, and what goes with each."""
 
     names: tuple[str, ...]
-    rules: tuple[Part, ...]
-    stops: tuple[Part, ...]
+    rules: tuple[Rule, ...]
+    stops: tuple[StoppingCriterion, ...]
     own: Sampler  # the model's own, completed: its shapers always apply
     revises: tuple[bool, ...]  # a settled token may still change
     visible: np.ndarray  # uint32 [1, words], the ids that show text
@@ -53,26 +54,28 @@ def menu(lm: LM, wanted: tuple[str, ...] | None = None) -> Menu:
 
     ValueError for one that is wanted and not among them.
     """
-    own = complete(defaults.sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive)
-    names = () if own.verify is not None else (UNIFORM if lm.corruption.mask is None else MASKED)
+    own = complete_sampler(
+        defaults.default_sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive
+    )
+    names = () if own.speculate is not None else (UNIFORM if lm.corruption.mask is None else MASKED)
     for name in wanted or ():
         if name not in (own.rule.name, *names):
             raise refuse("rules", name, ", ".join(dict.fromkeys((own.rule.name, *names))))
     names = [n for n in names if wanted is None or n in wanted]
-    made = [_bare(complete(rules.ALL[n](), lm.corruption)) for n in names if n != own.rule.name]
+    made = [_bare(complete_sampler(rules.ALL[n](), lm.corruption)) for n in names if n != own.rule.name]
     every = [_bare(own), *made]
     return Menu(
         names=tuple(s.rule.name for s in every),
         rules=tuple(s.rule for s in every),
-        stops=tuple(s.stop for s in every if s.stop is not None),
+        stops=tuple(s.stopping for s in every if s.stopping is not None),
         own=own,
-        visible=visible(lm.tokenizer, lm.model.config.vocab),
-        revises=tuple(lm.corruption.mask is None or s.rule.stop is not None for s in every),
+        visible=visible_ids(lm.tokenizer, lm.model.config.vocab),
+        revises=tuple(lm.corruption.mask is None or s.rule.stopping is not None for s in every),
     )
 
 
 def _bare(sampler: Sampler) -> Sampler:
-    return sampler._replace(verify=None)
+    return sampler._replace(speculate=None)
 
 
 def sampler(menu: Menu, job: Job, level: int, vocab: int) -> Sampler:
@@ -82,18 +85,22 @@ def sampler(menu: Menu, job: Job, level: int, vocab: int) -> Sampler:
     parts = [strict if i == which else part for i, part in enumerate(menu.rules)]
     more, allow = (), ()
     if level >= SHAPED:
-        more = (shape.repetition(float(job.repetition)), shape.presence(float(job.presence)),
-                shape.frequency(float(job.frequency)),
+        more = (processors.repetition(float(job.repetition)), processors.presence(float(job.presence)),
+                processors.frequency(float(job.frequency)),
                 _bias(job.bias, vocab))  # fmt: skip
         bits = menu.visible if job.visible else np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
-        allow = (shape.allow_bits(bits, 0),)
+        allow = (processors.allow_bits(bits, 0),)
     if level >= CUT:
-        more += (shape.top_k(job.top_k or vocab), shape.top_p(job.top_p), shape.min_p(job.min_p))
+        more += (
+            processors.top_k(job.top_k or vocab),
+            processors.top_p(job.top_p),
+            processors.min_p(job.min_p),
+        )
     rule = rules.one_of(parts, which)
-    warmth = menu.own.temperature if which == 0 else menu.rules[which].temperature
+    warmth: Any = menu.own.temperature if which == 0 else menu.rules[which].temperature
     warmth = float(warmth if job.temperature is None else job.temperature)
     stop = rules.one_of(menu.stops, which)
-    return Sampler(rule, (*menu.own.shape, *more), stop, temperature=warmth, allow=allow)
+    return Sampler(rule, (*menu.own.processors, *more), stop, temperature=warmth, allow=allow)
 
 
 def level_of(job: Job) -> int:
@@ -105,15 +112,15 @@ def level_of(job: Job) -> int:
     return SHAPED if shaped or ruled or job.logprobs is not None else PLAIN
 
 
-def _strict(part: Part, p: float | None) -> Part:
+def _strict(part: Rule, p: float | None) -> Rule:
     """The rule with its first knob, which is its strictness, set to p."""
-    if p is None or not part.knobs:
+    if p is None or not part.params:
         return part
-    name = next(iter(part.knobs))
-    return dataclasses.replace(part, knobs=part.knobs | {name: float(p)})
+    name = next(iter(part.params))
+    return dataclasses.replace(part, params=part.params | {name: float(p)})
 
 
-def _bias(table: Mapping[int, float], vocab: int) -> Part:
+def _bias(table: Mapping[int, float], vocab: int) -> LogitsProcessor:
     """A bias of the same shape whatever the table holds, made without the device."""
     if len(table) > BIASES:
         raise refuse("bias", f"{len(table)} ids", f"at most {BIASES}")
@@ -124,49 +131,49 @@ def _bias(table: Mapping[int, float], vocab: int) -> Part:
             raise refuse(f"bias[{id}]", value, "a finite number")
     pad = lambda x, fill, kind: np.array([*x, *[fill] * (BIASES - len(table))], kind)
     arrays: Any = (pad(table, -1, np.int32), pad(table.values(), 0.0, np.float32))
-    held = {"ids": Whole(arrays[0]), "values": Whole(arrays[1])}
-    return dataclasses.replace(shape.bias({0: 0.0}), knobs=held)
+    held = {"ids": Static(arrays[0]), "values": Static(arrays[1])}
+    return dataclasses.replace(processors.bias({0: 0.0}), params=held)
 
 
-def row(menu: Menu, job: Job, level: int, lm: LM, block: int) -> Knobs:
+def row(menu: Menu, job: Job, level: int, lm: LM, block: int) -> SamplingParams:
     """The knobs of one row as numpy arrays without a batch axis. block: tokens of one."""
     marks = lm.tokenizer.thinking
     made = sampler(menu, job, level, lm.model.config.vocab)
-    numbers = jax.tree.map(_typed, made, is_leaf=lambda x: isinstance(x, Whole))
+    numbers = jax.tree.map(_typed, made, is_leaf=lambda x: isinstance(x, Static))
     close = -1 if marks is None or not job.thinking else marks.close
     # The host takes at least one token of each pass of a gated row: so many steps are enough.
     steps = job.steps if job.grammar is None else block
     ints: Any = [np.int32(x) for x in (steps, lm.model.config.eos, close)]
-    return Knobs(numbers, *ints, gated=np.bool_(job.grammar is not None))
+    return SamplingParams(numbers, *ints, constrained=np.bool_(job.grammar is not None))
 
 
 def _typed(x: Any) -> np.ndarray:
     """A knob as the device holds it. A table becomes one row's own, so that each row may have another."""
-    x = np.asarray(x.value if isinstance(x, Whole) else x)
+    x = np.asarray(x.value if isinstance(x, Static) else x)
     if x.dtype.kind == "f":
         return x.astype(np.float32)
     return x.astype(np.uint32 if x.dtype == np.uint32 else np.int32)
 
 
-def constrain(all: Knobs, at: int, words: np.ndarray, start: int) -> None:
+def constrain(all: SamplingParams, at: int, words: np.ndarray, start: int) -> None:
     """Write the ids that may stand at position `start` of one row's answer, in place."""
     part = all.sampler.allow[0]
-    part.knobs["bits"][at], part.knobs["start"][at] = words, start
+    part.params["bits"][at], part.params["start"][at] = words, start
 
 
-def with_constraints(sent: Knobs, held: Knobs) -> Knobs:
-    """Knobs on the device with the constraints that the host holds now."""
+def with_constraints(sent: SamplingParams, held: SamplingParams) -> SamplingParams:
+    """SamplingParams on the device with the constraints that the host holds now."""
     part = sent.sampler.allow[0]
-    fresh = jax.device_put({name: held.sampler.allow[0].knobs[name] for name in part.knobs})
-    sampler = sent.sampler._replace(allow=(dataclasses.replace(part, knobs=fresh),))
+    fresh = jax.device_put({name: held.sampler.allow[0].params[name] for name in part.params})
+    sampler = sent.sampler._replace(allow=(dataclasses.replace(part, params=fresh),))
     return sent._replace(sampler=sampler)
 
 
-def stack(rows: int, one: Knobs) -> Knobs:
-    """Knobs [rows, ...] on the host, every row as `one`."""
+def stack(rows: int, one: SamplingParams) -> SamplingParams:
+    """SamplingParams [rows, ...] on the host, every row as `one`."""
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, axis=0), one)
 
 
-def put(all: Knobs, at: int, one: Knobs) -> None:
+def put(all: SamplingParams, at: int, one: SamplingParams) -> None:
     """Write one row's knobs, in place."""
     jax.tree.map(lambda rows, x: rows.__setitem__(at, x), all, one)

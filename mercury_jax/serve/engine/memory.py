@@ -143,7 +143,7 @@ def _passes(plan: shapes.Plan, shape: shapes.Shape) -> int:
     """An estimate of what one pass over all rows makes and drops: hidden states, and logits by chunks."""
     program, config = shapes.program(plan, shape.slots, shape.level), plan.lm.model.config
     positions = shape.rows * program.width + shapes.WIDE  # a long prompt is encoded beside
-    logits = shape.rows * program.window * min(config.vocab, program.piece) * COPIES
+    logits = shape.rows * program.window * min(config.vocab, program.vocab_chunk) * COPIES
     return 4 * (positions * config.width * HIDDEN + logits)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mercury_jax.decode.gate import Gate
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode.constrained import ConstrainedRow
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.decode.state import Frame
 from mercury_jax.serve.engine.device import Report
 from mercury_jax.serve.engine.ticket import NOTHING, Ticket
@@ -26,7 +26,7 @@ class Running:
     revises: bool  # its rule may still change what is settled
     close: int = -1  # the id that ends its thinking; -1: it does not think
     forwards: int = 0
-    gate: Gate | None = None  # of a grammar
+    gate: ConstrainedRow | None = None  # of a grammar
 
     @property
     def prompt(self) -> int:
@@ -39,18 +39,18 @@ def passing(
 ) -> Iterator[Snapshot]:
     """A snapshot for each denoising pass. frames, report: on the host."""
     for i in range(used):
-        if frames.n[i, slot] > 0:
+        if frames.used[i, slot] > 0:
             run.forwards += 1
             yield _passed(
-                run, jax.tree.map(lambda x, i=i: x[i, slot], frames), np.asarray(report.text[slot]), ends
+                run, jax.tree.map(lambda x, i=i: x[i, slot], frames), np.asarray(report.tokens[slot]), ends
             )
 
 
 def _passed(run: Running, frame: Frame, text: np.ndarray, ends: tuple[int, ...]) -> Snapshot:
     first = max(int(frame.start), run.prompt)  # a block may begin inside of the prompt
     skip = first - int(frame.start)
-    here = slice(skip, int(frame.n))
-    settled = np.concatenate([np.ones(first - run.prompt, bool), frame.settled[here]])
+    here = slice(skip, int(frame.used))
+    settled = np.concatenate([np.ones(first - run.prompt, bool), frame.accepted[here]])
     # What stands before the block is text for good, the close of a thinking included.
     tokens = np.concatenate([text[run.prompt : first], frame.answer[here]]).astype(np.int32)
     sure = np.concatenate([np.ones(first - run.prompt, np.float32), frame.confidence[here]])
@@ -79,7 +79,7 @@ def judged(run: Running, shown: Snapshot) -> Snapshot:
     gate = run.gate
     if gate is None or gate.first is None:
         return shown
-    begun, front = gate.first - run.prompt, gate.front - run.prompt
+    begun, front = gate.first - run.prompt, gate.frontier - run.prompt
     if len(shown.tokens) < begun:  # thinking that filled its room is closed behind the pass that was shown
         shown = _closed(run, shown, begun - len(shown.tokens))
     join = lambda old, new, kind: np.concatenate([old[:begun], new, old[front:]]).astype(kind)
@@ -111,8 +111,8 @@ def last(
     run: Running, report: Report, slot: int, ends: tuple[int, ...], logprobs: LogProbs | None
 ) -> Snapshot:
     """The last snapshot of a row that is done."""
-    text, end = np.asarray(report.text[slot]), int(report.total[slot])
-    bad = int(report.bad[slot])
+    text, end = np.asarray(report.tokens[slot]), int(report.end[slot])
+    bad = int(report.nan_step[slot])
     if bad >= 0:
         return _ended(run, "error", f"the model's logits are NaN in denoising pass {bad}")
     tokens = text[run.prompt : end].astype(np.int32)
@@ -123,7 +123,7 @@ def last(
     if run.gate is not None and run.gate.first is not None:
         forced[run.gate.first - run.prompt :] = run.gate.forced
     return Snapshot(
-        tokens, np.ones(len(tokens), bool), sure, forced, len(tokens), len(tokens), int(report.forwards[slot]),
+        tokens, np.ones(len(tokens), bool), sure, forced, len(tokens), len(tokens), int(report.nfe[slot]),
         run.cached, "stop" if int(text[end]) in ends else "length", "", logprobs,
     )  # fmt: skip
 
@@ -146,4 +146,4 @@ def logprobs_of(nats: Any, run: Running, end: int) -> LogProbs:
     """A row's log-probabilities, as many alternatives as the job asked for."""
     few = run.ticket.job.logprobs or 0
     where = slice(run.prompt, end)
-    return LogProbs(nats.token[where], nats.ids[where, :few], nats.top[where, :few])
+    return LogProbs(nats.chosen[where], nats.top_ids[where, :few], nats.top[where, :few])

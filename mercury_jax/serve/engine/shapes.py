@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mercury_jax.decode.program import bucket, slots_for
-from mercury_jax.decode.state import Program, State
+from mercury_jax.decode.request import bucket, slots_for
+from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.serve.engine import device, knobs
 from mercury_jax.serve.engine.types import Job, Settings
 from mercury_jax.sharding import along, apart, caches, over
@@ -45,8 +45,8 @@ def plan(lm: LM, settings: Settings) -> Plan:
     config, menu = lm.model.config, knobs.menu(lm, settings.rules)
     context = min(settings.context or config.context, config.context)
     block = settings.block or config.block
-    if menu.own.verify is not None:
-        block = min(block, menu.own.verify + 1)
+    if menu.own.speculate is not None:
+        block = min(block, menu.own.speculate + 1)
     lm = dataclasses.replace(lm, model=over(lm.model, apart(lm.params)))
     bare = Plan(lm, menu, settings, block, context, (settings.slots,), ())
     most = positions(bare, context)
@@ -58,7 +58,7 @@ def plan(lm: LM, settings: Settings) -> Plan:
 
 def positions(plan: Plan, tokens: int) -> int:
     """Positions of a slot that holds so many tokens: one canvas more, which is written behind them."""
-    blind = any(part.blind for part in plan.menu.rules)
+    blind = any(part.leave_one_out for part in plan.menu.rules)
     if plan.lm.model.config.pattern == "bidirectional":
         return bucket(tokens) * (2 if blind else 1)
     return slots_for(tokens, width_of(plan, tokens) * (2 if blind else 1), plan.context)
@@ -68,20 +68,22 @@ def width_of(plan: Plan, slots: int) -> int:
     """Positions of a canvas."""
     config = plan.lm.model.config
     if config.pattern == "bidirectional":
-        return slots // (2 if any(part.blind for part in plan.menu.rules) else 1)
-    return config.block if config.pattern == "block_causal" and plan.menu.own.verify is None else plan.block
+        return slots // (2 if any(part.leave_one_out for part in plan.menu.rules) else 1)
+    return (
+        config.block if config.pattern == "block_causal" and plan.menu.own.speculate is None else plan.block
+    )
 
 
-def program(plan: Plan, slots: int, level: int) -> Program:
+def program(plan: Plan, slots: int, level: int) -> DecodeConfig:
     """The program of a shape; the number of rows is not part of it."""
     width = width_of(plan, slots)
-    return Program(
+    return DecodeConfig(
         plan.lm.model,
         plan.lm.corruption,
         width=width,
         block=min(plan.block, width),
-        blind=any(part.blind for part in plan.menu.rules),
-        verify=plan.menu.own.verify is not None,
+        leave_one_out=any(part.leave_one_out for part in plan.menu.rules),
+        speculative=plan.menu.own.speculate is not None,
         logprobs=plan.settings.alternatives if level > knobs.PLAIN else None,
     )
 

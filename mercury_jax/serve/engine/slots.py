@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mercury_jax.decode.amend import nothing
-from mercury_jax.decode.state import Knobs, State
+from mercury_jax.decode.constrained import no_tokens
+from mercury_jax.decode.state import SamplingParams, State
 from mercury_jax.serve.engine import device, knobs, moments, shapes
 from mercury_jax.serve.engine.programs import Programs
 from mercury_jax.serve.engine.shapes import Shape
@@ -36,7 +36,7 @@ class Slots:
     shape: Shape = field(init=False)
     seats: list[moments.Running | None] = field(init=False)
     pending: deque[Pending] = field(default_factory=deque)
-    _knobs: list[Knobs] = field(init=False)  # by level, on the host
+    _knobs: list[SamplingParams] = field(init=False)  # by level, on the host
     _sent: Any = None  # those of the level in use, on the device
     _calm: int = 0
 
@@ -78,7 +78,7 @@ class Slots:
         """Put a row of this shape's positions into a free seat."""
         slot = self.seats.index(None)
         self.seats[slot] = run
-        if row.text.shape[1] != self.shape.slots:
+        if row.tokens.shape[1] != self.shape.slots:
             width = shapes.width_of(self.plan, self.shape.slots)
             row = device.move(row, np.zeros(1, np.int32), self.shape.slots, width)
         self.state = shapes.seated(self.plan, device.place(self.state, np.int32(slot), row))
@@ -91,19 +91,19 @@ class Slots:
         """Write what the grammars have accepted, and what they allow next."""
         gates = [(i, s.gate) for i, s in enumerate(self.seats) if s is not None and s.gate and s.gate.begun]
         program = shapes.program(self.plan, self.shape.slots, knobs.CUT)
-        while any(gate.news for _, gate in gates):
-            change = nothing(self.shape.rows, program.width)
+        while any(gate.pending for _, gate in gates):
+            change = no_tokens(self.shape.rows, program.width)
             for i, gate in gates:
-                if gate.news:
-                    gate.fill(change, i)
+                if gate.pending:
+                    gate.write(change, i)
             eos = np.asarray(self._knobs[self.shape.level].eos)
             self.state = shapes.seated(self.plan, device.write(program, self.state, change, eos))
         for i, gate in gates:
             seat = self.seats[i]
-            if not gate.over and seat is not None:
+            if not gate.ended and seat is not None:
                 words = gate.bits()
                 for rows in self._knobs[knobs.SHAPED :]:
-                    knobs.constrain(rows, i, words, gate.front - seat.prompt)
+                    knobs.constrain(rows, i, words, gate.frontier - seat.prompt)
         if gates and self._sent is not None:
             self._sent = knobs.with_constraints(self._sent, self._knobs[self.shape.level])
 

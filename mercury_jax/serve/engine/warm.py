@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mercury_jax.decode.amend import nothing
+from mercury_jax.decode.constrained import no_tokens
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import device, knobs, shapes
 from mercury_jax.serve.engine.prefix import piece_of
@@ -33,7 +33,7 @@ def around(plan: Plan, shape: Shape, state: State) -> State:
         one = device.lay(one, device.cut(state.cache, np.int32(0), np.int32(0), piece), np.int32(0))
     full = shapes.program(plan, shape.slots, knobs.CUT)
     eos = np.full(shape.rows, plan.lm.model.config.eos, np.int32)
-    state = shapes.seated(plan, device.write(full, state, nothing(shape.rows, full.width), eos))
+    state = shapes.seated(plan, device.write(full, state, no_tokens(shape.rows, full.width), eos))
     state = shapes.seated(plan, device.place(state, np.int32(0), one))
     device.peek(state, np.int32(0))
     return moved(plan, state, shape)

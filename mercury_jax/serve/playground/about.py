@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 from mercury_jax.decode import rules
-from mercury_jax.decode.effort import EFFORTS
-from mercury_jax.decode.parts import Part
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.sampler import Rule
 from mercury_jax.serve.engine import knobs
 from mercury_jax.serve.playground.frames import Labels
 from mercury_jax.serve.playground.request import MOST_CHARACTERS, MOST_STEPS, MOST_TOKENS
@@ -72,14 +72,14 @@ def _number(value: Any) -> float:
     return 0.0 if value is None else float(value)
 
 
-def _rule(part: Part) -> dict[str, Any]:
+def _rule(part: Rule) -> dict[str, Any]:
     """A rule's name, the first sentence of its docstring, and its first knob, which `p` sets."""
     about = (inspect.getdoc(rules.ALL[part.name]) or "").split("\n\n")[0].replace("\n", " ")
-    knob = next(iter(part.knobs), None)
+    knob = next(iter(part.params), None)
     return {
         "name": part.name,
         "about": about,
         "knob": knob,
-        "value": None if knob is None else _number(part.knobs[knob]),
+        "value": None if knob is None else _number(part.params[knob]),
         "temperature": _number(part.temperature),
     }

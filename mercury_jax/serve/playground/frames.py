@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.decode.output import decoded
+from mercury_jax.decode.sample import decode_answer
 from mercury_jax.serve.engine.types import Snapshot
 from mercury_jax.types import LM
 
@@ -88,7 +88,7 @@ def frame(labels: Labels, shown: Shown, changed: Iterable[int], snapshot: Snapsh
 
 def ending(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[str, Any]:
     """The last event: the whole text, as `sample` would return it."""
-    thinking, text = decoded(lm, snapshot.tokens, chat)
+    thinking, text = decode_answer(lm, snapshot.tokens, chat)
     return {
         "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish, "message": snapshot.message,
         "tokens": len(snapshot.tokens), "forwards": snapshot.forwards, "cached": snapshot.cached,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mercury_jax.decode import rules
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
-from mercury_jax.decode.prompts import normalise
+from mercury_jax.decode.inputs import encode_prompts
 from mercury_jax.serve.api.constraint import compiled
 from mercury_jax.serve.api.errors import invalid, refused
 from mercury_jax.serve.api.kinds import (
@@ -127,7 +127,7 @@ def _hole(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
 
 
 def _ids(lm: LM, text: str) -> tuple[int, ...]:
-    return tuple(normalise(lm, text)[0][0].ids)
+    return tuple(encode_prompts(lm, text)[0][0].ids)
 
 
 def _knobs(lm: LM, read: Mapping[str, Any], block: int) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _knobs(lm: LM, read: Mapping[str, Any], block: int) -> dict[str, Any]:
 def _check_strictness(name: str, p: float) -> None:
     """ApiError where `p` is no value of the rule's first parameter, which it sets."""
     allowed = next(iter(rules.ALL[name].ranges.values()), None)
-    if allowed is not None and not allowed.holds(p):
+    if allowed is not None and not allowed.contains(p):
         raise refused("p", p, f"of the rule {name}: {allowed}")
 
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.decode.program import bucket
-from mercury_jax.decode.read import forbid
+from mercury_jax.decode.request import bucket
+from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.fill import BEHIND, in_order
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.serve.playground.request import cells as cells_of
-from mercury_jax.types import LM, Model, Params
+from mercury_jax.types import LM, Model, Params, Pass
 
 TOP = 5
 
@@ -104,12 +104,13 @@ def _pass(
     time: Float[Array, ""],
 ) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
     known, n, at = (numbers[i : i + 1] for i in range(3))
-    told = lambda t: {"time": t[None]} if model.config.timed else {}
+    told = lambda t: t[None] if model.config.timed else None
     # Dead positions write past the end: one canvas more than anything that lives.
     cache = model.empty_cache(1, before.shape[1] + 2 * rest.shape[1])
     yes, zero = jnp.ones((1,), bool), jnp.zeros((1,), jnp.int32)
-    _, cache = model.forward(params, before, cache, zero, known, known, yes, (), **told(jnp.zeros_like(time)))
-    hidden, _ = model.forward(params, rest, cache, known, n, known + n, ~yes, (), **told(time))
+    clean = told(jnp.zeros_like(time))
+    _, cache = model.forward(params, Pass(before, cache, zero, known, known, yes, time=clean))
+    hidden, _ = model.forward(params, Pass(rest, cache, known, n, known + n, ~yes, time=told(time)))
     one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at[0], 1, axis=1), hidden)
     logits: Any = forbid(model.head(params, one)[0], forbidden)
     return jax.lax.top_k(jax.nn.softmax(logits[0]), TOP)

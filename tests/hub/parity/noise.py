@@ -1,6 +1,6 @@
 """The noise that `mj.sample` draws, for the reference to use in the place of its own.
 
-A canvas is keyed by the row's seed, the block's start and the step (decode/state.py, `row_key`), so every
+A canvas is keyed by the row's seed, the block's start and the step (decode/state.py, `step_key`), so every
 number can be drawn beforehand. jax draws other bits for 64-bit types, hence one set for each precision.
 """
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax import noise
-from mercury_jax.decode.state import row_key
+from mercury_jax.decode.state import step_key
 
 
 def drawn(
@@ -27,10 +27,10 @@ def drawn(
 
         def block(seed: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
             key = jax.random.key(seed)
-            first = prior(row_key(key, start, jnp.asarray(-1)), level)
+            first = prior(step_key(key, start, jnp.asarray(-1)), level)
 
             def one(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-                draw, refill, _ = jax.random.split(row_key(key, start, step), 3)
+                draw, refill, _ = jax.random.split(step_key(key, start, step), 3)
                 return jax.random.uniform(draw, (length,)), prior(refill, level)
 
             return first, *jax.vmap(one)(jnp.arange(steps, dtype=jnp.int32))

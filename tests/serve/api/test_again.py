@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.serve.api.again import joined
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api.scripted import Scripted, saying, snapshot

@@ -12,8 +12,9 @@ import pytest
 from mercury_jax import sample
 from mercury_jax.config import Plan
 from mercury_jax.decode import grammar, infill, rules
-from mercury_jax.decode.effort import EFFORTS
-from mercury_jax.decode.holes import Hole
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.infill import Hole
+from mercury_jax.decode.request import Request
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.shapes import Shape
 from mercury_jax.serve.engine.ticket import Ticket
@@ -191,7 +192,9 @@ def test_holes_are_filled_between_both_texts(engine):
     final = engine.submit(job).wait(60)
     assert len(final.tokens) == 6 and final.finish == "stop"
     row = [list(job.prompt), Hole(6), list(job.suffix)]
-    want = infill.fill(tiny(), [row], rules.threshold(), 0, plan=Plan(), watch=lambda frames: None)
+    want = infill.fill(
+        tiny(), [row], Request(sampler=rules.threshold(), plan=Plan()), on_frame=lambda frames: None
+    )
     assert final.tokens.tolist() == want.fillings[0][0].tolist()
 
 

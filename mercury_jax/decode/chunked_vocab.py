@@ -1,0 +1,316 @@
+"""Token statistics over a large vocabulary, computed in chunks.
+
+Rules need a few numbers per position (argmax, a draw, its probability, entropy, margin), not all V logits. For
+DiffusionGemma, 256 positions x 262,144 ids in fp32 are 268 MB per row; one chunk of 32,768 ids is 34 MB. This module
+walks over the vocabulary in chunks of `config.vocab_chunk` ids, reduces each chunk to partial statistics, and merges
+them exactly (an online softmax, Milakov and Gimelshein, arXiv 1805.02867). With self-conditioning the expected
+embedding is accumulated in the same walk, as the values of an attention whose keys are the ids.
+
+Where the embedding and the head are sharded over the mesh axis `tensor`, each device walks over its own ids, and one
+all-gather of the partial statistics and one sum of the embeddings merge them; gathering the tables would move
+gigabytes per pass. Used by `denoise.py` when no part of the sampler needs all logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.decode.sampler import Param, Sampler
+from mercury_jax.decode.state import DecodeConfig, SamplingParams, State
+from mercury_jax.decode.token_stats import NEVER, search_cdf
+from mercury_jax.decode.view import Observation, process_row
+from mercury_jax.sharding import along
+from mercury_jax.types import Carry, Params, TokenStats
+
+AXIS = "tensor"  # the mesh axis that shards the vocabulary
+TABLES = {"embed": P(AXIS), "head": P(None, AXIS)}  # as the path rules of all our models shard them
+
+
+class ChunkStats(NamedTuple):
+    """Statistics of one chunk of ids at each position of a row. Weights are relative to exp(max)."""
+
+    max: Float[Array, "L"]  # the largest logit
+    argmax: Int[Array, "L"]
+    second: Float[Array, "L"]  # the largest logit of the other ids
+    total: Float[Array, "L"]  # sum of exp(logit - max)
+    moment: Float[Array, "L"]  # sum of exp(logit - max) * (logit - max), for the entropy
+    canvas: Float[Array, "L"]  # logit of the token that the canvas holds; NEVER where it is in another chunk
+    eos: Float[Array, "L"]  # the same for the end of text
+    draw_total: Float[Array, "L"]  # sum of exp((logit - max) / temperature)
+    drawn: Int[Array, "L"]  # a draw among these ids at the sampler's temperature
+    drawn_logit: Float[Array, "L"]
+
+
+class SoftEmbedding(NamedTuple):
+    """The expected embedding so far: weights relative to exp(max), their sum, and the weighted sum."""
+
+    max: Float[Array, "B L 1"]
+    total: Float[Array, "B L 1"]
+    sum: Float[Array, "B L D"]
+
+
+def applies(config: DecodeConfig, sampler: Sampler) -> bool:
+    """Returns whether the vocabulary is processed in chunks: it is large, and no part needs all logits.
+
+    Args:
+        config: Static sizes.
+        sampler: Whose parts may need all logits.
+
+    Returns:
+        Whether to use `chunked_stats`.
+    """
+    separable = config.model.part is not None and not any(part.needs_logits for part in sampler.parts)
+    needs_all = (
+        config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None
+    )
+    return separable and not needs_all and config.model.config.vocab > config.vocab_chunk
+
+
+def chunked_stats(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    hidden: Any,
+    seen: Observation,
+    sampling: SamplingParams,
+) -> tuple[TokenStats, Carry]:
+    """Computes the statistics of every row, and the self-conditioning for the next pass.
+
+    A draw inverts the distribution over the chunks at one uniform, and the one within each chunk at another.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows, without its cache.
+        hidden: Of each row's window [B, L, ...].
+        seen: Of each row.
+        sampling: Of each row.
+
+    Returns:
+        The statistics [B, L], and the self-conditioning; () for models without.
+    """
+    vocab, mesh = config.model.config.vocab, config.model.mesh
+    rows = (state, hidden, seen, sampling)
+    if mesh is not None and along((AXIS,), vocab, mesh):
+        soft, chunks = _walk_sharded(config, mesh, params, rows)
+    else:
+        soft, chunks = _walk(config, params, 0, vocab, *rows)
+    temperature = jnp.asarray(sampling.sampler.temperature, jnp.float32)
+    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, seen.uniforms, temperature)
+    stats = stats._replace(p_eos=jnp.where(seen.view.eos[:, None] >= 0, stats.p_eos, 0.0))
+    return stats, () if soft is None else soft.sum / soft.total
+
+
+def _walk(
+    config: DecodeConfig,
+    params: Params,
+    base: int | Int[Array, ""],
+    count: int,
+    state: State,
+    hidden: Any,
+    seen: Observation,
+    sampling: SamplingParams,
+) -> tuple[SoftEmbedding | None, ChunkStats]:
+    """Walks over the `count` ids from `base` on, which are all that the tables of `params` hold.
+
+    Returns the expected embedding (None without self-conditioning) and the statistics of all chunks [P, B, L].
+    """
+    model, size, part = config.model, min(config.vocab_chunk, count), config.model.part
+    assert part is not None
+
+    def chunk(soft: SoftEmbedding | None, at: Any, size: int) -> tuple[SoftEmbedding | None, ChunkStats]:
+        first = base + at  # id of the chunk's first column, which is column `at` of the tables
+        logits = part(params, hidden, at, size)  # [B, L, size]
+        process = lambda row, one, x, sampling: process_row(config, row, one, x, sampling, first)
+        logits = jax.vmap(process)(state, seen, logits, sampling)
+        stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
+        if soft is not None:
+            assert model.mix is not None
+            top = jnp.maximum(soft.max, stats.max[..., None])
+            weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
+            total = soft.total * scale + weights.sum(-1, keepdims=True)
+            soft = SoftEmbedding(top, total, soft.sum * scale + model.mix(params, weights, at))
+        temperature = sampling.sampler.temperature
+        assert temperature is not None
+        return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
+
+    soft = None
+    if model.mix is not None:
+        zero = jnp.zeros((state.canvas.shape[0], config.window, 1), jnp.float32)
+        embedding = jnp.zeros((*zero.shape[:2], model.config.width), jnp.float32)
+        soft = SoftEmbedding(zero + NEVER, zero, embedding)
+    soft, chunks = jax.lax.scan(lambda soft, i: chunk(soft, i * size, size), soft, jnp.arange(count // size))
+    if count % size:
+        soft, last = chunk(soft, count - count % size, count % size)
+        chunks = jax.tree.map(lambda all, x: jnp.concatenate([all, x[None]]), chunks, last)
+    return soft, chunks
+
+
+def chunk_stats(
+    first_id: int | Int[Array, ""], logits: Float[Array, "L v"], canvas: Int[Array, "L"], eos: Int[Array, ""]
+) -> ChunkStats:
+    """Computes the statistics of one row and chunk, but for the draw.
+
+    Args:
+        first_id: The id of the first column.
+        logits: After the logits processors.
+        canvas: The tokens that the canvas holds now.
+        eos: The id that ends the answer, -1 for none.
+
+    Returns:
+        The statistics; the draw is the argmax.
+    """
+    best, at = logits.max(axis=-1), logits.argmax(axis=-1)
+    centred = logits - best[:, None]
+    e = jnp.exp(centred)
+
+    def logit_of(id: Int[Array, "L"]) -> Float[Array, "L"]:
+        inside = (id >= first_id) & (id < first_id + logits.shape[-1])
+        return jnp.where(inside, _pick(logits, jnp.clip(id - first_id, 0, logits.shape[-1] - 1)), NEVER)
+
+    argmax = (at + first_id).astype(jnp.int32)
+    return ChunkStats(
+        max=best,
+        argmax=argmax,
+        second=jnp.where(jnp.arange(logits.shape[-1]) == at[:, None], -jnp.inf, logits).max(axis=-1),
+        total=e.sum(axis=-1),
+        moment=(e * centred).sum(axis=-1),
+        canvas=logit_of(canvas),
+        eos=logit_of(jnp.full_like(canvas, eos)),
+        draw_total=jnp.ones_like(best),
+        drawn=argmax,
+        drawn_logit=best,
+    )
+
+
+def draw_in_chunk(
+    stats: ChunkStats,
+    logits: Float[Array, "B L v"],
+    uniforms: Float[Array, "B L"],
+    temperature: Param,
+    first_id: int | Int[Array, ""],
+) -> ChunkStats:
+    """Draws a token of the chunk for every position; computed only if some row draws at all.
+
+    Args:
+        stats: Of the chunk [B, L].
+        logits: Of the chunk.
+        uniforms: In [0, 1).
+        temperature: 0 keeps the argmax.
+        first_id: The id of the first column.
+
+    Returns:
+        The statistics with `draw_total`, `drawn` and `drawn_logit`.
+    """
+    temperature = jnp.asarray(temperature, jnp.float32)
+
+    def draw() -> tuple[Array, Array, Array]:
+        scaled = (logits - stats.max[..., None]) / jnp.maximum(temperature, 1e-6)[:, None, None]
+        weights = jnp.exp(scaled)
+        column = search_cdf(weights, jnp.minimum(uniforms, 1.0 - 1e-6))
+        return weights.sum(-1), (column + first_id).astype(jnp.int32), _pick(logits, column)
+
+    greedy = lambda: (stats.draw_total, stats.drawn, stats.drawn_logit)
+    total, drawn, logit = jax.lax.cond(jnp.any(temperature > 0), draw, greedy)
+    return stats._replace(draw_total=total, drawn=drawn, drawn_logit=logit)
+
+
+def _pick(logits: Float[Array, "*s v"], column: Int[Array, "*s"]) -> Float[Array, "*s"]:
+    return jnp.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
+
+
+def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[Array, ""]) -> TokenStats:
+    """Merges the statistics of one row's chunks.
+
+    Args:
+        c: [P, L], in the order of their ids.
+        uniforms: Choose the chunk of each draw.
+        temperature: Of the draw; 0 takes the argmax.
+
+    Returns:
+        The statistics [L], as `token_stats` computes them from all logits.
+    """
+    best, winner = c.max.max(axis=0), c.max.argmax(axis=0)  # [L]
+    gap = c.max - best  # [P, L], at most 0
+    total = (c.total * jnp.exp(gap)).sum(axis=0)
+    moment = (jnp.exp(gap) * (c.moment + gap * c.total)).sum(axis=0)
+    of_chunk = lambda x, index: jnp.take_along_axis(x, index[None], axis=0)[0]
+    second = jnp.where(jnp.arange(len(gap))[:, None] == winner, c.second, c.max).max(axis=0)
+    argmax = of_chunk(c.argmax, winner)
+    # The chunk of the draw: invert the distribution over chunks.
+    ends = jnp.cumsum(c.draw_total * jnp.exp(gap / jnp.maximum(temperature, 1e-6)), axis=0)
+    target = jnp.minimum(uniforms, 1.0 - 1e-6) * ends[-1]
+    which = jnp.where(temperature > 0, jnp.minimum((ends <= target).sum(axis=0), len(gap) - 1), winner)
+    p = lambda logit: jnp.exp(logit - best) / total
+    return TokenStats(
+        argmax=argmax,
+        sample=jnp.where(temperature > 0, of_chunk(c.drawn, which), argmax),
+        p_argmax=1.0 / total,
+        p_sample=p(jnp.where(temperature > 0, of_chunk(c.drawn_logit, which), best)),
+        p_canvas=p(c.canvas.max(axis=0)),
+        entropy=jnp.log(total) - moment / total,
+        margin=(1.0 - jnp.exp(second - best)) / total,
+        p_eos=p(c.eos.max(axis=0)),
+    )
+
+
+def _walk_sharded(
+    config: DecodeConfig, mesh: Mesh, params: Params, rows: tuple[Any, ...]
+) -> tuple[SoftEmbedding | None, ChunkStats]:
+    """Walks over a vocabulary whose tables are sharded over `tensor`, each device over its own ids.
+
+    rows: arguments of `_walk`; every leaf has the batch axis first.
+    """
+    tables = {name: params[name] for name in TABLES if name in params}
+    count = config.model.config.vocab // mesh.shape[AXIS]
+    row = along(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None
+
+    def own(tables: Params, *rows: Any) -> tuple[SoftEmbedding | None, ChunkStats]:
+        soft, chunks = _walk(config, tables, jax.lax.axis_index(AXIS) * count, count, *rows)
+        chunks = gather_chunks(chunks)
+        return (None if soft is None else sum_embeddings(soft, chunks.max.max(axis=0)[..., None])), chunks
+
+    specs = ({name: TABLES[name] for name in tables}, *[P(row)] * len(rows))
+    spread = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=(P(row), P(None, row)), check_vma=False)
+    return spread(tables, *rows)
+
+
+def gather_chunks(chunks: ChunkStats) -> ChunkStats:
+    """Gathers the chunks [P, B, L] of all devices along P, by one all-gather of their bits."""
+    wide = chunks.max.dtype
+    bits = jnp.int32 if wide.itemsize == 4 else jnp.int64
+
+    def pack(x: Array) -> Array:
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return x.astype(bits)
+        return jax.lax.bitcast_convert_type(x.astype(wide), bits)
+
+    def unpack(x: Array, like: Array) -> Array:
+        if jnp.issubdtype(like.dtype, jnp.integer):
+            return x.astype(like.dtype)
+        return jax.lax.bitcast_convert_type(x, wide).astype(like.dtype)
+
+    leaves, tree = jax.tree.flatten(chunks)
+    packed = jax.lax.all_gather(jnp.stack([pack(x) for x in leaves]), AXIS, axis=1, tiled=True)
+    return tree.unflatten([unpack(x, like) for x, like in zip(packed, leaves)])
+
+
+def sum_embeddings(soft: SoftEmbedding, best: Float[Array, "B L 1"]) -> SoftEmbedding:
+    """Sums the expected embeddings of all devices.
+
+    Args:
+        soft: Of this device, relative to exp(soft.max).
+        best: The largest logit of all devices.
+
+    Returns:
+        The sum, relative to exp(best).
+    """
+    shares = jnp.concatenate([soft.total, soft.sum], axis=-1) * jnp.exp(soft.max - best)
+    every = jax.lax.psum(shares, AXIS)
+    return soft._replace(max=best, total=every[..., :1], sum=every[..., 1:])

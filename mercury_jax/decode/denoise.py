@@ -1,0 +1,359 @@
+"""One denoising step of all rows: token statistics, the rule's decision, the stopping criterion, commit.
+
+`denoise` works on the batch and vmaps `decide`, which works on one row. A row's step ends in one of two ways: its
+canvas becomes what the rule proposed, or its block is finished and written to `tokens`, where the next passes encode
+it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.decode import chunked_vocab
+from mercury_jax.decode.sampler import Param
+from mercury_jax.decode.state import (
+    DecodeConfig,
+    Frame,
+    Rows,
+    SamplingParams,
+    State,
+    Window,
+    close_thinking,
+    ends_text,
+    first_state,
+    window_of,
+    window_offset,
+)
+from mercury_jax.decode.token_stats import (
+    LogprobBuffer,
+    draw,
+    forbid,
+    slice_at,
+    token_stats,
+    update_logprobs,
+    write_at,
+)
+from mercury_jax.decode.view import Observation, observe, process_row
+from mercury_jax.types import Params, Proposal, TokenStats, View, wide
+
+
+def select_rows(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
+    """Takes `new` where a row is selected, else `old`. Only for small leaves: never over a cache.
+
+    Args:
+        rows: Which rows take the new values.
+        new: A tree with the batch axis first.
+        old: A tree of the same structure.
+
+    Returns:
+        The selected tree.
+    """
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
+
+
+def denoise(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    sampling: SamplingParams,
+    hidden: Any,
+    leave_one_out: Any,
+    rows: Bool[Array, "B"],
+) -> tuple[State, Frame]:
+    """Takes one denoising step.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows, with the cache that this pass has written.
+        sampling: Of each row.
+        hidden: Of each row's window [B, L, ...].
+        leave_one_out: The same by masks that do not see the token at their position; None unless the rule asks.
+        rows: Which rows denoise; the others keep their state.
+
+    Returns:
+        The next state, and a frame that shows each row's window.
+    """
+    small = state._replace(cache=(), self_cond=())  # what a row's own step may look at
+    seen = jax.vmap(functools.partial(observe, config))(small, sampling)
+    # 1. Statistics of each position, and the self-conditioning for the next pass.
+    if chunked_vocab.applies(config, sampling.sampler):
+        stats, self_cond = chunked_vocab.chunked_stats(config, params, small, hidden, seen, sampling)
+        raw = None
+    else:
+        raw = config.model.head(params, hidden)  # [B, L, V]
+        logits = jax.vmap(functools.partial(process_row, config))(small, seen, raw, sampling)
+        drawn = _draw_rows(logits, seen.uniforms, sampling.sampler.temperature)
+        view = seen.view._replace(logits=logits)
+        stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
+        self_cond = config.model.condition(params, logits)
+        seen = seen._replace(view=view)
+    other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
+    # 2. The rule's decision, row by row.
+    step = functools.partial(decide, config)
+    changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits, sampling)
+    moved = state._replace(
+        **{name: select_rows(rows, new, getattr(state, name)) for name, new in changes.items()},
+        self_cond=select_rows(rows, _window_into_canvas(config, state, self_cond), state.self_cond),
+        nfe=state.nfe + rows,
+    )
+    # 3. What this pass shows.
+    offset = window_offset(config, state.cache_length, state.committed)
+    answer = jax.vmap(lambda x, start: slice_at(x, start, config.window))(moved.answer, offset)
+    used = moved.used if config.variable_length else jax.vmap(lambda row: window_of(config, row).used)(small)
+    frame = Frame(
+        state.cache_length + offset, jnp.where(rows, used, 0), answer, accepted, confidence, moved.done
+    )
+    return moved, frame
+
+
+def _draw_rows(
+    logits: Float[Array, "B L V"], uniforms: Float[Array, "B L"], temperature: Param | None
+) -> Int[Array, "B L"]:
+    """Draws the tokens of every row; the cumulative sums are computed only if some row draws at all."""
+    warmth = jnp.asarray(temperature, jnp.float32)
+    sample = lambda: jax.vmap(draw)(logits, uniforms, warmth)
+    greedy = lambda: logits.argmax(-1).astype(jnp.int32)
+    return jax.lax.cond(jnp.any(warmth > 0), sample, greedy)
+
+
+def _window_into_canvas(config: DecodeConfig, state: State, self_cond: Any) -> Any:
+    """The self-conditioning of the canvas after this step: that of the window [B, L, D] put into it [B, W, D]."""
+    if config.window == config.width:
+        return self_cond
+    offset = window_offset(config, state.cache_length, state.committed)
+    put = jax.vmap(
+        lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 0)
+    )
+    return jax.tree.map(lambda old, new: put(old, new, offset), state.self_cond, self_cond)
+
+
+class Decision(NamedTuple):
+    """A rule's proposal with the given tokens put back, before it is committed."""
+
+    proposal: Proposal
+    frozen: Bool[Array, "L"]
+    open: Bool[Array, "L"]  # still noise
+    row_end: Int[Array, ""]
+    block_end: Int[Array, ""]
+
+
+def decide(
+    config: DecodeConfig,
+    row: State,
+    seen: Observation,
+    stats: TokenStats,
+    raw: Float[Array, "L V"] | None,
+    other_logits: Float[Array, "L V"] | None,
+    params: SamplingParams,
+) -> tuple[dict[str, Any], Bool[Array, "L"], Float[Array, "L"]]:
+    """Applies the rule and the stopping criterion to one row, and commits its block where that is finished.
+
+    Args:
+        config: Static sizes.
+        row: One row of a state.
+        seen: Of the row.
+        stats: Of its window.
+        raw: Logits before any processor; None where the vocabulary was processed in chunks.
+        other_logits: Of leave-one-out masks, or None.
+        params: Of the row.
+
+    Returns:
+        The fields of the state that change, which positions are accepted, and the confidence of each.
+    """
+    sampler, window = params.sampler, seen.window
+    view = seen.view._replace(stats=stats, leave_one_out=stats)
+    if other_logits is not None:
+        logits = forbid(other_logits, config.never_emitted)
+        argmax = logits.argmax(-1).astype(jnp.int32)
+        view = view._replace(leave_one_out=token_stats(logits, view.canvas, argmax, view.eos))
+    proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
+    if not isinstance(params.constrained, tuple):
+        proposal = sample_front(view, proposal, params.constrained & (row.answer_budget == 0))
+    decision = _restore_given(config, row, view, window, proposal)
+    assert sampler.stopping is not None
+    stopped, stopping_memory = sampler.stopping(view, decision.proposal, row.memory[1])
+    is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)  # ends the row; the caller names the pass
+    changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan, params)
+    changes |= dict(
+        memory=(rule_memory, stopping_memory),
+        nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
+        done=changes["done"] | is_nan,
+    )
+    if isinstance(row.logprobs, LogprobBuffer):
+        assert raw is not None
+        source = decision.proposal.source if config.variable_length else None
+        changed = view.masked | (decision.proposal.canvas != view.canvas)
+        changes["logprobs"] = update_logprobs(
+            row.logprobs, raw, decision.proposal.answer, changed, window.at[0], source
+        )
+    return changes, accepted, stats.p_argmax
+
+
+def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -> Proposal:
+    """For grammar-constrained rows, always samples the first open token, which the host commits.
+
+    Args:
+        view: Of one row.
+        proposal: Of the rule, which may leave that token open.
+        constrained: Whether a grammar applies to the row now.
+
+    Returns:
+        The proposal with that token drawn.
+    """
+    first = constrained & view.editable & (jnp.cumsum(view.editable) == 1)
+    waits = first & (proposal.canvas != proposal.answer)
+    put = lambda old: jnp.where(waits, view.stats.sample, old)
+    return proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
+
+
+def _restore_given(
+    config: DecodeConfig, row: State, view: View, window: Window, proposal: Proposal
+) -> Decision:
+    """The proposal with given tokens put back where they belong, moved along where the rule moved them."""
+    mask = config.corruption.mask
+    if not config.variable_length:
+        keep = lambda new: jnp.where(view.editable, new, view.canvas).astype(jnp.int32)
+        proposal = proposal._replace(canvas=keep(proposal.canvas), answer=keep(proposal.answer))
+        is_open = view.editable if mask is None else view.editable & (proposal.canvas == mask)
+        return Decision(proposal, window.frozen, is_open, row.end, window.end)
+    proposal, frozen = _moved_proposal(config, view, window, proposal)
+    editable = ~frozen & (jnp.arange(config.window) < proposal.used)
+    is_open = editable if mask is None else editable & (proposal.canvas == mask)
+    # The window is the whole canvas here, so the end of the row moves with it.
+    row_end = (row.end + proposal.used - view.used).astype(jnp.int32)
+    return Decision(proposal, frozen, is_open, row_end, window.at[0] + proposal.used)
+
+
+def _moved_proposal(
+    config: DecodeConfig, view: View, window: Window, proposal: Proposal
+) -> tuple[Proposal, Bool[Array, "L"]]:
+    """The proposal of a rule of variable length; dropped if it loses or reorders a given token."""
+    at = jnp.arange(config.window)
+    used = jnp.clip(proposal.used, 0, jnp.minimum(view.used + view.growth, config.window))
+    source = jnp.where(at < used, proposal.source, -1)
+    old = jnp.maximum(source, 0)
+    frozen = (source >= 0) & window.frozen[old]
+    order = jnp.where(frozen, source, -1)
+    before = jnp.concatenate([jnp.array([-1]), jax.lax.cummax(order)[:-1]])
+    valid = jnp.all(~frozen | (order > before))
+    valid &= frozen.sum() == (window.frozen & (at < view.used)).sum()
+    mask = config.corruption.mask or 0
+    put = lambda new: jnp.where(frozen, view.canvas[old], jnp.where(at < used, new, mask))
+    unchanged = Proposal(view.canvas, view.answer, view.used, at)
+    moved = Proposal(put(proposal.canvas), put(proposal.answer), used, source)
+    pick = lambda a, b: jnp.where(valid, a, b).astype(jnp.int32)
+    return jax.tree.map(pick, moved, unchanged), jnp.where(valid, frozen, window.frozen)
+
+
+def _commit(
+    config: DecodeConfig,
+    row: State,
+    view: View,
+    window: Window,
+    decision: Decision,
+    stopped: Bool[Array, ""],
+    params: SamplingParams,
+) -> tuple[dict[str, Any], Bool[Array, "L"]]:
+    """Writes the proposal into the canvas, and a finished block into the tokens."""
+    proposal, at = decision.proposal, window.at
+    editable = ~decision.frozen & (at < decision.block_end)
+    # Tokens that end what is being written: the end of text, and while thinking also the token that closes it.
+    thinking = (row.answer_budget > 0) & (params.end_thinking >= 0)
+    ends = lambda tokens: (
+        editable & (ends_text(config, tokens, params) | (thinking & (tokens == params.end_thinking)))
+    )
+    first_end = jnp.min(jnp.where(ends(proposal.answer), at, decision.row_end))
+    finished = stopped | (view.step + 1 >= view.steps)
+    assert params.sampler.stopping is not None
+    if config.corruption.mask is not None and params.sampler.stopping.name == "filled":
+        # The chain holds an end of text with nothing open before it: the rest need not be decided. Not under
+        # another stopping criterion, where the rule may still revise what the canvas holds.
+        far = at[-1] + 1
+        first_open = jnp.min(jnp.where(decision.open, at, far))
+        finished |= jnp.min(jnp.where(ends(proposal.canvas), at, far)) < first_open
+    if not isinstance(params.constrained, tuple):  # the host commits, but for the thinking
+        finished &= ~params.constrained | (row.answer_budget > 0)
+    # A row that ends keeps its end-of-text token just behind its text.
+    behind = finished & (at > first_end) & editable & (params.eos >= 0)
+    answer = jnp.where(behind, view.eos, proposal.answer)
+    end = jnp.where(finished, jnp.minimum(decision.row_end, first_end), decision.row_end)
+    committed = jnp.where(finished, jnp.minimum(decision.block_end, end), row.committed)
+    # The tokens with the window in them: the active block's answer, the rest as it was.
+    writable = (at < decision.block_end) & (~decision.frozen | config.variable_length)
+    old = jax.lax.dynamic_slice_in_dim(row.tokens, at[0], config.window)
+    written = write_at(row.tokens, jnp.where(writable, answer, old), at[0])
+    changes: dict[str, Any] = dict(
+        tokens=jnp.where(finished, written, row.tokens),
+        committed=committed,
+        end=end,
+        canvas=write_at(row.canvas, proposal.canvas, window.offset),
+        answer=write_at(row.answer, answer, window.offset),
+        frozen=write_at(row.frozen, decision.frozen, window.offset),
+        step=jnp.where(finished, -1, row.step + 1),
+        done=row.done | (finished & (committed >= end)),
+    )
+    if config.variable_length:
+        given = write_at(row.given, decision.frozen & (at < decision.block_end), at[0])
+        changes |= dict(
+            given=jnp.where(finished, given, row.given), used=decision.block_end - row.cache_length
+        )
+    if config.speculative:  # the draft waits for its verification; nothing is written yet
+        changes |= dict(tokens=row.tokens, committed=row.committed, end=row.end, done=row.done)
+        changes |= dict(unverified=finished, step=row.step + 1)
+    else:
+        changes |= close_thinking(row, changes, params)
+    for name in {"committed", "end", "step", "used"} & set(changes):
+        changes[name] = changes[name].astype(jnp.int32)
+    return changes, (proposal.canvas == answer) | finished
+
+
+def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
+    """Traces a user's own rule, processors or stopping criterion as a step calls them, before anything is compiled.
+
+    They would otherwise be called first where a program is traced, which is after long prompts were encoded and, for a
+    stream, at its first output. Nothing is computed, and the model is not traced. Samplers whose parts are all of this
+    package are not traced; of others each is traced once, whatever the values of its parameters.
+
+    Args:
+        config: Its canvas, block and vocabulary give the shapes.
+        sampling: Every leaf has the batch axis first.
+
+    Raises:
+        ValueError: A part fails or returns something else than its kind must.
+    """
+    functions = [
+        f for part in sampling.sampler.parts for f in getattr(part.function, "functions", (part.function,))
+    ]
+    if all(getattr(f, "__module__", "").startswith("mercury_jax.") for f in functions):
+        return
+    leaves, tree = jax.tree.flatten(sampling)
+    _trace_parts(config, tree, tuple((x.shape[1:], jnp.result_type(x)) for x in leaves))
+
+
+@functools.lru_cache(maxsize=512)
+def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
+    """Traces one row's denoising step with zeros in place of the model's logits."""
+    model_config, int32 = config.model.config, jnp.int32
+
+    def one_step(params: SamplingParams) -> Any:
+        zero, blank = jnp.zeros((1,), int32), jnp.zeros((1, config.width), int32)
+        none = jnp.zeros(blank.shape, bool)
+        rows = Rows(blank, none, zero, zero + 1, zero, none, zero, zero + 1, zero)  # type: ignore[arg-type]
+        state = first_state(config, jax.tree.map(lambda x: x[None], params), rows)
+        row = jax.tree.map(lambda x: x[0], state._replace(cache=(), self_cond=()))
+        raw = jnp.zeros((config.window, model_config.vocab), wide(jnp.dtype(model_config.dtype)))
+        seen = observe(config, row, params)
+        logits = process_row(config, row, seen, raw, params)
+        stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
+        if not chunked_vocab.applies(config, params.sampler):
+            seen = seen._replace(view=seen.view._replace(logits=logits))
+        return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None, params)
+
+    shapes = tree.unflatten([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves])
+    jax.eval_shape(one_step, shapes)

@@ -1,0 +1,135 @@
+"""Combinations: several rules chosen per row, autoregressive decoding, and self-speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import jax
+
+from mercury_jax.config import refuse
+from mercury_jax.decode.ranges import AtLeast, Between, check_number
+from mercury_jax.decode.registration import sampler_preset
+from mercury_jax.decode.rules.masked import confidence
+from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion
+
+Part = TypeVar("Part", Rule, StoppingCriterion)
+
+
+class _Switch(NamedTuple):
+    """Runs one of several functions; a tuple, so that equal choices share one compilation."""
+
+    functions: tuple[Callable[..., Any], ...]
+
+    def __call__(self, *args: Any, which: Any, **params: Any) -> tuple[Any, Memory]:
+        *others, memory = args
+
+        def branch(i: int) -> Callable[[Memory], tuple[Any, Memory]]:
+            def run(memory: Memory) -> tuple[Any, Memory]:
+                result, own = self.functions[i](*others, memory[i], **params[str(i)])
+                return result, (*memory[:i], own, *memory[i + 1 :])
+
+            return run
+
+        return jax.lax.switch(which, [branch(i) for i in range(len(self.functions))], memory)
+
+
+class _Inits(NamedTuple):
+    inits: tuple[Callable[..., Memory], ...]
+
+    def __call__(self, canvas: jax.Array, vocab: int) -> Memory:
+        return tuple(init(canvas, vocab) for init in self.inits)
+
+
+def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
+    """Combines several rules, or several stopping criteria; a number per row chooses which one applies.
+
+    Under `vmap` all of them run and one result is taken, so this is for parts that are cheap beside a forward pass.
+
+    Args:
+        parts: Rules alone, or stopping criteria alone. A rule of variable length cannot be combined with others.
+        which: Index of the part; one number, or one per row.
+
+    Returns:
+        A rule or stopping criterion.
+
+    Raises:
+        ValueError: No parts, parts that cannot be combined, or an index that names none of them.
+    """
+    if isinstance(parts, Rule | StoppingCriterion) or not parts:
+        raise refuse("one_of parts", parts, "a list of at least one rule, or stopping criterion")
+    kind = type(parts[0])
+    for i, part in enumerate(parts):
+        if kind not in (Rule, StoppingCriterion) or not isinstance(part, kind):
+            allowed = "rules alone, or stopping criteria alone"
+            raise refuse(f"one_of parts[{i}]", getattr(part, "name", part), allowed)
+    which = check_number("one_of(which=)", which, Between(0, len(parts) - 1, integer=True))
+    shared: dict[str, Any] = dict(
+        function=_Switch(tuple(p.function for p in parts)),
+        init=_Inits(tuple(p.init for p in parts)),
+        params={"which": which} | {str(i): p.params for i, p in enumerate(parts)},
+        name="one_of",
+        needs_logits=any(p.needs_logits for p in parts),
+    )
+    if kind is StoppingCriterion:
+        return StoppingCriterion(**shared)
+    rules: Sequence[Any] = parts
+    variable = [p.name for p in rules if p.variable_length]
+    if len(rules) > 1 and variable:
+        raise refuse("one_of parts", variable, "rules that keep the number of tokens")
+    noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
+    if not noise:
+        raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
+    return Rule(
+        **shared,
+        temperature=rules[0].temperature,
+        stopping=rules[0].stopping,
+        noise=noise,
+        leave_one_out=any(p.leave_one_out for p in rules),
+        variable_length=bool(variable),
+    )
+
+
+@sampler_preset(name="autoregressive")
+def autoregressive(temperature: Annotated[Param, AtLeast(0)] = 0.0) -> Sampler:
+    """Returns a sampler for plain autoregressive decoding: one token per pass, from the causal pass's prediction.
+
+    Args:
+        temperature: 0 takes the argmax.
+
+    Returns:
+        The sampler, for models whose encoding pass predicts the next token.
+    """
+    temperature = check_number(
+        "autoregressive(temperature=)", temperature, autoregressive.ranges["temperature"]
+    )
+    return Sampler(confidence(), temperature=temperature, speculate=0)
+
+
+@sampler_preset(name="self_speculation", source="LinearSpec; TiDAR, arXiv 2511.08923")
+def self_speculation(
+    draft: Annotated[int, AtLeast(1, integer=True)] = 31,
+    temperature: Annotated[Param, AtLeast(0)] = 0.0,
+    rule: Rule | None = None,
+) -> Sampler:
+    """Returns a sampler that drafts by diffusion and verifies by one causal pass of the same weights.
+
+    The text is that of `autoregressive` with the same seed, token for token, at any temperature.
+
+    Args:
+        draft: Most tokens of a draft; one number for all rows, because it sets the width of the canvas.
+        temperature: 0 takes the argmax.
+        rule: Drafts. None: all tokens of the canvas in one pass; `Plan(steps=)` gives a draft more passes.
+
+    Returns:
+        The sampler, for models whose encoding pass predicts the next token.
+
+    Raises:
+        ValueError: `draft` or `temperature` is out of range.
+    """
+    ranges = self_speculation.ranges
+    draft = check_number("self_speculation(draft=)", draft, ranges["draft"])
+    if not isinstance(draft, int):
+        raise refuse("self_speculation(draft=)", draft, "one number for all rows")
+    temperature = check_number("self_speculation(temperature=)", temperature, ranges["temperature"])
+    return Sampler(rule or confidence(), temperature=temperature, speculate=draft)

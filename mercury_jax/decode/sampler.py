@@ -1,0 +1,525 @@
+"""Rules, logits processors and stopping criteria, and the `Sampler` that combines them.
+
+Each is a pure function of one row. A decorator turns the function into a factory of values that a `Sampler` holds:
+
+    @mj.rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618")
+    def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
+        return accept(view, view.masked & (view.stats.p_sample > p)), memory
+
+    sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
+
+The arguments behind `memory` (of a processor: behind `view`) are parameters. They are leaves of the value's pytree and
+therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part with `name=` is
+registered, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The state machine
+(`denoise.py`) vmaps everything over the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import refuse
+from mercury_jax.types import Key, Proposal, View
+
+Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterion carries from step to step
+Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
+Logits = Float[Array, "L V"]
+NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without one
+
+
+class Static(NamedTuple):
+    """A parameter that is one array for all rows (a table of ids), where a plain array is one number per row."""
+
+    value: jax.Array
+
+
+class RuleFunction(Protocol):
+    """Decides what becomes of each position of one row in one denoising step."""
+
+    def __call__(self, key: Key, view: View, memory: Memory, /) -> tuple[Proposal, Memory]:
+        """Returns the proposal and the memory for the next step, which must keep its structure and shapes."""
+        ...
+
+
+class LogitsProcessorFunction(Protocol):
+    """Changes the logits [L, V] of one row before the token statistics are computed."""
+
+    def __call__(self, logits: Logits, view: View, /) -> Logits:
+        """Returns logits of the same shape. `view.stats` is None here."""
+        ...
+
+
+class StoppingFunction(Protocol):
+    """Decides whether one row's block is finished before its steps are used up."""
+
+    def __call__(
+        self, view: View, proposal: Proposal, memory: Memory, /
+    ) -> tuple[Bool[Array, ""] | bool, Memory]:
+        """Returns whether the block is finished, and the memory for the next step."""
+        ...
+
+
+def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
+    """Returns the memory of a rule or stopping criterion that carries nothing.
+
+    Args:
+        canvas: Unused.
+        vocab: Unused.
+
+    Returns:
+        ().
+    """
+    return ()
+
+
+# What JAX raises where a function needs the value of an array that is only traced, and what to write instead.
+_TRACING_ERRORS = (
+    (
+        jax.errors.TracerBoolConversionError,
+        "decides by a traced value in Python (if, while, and, or, not)",
+        "jnp.where(condition, a, b), jax.lax.cond, or & | ~",
+    ),
+    (
+        jax.errors.TracerIntegerConversionError,
+        "uses a traced value as a Python int (range, a shape, a list's index)",
+        "arrays of fixed shapes, with jnp.where or a comparison in place of the number",
+    ),
+    (
+        jax.errors.TracerArrayConversionError,
+        "gives a traced value to numpy",
+        "the same function of jax.numpy",
+    ),
+    (
+        jax.errors.NonConcreteBooleanIndexError,
+        "selects by a traced mask, which gives an unknown shape",
+        "jnp.where(mask, a, b)",
+    ),
+    (
+        jax.errors.ConcretizationTypeError,
+        "needs the number behind a traced value",
+        "jax.numpy functions of fixed shapes, jnp.where, jax.lax.cond",
+    ),
+)
+
+
+def _call(name: str, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
+    """Calls a user's function; errors of tracing and of shapes become ValueErrors that name it.
+
+    A function written by a user is first called inside of a compiled loop, where a Python `if` or a wrong shape would
+    end in an error about tracers. Errors of other kinds, such as a NameError, pass as they are.
+    """
+    try:
+        return function(*args, **params)
+    except (TypeError, ValueError, IndexError) as error:
+        for kind, what, allowed in _TRACING_ERRORS:
+            if isinstance(error, kind):
+                raise ValueError(f"{name} {what}; allowed: {allowed}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{name} fails: {lines[0]}") from error
+
+
+def _pytree(cls: Any) -> Any:
+    """Registers a dataclass whose `params` are its only leaves."""
+    meta = [field.name for field in dataclasses.fields(cls) if field.name != "params"]
+    return jax.tree_util.register_dataclass(cls, data_fields=["params"], meta_fields=meta)
+
+
+def _values(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.value if isinstance(x, Static) else x for name, x in params.items()}
+
+
+@_pytree
+@dataclass(frozen=True)
+class Rule:
+    """A decoding rule with its parameters; made by the factories in `mj.rules`.
+
+    Attributes:
+        function: The pure function, a `RuleFunction` with further keyword parameters.
+        params: The values of these parameters.
+        name: For messages and reports.
+        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
+        temperature: At which tokens are drawn unless the sampler says otherwise.
+        stopping: Makes the stopping criterion that the rule wants; None for the default of the noise.
+        noise: The kinds of noise that it is made for.
+        leave_one_out: Whether it reads `view.leave_one_out`, which makes each forward pass twice as wide.
+        variable_length: Whether it inserts or deletes positions.
+        needs_logits: Whether it reads `view.logits`. If no part does, a large vocabulary is processed in chunks
+            and all of its logits never exist at once.
+    """
+
+    function: Callable[..., tuple[Proposal, Memory]]
+    params: dict[str, Any]
+    name: str
+    init: Callable[[jax.Array, int], Memory] = no_memory
+    temperature: float = 0.0
+    stopping: Callable[[], StoppingCriterion] | None = None
+    noise: tuple[str, ...] = NOISE
+    leave_one_out: bool = False
+    variable_length: bool = False
+    needs_logits: bool = True
+
+    def __call__(self, key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
+        """Runs the rule on one row and checks what it returns; the check happens while tracing.
+
+        Raises:
+            ValueError: Names the rule and the field with the wrong shape or dtype.
+        """
+        name = f"the rule {self.name}"
+        returned = _call(name, self.function, key, view, memory, **_values(self.params))
+        if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], Proposal):
+            allowed = "(Proposal, memory); mj.accept makes a Proposal"
+            raise refuse(f"what {name} returned", _describe(returned), allowed)
+        length = view.canvas.shape[0]
+        shapes = {"canvas": (length,), "answer": (length,), "used": (), "source": (length,)}
+        for field, shape in shapes.items():
+            value = getattr(returned[0], field)
+            if isinstance(value, int) and shape == ():
+                continue
+            kind = getattr(value, "dtype", None)
+            if getattr(value, "shape", None) != shape or not (kind and jnp.issubdtype(kind, jnp.integer)):
+                allowed = f"whole numbers {list(shape)}, such as int32"
+                raise refuse(f"{field} of the Proposal of {name}", _describe(value), allowed)
+        return returned[0], _same_structure(f"memory of {name}", returned[1], memory)
+
+    def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
+        """Returns the memory at the start of a block.
+
+        Args:
+            canvas: Of one row.
+            vocab: V.
+
+        Returns:
+            What `init` makes.
+        """
+        return _call(f"init of the rule {self.name}", self.init, canvas, vocab)
+
+
+@_pytree
+@dataclass(frozen=True)
+class LogitsProcessor:
+    """A logits processor with its parameters; made by the factories in `mj.processors`.
+
+    Attributes:
+        function: The pure function, a `LogitsProcessorFunction` with further keyword parameters.
+        params: The values of these parameters.
+        name: For messages and reports.
+        needs_logits: Whether it compares the logits of different ids. If not, it may be given a chunk of the
+            vocabulary, whose first column is the id `view.first_id`.
+    """
+
+    function: Callable[..., Logits]
+    params: dict[str, Any]
+    name: str
+    needs_logits: bool = True
+
+    def __call__(self, logits: Logits, view: View) -> Logits:
+        """Runs the processor on one row and checks the shape of what it returns, while tracing.
+
+        Raises:
+            ValueError: Names the processor and what it returned.
+        """
+        name = f"the logits processor {self.name}"
+        returned = _call(name, self.function, logits, view, **_values(self.params))
+        if getattr(returned, "shape", None) != logits.shape or returned.dtype != logits.dtype:
+            raise refuse(f"what {name} returned", _describe(returned), f"logits {_describe(logits)}")
+        return returned
+
+
+@_pytree
+@dataclass(frozen=True)
+class StoppingCriterion:
+    """A stopping criterion with its parameters; made by the factories in `mj.stopping`.
+
+    Attributes:
+        function: The pure function, a `StoppingFunction` with further keyword parameters.
+        params: The values of these parameters.
+        name: For messages and reports.
+        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
+        needs_logits: Whether it reads `view.logits`.
+    """
+
+    function: Callable[..., tuple[Bool[Array, ""] | bool, Memory]]
+    params: dict[str, Any]
+    name: str
+    init: Callable[[jax.Array, int], Memory] = no_memory
+    needs_logits: bool = True
+
+    def __call__(self, view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
+        """Runs the criterion on one row and checks what it returns, while tracing.
+
+        Raises:
+            ValueError: Names the criterion and what it returned.
+        """
+        name = f"the stopping criterion {self.name}"
+        returned = _call(name, self.function, view, proposal, memory, **_values(self.params))
+        if type(returned) is not tuple or len(returned) != 2:
+            raise refuse(f"what {name} returned", _describe(returned), "(done, memory)")
+        done = jnp.asarray(returned[0]) if isinstance(returned[0], bool) else returned[0]
+        if getattr(done, "shape", None) != () or getattr(done, "dtype", None) != jnp.bool_:
+            raise refuse(f"done of {name}", _describe(done), "one bool")
+        return done, _same_structure(f"memory of {name}", returned[1], memory)
+
+    def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
+        """Returns the memory at the start of a block.
+
+        Args:
+            canvas: Of one row.
+            vocab: V.
+
+        Returns:
+            What `init` makes.
+        """
+        return _call(f"init of the stopping criterion {self.name}", self.init, canvas, vocab)
+
+
+def _same_structure(name: str, new: Memory, old: Memory) -> Memory:
+    """Returns the new memory if its leaves have the structure, shapes and dtypes that `init` gave them."""
+    kinds = lambda tree: [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+    if jax.tree.structure(new) != jax.tree.structure(old) or kinds(new) != kinds(old):
+        raise refuse(name, _describe(new), f"{_describe(old)}, as init made it")
+    return new
+
+
+def _describe(value: Any) -> str:
+    """Describes a value by the shapes and dtypes of its arrays, whose numbers are unknown while tracing."""
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(_describe(x) for x in value)
+        return f"{type(value).__name__}({inner})" if hasattr(value, "_fields") else f"({inner})"
+    return repr(value)
+
+
+# What the state machine calls each kind of part with; its parameters follow.
+ARGUMENTS = {
+    "rule": ("key", "view", "memory"),
+    "logits processor": ("logits", "view"),
+    "stopping criterion": ("view", "proposal", "memory"),
+}
+
+
+def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
+    """Returns a function's parameters behind the arguments of its kind.
+
+    Args:
+        function: A user's function.
+        kind: A key of `ARGUMENTS`.
+
+    Returns:
+        The further parameters.
+
+    Raises:
+        ValueError: It does not take the arguments of its kind, in their order.
+    """
+    names, title = ARGUMENTS[kind], function_title(function)
+    wanted = f"({', '.join(names)})"
+    if type(function) in KINDS or hasattr(function, "params"):
+        raise refuse(f"function of a {kind}", f"the {kind} {title}", f"a function of {wanted}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no function, or one that Python cannot inspect
+        raise refuse(f"function of a {kind}", function, f"a function of {wanted}") from None
+    found = list(signature.parameters.values())
+    positional = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    count = min(len(positional), len(names))
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in found)
+    swapped = any(name in names and names.index(name) != i for i, name in enumerate(positional))
+    if (count < len(names) and not variadic) or swapped or any(p.kind is p.VAR_KEYWORD for p in found):
+        allowed = f"{wanted}, then parameters: ({', '.join(names)}, p=0.9)"
+        raise refuse(f"arguments of the {kind} {title}", str(signature), allowed)
+    return [p for p in found[count:] if p.kind is not p.VAR_POSITIONAL]
+
+
+def function_title(function: Any) -> str:
+    """Returns the name of a function or of a part.
+
+    Args:
+        function: A function, a factory or a part.
+
+    Returns:
+        Its name, for messages.
+    """
+    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+
+
+class _SamplerFields(NamedTuple):
+    rule: Rule
+    processors: tuple[LogitsProcessor, ...] = ()
+    stopping: StoppingCriterion | None = None
+    temperature: Param | None = None
+    allow: tuple[LogitsProcessor, ...] = ()
+    speculate: int | None = None
+
+
+class Sampler(_SamplerFields):
+    """How an answer is decoded. A rule alone is accepted wherever a sampler is.
+
+    A named tuple, so that JAX sees its parameters; a subclass of one, because a named tuple cannot check its fields.
+
+    Args:
+        rule: Which positions become tokens in each step.
+        processors: Change the logits before the rule reads them. A temperature here changes what the rule reads as
+            confidence; `temperature` below does not.
+        stopping: When a block is finished early. None: the rule's own, else the default of the noise.
+        temperature: At which tokens are drawn (0: argmax). None: the rule's own.
+        allow: Processors that run first and again last, so that no other one revives what they forbid.
+        speculate: Draft up to this many tokens, then verify them by one causal pass of the same weights, so that
+            the answer is the autoregressive one. 0 drafts nothing: plain autoregressive decoding. Only for models
+            whose encoding pass was trained to predict the next token.
+
+    Raises:
+        ValueError: Names the field that holds something else.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        rule: Rule | RuleFunction,
+        processors: Sequence[LogitsProcessor] = (),
+        stopping: StoppingCriterion | None = None,
+        temperature: Param | None = None,
+        allow: Sequence[LogitsProcessor] = (),
+        speculate: int | None = None,
+    ) -> Sampler:
+        """Checks the fields; a plain function is taken as a rule."""
+        rule = _check_part("sampler.rule", rule, Rule, "a rule such as rules.threshold(0.9)")
+        if stopping is not None:
+            allowed = "a stopping criterion such as stopping.steady(), or None"
+            stopping = _check_part("sampler.stopping", stopping, StoppingCriterion, allowed)
+        lists = {"processors": processors, "allow": allow}
+        allowed = "a tuple of logits processors such as (processors.top_p(0.9),)"
+        for name, found in lists.items():
+            if not isinstance(found, tuple | list):
+                raise refuse(f"sampler.{name}", getattr(found, "name", found), allowed)
+            checked = (
+                _check_part(f"sampler.{name}[{i}]", x, LogitsProcessor, allowed) for i, x in enumerate(found)
+            )
+            lists[name] = tuple(checked)
+        return super().__new__(
+            cls, rule, tuple(lists["processors"]), stopping, temperature, tuple(lists["allow"]), speculate
+        )
+
+    @property
+    def parts(self) -> tuple[Rule | LogitsProcessor | StoppingCriterion, ...]:
+        """The rule, all processors, and the stopping criterion where there is one."""
+        stopping = () if self.stopping is None else (self.stopping,)
+        return (self.rule, *self.processors, *self.allow, *stopping)
+
+
+SamplerLike: TypeAlias = Sampler | Rule | RuleFunction
+
+
+def accept(view: View, which: Bool[Array, "L"], answer: Int[Array, "L"] | None = None) -> Proposal:
+    """Accepts the drawn tokens at the given positions and refills the other open positions with noise.
+
+    Masked decoding refills with the mask, which changes nothing; uniform diffusion refills with fresh random tokens.
+
+    Args:
+        view: Of one row.
+        which: Positions whose drawn token becomes part of the chain.
+        answer: What would be emitted now. None: the chain where it is decided, the argmax elsewhere.
+
+    Returns:
+        A proposal that keeps every position where it is.
+
+    Raises:
+        ValueError: `which` is not bool [L].
+    """
+    length = view.canvas.shape
+    if getattr(which, "shape", None) != length or getattr(which, "dtype", None) != jnp.bool_:
+        raise refuse("which of mj.accept", _describe(which), f"bool{list(length)}, as view.masked")
+    drawn = view.stats.sample
+    canvas = jnp.where(which, drawn, jnp.where(view.masked, view.noise, view.canvas))
+    if answer is None:
+        answer = jnp.where(which, drawn, jnp.where(view.masked, view.stats.argmax, view.canvas))
+    return propose(view, canvas, answer)
+
+
+def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None = None) -> Proposal:
+    """Makes a proposal that keeps every position where it is.
+
+    Args:
+        view: Of one row.
+        canvas: The next state of the chain.
+        answer: What would be emitted now; None: the canvas.
+
+    Returns:
+        The proposal.
+    """
+    at = jnp.arange(canvas.shape[0], dtype=jnp.int32)
+    return Proposal(canvas, canvas if answer is None else answer, view.used, at)
+
+
+def check_sampler(sampler: Any) -> Sampler:
+    """Checks that a sampler's fields hold parts of the right kind; a rule alone becomes a sampler.
+
+    Args:
+        sampler: A `Sampler`, a `Rule`, or a plain function that decides as a rule does.
+
+    Returns:
+        A `Sampler` whose `rule` is a `Rule` and whose processors are tuples.
+
+    Raises:
+        ValueError: Names the field that holds something else.
+    """
+    if isinstance(sampler, Sampler):
+        return Sampler(*sampler)  # `_replace` does not check
+    allowed = "a rule such as rules.threshold(0.9), or a Sampler"
+    return Sampler(_check_part("sampler", sampler, Rule, allowed))
+
+
+KINDS = {Rule: "rule", LogitsProcessor: "logits processor", StoppingCriterion: "stopping criterion"}
+
+
+def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
+    """Returns the part if it is of this kind; a plain function is taken as a rule where one is expected."""
+    if isinstance(part, kind):
+        return part
+    if type(part) in KINDS:
+        raise refuse(field, f"the {KINDS[type(part)]} {part.name}", allowed)
+    if hasattr(part, "params"):  # a factory
+        raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
+    if kind is Rule and callable(part) and not isinstance(part, type):
+        if parameters := [p for p in function_parameters(part, "rule") if p.default is p.empty]:
+            raise refuse(
+                field, f"a function with the parameter {parameters[0].name}", "one without; see mj.rule"
+            )
+        return Rule(part, {}, function_title(part))
+    raise refuse(field, part, allowed)
+
+
+def broadcast_params(tree: Any, rows: int) -> Any:
+    """Broadcasts every parameter of a sampler to one value per row.
+
+    Args:
+        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
+        rows: B.
+
+    Returns:
+        The same tree with arrays [B, ...].
+
+    Raises:
+        ValueError: Names the parameter whose array has another length.
+    """
+
+    def widen(path: Any, x: Any) -> Any:
+        if isinstance(x, Static):
+            value = jnp.asarray(x.value)
+            return Static(jnp.broadcast_to(value, (rows, *value.shape)))
+        x = jnp.asarray(x)
+        if x.ndim and x.shape[0] != rows:
+            name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
+            raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
+        return x if x.ndim else jnp.broadcast_to(x, (rows,))
+
+    return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))

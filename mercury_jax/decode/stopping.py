@@ -1,0 +1,168 @@
+"""Stopping criteria: when a block is finished before its steps are used up.
+
+Each is a function of one row's view, proposal and memory, see `sampler.StoppingFunction`. A row also finishes a block
+when its steps are used up, or when an end of text is decided with no open position before it (`denoise.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from mercury_jax.decode.ranges import AtLeast
+from mercury_jax.decode.registration import STOPPING, stopping_criterion
+from mercury_jax.decode.sampler import Memory, Param, StoppingCriterion
+from mercury_jax.types import Proposal, View
+
+ALL = STOPPING
+
+
+@stopping_criterion(name="filled", needs_logits=False)
+def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
+    """Stops when no mask is left: the default of masked decoding, where another pass would change nothing.
+
+    Args:
+        view: Reads `noise`, which is the mask id everywhere.
+        proposal: Reads `canvas` and `used`.
+        memory: Unused.
+
+    Returns:
+        Whether the block is finished, and the unchanged memory.
+    """
+    used = jnp.arange(proposal.canvas.shape[0]) < proposal.used
+    return ~jnp.any(used & (proposal.canvas == view.noise)), memory
+
+
+@stopping_criterion(name="never", needs_logits=False)
+def never(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
+    """Uses every step.
+
+    Args:
+        view: Unused.
+        proposal: Unused.
+        memory: Unused.
+
+    Returns:
+        False, and the unchanged memory.
+    """
+    return jnp.asarray(False), memory
+
+
+def _no_answer(canvas: Int[Array, "L"], vocab: int) -> tuple[Int[Array, "L"], Int[Array, ""]]:
+    return jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)
+
+
+@stopping_criterion(
+    name="steady",
+    init=_no_answer,
+    needs_logits=False,
+    source="DiffusionGemma, the stable-and-confident criterion of its transformers and vLLM implementations",
+)
+def steady(
+    view: View,
+    proposal: Proposal,
+    memory: tuple[Int[Array, "L"], Int[Array, ""]],
+    entropy: Annotated[Param, AtLeast(0)] = 0.005,
+    patience: Annotated[Param, AtLeast(0, integer=True)] = 1,
+) -> tuple[Bool[Array, ""], tuple[Int[Array, "L"], Int[Array, ""]]]:
+    """Stops when the answer has not changed for `patience` steps and its mean entropy is below `entropy`.
+
+    Args:
+        view: Reads `editable` and `stats.entropy`.
+        proposal: Reads `answer`.
+        memory: The previous answer [L], and for how many steps it has not changed.
+        entropy: Nats, mean over the editable positions.
+        patience: Steps without a change.
+
+    Returns:
+        Whether the block is finished, and the new memory.
+    """
+    before, count = memory
+    same = jnp.all((proposal.answer == before) | ~view.editable)
+    count = jnp.where(same, count + 1, 0)
+    mean = jnp.sum(view.stats.entropy * view.editable) / jnp.maximum(view.editable.sum(), 1)
+    return (count >= patience) & (mean < entropy), (proposal.answer, count)
+
+
+def _two_counts(canvas: Int[Array, "L"], vocab: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    return jnp.asarray(0, jnp.int32), jnp.asarray(0, jnp.int32)
+
+
+Counts = tuple[Int[Array, ""], Int[Array, ""]]
+
+
+@stopping_criterion(
+    name="fixed_point",
+    init=_two_counts,
+    needs_logits=False,
+    source="LLaDA2.1, arXiv 2602.08676, which has patience 1 and limit 16",
+)
+def fixed_point(
+    view: View,
+    proposal: Proposal,
+    memory: Counts,
+    patience: Annotated[Param, AtLeast(0, integer=True)] = 1,
+    limit: Annotated[Param, AtLeast(0, integer=True, infinite=True)] = jnp.inf,
+) -> tuple[Bool[Array, ""], Counts]:
+    """Stops when no mask is left and nothing has changed for `patience` steps, or after `limit` steps without a mask.
+
+    For rules that edit decided tokens.
+
+    Args:
+        view: Reads `canvas`, `used`, `masked` and `noise`.
+        proposal: Reads `canvas` and `used`.
+        memory: Steps without a change, and steps that began without a mask.
+        patience: Steps without a change.
+        limit: Most steps that begin without a mask.
+
+    Returns:
+        Whether the block is finished, and the new memory.
+    """
+    unchanged, full = memory
+    same = jnp.all(proposal.canvas == view.canvas) & (proposal.used == view.used)
+    unchanged = jnp.where(same, unchanged + 1, 0)
+    full = full + ~jnp.any(view.masked)
+    done, _ = filled()(view, proposal, ())
+    return done & ((unchanged >= patience) | (full >= limit)), (unchanged, full)
+
+
+@stopping_criterion(
+    name="stalled",
+    init=_two_counts,
+    needs_logits=False,
+    source="GIDD's self-correction, arXiv 2503.04482",
+)
+def stalled(
+    view: View,
+    proposal: Proposal,
+    memory: Counts,
+    patience: Annotated[Param, AtLeast(0, integer=True)] = 32,
+) -> tuple[Bool[Array, ""], Counts]:
+    """Stops when no mask is left and nothing changed, or agreement with the argmax has stopped rising.
+
+    Agreement is the number of tokens that are the argmax of the pass that proposed them.
+
+    Args:
+        view: Reads `canvas`, `editable`, `masked`, `noise` and `stats.argmax`.
+        proposal: Reads `canvas`.
+        memory: The best agreement so far, and for how many steps it has not been exceeded.
+        patience: The block ends after more than this many steps without a new best.
+
+    Returns:
+        Whether the block is finished, and the new memory.
+    """
+    best, count = memory
+    agreeing = (view.editable & (proposal.canvas == view.stats.argmax)).sum().astype(jnp.int32)
+    full = ~jnp.any(view.masked)
+    count = jnp.where(full & (agreeing <= best), count + 1, 0)
+    best = jnp.where(full, jnp.maximum(best, agreeing), 0)
+    done, _ = filled()(view, proposal, ())
+    same = jnp.all(proposal.canvas == view.canvas)
+    return done & (same | (count > patience)), (best, count)
+
+
+def after_sixteen_edits() -> StoppingCriterion:
+    """Returns `fixed_point(patience=1, limit=16)`, the criterion of LLaDA2.1's and LLaDA2.2's editing."""
+    return fixed_point(patience=1, limit=16)
