@@ -14,8 +14,7 @@ from mercury_jax.decode.parts import rule, settle
 from mercury_jax.decode.score import times
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
-from mercury_jax.models.dit import DiTConfig
-from mercury_jax.models.dit.layers import level
+from mercury_jax.models.dit import DiTConfig, noise_level
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.types import Batch, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
@@ -68,7 +67,9 @@ def test_logits_are_the_references(name, timed, key):
     assert said[key].std() > 0.3
     assert np.abs(got - said[key]).max() <= LIMIT
     if timed:  # the level that we tell is the one that the reference was given
-        np.testing.assert_allclose(level(model.config, jnp.asarray(said["time"])), said["sigma"], rtol=2e-6)
+        np.testing.assert_allclose(
+            noise_level(model.config, jnp.asarray(said["time"])), said["sigma"], rtol=2e-6
+        )
 
 
 @pytest.mark.parametrize("timed", [False, True])

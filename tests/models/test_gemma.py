@@ -10,7 +10,7 @@ import pytest
 from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.sharding import mesh, name_of, shardings
+from mercury_jax.sharding import mesh, path_name, shardings
 from mercury_jax.types import PackedPass, Pass
 
 BLOCK, WINDOW, SLOTS = 4, 5, 32
@@ -127,7 +127,7 @@ def test_encoding_ignores_the_carry_and_denoising_does_not(full, text, carry, en
 
 def test_clean_tokens_have_scalars_of_their_own(full, text, carry):
     louder = jax.tree_util.tree_map_with_path(
-        lambda path, x: 2 * x if name_of(path).endswith("encoder_scalar") else x, full.params
+        lambda path, x: 2 * x if path_name(path).endswith("encoder_scalar") else x, full.params
     )
     lone = [jnp.asarray([x, x], jnp.int32) for x in (0, 4, 4)]
     given = Pass(text[:, :4], full.model.empty_cache(2, SLOTS), *lone, None, carry)
@@ -221,7 +221,7 @@ def test_training_reaches_every_parameter(full, text):
         return jnp.square(full.model.head(params, hidden) - 1.0).mean()
 
     for path, slope in jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(loss))(full.params))[0]:
-        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, name_of(path)
+        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, path_name(path)
 
 
 def test_four_devices_compute_what_one_computes(text):
@@ -240,8 +240,8 @@ def test_every_matrix_has_a_sharding(full):
     like = jax.eval_shape(models.build(config).init, jax.random.key(0))
     where = shardings(like, full.model.shardings, mesh(data=1, fsdp=2, expert=2))
     for path, spec in jax.tree_util.tree_flatten_with_path(where)[0]:
-        matrix = any(part in name_of(path) for part in ("/w", "embed", "gate_up", "moe/down"))
-        assert any(spec.spec) == matrix, name_of(path)
+        matrix = any(part in path_name(path) for part in ("/w", "embed", "gate_up", "moe/down"))
+        assert any(spec.spec) == matrix, path_name(path)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.chip import target
-from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.device import target
+from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import moe
-from mercury_jax.models.quantise import dense as restored, int8
+from mercury_jax.models.weight_quant import dequantise as restored, quantise_int8
 
 N, D, E, F, K = 70, 12, 5, 8, 2
 ACT = jax.nn.silu
@@ -35,7 +35,7 @@ def sum_of(f):
     return jax.jit(jax.value_and_grad(lambda ids, *args: (ramp * f(ids, *args)).sum(), argnums=(1, 2, 3, 4)))
 
 
-OURS = sum_of(lambda ids, *args: moe.experts(args[0], ids, *args[1:], ACT))
+OURS = sum_of(lambda ids, *args: moe.apply_experts(args[0], ids, *args[1:], ACT))
 PLAIN = sum_of(plain)
 ROUTINGS = {
     "spread": lambda rng: np.argsort(rng.random((N, E)), axis=1)[:, :K],
@@ -66,7 +66,7 @@ def test_rows_through_experts_on_an_accelerator_are_those_on_a_cpu():
 def test_int8_experts_are_the_matrices_that_they_stand_for(run):
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
-    small = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in (gate_up, down)])
+    small = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in (gate_up, down)])
     want = run(ACT, x, sizes, *(restored(w, 1) for w in small))
     np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
 
@@ -77,7 +77,7 @@ def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
     sizes, shapes = jnp.asarray([9, 0, 8], jnp.int32), [(17, 64), (3, 64, 128), (3, 64, 64)]
     x, *stacks = (jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for s in shapes)
     if small:
-        stacks = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in stacks])
+        stacks = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in stacks])
 
     def both(run):
         if small:

@@ -10,7 +10,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import kernels
 from mercury_jax.hub import reading
-from mercury_jax.models import cache, turbo
+from mercury_jax.models import cache, kv_quant
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS
 from tests.tiny import tiny
@@ -31,16 +31,16 @@ def odd_vectors(count, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_rotation_keeps_inner_products_and_is_always_the_same(width):
-    r = turbo.rotation(width)
+    r = kv_quant.rotation(width)
     np.testing.assert_allclose(r @ r.T, np.eye(width), atol=1e-12)
-    turbo.rotation.cache_clear()
-    np.testing.assert_array_equal(turbo.rotation(width), r)
+    kv_quant.rotation.cache_clear()
+    np.testing.assert_array_equal(kv_quant.rotation(width), r)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bits", [3, 4])
 def test_each_level_is_the_mean_of_what_is_nearest_to_it(bits, width):
-    levels = turbo.codebook(width, bits)
+    levels = kv_quant.codebook(width, bits)
     assert len(levels) == 1 << bits and np.all(np.diff(levels) > 0)
     cuts = [-1.0, *(levels[1:] + levels[:-1]) / 2, 1.0]
     nodes, weights = np.polynomial.legendre.leggauss(60)
@@ -51,7 +51,7 @@ def test_each_level_is_the_mean_of_what_is_nearest_to_it(bits, width):
 
 
 def test_wide_heads_have_the_levels_of_a_normal_variable():
-    positive = turbo.codebook(4096, 3)[4:] * 64
+    positive = kv_quant.codebook(4096, 3)[4:] * 64
     np.testing.assert_allclose(positive, [0.2451, 0.7560, 1.3439, 2.1520], atol=2e-3)
 
 
@@ -66,14 +66,14 @@ def test_a_round_trip_loses_what_the_paper_says_whatever_the_vectors(bits, width
 
 
 def _lost(x, bits):
-    kept = jax.jit(lambda x: turbo.turned(x, bits))(jnp.asarray(x))
-    again = np.asarray(turbo.still_turned(kept, jnp.float32)) @ turbo.rotation(x.shape[1]).T
+    kept = jax.jit(lambda x: kv_quant.quantise_rotated(x, bits))(jnp.asarray(x))
+    again = np.asarray(kv_quant.dequantise_rotated(kept, jnp.float32)) @ kv_quant.rotation(x.shape[1]).T
     return (((again - x) ** 2).sum(-1) / (x**2).sum(-1)).mean()
 
 
 def test_zeros_stay_zeros():
-    kept = turbo.turned(jnp.zeros((2, 8)), 4)
-    np.testing.assert_array_equal(turbo.still_turned(kept, jnp.float32), np.zeros((2, 8)))
+    kept = kv_quant.quantise_rotated(jnp.zeros((2, 8)), 4)
+    np.testing.assert_array_equal(kv_quant.dequantise_rotated(kept, jnp.float32), np.zeros((2, 8)))
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -82,24 +82,27 @@ def test_every_number_comes_out_of_every_place_as_it_went_in(bits, width):
     base = np.arange(1 << bits)
     codes = np.stack([np.roll(np.resize(base, width), i) for i in range(len(base))])
     codes[0], codes[1] = 0, (1 << bits) - 1
-    words = turbo.packed(jnp.asarray(codes), bits)
+    words = kv_quant.pack_bits(jnp.asarray(codes), bits)
     assert words.dtype == jnp.uint8 and words.shape[-1] == bits * -(-width // 8)
-    np.testing.assert_array_equal(turbo.unpacked(words, bits, width), codes)
+    np.testing.assert_array_equal(kv_quant.unpack_bits(words, bits, width), codes)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_cache_takes_so_many_bits_a_number_and_two_bytes_a_vector(bits):
     model = tiny().model
     slots, config = 40, model.config
-    made = cache.bits(model, bits).empty_cache(2, slots)
+    made = cache.with_kv_kind(model, f"{bits}bit").empty_cache(2, slots)
     vectors = 2 * config.layers * 2 * slots * config.kv_heads
     assert sum(x.nbytes for x in jax.tree.leaves(made)) == vectors * (config.head_dim * bits // 8 + 2)
-    assert cache.bits(model, bits) is cache.bits(model, bits) and cache.slots_of(made) == slots
+    assert (
+        cache.with_kv_kind(model, f"{bits}bit") is cache.with_kv_kind(model, f"{bits}bit")
+        and cache.slot_count(made) == slots
+    )
 
 
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="kv is '2bit'; allowed: 'int8', '4bit', '3bit'"):
-        cache.kept(None, "2bit")
+        cache.with_kv_kind(None, "2bit")
 
 
 @pytest.mark.parametrize("kind, most", [("int8", 0.02), ("4bit", 0.15), ("3bit", 0.28)])
@@ -110,11 +113,11 @@ def test_attention_over_few_bits_is_near_the_exact_one(kind, most):
     slots = jnp.asarray(np.stack([rng.permutation(24), rng.permutation(24)]))
     ranges = jnp.asarray([[[[0, 20], [21, 24]]] * 4 + [[[0, 0], [0, 0]]]] * 2)
     blank = lambda x: jax.tree.map(
-        lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(cache.KINDS[kind], x)
+        lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(cache.KV_KINDS[kind], x)
     )
     kv = cache.write(cache.KV(blank(k), blank(v)), k, v, slots)
     exact = cache.write(cache.KV(k * 0, v * 0), k, v, slots)
-    near, lse = turbo.attend(q, *kv, ranges, residual=True)
+    near, lse = kv_quant.attend(q, *kv, ranges, residual=True)
     want, told = kernels.attend(q, *exact, ranges, residual=True)
     error = np.linalg.norm(near - want) / np.linalg.norm(want)
     assert most / 8 < error < most
@@ -124,16 +127,16 @@ def test_attention_over_few_bits_is_near_the_exact_one(kind, most):
 
 def test_a_dropped_token_is_not_written():
     x = jnp.ones((1, 2, 1, 8))
-    blank = turbo.turned(jnp.zeros((1, 3, 1, 8)), 4)
+    blank = kv_quant.quantise_rotated(jnp.zeros((1, 3, 1, 8)), 4)
     kv = cache.write(cache.KV(blank, blank), x, x, jnp.asarray([[1, 3]]))
-    assert isinstance(kv.k, turbo.Turned)
+    assert isinstance(kv.k, kv_quant.RotatedVectors)
     np.testing.assert_array_equal(kv.k.norm[0, :, 0], jnp.asarray([0, 8**0.5, 0], jnp.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "dream", "mdlm", "gemma4_moe", "gemma4_ple"])
 def test_every_kind_of_model_takes_such_a_cache(name):
     model = reading.open_config(GOLDENS / name / "config.json", mask=5).model
-    small, one = cache.bits(model, 4), jax.ShapeDtypeStruct((2,), jnp.int32)
+    small, one = cache.with_kv_kind(model, "4bit"), jax.ShapeDtypeStruct((2,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
     empty = jax.eval_shape(lambda: small.empty_cache(2, 16))
     time = jax.ShapeDtypeStruct((2,), jnp.float32) if model.config.timed else None
@@ -148,8 +151,8 @@ def test_every_kind_of_model_takes_such_a_cache(name):
     assert jax.tree.structure(after) == jax.tree.structure(empty)
     found = [
         x
-        for x in jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, turbo.Turned))
-        if isinstance(x, turbo.Turned)
+        for x in jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, kv_quant.RotatedVectors))
+        if isinstance(x, kv_quant.RotatedVectors)
     ]
     assert found and [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == [
         (x.shape, x.dtype) for x in jax.tree.leaves(empty)
@@ -158,6 +161,6 @@ def test_every_kind_of_model_takes_such_a_cache(name):
 
 def test_a_model_with_such_a_cache_samples_and_the_same_seed_says_the_same():
     lm = tiny()
-    small = dataclasses.replace(lm, model=cache.bits(lm.model, 3))
+    small = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, "3bit"))
     outs = [mj.sample(small, [[5, 6, 7], [8, 9]], max_tokens=16, seed=3) for _ in range(2)]
     assert all(0 < n <= 16 for n in outs[0].lengths) and outs[0].texts == outs[1].texts

@@ -6,39 +6,39 @@ import numpy as np
 import pytest
 
 from mercury_jax.models import moe, ops
-from mercury_jax.models.quantise import FP8, KINDS, dense, fp8, int8
+from mercury_jax.models.weight_quant import FP8, WEIGHT_KINDS, dequantise, quantise_fp8, quantise_int8
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 16, 8)).astype(np.float32) * RNG.lognormal(sigma=3.0, size=(3, 16, 8))
 
 
 def test_int8_is_within_half_a_step():
-    small = int8(W, 1, batch=1)
+    small = quantise_int8(W, 1, batch=1)
     step = np.abs(W).max(axis=1, keepdims=True) / 127
     assert small.values.dtype == np.int8
-    assert np.all(np.abs(np.asarray(dense(small, 1)) - W) <= step / 2 * (1 + 1e-5))
+    assert np.all(np.abs(np.asarray(dequantise(small, 1)) - W) <= step / 2 * (1 + 1e-5))
 
 
 def test_fp8_is_within_a_sixteenth_of_each_number_down_to_its_smallest():
-    small = fp8(W, 1, batch=1)
+    small = quantise_fp8(W, 1, batch=1)
     assert small.values.dtype == FP8 and small.scale.shape == (3, 8)
-    error = np.abs(np.asarray(dense(small, 1)) - W)
+    error = np.abs(np.asarray(dequantise(small, 1)) - W)
     assert np.isfinite(error).all()
     smallest = small.scale[:, None] * 2.0**-10  # half of the smallest number that is not 0
     assert np.all(error <= np.maximum(np.abs(W) / 16, smallest) * (1 + 1e-5))
     np.testing.assert_allclose(np.abs(np.asarray(small.values, np.float32)).max(1), 448.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_a_column_of_zeros_stays_zeros(kind):
-    np.testing.assert_array_equal(dense(KINDS[kind](np.zeros((4, 2)), 1)), 0.0)
+    np.testing.assert_array_equal(dequantise(WEIGHT_KINDS[kind](np.zeros((4, 2)), 1)), 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_a_product_is_that_of_the_matrix_it_stands_for(kind):
-    w = KINDS[kind](W.astype(np.float32), 2)
+    w = WEIGHT_KINDS[kind](W.astype(np.float32), 2)
     x = jnp.asarray(RNG.normal(size=(5, 3, 16)), jnp.float32)
-    want = jnp.einsum("bij,ijk->bk", x, dense(w))
+    want = jnp.einsum("bij,ijk->bk", x, dequantise(w))
     np.testing.assert_allclose(ops.dot(x, jax.tree.map(jnp.asarray, w), 2), want, rtol=1e-4, atol=1e-3)
 
 
@@ -46,6 +46,8 @@ def test_a_product_is_that_of_the_matrix_it_stands_for(kind):
 def test_fp8_experts_are_the_matrices_that_they_stand_for(run):
     draw = lambda *shape: RNG.normal(size=shape).astype(np.float32)
     x, sizes = jnp.asarray(draw(30, 12)), jnp.asarray([20, 0, 10], jnp.int32)
-    small = jax.tree.map(jnp.asarray, [fp8(draw(3, 12, 16), 1, 1), fp8(draw(3, 8, 12), 1, 1)])
-    want = run(jax.nn.silu, x, sizes, *(dense(w, 1) for w in small))
+    small = jax.tree.map(
+        jnp.asarray, [quantise_fp8(draw(3, 12, 16), 1, 1), quantise_fp8(draw(3, 8, 12), 1, 1)]
+    )
+    want = run(jax.nn.silu, x, sizes, *(dequantise(w, 1) for w in small))
     np.testing.assert_allclose(run(jax.nn.silu, x, sizes, *small), want, rtol=1e-4, atol=1e-3)

@@ -16,9 +16,9 @@ from mercury_jax.decode.ask import request
 from mercury_jax.decode.parts import Sampler
 from mercury_jax.decode.prompts import Prompt
 from mercury_jax.hub import assemble
-from mercury_jax.models import parallel
+from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.sharding import apart, caches, mesh, over
+from mercury_jax.sharding import cache_shardings, mesh, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM, Pass
 
 T, SLOTS = 8, 32
@@ -75,11 +75,11 @@ def passed(config, sizes, quantise):
     model, on = models.build(config), mesh(**{"data": 1} | sizes)
     values = drawn(assemble.shapes_of(model))
     one, many = (assemble.own(model, values.get, quantise=quantise, mesh=place) for place in (None, on))
-    assert apart(many) == on and apart(one) is None
+    assert model_parallel_mesh(many) == on and model_parallel_mesh(one) is None
     run = given(config, model)
     want = jax.jit(model.forward)(one, run)
-    args = (many, run._replace(cache=jax.device_put(run.cache, caches(run.cache, on))))
-    made = jax.jit(over(model, on).forward).lower(*args).compile()
+    args = (many, run._replace(cache=jax.device_put(run.cache, cache_shardings(run.cache, on))))
+    made = jax.jit(with_mesh(model, on).forward).lower(*args).compile()
     found = hlo.collectives(hlo.parse(made.as_text()))
     return want, made(*args), found
 
@@ -102,7 +102,7 @@ def test_each_query_head_finds_its_key_head(heads, groups, ways):
     """Also where a device's heads begin or end within a group."""
     keys, mine, group = jnp.arange(groups).reshape(1, 1, -1, 1), heads // ways, heads // groups
     for index in range(ways):
-        own = parallel._read(keys, mine, group, jnp.asarray(index))[0, 0, :, 0]
+        own = tensor_parallel._select_key_heads(keys, mine, group, jnp.asarray(index))[0, 0, :, 0]
         found = own[np.arange(mine) // (mine // len(own))]
         np.testing.assert_array_equal(found, (index * mine + np.arange(mine)) // group)
 
