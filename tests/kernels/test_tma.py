@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.interpreter import interpreted
 from tests.kernels import tma
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, attention, chip, reference, tpu
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import attend, attention, device as kernel_device, reference, tpu
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 
@@ -85,10 +85,10 @@ def test_queries_in_several_tiles_each_walk_their_own_keys(monkeypatch):
 
 def test_int8_keys_are_what_they_stand_for():
     q, k, v, ranges, some = case(1, 6, 4, 2, 600, 64, 2, jnp.bfloat16)
-    k, v = rounded(k), rounded(v)
+    k, v = quantise_int8(k), quantise_int8(v)
     more = dict(scale=0.125, softcap=None, residual=True)
-    wanted = expected(q, plain(k, jnp.float32), plain(v, jnp.float32), ranges, **more)
-    k, v = (Rounded(x.values, jnp.where(some, x.scale, jnp.nan)) for x in (k, v))
+    wanted = expected(q, dequantise(k, jnp.float32), dequantise(v, jnp.float32), ranges, **more)
+    k, v = (Int8Vectors(x.values, jnp.where(some, x.scale, jnp.nan)) for x in (k, v))
     alike(interpreted(q, k, v, ranges, **more), wanted, 1e-2)
 
 
@@ -104,7 +104,7 @@ def test_where_memory_is_modelled_too_it_reads_what_it_has_copied():
 def test_rows_go_into_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     ranges = jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32)
-    planned: Any = lambda q, k: tpu._plan(q, k, ranges, 1.0, None, False)
+    planned: Any = lambda q, k: tpu._config(q, k, ranges, 1.0, None, False)
     q, k = shape(1, 256, 16, 256), shape(1, 4096, 8, 256)
     monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 1))
     assert planned(q, k).tiles == 1 and planned(q, k).rows == 512
@@ -112,7 +112,7 @@ def test_rows_go_into_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     assert planned(q, k).tiles == 2  # one for each core
     monkeypatch.setattr(tpu, "_chip", lambda: (16 * 2**20, 1))
     p = planned(q, k)
-    assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._bytes(p, 2, 2) <= 16 * 2**20
+    assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._vmem_bytes(p, 2, 2) <= 16 * 2**20
     assert planned(shape(1, 256, 256, 512), shape(1, 4096, 256, 512)) is None
 
 
@@ -121,7 +121,7 @@ def test_it_says_what_it_does_not_take():
     q, k, ranges = shape((1, 4, 4, 64)), shape((1, 9, 2, 64)), shape((1, 4, 2, 2), jnp.int32)
     how = dict(scale=0.1, softcap=None, residual=False)
     told = lambda q=q, k=k, v=None: str(tpu.refuses(q, k, k if v is None else v, ranges, **how))
-    int8 = jax.eval_shape(rounded, k)
+    int8 = jax.eval_shape(quantise_int8, k)
     assert told() == told(k=int8) == "None"
     assert "int8" in told(v=int8) and "float16" in told(shape((1, 4, 4, 64), jnp.float16))
     assert "96" in told(shape((1, 4, 4, 96)), shape((1, 9, 2, 96))) and "3 heads" in told(
@@ -158,13 +158,13 @@ def test_traced_for_a_tpu_a_cache_is_read_by_it_and_a_gradient_never_asked_of_it
     ours = attention._BACKENDS["tpu"]._replace(run=lambda *a, **k: "ours")
     monkeypatch.setitem(attention._BACKENDS, "tpu", ours)
     asked = dict(scale=1.0, softcap=None, residual=False)
-    chosen = lambda device=None, platform="tpu", cached=True: attention._first(
+    chosen = lambda device=None, platform="tpu", cached=True: attention._choose(
         platform, cached, q, k, v, ranges, asked | {"device": device}
     )
     with pytest.raises(ValueError, match="no TPU"):
         attend(q, k, v, ranges, backend="tpu")
     assert chosen() is not ours
-    device = chip.target(chip.TPU)
+    device = kernel_device.target(kernel_device.TPU)
     assert chosen(device) is ours
     assert chosen(device, cached=False) is not ours and chosen(device, "cuda") is not ours
-    assert chosen(chip.target(chip.HOPPER)) is not ours
+    assert chosen(kernel_device.target(kernel_device.HOPPER)) is not ours

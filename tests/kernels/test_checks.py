@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import params
 
-from mercury_jax.kernels import attend, checked, chip, grouped
-from mercury_jax.kernels.interpret import interpreted
-from mercury_jax.kernels.paged import attend_paged
-from mercury_jax.kernels.rounded import rounded
+from mercury_jax.kernels import attend, checks, device as kernel_device, grouped_matmul
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.kv_quant import quantise_int8
 
 shape = jax.ShapeDtypeStruct
 FORCE = getattr(plgpu, "force_gpu_interpret_mode", params.force_gpu_interpret_mode)
@@ -23,11 +23,11 @@ COPIED = "tensor<2x384x2x128x"
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """A Hopper whose checks are kept in a file of the test: kept(forms) writes them."""
-    monkeypatch.setattr(chip, "present", lambda device=None: chip.HOPPER)
-    monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
-    monkeypatch.delenv(chip.SWITCH, raising=False)
-    entry = checked.key(jax.local_devices()[0].device_kind, jax.__version__)
-    return lambda forms: checked.write(entry, forms, "2026-11-22")
+    monkeypatch.setattr(kernel_device, "present", lambda device=None: kernel_device.HOPPER)
+    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.delenv(kernel_device.SWITCH, raising=False)
+    entry = checks.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
+    return lambda forms: checks.write(entry, forms, "2026-11-22")
 
 
 def program(f, *args):
@@ -37,7 +37,7 @@ def program(f, *args):
 
 def attention(int8=False, **how):
     k = shape((1, 256, 2, 128), jnp.bfloat16)
-    k = jax.eval_shape(rounded, k) if int8 else k
+    k = jax.eval_shape(quantise_int8, k) if int8 else k
     q, seen = shape((1, 8, 4, 128), jnp.bfloat16), shape((1, 8, 2, 2), jnp.int32)
     return program(lambda *xs: attend(*xs, cached=True, **how), q, k, k, seen)
 
@@ -52,11 +52,11 @@ def products():
     """Whether the grouped product is taken, and how its gradient is made."""
     x, w = shape((40, 128), jnp.bfloat16), shape((4, 128, 64), jnp.bfloat16)
     sizes = shape((4,), jnp.int32)
-    if grouped.refuses(x, w) is not None:
+    if grouped_matmul.refuses(x, w) is not None:
         return None
 
     def slope(x, w, sizes):
-        return jax.grad(lambda x: grouped.grouped(x, w, sizes).astype(jnp.float32).sum())(x)
+        return jax.grad(lambda x: grouped_matmul.grouped_matmul(x, w, sizes).astype(jnp.float32).sum())(x)
 
     return program(slope, x, w, sizes).count("custom_call @mosaic_gpu")
 
@@ -90,7 +90,7 @@ def test_without_its_form_the_gradient_is_made_by_a_loop_and_the_same(kept):
     rng, sizes = np.random.default_rng(0), np.array([9, 0, 20])
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((29, 64), (3, 64, 64)))
     with FORCE(interpreted().interpret):
-        y, back = jax.vjp(lambda x: grouped.grouped(x, w, jnp.asarray(sizes)), x)
+        y, back = jax.vjp(lambda x: grouped_matmul.grouped_matmul(x, w, jnp.asarray(sizes)), x)
         (dx,) = back(y)
     full = np.asarray(w, np.float32)[np.repeat(np.arange(3), sizes)]
     want = np.einsum("mo,mio->mi", np.asarray(y, np.float32), full)
@@ -99,13 +99,13 @@ def test_without_its_form_the_gradient_is_made_by_a_loop_and_the_same(kept):
 
 def test_the_switch_stands_above_the_file(kept, monkeypatch):
     kept({"attention-128-bfloat16": {"passed": True}})
-    monkeypatch.setenv(chip.SWITCH, "0")
+    monkeypatch.setenv(kernel_device.SWITCH, "0")
     assert "mosaic_gpu" not in attention() and "MERCURY_KERNELS=0" in str(
-        chip.why_off("attention-128-bfloat16")
+        kernel_device.why_off("attention-128-bfloat16")
     )
-    monkeypatch.setenv(chip.SWITCH, "1")
+    monkeypatch.setenv(kernel_device.SWITCH, "1")
     assert "mosaic_gpu" in attention(int8=True)
-    monkeypatch.setenv(chip.SWITCH, "yes")
+    monkeypatch.setenv(kernel_device.SWITCH, "yes")
     with pytest.raises(ValueError, match="MERCURY_KERNELS is 'yes'; allowed: 1"):
         attention()
 
@@ -113,50 +113,50 @@ def test_the_switch_stands_above_the_file(kept, monkeypatch):
 @pytest.mark.parametrize("other", ["chip", "jax", "sources"])
 def test_what_passed_elsewhere_counts_for_nothing(kept, monkeypatch, other):
     kept({"attention-128-bfloat16": {"passed": True}})
-    assert chip.why_off("attention-128-bfloat16") is None
+    assert kernel_device.why_off("attention-128-bfloat16") is None
     if other == "chip":
-        monkeypatch.setattr(chip, "_kind", lambda: "NVIDIA H100")
+        monkeypatch.setattr(kernel_device, "_device_name", lambda: "NVIDIA H100")
     elif other == "jax":
         monkeypatch.setattr(jax, "__version__", "0.0.1")
     else:
-        monkeypatch.setattr(checked, "sources", lambda: "0123456789ab")
-    assert "mercury bench gpu check" in str(chip.why_off("attention-128-bfloat16"))
+        monkeypatch.setattr(checks, "sources", lambda: "0123456789ab")
+    assert "mercury bench gpu check" in str(kernel_device.why_off("attention-128-bfloat16"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": {"date": "", "forms": {"a": 3}}}', '{"x": 1}'])
 def test_a_damaged_file_is_named_and_switches_nothing_on(kept, text, tmp_path):
     file = kept({"attention-128-bfloat16": {"passed": True}})
     file.write_text(text)
-    checked._parsed.cache_clear()
+    checks._parse.cache_clear()
     with pytest.warns(UserWarning, match=r"kernels\.json is ignored"):
-        assert chip.why_off("attention-128-bfloat16") is not None
+        assert kernel_device.why_off("attention-128-bfloat16") is not None
     kept({"attention-128-bfloat16": {"passed": True}})  # and the next check writes it anew
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chip.why_off("attention-128-bfloat16") is None
+        assert kernel_device.why_off("attention-128-bfloat16") is None
 
 
 def test_one_file_holds_several_chips(kept):
     file = kept({"grouped-int8": {"passed": True}})
-    checked.write("another, jax 1, kernels 2", {"grouped-int8": {"passed": False}}, "2026-11-22")
-    assert len(json.loads(file.read_text())) == 2 and chip.why_off("grouped-int8") is None
+    checks.write("another, jax 1, kernels 2", {"grouped-int8": {"passed": False}}, "2026-11-22")
+    assert len(json.loads(file.read_text())) == 2 and kernel_device.why_off("grouped-int8") is None
 
 
 def test_where_nothing_is_to_be_kept_nothing_is(monkeypatch):
-    assert checked.path({"MERCURY_CACHE": ""}) is None
-    assert str(checked.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"})) == "/a/b.json"
-    assert str(checked.path({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
-    assert str(checked.path({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
+    assert checks.path({"MERCURY_CACHE": ""}) is None
+    assert str(checks.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"})) == "/a/b.json"
+    assert str(checks.path({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
+    assert str(checks.path({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
 
 
 def test_what_is_on_and_why_is_told(kept):
     kept(
         {"grouped-int8": {"passed": True}, "grouped-bfloat16": {"passed": False, "why": "relative error 0.5"}}
     )
-    found = chip.status()
+    found = kernel_device.status()
     assert found["on"] == ["grouped-int8"] and "relative error 0.5" in found["off"]["grouped-bfloat16"]
     assert "check passed" in found["rule"]
 
 
 def test_a_cpu_says_that_no_kernel_is_for_it():
-    assert "cpu" in chip.status()["rule"] and "cpu" in str(chip.why_off("grouped-int8"))
+    assert "cpu" in kernel_device.status()["rule"] and "cpu" in str(kernel_device.why_off("grouped-int8"))

@@ -4,18 +4,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import parts, reference
+from mercury_jax.kernels import reference, tiling
 
 RNG = np.random.default_rng(0)
 
 
 def test_folding_rows_is_undone():
     q = jnp.asarray(RNG.normal(size=(2, 5, 6, 8)), jnp.float32)
-    rows = parts.fold(q, 2, 64)
+    rows = tiling.fold_queries(q, 2, 64)
     assert rows.shape == (4, 64, 8) and not np.asarray(rows)[:, 15:].any()
     np.testing.assert_array_equal(rows[2, 4], q[1, 1, 1])  # batch 1, key head 0: query 1, its second head
-    np.testing.assert_array_equal(parts.unfold(rows, 2, 5, 6), q)
-    np.testing.assert_array_equal(parts.unfold(rows[..., 0], 2, 5, 6), q[..., 0])
+    np.testing.assert_array_equal(tiling.unfold_queries(rows, 2, 5, 6), q)
+    np.testing.assert_array_equal(tiling.unfold_queries(rows[..., 0], 2, 5, 6), q[..., 0])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -25,8 +25,8 @@ def test_a_tile_is_told_of_every_key_that_its_rows_see(seed):
         rng.integers(0, slots + 9, (2, 10, 4)), axis=-1
     )  # ends beyond the slots count as the last slot
     ranges = jnp.asarray(cut.reshape(2, 10, 2, 2), jnp.int32).at[:, 3].set(0)
-    edges = parts.fold_ranges(ranges, 2, rows)
-    told = np.asarray(parts.bounds(edges, rows, keys, slots))
+    edges = tiling.fold_ranges(ranges, 2, rows)
+    told = np.asarray(tiling.tile_bounds(edges, rows, keys, slots))
     see = np.repeat(np.asarray(reference.visible(ranges, slots)), 2, axis=1)
     see = np.concatenate([see, see[:, -1:].repeat(-see.shape[1] % rows, 1)], axis=1).reshape(
         2, -1, rows, slots
@@ -42,7 +42,7 @@ def test_a_tile_is_told_of_every_key_that_its_rows_see(seed):
 
 
 def test_rows_that_see_nothing_visit_nothing():
-    told = np.asarray(parts.bounds(jnp.zeros((1, 4, 8), jnp.int32), 8, 16, 64))[0, 0]
+    told = np.asarray(tiling.tile_bounds(jnp.zeros((1, 4, 8), jnp.int32), 8, 16, 64))[0, 0]
     assert told[0] == told[1] and not told[4:].any()
 
 
@@ -50,10 +50,10 @@ def test_rows_that_see_nothing_visit_nothing():
     "programs, steps, least", [(32, 128, 0.95), (8, 128, 0.9), (1, 512, 0.6), (100, 64, 0.7)]
 )
 def test_splits_keep_the_processors_busy(programs, steps, least):
-    count = parts.splits(programs, steps, 132)
+    count = tiling.choose_splits(programs, steps, 132)
     waves = -(-programs * count // 132)
     assert programs * steps >= least * waves * 132 * -(-steps // count)
-    assert parts.splits(132, steps, 132) == 1 and parts.splits(programs, 1, 132) == 1
+    assert tiling.choose_splits(132, steps, 132) == 1 and tiling.choose_splits(programs, 1, 132) == 1
 
 
 def test_parts_merge_to_the_whole():
@@ -64,7 +64,7 @@ def test_parts_merge_to_the_whole():
         outs = np.nan_to_num(np.exp(scores) @ values / sums[..., None])
         lses = np.log(sums)
         whole = np.log(sums.sum(axis=0))
-    out, lse = parts.merge(jnp.asarray(outs, jnp.float32), jnp.asarray(lses, jnp.float32))
+    out, lse = tiling.merge_splits(jnp.asarray(outs, jnp.float32), jnp.asarray(lses, jnp.float32))
     want = np.nan_to_num(
         (outs * sums[..., None]).sum(axis=0) / np.maximum(sums.sum(axis=0), 1e-30)[..., None]
     )

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import chip, reference
-from mercury_jax.kernels.hopper import launch
-from mercury_jax.kernels.interpret import interpreted
-from mercury_jax.kernels.paged import attend_paged
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import device as kernel_device, reference
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.hopper import attention
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 
 
 def case(t, h, g, width, page, dtype, r=2, seed=0):
@@ -55,8 +55,10 @@ def check(got, q, k, v, ranges, scale, softcap, tolerance):
 def test_gathered_pages_are_the_keys_in_one_piece(page, int8):
     q, k, v, pool_k, pool_v, pages, ranges = case(4, 4, 2, 8, page, jnp.float32)
     if int8:
-        k, v, pool_k, pool_v = (rounded(x) for x in (k, v, pool_k, pool_v))  # of NaN: a scale that is NaN
-        k, v = plain(k, q.dtype), plain(v, q.dtype)
+        k, v, pool_k, pool_v = (
+            quantise_int8(x) for x in (k, v, pool_k, pool_v)
+        )  # of NaN: a scale that is NaN
+        k, v = dequantise(k, q.dtype), dequantise(v, q.dtype)
     got = attend_paged(q, pool_k, pool_v, pages, ranges, softcap=3.0, residual=True)
     check(got, q, k, v, ranges, 8**-0.5, 3.0, 1e-5)
     alone = attend_paged(q, pool_k, pool_v, pages, ranges, softcap=3.0, backend="reference")
@@ -73,12 +75,12 @@ CASES = {  # first row; T, H, G, K, page, dtype, ranges; scale, softcap, int8, p
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_reads_pages_where_they_are(name, monkeypatch):
     first, *shape, scale, softcap, int8, processors = CASES[name]
-    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    monkeypatch.setattr(attention, "PROCESSORS", processors)
     q, k, v, pool_k, pool_v, pages, ranges = case(*shape)
     q, k, v, pages, ranges = (x[first:] for x in (q, k, v, pages, ranges))
     if int8:
-        k, v = (plain(rounded(x), q.dtype) for x in (k, v))
-        pool_k, pool_v = (rounded(x) for x in (pool_k, pool_v))
+        k, v = (dequantise(quantise_int8(x), q.dtype) for x in (k, v))
+        pool_k, pool_v = (quantise_int8(x) for x in (pool_k, pool_v))
     more = dict(scale=scale, softcap=softcap, residual=True, backend="hopper", device=interpreted())
     got = jax.jit(lambda *xs: attend_paged(*xs, **more))(q, pool_k, pool_v, pages, ranges)
     check(got, q, k, v, ranges, scale, softcap, 1e-2)
@@ -88,14 +90,14 @@ def shapes(page=128, width=128, int8=False, rows=3):
     """q, k, v, pages and ranges of 3 rows with 7 pages each, without contents."""
     shape = jax.ShapeDtypeStruct
     k = shape((50, page, 2, width), jnp.bfloat16)
-    k = jax.eval_shape(rounded, k) if int8 else k
+    k = jax.eval_shape(quantise_int8, k) if int8 else k
     q = shape((3, 40, 4, width), jnp.bfloat16)
     return q, k, k, shape((rows, 7), jnp.int32), shape((3, 40, 2, 2), jnp.int32)
 
 
 @pytest.mark.parametrize("page, int8, copied", [(128, True, False), (48, False, True)])
 def test_on_hopper_pages_are_copied_only_where_they_do_not_fit(page, int8, copied):
-    hopper = chip.target(chip.HOPPER)
+    hopper = kernel_device.target(kernel_device.HOPPER)
     traced = jax.jit(lambda *xs: attend_paged(*xs, device=hopper)).trace(*shapes(page, int8=int8))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
@@ -109,7 +111,7 @@ def test_it_says_what_it_does_not_take():
         return str(refused.value)
 
     assert "no Hopper" in told(*shapes(), backend="hopper")
-    hopper = dict(backend="hopper", device=chip.target(chip.HOPPER))
+    hopper = dict(backend="hopper", device=kernel_device.target(kernel_device.HOPPER))
     assert "pages of 64 slots" in told(*shapes(64), **hopper)
     assert "pages of 96 slots" in told(*shapes(96, width=256), **hopper)
     assert "int8" in told(*shapes(width=512, int8=True), **hopper)
@@ -119,5 +121,7 @@ def test_it_says_what_it_does_not_take():
     assert "ranges" in told(q, k, v, pages, jax.ShapeDtypeStruct((3, 39, 2, 2), jnp.int32))
     assert "v" in told(q, k, shapes(64)[1], pages, ranges)
     assert "3 heads" in told(jax.ShapeDtypeStruct((3, 40, 3, 128), jnp.bfloat16), k, v, pages, ranges)
-    short = Rounded(jax.eval_shape(rounded, k).values, jax.ShapeDtypeStruct((50, 128, 1), jnp.float32))
+    short = Int8Vectors(
+        jax.eval_shape(quantise_int8, k).values, jax.ShapeDtypeStruct((50, 128, 1), jnp.float32)
+    )
     assert "scale" in told(q, short, short, pages, ranges)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import grouped
-from mercury_jax.kernels.chip import target
-from mercury_jax.kernels.interpret import interpreted
-from mercury_jax.kernels.tiles import plan
+from mercury_jax.kernels import grouped_matmul
+from mercury_jax.kernels.device import target
+from mercury_jax.kernels.grouped_matmul import tiles_of
+from mercury_jax.kernels.interpreter import interpreted
 
 
 def wide(x):
@@ -39,7 +39,9 @@ def run(x, w, sizes, scale=None, dtype=None, dy=None):
     """y by the interpreted kernel, and with a cotangent the gradients of x and w."""
 
     def both(x, w, dy):
-        product = lambda x, w: grouped.grouped(x, w, jnp.asarray(sizes), scale, dtype, device=interpreted())
+        product = lambda x, w: grouped_matmul.grouped_matmul(
+            x, w, jnp.asarray(sizes), scale, dtype, device=interpreted()
+        )
         y, back = jax.vjp(product, x, w)
         return (y,) if dy is None else (y, *back(dy))
 
@@ -97,14 +99,14 @@ def test_gradients_are_those_of_the_plain_product(small):
 def test_what_the_kernel_does_not_take_is_said_in_words():
     x, w, _ = drawn((2, 3), 64, 64)
     narrow = jnp.zeros((2, 64, 40), jnp.bfloat16)
-    assert "sm_90a" in str(grouped.refuses(x, w))
-    assert "sm_100a does not have" in str(grouped.refuses(x, w, device=target("sm_100a")))
+    assert "sm_90a" in str(grouped_matmul.refuses(x, w))
+    assert "sm_100a does not have" in str(grouped_matmul.refuses(x, w, device=target("sm_100a")))
     hopper = target("sm_90a")
-    assert grouped.refuses(x, w, device=hopper) is None
-    assert "rows are float32" in str(grouped.refuses(wide(x), w, device=hopper))
-    assert "scale" in str(grouped.refuses(x, w.astype(jnp.int8), device=hopper))
+    assert grouped_matmul.refuses(x, w, device=hopper) is None
+    assert "rows are float32" in str(grouped_matmul.refuses(wide(x), w, device=hopper))
+    assert "scale" in str(grouped_matmul.refuses(x, w.astype(jnp.int8), device=hopper))
     with pytest.raises(ValueError, match="64 by 40"):
-        grouped.grouped(x, narrow, jnp.asarray([2, 3]), device=hopper)
+        grouped_matmul.grouped_matmul(x, narrow, jnp.asarray([2, 3]), device=hopper)
     with pytest.raises(ValueError, match="sm_90a, sm_100a"):
         target("h200")
 
@@ -112,13 +114,13 @@ def test_what_the_kernel_does_not_take_is_said_in_words():
 def test_tiles_are_whole():
     x, w, _ = drawn((2, 3), 64, 64)
     with pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
-        grouped.grouped(x, w, jnp.asarray([2, 3]), tile=12, device=target("sm_90a"))
+        grouped_matmul.grouped_matmul(x, w, jnp.asarray([2, 3]), tile=12, device=target("sm_90a"))
 
 
 @pytest.mark.parametrize("tile", [16, 48])
 def test_tiles_cover_every_row_once_and_stay_within_their_expert(tile):
     sizes = np.array([0, 50, 16, 0, 97, 1])
-    p = plan(jnp.asarray(sizes), int(sizes.sum()), tile)
+    p = tiles_of(jnp.asarray(sizes), int(sizes.sum()), tile)
     covered = np.concatenate(
         [np.arange(s, min(s + tile, e)) for s, e in zip(p.start[: p.count], p.end[: p.count])]
     )
@@ -151,7 +153,7 @@ def test_tiles_of_the_kernel_start_at_multiples_of_8_and_write_every_row_once(na
     sizes = np.array(SIZES[name])
     rows = int(sizes.sum()) + (20 if name.startswith("fewer") else 0)
     room = max(-(-rows // 8) * 8, tile)
-    expert, first, low, high = np.asarray(grouped._visits(jnp.asarray(sizes), rows, tile, room))
+    expert, first, low, high = np.asarray(grouped_matmul._visits(jnp.asarray(sizes), rows, tile, room))
     assert not (first % 8).any() and (first + tile <= room).all() and (first >= 0).all()
     written = [np.arange(a, b) for a, b in zip(low, high)]
     np.testing.assert_array_equal(np.concatenate(written), np.arange(sizes.sum()))

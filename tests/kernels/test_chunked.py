@@ -1,4 +1,4 @@
-"""Attention in tiles: the reference's values and gradients over packed rows, in a fraction of its memory."""
+"""Chunked and blockwise attention: the values of the reference, and blockwise its gradients, in less memory."""
 
 import functools
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.kernels import attend, attention, blockwise, reference
-from mercury_jax.kernels.rounded import rounded
+from mercury_jax.kernels import attend, attention, chunked, reference
+from mercury_jax.kernels.chunked import CHUNK
+from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.models import masks
 from mercury_jax.train.data import packing
 
@@ -69,19 +70,19 @@ def check(run, ranges, softcap=None, size=64, seed=0):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_gradients_are_the_references_over_packed_documents(layout):
-    check(blockwise.run, LAYOUTS[layout])
+    check(chunked.run_blockwise, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("softcap, size", [(1.5, 64), (None, 256)])
 def test_so_they_are_with_a_softcap_and_in_an_accelerators_tiles(monkeypatch, softcap, size):
-    monkeypatch.setattr(blockwise, "ON_CPU", size)
-    run = lambda *args, **how: blockwise.run(*args, **how)  # a trace of its own
+    monkeypatch.setattr(chunked, "TILE_CPU", size)
+    run = lambda *args, **how: chunked.run_blockwise(*args, **how)  # a trace of its own
     check(run, LAYOUTS["causal_encoder"], softcap, size, seed=1)
 
 
 def test_a_tile_visits_the_tiles_of_keys_that_its_rows_see_and_no_others():
     ranges = LAYOUTS["causal_encoder"].at[:, :64, 1].set(200)  # empty, and not at 0
-    found = blockwise.plan(ranges, SLOTS, 64)
+    found = chunked.tile_visits(ranges, SLOTS, 64)
     see = np.zeros((2, 320, 320), bool)
     see[:, :SLOTS, :SLOTS] = reference.visible(ranges, SLOTS)
     tiles = np.any(see.reshape(2, 5, 64, 5, 64), axis=(2, 4))
@@ -95,7 +96,7 @@ def test_a_tile_visits_the_tiles_of_keys_that_its_rows_see_and_no_others():
 def test_fewer_queries_than_keys_see_what_their_ranges_say():
     q, k, v, _ = arrays(2, b=1)
     ranges = LAYOUTS["block_causal"][:1, 40:]
-    out = blockwise.run(q[:, 40:], k, v, ranges, scale=1.0)
+    out = chunked.run_blockwise(q[:, 40:], k, v, ranges, scale=1.0)
     np.testing.assert_allclose(out, reference.run(q[:, 40:], k, v, ranges, scale=1.0), atol=1e-5)
 
 
@@ -108,18 +109,63 @@ def test_no_array_has_both_axes_of_the_scores():
         assert found is not None
         return found.temp_size_in_bytes
 
-    assert temporaries(blockwise.run) < 4 * t * t < temporaries(reference.run)
+    assert temporaries(chunked.run_blockwise) < 4 * t * t < temporaries(reference.run)
 
 
-def test_long_passes_without_a_cache_take_it_and_others_do_not():
+def test_long_passes_without_a_cache_use_blockwise_attention_and_others_do_not():
     q, k, v, _ = arrays(0, b=1)
-    ranges, asked = LAYOUTS["bidirectional"][:1], {"scale": 1.0, "softcap": None, "residual": False}
-    chosen = lambda cached, n=SLOTS: attention._first(
-        "tpu", cached, q[:, :n], k[:, :n], v[:, :n], ranges[:, :n], asked
+    ranges = LAYOUTS["bidirectional"][:1]
+    options = {"scale": 1.0, "softcap": None, "residual": False, "device": None}
+    chosen = lambda cached, n=SLOTS: attention._choose(
+        "tpu", cached, q[:, :n], k[:, :n], v[:, :n], ranges[:, :n], options
     )
-    assert chosen(False).run is blockwise.run
-    assert chosen(True).run is not blockwise.run and chosen(False, 255).run is reference.run
+    blockwise, plain = (attention._BACKENDS[name] for name in ("blockwise", "reference"))
+    assert chosen(False) is blockwise
+    assert chosen(True) is not blockwise and chosen(False, 255) is plain
     with pytest.raises(ValueError, match="backend is 'blockwise'; .*255 keys; it takes 256 or more"):
         attend(q, k[:, :255], v[:, :255], ranges, backend="blockwise")
     with pytest.raises(ValueError, match="rounded keys have no gradient"):
-        attend(q, rounded(k), rounded(v), ranges, backend="blockwise")
+        attend(q, quantise_int8(k), quantise_int8(v), ranges, backend="blockwise")
+
+
+# --- chunked: a cache on a CPU
+
+B, T, H, G, K = 2, 5, 4, 2, 8
+run_cached, run_plain = (
+    jax.jit(functools.partial(attend, backend=name)) for name in ("chunked", "reference")
+)
+
+
+def cache_inputs(slots: int) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(slots)
+    q, k, v = (rng.normal(size=s).astype(np.float32) for s in [(B, T, H, K), *[(B, slots, G, K)] * 2])
+    ends = np.sort(rng.integers(0, slots + 1, (B, T, 4)), axis=-1)
+    return 3 * q, k, v, ends.reshape(B, T, 2, 2).astype(np.int32)
+
+
+@pytest.mark.parametrize("slots", [4 * CHUNK + 1, 5 * CHUNK + 13, 7 * CHUNK])
+def test_chunked_attention_equals_the_reference(slots):
+    q, k, v, ranges = cache_inputs(slots)
+    ranges[0, 1] = 0  # a query without keys
+    ranges[1] = np.where(ranges[1] > 0, ranges[1], 1)
+    np.testing.assert_allclose(run_cached(q, k, v, ranges), run_plain(q, k, v, ranges), atol=2e-6)
+    assert not np.asarray(run_cached(q, k, v, ranges))[0, 1].any()
+
+
+def test_chunked_attention_reads_no_chunk_outside_of_the_ranges():
+    q, k, v, _ = cache_inputs(6 * CHUNK)
+    ranges = np.zeros((B, T, 2, 2), np.int32)
+    ranges[..., 0, :] = CHUNK + 3, 2 * CHUNK - 1
+    spoiled = [x.copy() for x in (k, v)]
+    for x in spoiled:  # whole chunks that no query attends to; within a chunk a NaN would be multiplied by 0
+        x[:, :CHUNK] = x[:, 2 * CHUNK :] = np.nan
+    np.testing.assert_array_equal(run_cached(q, *spoiled, ranges), run_cached(q, k, v, ranges))
+
+
+def test_chunked_attention_of_a_row_does_not_depend_on_the_ranges_of_other_rows():
+    q, k, v, ranges = cache_inputs(6 * CHUNK)
+    near = ranges.copy()
+    near[0] = ranges[0] // 4
+    far = near.copy()
+    far[1] = 0, 6 * CHUNK
+    np.testing.assert_array_equal(run_cached(q, k, v, near)[0], run_cached(q, k, v, far)[0])

@@ -1,11 +1,12 @@
-"""Which forms of our kernels passed on a chip: a small JSON file that `mercury bench gpu check` writes.
+"""Which kernel forms passed their check on a device: a small JSON file that `mercury bench gpu check` writes.
 
-`attend`, `attend_paged` and the grouped product read it while they are traced (through `kernels.chip`): a form that
-passed all of its cases on this chip, with this JAX and these sources of the kernels, is used by default; no other is.
+`attend`, `attend_paged` and `grouped_matmul` read it while they are traced (through `kernels.device`): a form is used
+by default if it passed all of its cases on this device, with this JAX and these sources of the kernels.
 
 The file is `kernels.json` in `~/.cache/mercury_jax` (or `$XDG_CACHE_HOME/mercury_jax`, or the folder that
-`MERCURY_CACHE` names), beside the compiled programs. `MERCURY_KERNEL_CHECKS` names another file, for example one that
-came back from a machine that is gone. With `MERCURY_CACHE` set to nothing and no `MERCURY_KERNEL_CHECKS` there is none.
+`MERCURY_CACHE` names), beside the compiled programs. `MERCURY_KERNEL_CHECKS` names another file, for example one
+copied from a machine that no longer exists. With `MERCURY_CACHE` set to nothing and no `MERCURY_KERNEL_CHECKS` there
+is no file.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mercury_jax.kernels.rounded import Rounded
+from mercury_jax.kernels.kv_quant import Int8Vectors
 
 FILE, FOLDER = "MERCURY_KERNEL_CHECKS", "MERCURY_CACHE"
 
 
 def attention_form(q: Any, k: Any, softcap: float | None, paged: bool = False) -> str:
-    """The form of an attention kernel that computes a call, for example "attention-128-bfloat16-int8-paged".
+    """The form of the attention kernel that computes a call, for example "attention-128-bfloat16-int8-paged".
 
     Args:
         q: Queries [B, T, H, K]; an array or a shape.
         k: Keys as `attend` or `attend_paged` take them.
         softcap: Of the scores.
-        paged: Whether the keys lie in pages of a pool.
+        paged: Whether the keys are in pages of a pool.
 
     Returns:
         Head size, dtype of the queries, "int8" for int8 keys, "paged", "softcap".
     """
     parts = ["attention", str(q.shape[-1]), str(jnp.dtype(q.dtype))]
-    parts += ["int8"] * isinstance(k, Rounded) + ["paged"] * paged + ["softcap"] * (softcap is not None)
+    parts += ["int8"] * isinstance(k, Int8Vectors) + ["paged"] * paged + ["softcap"] * (softcap is not None)
     return "-".join(parts)
 
 
@@ -57,40 +58,54 @@ def sources() -> str:
     return total.hexdigest()[:12]
 
 
-def key(device_kind: str, jax_version: str) -> str:
-    """What an entry of the file stands for: another chip, JAX or source of the kernels has an entry of its own."""
+def entry_key(device_kind: str, jax_version: str) -> str:
+    """The key of an entry of the file: each device, JAX version and source of the kernels has its own entry."""
     return f"{device_kind}, jax {jax_version}, kernels {sources()}"
 
 
 def path(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The file, whether it exists or not; None where the user wants nothing kept."""
+    """Path of the file.
+
+    Args:
+        environ: Environment variables; None: those of this process.
+
+    Returns:
+        The path, whether the file exists or not; None if the user wants no file.
+    """
     environ = os.environ if environ is None else environ
-    if named := environ.get(FILE, "").strip():
-        return Path(named)
-    own = environ.get(FOLDER)
-    if own is not None:
-        return Path(own) / "kernels.json" if own.strip() else None
+    if file := environ.get(FILE, "").strip():
+        return Path(file)
+    folder = environ.get(FOLDER)
+    if folder is not None:
+        return Path(folder) / "kernels.json" if folder.strip() else None
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mercury_jax" / "kernels.json"
 
 
 def read(entry: str) -> dict[str, dict[str, Any]] | None:
-    """The forms of an entry, each {"passed": bool, ...}; None where nothing was checked. Warns of a damaged file."""
+    """Reads an entry of the file. Warns if the file is damaged.
+
+    Args:
+        entry: From `entry_key`.
+
+    Returns:
+        {form: {"passed": bool, ...}}; None if nothing was checked.
+    """
     file = path()
     if file is None or not file.is_file():
         return None
-    found = _parsed(file, _state(file)).get(entry)
+    found = _parse(file, _file_state(file)).get(entry)
     return found["forms"] if found else None
 
 
-def _state(file: Path) -> tuple[int, ...]:
-    """What differs once the file was replaced; two may be written within one tick of the clock."""
-    told = file.stat()
-    return told.st_mtime_ns, told.st_ino, told.st_size
+def _file_state(file: Path) -> tuple[int, ...]:
+    """Differs after the file was replaced, even if two files are written within one tick of the clock."""
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 @functools.lru_cache(maxsize=4)
-def _parsed(file: Path, state: tuple[int, ...]) -> dict[str, Any]:
-    del state  # part of the cache's key alone
+def _parse(file: Path, state: tuple[int, ...]) -> dict[str, Any]:
+    del state  # only a key of the cache
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         forms = [form for entry in found.values() for form in entry["forms"].values()]
@@ -104,13 +119,24 @@ def _parsed(file: Path, state: tuple[int, ...]) -> dict[str, Any]:
 
 
 def write(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) -> Path | None:
-    """Replaces one entry and keeps the others; the file, or None where nothing is kept."""
+    """Replaces one entry of the file and keeps the others.
+
+    Args:
+        entry: From `entry_key`.
+        forms: Result of each form.
+        date: Of the check.
+
+    Returns:
+        The file; None if the user wants no file.
+    """
     file = path()
     if file is None:
         return None
-    kept = _parsed(file, _state(file)) if file.is_file() else {}
+    others = _parse(file, _file_state(file)) if file.is_file() else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(kept | {entry: {"date": date, "forms": forms}}, indent=1), encoding="utf-8")
-    fresh.replace(file)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary.write_text(
+        json.dumps(others | {entry: {"date": date, "forms": forms}}, indent=1), encoding="utf-8"
+    )
+    temporary.replace(file)  # atomic
     return file
