@@ -50,20 +50,20 @@ def test_moments_lie_as_their_parameters_and_counters_everywhere():
 
 def test_a_dimension_that_does_not_divide_stays_whole():
     on = sharding.mesh(data=1, fsdp=2, tensor=2)
-    assert sharding.spec("embed", (7, 4), RULES, on) == P(None, "fsdp")
+    assert sharding.partition_spec("embed", (7, 4), RULES, on) == P(None, "fsdp")
 
 
 def test_a_rule_of_another_rank_or_axis_is_refused():
     on = sharding.mesh()
     with pytest.raises(ValueError, match=r"sharding rule 'w\$'.*a/w has shape \(2, 2, 2\)"):
-        sharding.spec("a/w", (2, 2, 2), RULES, on)
+        sharding.partition_spec("a/w", (2, 2, 2), RULES, on)
     with pytest.raises(ValueError, match="'model'; allowed: data, fsdp"):
-        sharding.spec("w", (2,), ((r"w", ("model",)),), on)
+        sharding.partition_spec("w", (2,), ((r"w", ("model",)),), on)
 
 
 def test_rows_lie_over_data_and_fsdp():
     on = sharding.mesh(data=2, fsdp=2)
-    batch = sharding.place({"tokens": np.arange(8).reshape(4, 2)}, on)
-    assert sharding.ways(on) == 4 and sharding.share(on) == (0, 1)
+    batch = sharding.shard_batch({"tokens": np.arange(8).reshape(4, 2)}, on)
+    assert sharding.row_shards(on) == 4 and sharding.process_share(on) == (0, 1)
     assert [s.data.shape for s in batch["tokens"].addressable_shards] == [(1, 2)] * 4
     assert (np.asarray(batch["tokens"]) == np.arange(8).reshape(4, 2)).all()
