@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array
 
-from mercury_jax.sharding import along
+from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params
 
 AXIS = "tensor"
@@ -24,7 +24,7 @@ Walk = Callable[..., tuple[Any, Any]]
 
 def divides(on: Mesh | None, vocab: int) -> bool:
     """Whether each device of the mesh has a part of the ids alone."""
-    return on is not None and bool(along((AXIS,), vocab, on))
+    return on is not None and bool(dividing_axes((AXIS,), vocab, on))
 
 
 def walk(on: Mesh, local: Walk, params: Params, vocab: int, *rows: Any) -> tuple[Any, Any]:
@@ -33,7 +33,7 @@ def walk(on: Mesh, local: Walk, params: Params, vocab: int, *rows: Any) -> tuple
     """
     tables = {name: params[name] for name in TABLES if name in params}
     count = vocab // on.shape[AXIS]
-    row = along(("data",), jax.tree.leaves(rows)[0].shape[0], on) or None
+    row = dividing_axes(("data",), jax.tree.leaves(rows)[0].shape[0], on) or None
 
     def own(tables: Params, *rows: Any) -> tuple[Any, Any]:
         soft, pieces = local(tables, jax.lax.axis_index(AXIS) * count, count, *rows)

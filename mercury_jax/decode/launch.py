@@ -96,7 +96,7 @@ def prepare(
 
 def by_rows(lm: LM, mesh: Mesh | None) -> Mesh | None:
     """The mesh whose devices decode rows of their own; None where the parameters lie apart: all share all passes."""
-    return None if mesh is not None and mesh == sharding.apart(lm.params) else mesh
+    return None if mesh is not None and mesh == sharding.model_parallel_mesh(lm.params) else mesh
 
 
 def arranged(
@@ -115,9 +115,9 @@ def arranged(
 ) -> tuple[Program, Knobs, dict[str, Any]]:
     """(program, knobs, arguments of `begin`) of a request, its shapes bucketed; the parameters are not looked at."""
     program, sampler = plan_program(lm, request, sampler, plan, block=block, infilling=infilling)
-    on = sharding.apart(lm.params)
+    on = sharding.model_parallel_mesh(lm.params)
     if by_rows(lm, mesh) is None:
-        program = program._replace(model=sharding.over(program.model, on))
+        program = program._replace(model=sharding.with_mesh(program.model, on))
     program = program._replace(logprobs=logprobs)
     if guidance is not None:
         if program.verify:

@@ -83,6 +83,6 @@ def _nats(lm: LM, row: Row, fillings: Sequence[np.ndarray], at: int, quantum: in
         before = ids[:1]
     if len(ids) <= len(before):
         return 0.0
-    laid = lm.model.layout(ids, len(before), whole=False)
+    laid = lm.model.layout(ids, len(before), all_clean=False)
     asked = Masked(laid, *masks(laid, SAMPLES, np.random.default_rng(0)))
     return float(weighted_nats(lm, [asked], quantum).mean())

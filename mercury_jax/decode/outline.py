@@ -36,10 +36,12 @@ def outline(
         lm, wanted, defaults.sampler(lm), defaults.plan(lm, Plan()), mesh=mesh
     )
     state = jax.eval_shape(lambda: begin(program, knobs, **padded))
-    on = sharding.apart(lm.params)
+    on = sharding.model_parallel_mesh(lm.params)
     if on is not None:  # a shape alone does not say where its array lies
         lay = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        state = state._replace(cache=jax.tree.map(lay, state.cache, sharding.caches(state.cache, on)))
+        state = state._replace(
+            cache=jax.tree.map(lay, state.cache, sharding.cache_shardings(state.cache, on))
+        )
     job = launch.Job(program, jax.eval_shape(lambda: knobs), state, rows, launch.by_rows(lm, mesh))
     return job, launch.prefill_width(program, int(np.max(wanted.known)))
 

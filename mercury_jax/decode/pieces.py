@@ -20,7 +20,7 @@ from mercury_jax.decode.parts import Sampler
 from mercury_jax.decode.read import NEVER, inverse
 from mercury_jax.decode.sight import Sight, shaped
 from mercury_jax.decode.state import Knobs, Program, State
-from mercury_jax.types import Carry, Params, Reading
+from mercury_jax.types import Params, Reading, SelfCond
 
 
 class Piece(NamedTuple):
@@ -49,14 +49,14 @@ class Soft(NamedTuple):
 def applies(program: Program, sampler: Sampler) -> bool:
     """Whether this vocabulary is read in pieces: it is large, and no part asks for all of its logits."""
     parts = (sampler.rule, *sampler.shape, *sampler.allow, *([] if sampler.stop is None else [sampler.stop]))
-    alone = program.model.part is not None and not any(part.whole for part in parts)
+    alone = program.model.head_chunk is not None and not any(part.whole for part in parts)
     others = program.verify or program.blind or program.grows or program.logprobs is not None
     return alone and not others and program.model.config.vocab > program.piece
 
 
 def read(
     program: Program, params: Params, state: State, hidden: Any, sight: Sight, knobs: Knobs
-) -> tuple[Reading, Carry]:
+) -> tuple[Reading, SelfCond]:
     """The reading of every row, and the carry for the next pass.
 
     A draw is the inverse of the distribution at one uniform over the pieces, and at another inside of each.
@@ -101,9 +101,9 @@ def _piece(
     soft: Soft | None, at: Any, size: int,
 ) -> tuple[Soft | None, Piece]:  # fmt: skip
     """The ids base + at..base + at + size, which stand in the tables from `at` on."""
-    assert program.model.part is not None
+    assert program.model.head_chunk is not None
     first = base + at
-    logits = program.model.part(params, hidden, at, size)
+    logits = program.model.head_chunk(params, hidden, at, size)
     logits = jax.vmap(lambda row, at, x, knobs: shaped(program, row, at, x, knobs, first))(
         state, sight, logits, knobs
     )
@@ -184,7 +184,7 @@ def join(p: Piece, uniforms: Float[Array, "L"], temperature: Float[Array, ""]) -
 
 def _nothing(program: Program, state: State) -> Soft | None:
     """The mean embedding of no id; None for a model without self-conditioning."""
-    if program.model.mix is None:
+    if program.model.embed_mixture is None:
         return None
     rows, width = state.canvas.shape[0], program.model.config.width
     zero = jnp.zeros((rows, program.window, 1), jnp.float32)
@@ -194,8 +194,8 @@ def _nothing(program: Program, state: State) -> Soft | None:
 def _softer(
     program: Program, params: Params, soft: Soft, logits: Float[Array, "B L v"], largest: Array, at: Any
 ) -> Soft:
-    assert program.model.mix is not None
+    assert program.model.embed_mixture is not None
     most = jnp.maximum(soft.most, largest[..., None])
     weights, shrink = jnp.exp(logits - most), jnp.exp(soft.most - most)
-    fresh = program.model.mix(params, weights, at)
+    fresh = program.model.embed_mixture(params, weights, at)
     return Soft(most, soft.total * shrink + weights.sum(-1, keepdims=True), soft.sum * shrink + fresh)

@@ -17,7 +17,7 @@ from mercury_jax.decode.arguments import check_lm, naming_wrong_params
 from mercury_jax.decode.program import QUANTUM, bucket
 from mercury_jax.decode.prompts import Prompt, check_seed, normalise
 from mercury_jax.decode.read import forbid
-from mercury_jax.types import LM, Laid, Model, PackedPass, Params, Pass
+from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
 
 
 class Score(NamedTuple):
@@ -41,7 +41,7 @@ class Score(NamedTuple):
 class Masked(NamedTuple):
     """A document, and the canvases that are drawn from it to score it."""
 
-    laid: Laid
+    laid: LaidOutDocument
     hidden: np.ndarray  # bool [N, T] which positions are masked
     weight: np.ndarray  # [N, T] of their cross-entropies
 
@@ -79,7 +79,7 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
     pairs, single = _pairs(lm, prompt, completion)
     seed, asked = check_seed(seed), []
     for i, (before, after) in enumerate(pairs):
-        laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
+        laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), all_clean=False)
         asked.append(Masked(laid, *masks(laid, samples, np.random.default_rng((seed + i) % 2**31))))
     nats = weighted_nats(lm, asked)
     spread = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
@@ -133,7 +133,7 @@ def _prompts(lm: LM, prompt: Any) -> tuple[list[list[int]], bool]:
     return [p.ids for p in prompts], single
 
 
-def masks(laid: Laid, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def masks(laid: LaidOutDocument, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(which positions to mask [N, T], their weights [N, T]): k of each canvas's m editable tokens.
 
     k = 1 + floor(m (u + i / N)) over the samples i: every k is uniform in 1..m, together they are

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import Refresh
 from mercury_jax.decode.parts import Sampler
 from mercury_jax.noise import Corruption
-from mercury_jax.types import Cache, Carry, Key, Model
+from mercury_jax.types import Cache, Key, Model, SelfCond
 
 
 class Program(NamedTuple):
@@ -73,7 +73,7 @@ class State(NamedTuple):
     held: Bool[Array, "B W"]  # canvas positions that are known or given
     n: Int[Array, "B"]  # used positions of the canvas
     step: Int[Array, "B"]  # steps taken on this block; -1: no canvas is open
-    carry: Carry
+    carry: SelfCond
     memory: Any  # of the rule and of the stop
     key: Any  # [B] typed keys, one a row, from its seed
     done: Bool[Array, "B"]

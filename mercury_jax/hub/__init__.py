@@ -36,7 +36,7 @@ def load(
 
     dtype, quantise, kv, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
     """
-    cache.check_kind(kv)
+    cache.check_kv_kind(kv)
     folder = folder_of(source)
     how: dict[str, Any] = dict(dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
     if is_native(folder):
@@ -44,7 +44,7 @@ def load(
     else:
         name = str(source) if Path(source) != folder else None
         lm = reading.load(folder, **how, name=name, progress=progress)
-    return dataclasses.replace(lm, model=cache.kept(lm.model, kv))
+    return dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, kv))
 
 
 def convert(
