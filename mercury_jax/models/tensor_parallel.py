@@ -145,8 +145,8 @@ def experts(
     axes = dividing_axes(("expert", "tensor"), count, mesh)
 
     def run(x: Array, ids: Array, weights: Array, gate_up: Weight, down: Weight) -> Array:
-        flat_x, flat_ids, flat_weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))
         first = jax.lax.axis_index(axes) * gate_up.shape[0] if axes else None
+        flat_x, flat_ids, flat_weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))
         out = moe.apply_experts(
             flat_x, flat_ids, flat_weights, gate_up, down, act, first, count if axes else None, device
         )

@@ -1,4 +1,4 @@
-"""Attention over a shared pool of pages: the reference over the same keys in one piece, gathered or read in place."""
+"""`attend_paged` equals the reference over the same keys in one array, with pages gathered or read in place."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def check(got, q, k, v, ranges, scale, softcap, tolerance):
 
 # On a CPU `attend` takes few slots at once, and walks many.
 @pytest.mark.parametrize("page, int8", [(5, False), (5, True), (100, False)])
-def test_gathered_pages_are_the_keys_in_one_piece(page, int8):
+def test_gathered_pages_equal_contiguous_keys(page, int8):
     q, k, v, pool_k, pool_v, pages, ranges = case(4, 4, 2, 8, page, jnp.float32)
     if int8:
         k, v, pool_k, pool_v = (
@@ -73,7 +73,7 @@ CASES = {  # first row; T, H, G, K, page, dtype, ranges; scale, softcap, int8, p
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_reads_pages_where_they_are(name, monkeypatch):
+def test_the_hopper_kernel_reads_pages_in_place(name, monkeypatch):
     first, *shape, scale, softcap, int8, processors = CASES[name]
     monkeypatch.setattr(attention, "PROCESSORS", processors)
     q, k, v, pool_k, pool_v, pages, ranges = case(*shape)
@@ -96,7 +96,7 @@ def shapes(page=128, width=128, int8=False, rows=3):
 
 
 @pytest.mark.parametrize("page, int8, copied", [(128, True, False), (48, False, True)])
-def test_on_hopper_pages_are_copied_only_where_they_do_not_fit(page, int8, copied):
+def test_hopper_gathers_only_pages_of_unsupported_sizes(page, int8, copied):
     hopper = kernel_device.target(kernel_device.HOPPER)
     traced = jax.jit(lambda *xs: attend_paged(*xs, device=hopper)).trace(*shapes(page, int8=int8))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -104,7 +104,7 @@ def test_on_hopper_pages_are_copied_only_where_they_do_not_fit(page, int8, copie
     assert (f"tensor<3x{7 * page}x2x128x" in text) == copied
 
 
-def test_it_says_what_it_does_not_take():
+def test_refused_pages_are_named_in_the_error():
     def told(*args, **more):
         with pytest.raises((ValueError, TypeError)) as refused:  # under --jaxtyping the type may refuse first
             jax.eval_shape(lambda *xs: attend_paged(*xs, **more), *args)

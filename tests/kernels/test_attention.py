@@ -1,4 +1,4 @@
-"""Each backend of attention against the definition, written with dense masks in numpy."""
+"""Each attention backend against the definition, written with dense masks in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def seen(ranges, s):
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("more", [{}, {"scale": 1.0}, {"softcap": 2.0}, {"scale": 0.7, "softcap": 0.5}])
-def test_each_backend_is_the_definition(backend, seed, more):
+def test_each_backend_equals_the_definition(backend, seed, more):
     q, k, v, ranges = case(seed, s=SLOTS[backend])
     out, nats = attend(q, k, v, ranges, residual=True, backend=backend, **more)
     want, told = dense(q, k, v, seen(ranges, k.shape[1]), **more)
@@ -57,7 +57,7 @@ def test_each_backend_is_the_definition(backend, seed, more):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_rounded_keys_are_what_they_stand_for(backend):
+def test_int8_keys_equal_their_dequantised_values(backend):
     q, k, v, ranges = case(s=SLOTS[backend])
     k, v = quantise_int8(k), quantise_int8(v)
     exact = attend(q, dequantise(k, q.dtype), dequantise(v, q.dtype), ranges, backend=backend)
@@ -65,7 +65,7 @@ def test_rounded_keys_are_what_they_stand_for(backend):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_parts_of_the_keys_are_merged_by_their_log_sum_exp(backend):
+def test_parts_of_the_keys_are_merged_by_log_sum_exp(backend):
     slots = SLOTS[backend]
     q, k, v, ranges = case(3, s=slots)
     cut = slots // 3
@@ -78,13 +78,13 @@ def test_parts_of_the_keys_are_merged_by_their_log_sum_exp(backend):
     np.testing.assert_allclose(both, nats, atol=2e-6)
 
 
-def test_gradients_are_finite_where_nothing_is_seen():
+def test_gradients_are_finite_for_queries_without_keys():
     q, k, v, ranges = case()
     grads = jax.grad(lambda *x: attend(*x, ranges, softcap=1.0).sum(), argnums=(0, 1, 2))(q, k, v)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
-def test_a_gradient_is_never_given_to_a_backend_without_one():
+def test_a_pass_with_a_gradient_never_uses_a_backend_without_one():
     q, k, v, ranges = case(s=SLOTS["chunked"])
     through = lambda cached: jax.jit(jax.grad(lambda q, to: attend(q, k, v, to, cached=cached).sum()))
     assert jnp.isfinite(through(False)(q, ranges)).all()
@@ -92,7 +92,7 @@ def test_a_gradient_is_never_given_to_a_backend_without_one():
         through(True)(q, ranges)
 
 
-def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
+def test_an_unknown_backend_is_refused_and_a_known_one_gives_its_reason():
     q, k, v, ranges = case()
     with pytest.raises(ValueError, match="backend is 'abacus'; allowed: .*reference"):
         attend(q, k, v, ranges, backend="abacus")
@@ -100,7 +100,7 @@ def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
         attend(q, k, v, ranges, backend="chunked")
 
 
-def test_shapes_that_do_not_belong_together_are_refused():
+def test_shapes_that_do_not_match_are_refused():
     q, k, v, ranges = case()
 
     def told(*args):
@@ -118,7 +118,7 @@ def test_shapes_that_do_not_belong_together_are_refused():
     assert "scale" in told(q, Int8Vectors(k.astype(jnp.int8), jnp.ones((2, 9, 1))), v, ranges)
 
 
-def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
+def test_kernels_are_used_on_their_own_device_only(monkeypatch):
     """Traced for a Hopper its kernel is chosen, over a cache and where it takes the shapes; nowhere else."""
     q, k, v, ranges = (
         x.astype(jnp.bfloat16) if x.ndim == 4 and x.dtype != jnp.int32 else x for x in case(width=64)

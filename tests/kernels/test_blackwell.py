@@ -34,7 +34,7 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_definition(name, monkeypatch):
+def test_the_blackwell_kernel_equals_the_definition(name, monkeypatch):
     *shape, scale, softcap, processors = CASES[name]
     monkeypatch.setattr(blackwell_attention, "PROCESSORS", processors)
     q, k, v, ranges, see = case(*shape)
@@ -42,7 +42,7 @@ def test_the_kernel_is_the_definition(name, monkeypatch):
     check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
 
 
-def test_int8_keys_are_what_they_stand_for(monkeypatch):
+def test_int8_keys_equal_their_dequantised_values_on_blackwell(monkeypatch):
     monkeypatch.setattr(blackwell_attention, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
     seen = jnp.asarray(see.any(1))[:, :, None]
@@ -61,7 +61,7 @@ def shapes(width, dtype=jnp.bfloat16, int8=False, heads=4, ranges=2):
 
 
 @pytest.mark.parametrize("width, int8", [(128, False), (256, True)])
-def test_it_lowers_to_products_in_tensor_memory(width, int8):
+def test_the_blackwell_kernel_lowers_to_products_in_tensor_memory(width, int8):
     args, more = shapes(width, int8=int8), dict(scale=0.1, softcap=30.0, residual=True)
     device = kernel_device.target(kernel_device.BLACKWELL)
     traced = jax.jit(lambda *xs: attention.attend(*xs, cached=True, device=device, **more)).trace(*args)
@@ -71,7 +71,7 @@ def test_it_lowers_to_products_in_tensor_memory(width, int8):
 
 @pytest.mark.parametrize("width", blackwell_attention.KEYS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_program_has_room_for_what_it_takes(width, int8):
+def test_a_blackwell_program_fits_into_its_memories(width, int8):
     """512 columns of tensor memory, 227 KB of shared memory."""
     q, k, _, ranges = shapes(width, int8=int8, ranges=3)
     p = blackwell_attention._config(q, k, ranges, 1.0, None)
@@ -83,7 +83,7 @@ def test_a_program_has_room_for_what_it_takes(width, int8):
     assert p.stages > 0
 
 
-def test_it_is_for_blackwell_alone_and_says_what_it_does_not_take():
+def test_the_blackwell_kernel_is_used_on_blackwell_only_and_names_what_it_refuses():
     asked = dict(scale=0.1, softcap=None, residual=False)
     chosen = lambda *args, device=None: attention._choose("cuda", True, *args, asked | {"device": device}).run
     of = lambda name: attention._BACKENDS[name].run

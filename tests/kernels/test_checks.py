@@ -1,4 +1,4 @@
-"""Which kernels run by default: the forms that passed on this chip, and nothing silently."""
+"""Which kernels are used by default: the forms that passed their check on this device."""
 
 import json
 import warnings
@@ -61,7 +61,7 @@ def products():
     return program(slope, x, w, sizes).count("custom_call @mosaic_gpu")
 
 
-def test_a_form_is_used_where_it_passed_and_no_other_is(kept):
+def test_only_forms_that_passed_are_used(kept):
     kept(
         {
             "attention-128-bfloat16": {"passed": True},
@@ -76,7 +76,7 @@ def test_a_form_is_used_where_it_passed_and_no_other_is(kept):
     assert COPIED not in pages() and "mosaic_gpu" in pages() and "mosaic_gpu" not in attention()
 
 
-def test_the_gradient_of_the_grouped_product_is_a_form_of_its_own(kept):
+def test_the_gradient_of_the_grouped_product_is_a_separate_form(kept):
     kept({})
     assert products() is None
     kept({"grouped-bfloat16": {"passed": True}})
@@ -85,7 +85,7 @@ def test_the_gradient_of_the_grouped_product_is_a_form_of_its_own(kept):
     assert forward == 0 and products() == 1  # of a gradient alone the forward product is not computed
 
 
-def test_without_its_form_the_gradient_is_made_by_a_loop_and_the_same(kept):
+def test_without_its_form_the_gradient_uses_a_loop_with_the_same_result(kept):
     kept({"grouped-bfloat16": {"passed": True}})
     rng, sizes = np.random.default_rng(0), np.array([9, 0, 20])
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((29, 64), (3, 64, 64)))
@@ -97,7 +97,7 @@ def test_without_its_form_the_gradient_is_made_by_a_loop_and_the_same(kept):
     assert np.abs(np.asarray(dx, np.float32) - want).max() < 1e-2 * np.abs(want).max()
 
 
-def test_the_switch_stands_above_the_file(kept, monkeypatch):
+def test_the_environment_variable_overrides_the_file(kept, monkeypatch):
     kept({"attention-128-bfloat16": {"passed": True}})
     monkeypatch.setenv(kernel_device.SWITCH, "0")
     assert "mosaic_gpu" not in attention() and "MERCURY_KERNELS=0" in str(
@@ -111,7 +111,7 @@ def test_the_switch_stands_above_the_file(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("other", ["chip", "jax", "sources"])
-def test_what_passed_elsewhere_counts_for_nothing(kept, monkeypatch, other):
+def test_results_of_another_device_version_or_source_do_not_count(kept, monkeypatch, other):
     kept({"attention-128-bfloat16": {"passed": True}})
     assert kernel_device.why_off("attention-128-bfloat16") is None
     if other == "chip":
@@ -124,7 +124,7 @@ def test_what_passed_elsewhere_counts_for_nothing(kept, monkeypatch, other):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": {"date": "", "forms": {"a": 3}}}', '{"x": 1}'])
-def test_a_damaged_file_is_named_and_switches_nothing_on(kept, text, tmp_path):
+def test_a_damaged_file_is_named_in_a_warning_and_ignored(kept, text, tmp_path):
     file = kept({"attention-128-bfloat16": {"passed": True}})
     file.write_text(text)
     checks._parse.cache_clear()
@@ -136,20 +136,20 @@ def test_a_damaged_file_is_named_and_switches_nothing_on(kept, text, tmp_path):
         assert kernel_device.why_off("attention-128-bfloat16") is None
 
 
-def test_one_file_holds_several_chips(kept):
+def test_one_file_has_entries_of_several_devices(kept):
     file = kept({"grouped-int8": {"passed": True}})
     checks.write("another, jax 1, kernels 2", {"grouped-int8": {"passed": False}}, "2026-11-22")
     assert len(json.loads(file.read_text())) == 2 and kernel_device.why_off("grouped-int8") is None
 
 
-def test_where_nothing_is_to_be_kept_nothing_is(monkeypatch):
+def test_without_a_cache_folder_no_file_is_written(monkeypatch):
     assert checks.path({"MERCURY_CACHE": ""}) is None
     assert str(checks.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"})) == "/a/b.json"
     assert str(checks.path({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
     assert str(checks.path({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
 
 
-def test_what_is_on_and_why_is_told(kept):
+def test_status_lists_the_forms_that_are_on_and_the_reasons_of_the_others(kept):
     kept(
         {"grouped-int8": {"passed": True}, "grouped-bfloat16": {"passed": False, "why": "relative error 0.5"}}
     )
@@ -158,5 +158,5 @@ def test_what_is_on_and_why_is_told(kept):
     assert "check passed" in found["rule"]
 
 
-def test_a_cpu_says_that_no_kernel_is_for_it():
+def test_on_a_cpu_the_reason_is_that_no_kernel_is_written_for_it():
     assert "cpu" in kernel_device.status()["rule"] and "cpu" in str(kernel_device.why_off("grouped-int8"))

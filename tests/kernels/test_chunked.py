@@ -69,18 +69,18 @@ def check(run, ranges, softcap=None, size=64, seed=0):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradients_are_the_references_over_packed_documents(layout):
+def test_blockwise_values_and_gradients_equal_the_reference_over_packed_documents(layout):
     check(chunked.run_blockwise, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("softcap, size", [(1.5, 64), (None, 256)])
-def test_so_they_are_with_a_softcap_and_in_an_accelerators_tiles(monkeypatch, softcap, size):
+def test_blockwise_values_and_gradients_with_a_softcap_and_larger_tiles(monkeypatch, softcap, size):
     monkeypatch.setattr(chunked, "TILE_CPU", size)
     run = lambda *args, **how: chunked.run_blockwise(*args, **how)  # a trace of its own
     check(run, LAYOUTS["causal_encoder"], softcap, size, seed=1)
 
 
-def test_a_tile_visits_the_tiles_of_keys_that_its_rows_see_and_no_others():
+def test_a_query_tile_visits_only_the_key_tiles_in_its_ranges():
     ranges = LAYOUTS["causal_encoder"].at[:, :64, 1].set(200)  # empty, and not at 0
     found = chunked.tile_visits(ranges, SLOTS, 64)
     see = np.zeros((2, 320, 320), bool)
@@ -93,14 +93,14 @@ def test_a_tile_visits_the_tiles_of_keys_that_its_rows_see_and_no_others():
     assert found.count.sum() < 25
 
 
-def test_fewer_queries_than_keys_see_what_their_ranges_say():
+def test_blockwise_attention_with_fewer_queries_than_keys():
     q, k, v, _ = arrays(2, b=1)
     ranges = LAYOUTS["block_causal"][:1, 40:]
     out = chunked.run_blockwise(q[:, 40:], k, v, ranges, scale=1.0)
     np.testing.assert_allclose(out, reference.run(q[:, 40:], k, v, ranges, scale=1.0), atol=1e-5)
 
 
-def test_no_array_has_both_axes_of_the_scores():
+def test_blockwise_attention_materialises_no_scores():
     t, (q, k, v, w) = 1024, arrays(0, b=1, t=1024)
     ranges = jnp.zeros((1, t, 2, 2), jnp.int32).at[:, :, 0, 1].set(jnp.arange(t) + 1)
 

@@ -1,4 +1,4 @@
-"""Laws of the grouped product: the kernel, interpreted on a CPU, is each row times its own expert's matrix."""
+"""The grouped product, interpreted on a CPU: each row times its own expert's matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_each_row_is_multiplied_by_its_own_experts_matrix(name):
     close(y, plain(x, w, sizes, scale)[0], 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
-def test_what_is_not_a_numbers_neighbour_stays_a_number():
+def test_nan_in_unused_rows_does_not_spread():
     sizes = (13, 0, 7, 13)
     x, w, _ = drawn(sizes, 64, 64)
     theirs = np.repeat(np.arange(4), sizes) == 2
@@ -84,7 +84,7 @@ def test_what_is_not_a_numbers_neighbour_stays_a_number():
 
 
 @pytest.mark.parametrize("small", [None, jnp.int8])
-def test_gradients_are_those_of_the_plain_product(small):
+def test_gradients_equal_those_of_the_plain_product(small):
     sizes = (13, 0, 20)
     x, w, scale = drawn(sizes, 64, 128, small)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(33, 128)), jnp.bfloat16)
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_plain_product(small):
         close(dw, np.stack([each[owner == e].sum(0) for e in range(3)]))
 
 
-def test_what_the_kernel_does_not_take_is_said_in_words():
+def test_the_grouped_kernel_names_what_it_refuses():
     x, w, _ = drawn((2, 3), 64, 64)
     narrow = jnp.zeros((2, 64, 40), jnp.bfloat16)
     assert "sm_90a" in str(grouped_matmul.refuses(x, w))
@@ -111,7 +111,7 @@ def test_what_the_kernel_does_not_take_is_said_in_words():
         target("h200")
 
 
-def test_tiles_are_whole():
+def test_tile_sizes_are_multiples_of_8():
     x, w, _ = drawn((2, 3), 64, 64)
     with pytest.raises(ValueError, match="12 rows, no multiple of 8 up to 128"):
         grouped_matmul.grouped_matmul(x, w, jnp.asarray([2, 3]), tile=12, device=target("sm_90a"))
@@ -149,7 +149,7 @@ SIZES = {
 
 @pytest.mark.parametrize("tile", [8, 16, 128])
 @pytest.mark.parametrize("name", SIZES)
-def test_tiles_of_the_kernel_start_at_multiples_of_8_and_write_every_row_once(name, tile):
+def test_visits_start_at_multiples_of_8_and_write_every_row_once(name, tile):
     sizes = np.array(SIZES[name])
     rows = int(sizes.sum()) + (20 if name.startswith("fewer") else 0)
     room = max(-(-rows // 8) * 8, tile)

@@ -1,4 +1,4 @@
-"""The Hopper kernel under the Mosaic GPU interpreter, on a CPU: the definition, over shapes, dtypes and ranges."""
+"""The Hopper kernel in the Mosaic GPU interpreter equals the definition, over shapes, dtypes and ranges."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_definition(name, monkeypatch):
+def test_the_hopper_kernel_equals_the_definition(name, monkeypatch):
     *shape, scale, softcap, processors = CASES[name]
     monkeypatch.setattr(hopper_attention, "PROCESSORS", processors)
     q, k, v, ranges, see = case(*shape)
@@ -74,7 +74,7 @@ def check(q, k, v, ranges, more, expected):
     assert not got[:, -1].any()
 
 
-def test_int8_keys_are_what_they_stand_for(monkeypatch):
+def test_int8_keys_equal_their_dequantised_values_on_hopper(monkeypatch):
     monkeypatch.setattr(hopper_attention, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
     seen = jnp.asarray(see.any(1))[:, :, None]
@@ -85,7 +85,7 @@ def test_int8_keys_are_what_they_stand_for(monkeypatch):
 
 
 @pytest.mark.parametrize("slots, int8", [(70, False), (129, True)])
-def test_ranges_may_end_behind_the_last_slot(slots, int8):
+def test_ranges_may_end_after_the_last_slot(slots, int8):
     """They end there, as in the reference; the kernel itself reads whole tiles of keys, filled up with zeros."""
     q, k, v, ranges, _ = case(1, 3, 2, 1, slots, 64, 1, jnp.bfloat16)
     k, v = (jnp.nan_to_num(x) for x in (k, v))
@@ -98,7 +98,7 @@ def test_ranges_may_end_behind_the_last_slot(slots, int8):
     np.testing.assert_allclose(nats, told, atol=5e-3)
 
 
-def test_it_says_what_it_does_not_take():
+def test_the_hopper_kernel_names_what_it_refuses():
     shape = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype)
     q, k = shape((1, 4, 4, 64), jnp.bfloat16), shape((1, 9, 2, 64), jnp.bfloat16)
     ranges = shape((1, 4, 2, 2), jnp.int32)

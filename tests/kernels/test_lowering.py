@@ -1,4 +1,4 @@
-"""Every shape lowers: into a chip's kernel, or, where that refuses it with a reason, into plain XLA."""
+"""Every shape lowers: to a device's kernel or, if the kernel refuses with a reason, to plain XLA."""
 
 import functools
 
@@ -38,7 +38,7 @@ def lowered(f, args, backend):
 
 @pytest.mark.parametrize("backend", CHIPS)
 @pytest.mark.parametrize("shape", CASES, ids=str)
-def test_attention_lowers_into_the_kernel_or_into_plain_xla(shape, backend):
+def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):
     b, t, h, g, s, width, r, dtype, int8 = shape
     array = jax.ShapeDtypeStruct
     k = array((b, s, g, width), dtype)

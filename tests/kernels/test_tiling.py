@@ -1,4 +1,4 @@
-"""What surrounds the attention kernels: rows in tiles, the keys that a tile visits, splits and their merging."""
+"""Rows folded into tiles, the keys that a tile visits, splits of the keys and their merging."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from mercury_jax.kernels import reference, tiling
 RNG = np.random.default_rng(0)
 
 
-def test_folding_rows_is_undone():
+def test_unfolding_inverts_folding():
     q = jnp.asarray(RNG.normal(size=(2, 5, 6, 8)), jnp.float32)
     rows = tiling.fold_queries(q, 2, 64)
     assert rows.shape == (4, 64, 8) and not np.asarray(rows)[:, 15:].any()
@@ -19,7 +19,7 @@ def test_folding_rows_is_undone():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_tile_is_told_of_every_key_that_its_rows_see(seed):
+def test_tile_bounds_hold_every_key_in_the_ranges_of_a_tile(seed):
     rng, keys, slots, rows = np.random.default_rng(seed), 16, 200, 8
     cut = np.sort(
         rng.integers(0, slots + 9, (2, 10, 4)), axis=-1
@@ -41,7 +41,7 @@ def test_a_tile_is_told_of_every_key_that_its_rows_see(seed):
         assert not (see[b, tile].any(axis=0) & ~np.any(covered, axis=0)).any()
 
 
-def test_rows_that_see_nothing_visit_nothing():
+def test_rows_without_keys_visit_no_tile():
     told = np.asarray(tiling.tile_bounds(jnp.zeros((1, 4, 8), jnp.int32), 8, 16, 64))[0, 0]
     assert told[0] == told[1] and not told[4:].any()
 
@@ -56,7 +56,7 @@ def test_splits_keep_the_processors_busy(programs, steps, least):
     assert tiling.choose_splits(132, steps, 132) == 1 and tiling.choose_splits(programs, 1, 132) == 1
 
 
-def test_parts_merge_to_the_whole():
+def test_merged_splits_equal_attention_over_all_keys():
     scores, values = RNG.normal(size=(3, 4, 6, 20)), RNG.normal(size=(4, 20, 8))
     scores[0, :, 0], scores[:, :, 1] = -np.inf, -np.inf  # a row that sees nothing in one part; one in none
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Laws of keys and values in 4 and 3 bits: what the rotation keeps, what the codebook loses, what it takes."""
+"""Keys and values in 4 and 3 bits: the rotation, the codebook's error, and the memory."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def odd_vectors(count, width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_rotation_keeps_inner_products_and_is_always_the_same(width):
+def test_the_rotation_preserves_inner_products_and_is_fixed(width):
     r = kv_quant.rotation(width)
     np.testing.assert_allclose(r @ r.T, np.eye(width), atol=1e-12)
     kv_quant.rotation.cache_clear()
@@ -39,7 +39,7 @@ def test_a_rotation_keeps_inner_products_and_is_always_the_same(width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bits", [3, 4])
-def test_each_level_is_the_mean_of_what_is_nearest_to_it(bits, width):
+def test_each_level_is_the_mean_of_the_values_nearest_to_it(bits, width):
     levels = kv_quant.codebook(width, bits)
     assert len(levels) == 1 << bits and np.all(np.diff(levels) > 0)
     cuts = [-1.0, *(levels[1:] + levels[:-1]) / 2, 1.0]
@@ -57,7 +57,7 @@ def test_wide_heads_have_the_levels_of_a_normal_variable():
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_round_trip_loses_what_the_paper_says_whatever_the_vectors(bits, width):
+def test_the_error_of_a_round_trip_is_that_of_the_paper_for_all_vectors(bits, width):
     least = LEAST[bits]
     even = np.random.default_rng(2).standard_normal((1500, width)).astype(np.float32)
     # A sphere of few dimensions is easier than the normal limit; vectors that point one way share their error.
@@ -78,7 +78,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("width", [3, 8, 20])
-def test_every_number_comes_out_of_every_place_as_it_went_in(bits, width):
+def test_unpacking_inverts_packing(bits, width):
     base = np.arange(1 << bits)
     codes = np.stack([np.roll(np.resize(base, width), i) for i in range(len(base))])
     codes[0], codes[1] = 0, (1 << bits) - 1
@@ -88,7 +88,7 @@ def test_every_number_comes_out_of_every_place_as_it_went_in(bits, width):
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_cache_takes_so_many_bits_a_number_and_two_bytes_a_vector(bits):
+def test_a_cache_takes_its_bits_per_number_and_two_bytes_per_vector(bits):
     model = tiny().model
     slots, config = 40, model.config
     made = cache.with_kv_kind(model, f"{bits}bit").empty_cache(2, slots)
@@ -100,13 +100,13 @@ def test_a_cache_takes_so_many_bits_a_number_and_two_bytes_a_vector(bits):
     )
 
 
-def test_what_cannot_be_kept_is_refused():
+def test_an_unknown_cache_format_is_refused():
     with pytest.raises(ValueError, match="kv is '2bit'; allowed: 'int8', '4bit', '3bit'"):
         cache.with_kv_kind(None, "2bit")
 
 
 @pytest.mark.parametrize("kind, most", [("int8", 0.02), ("4bit", 0.15), ("3bit", 0.28)])
-def test_attention_over_few_bits_is_near_the_exact_one(kind, most):
+def test_attention_over_a_quantised_cache_is_close_to_the_exact_one(kind, most):
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     q, k, v = draw(2, 5, 4, 32), draw(2, 24, 2, 32), draw(2, 24, 2, 32)
@@ -134,7 +134,7 @@ def test_a_dropped_token_is_not_written():
 
 
 @pytest.mark.parametrize("name", ["qwen3", "dream", "mdlm", "gemma4_moe", "gemma4_ple"])
-def test_every_kind_of_model_takes_such_a_cache(name):
+def test_every_architecture_takes_a_quantised_cache(name):
     model = reading.open_config(GOLDENS / name / "config.json", mask=5).model
     small, one = cache.with_kv_kind(model, "4bit"), jax.ShapeDtypeStruct((2,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -159,7 +159,7 @@ def test_every_kind_of_model_takes_such_a_cache(name):
     ]
 
 
-def test_a_model_with_such_a_cache_samples_and_the_same_seed_says_the_same():
+def test_sampling_with_a_quantised_cache_is_reproducible():
     lm = tiny()
     small = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, "3bit"))
     outs = [mj.sample(small, [[5, 6, 7], [8, 9]], max_tokens=16, seed=3) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Shifted alignment: what is said of a position is read at the one before it, wherever the pass begins."""
+"""Shifted logits: a position is predicted by the hidden state before it, wherever the pass begins."""
 
 import functools
 
@@ -43,7 +43,7 @@ def run(model, params, tokens, cache, start, end, encoding):
 TOKENS = np.random.default_rng(0).integers(0, 30, (2, 12)).astype(np.int32)
 
 
-def test_a_whole_canvas_is_shifted_by_one():
+def test_the_logits_of_a_whole_canvas_are_shifted_by_one():
     shifted, plain, params = pair("bidirectional")
     ours, _ = run(shifted, params, TOKENS, shifted.empty_cache(2, 12), 0, 12, False)
     theirs, _ = run(plain, params, TOKENS, plain.empty_cache(2, 12), 0, 12, False)
@@ -52,7 +52,7 @@ def test_a_whole_canvas_is_shifted_by_one():
 
 
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_a_part_of_a_canvas_says_what_the_whole_says(start):
+def test_a_part_of_a_canvas_has_the_logits_of_the_whole(start):
     """With unchanged tokens the cache holds exact keys, and the token before the part leads it."""
     model, _, params = pair("bidirectional")
     whole, cache = run(model, params, TOKENS, model.empty_cache(2, 12), 0, 12, False)
@@ -60,7 +60,7 @@ def test_a_part_of_a_canvas_says_what_the_whole_says(start):
     np.testing.assert_allclose(part, whole[:, start : start + 6], atol=1e-5)
 
 
-def test_the_first_of_a_block_is_said_by_the_last_before_it():
+def test_the_first_token_of_a_block_is_predicted_by_the_token_before_it():
     shifted, plain, params = pair("block_causal")
     _, cache = run(shifted, params, TOKENS[:, :8], shifted.empty_cache(2, 16), 0, 8, True)
     ours, _ = run(shifted, params, TOKENS[:, 8:], cache, 8, 12, False)
@@ -71,7 +71,7 @@ def test_the_first_of_a_block_is_said_by_the_last_before_it():
 
 
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
-def test_training_sees_what_decoding_sees(pattern):
+def test_training_and_decoding_have_the_same_logits(pattern):
     """A packed row of two documents: each editable token gets the logits that a decoding pass gives it."""
     model, _, params = pair(pattern)
     laid = [model.layout(TOKENS[i, : 10 + i], 3) for i in range(2)]

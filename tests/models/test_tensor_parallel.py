@@ -1,4 +1,4 @@
-"""Laws of passes that are spread over a mesh by hand: what they compute is what one device does, and how they talk."""
+"""Tensor-parallel passes compute what one device computes, with two all-reduces per layer."""
 
 import dataclasses
 
@@ -85,7 +85,7 @@ def passed(config, sizes, quantise):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pass_over_a_mesh_computes_what_one_device_does_and_sums_twice_a_layer(name):
+def test_a_pass_over_a_mesh_equals_one_device_with_two_all_reduces_per_layer(name):
     config, sizes, quantise = CASES[name]
     want, ours, found = passed(config, sizes, quantise)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), ours, want)
@@ -98,7 +98,7 @@ def test_a_pass_over_a_mesh_computes_what_one_device_does_and_sums_twice_a_layer
 @pytest.mark.parametrize(
     ("heads", "groups", "ways"), [(4, 2, 4), (8, 2, 4), (4, 1, 2), (6, 3, 2), (12, 4, 3)]
 )
-def test_each_query_head_finds_its_key_head(heads, groups, ways):
+def test_each_query_head_reads_its_key_head(heads, groups, ways):
     """Also where a device's heads begin or end within a group."""
     keys, mine, group = jnp.arange(groups).reshape(1, 1, -1, 1), heads // ways, heads // groups
     for index in range(ways):
@@ -118,7 +118,7 @@ def answered(lm, piece, on=None):
     return np.asarray(state.text), np.asarray(state.carry)
 
 
-def test_an_answer_over_a_mesh_is_that_of_one_device():
+def test_an_answer_over_a_mesh_equals_that_of_one_device():
     """Where parameters lie apart all devices share every pass, each reading its own half of the vocabulary."""
     config = dataclasses.replace(GEMMA, layers=1, global_layers=(), per_layer_width=0, vocab=80, pad=0, eos=1)
     model, on = models.build(config), mesh(data=2, tensor=2)

@@ -1,4 +1,4 @@
-"""Laws of weights in 8 bits: how near they are, and that a product is that of the matrix they stand for."""
+"""Weights in 8 bits: their error, and that products equal those of the dequantised matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_a_column_of_zeros_stays_zeros(kind):
 
 
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
-def test_a_product_is_that_of_the_matrix_it_stands_for(kind):
+def test_a_product_equals_that_of_the_dequantised_matrix(kind):
     w = WEIGHT_KINDS[kind](W.astype(np.float32), 2)
     x = jnp.asarray(RNG.normal(size=(5, 3, 16)), jnp.float32)
     want = jnp.einsum("bij,ijk->bk", x, dequantise(w))
@@ -43,7 +43,7 @@ def test_a_product_is_that_of_the_matrix_it_stands_for(kind):
 
 
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
-def test_fp8_experts_are_the_matrices_that_they_stand_for(run):
+def test_fp8_experts_equal_their_dequantised_matrices(run):
     draw = lambda *shape: RNG.normal(size=shape).astype(np.float32)
     x, sizes = jnp.asarray(draw(30, 12)), jnp.asarray([20, 0, 10], jnp.int32)
     small = jax.tree.map(
