@@ -51,7 +51,7 @@ def train(config: TrainConfig) -> loop.Result:
     # The run takes the parameters over; at a resumed one the checkpoint's are in their place.
     params = None if first is None or at is not None else first.params
     first = None if first is None else dataclasses.replace(first, params={})
-    index, count = sharding.share(on)
+    index, count = sharding.process_share(on)
     batches = pipelines.build(
         config.mixture, tokenizer, model.layout,
         rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
@@ -120,7 +120,7 @@ def _evaluator(
     if not config.eval_every or not config.eval_batches:
         return None
     on = loop.mesh_of(config)
-    index, count = sharding.share(on)
+    index, count = sharding.process_share(on)
     batches = pipelines.held_out(
         config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
         batches=config.eval_batches, index=index, count=count,
@@ -139,7 +139,7 @@ def _preview(
 
     def preview(params: Params) -> str:
         # Of several processes the first one samples, on its own devices: `sample` knows no other process's.
-        held = sharding.local(params, model.shardings)
+        held = sharding.to_first_process(params, model.shardings)
         if held is None:
             return ""
         made = LM(model, held, tokenizer, corruption, config.name)

@@ -1,12 +1,12 @@
-"""One mesh for everything, and path rules that say how each array of a tree lies on it.
+"""The device mesh, and path rules that place each array of a tree on it.
 
-The axes are always the same four, so that a recipe that runs on one device runs on many hosts by
-numbers alone: `data` and `fsdp` split the rows of a batch, `fsdp` also splits parameters,
-`tensor` splits heads and hidden units, `expert` splits experts.
+The axes are always the same four, so that a recipe for one device runs on many hosts with other numbers: `data` and
+`fsdp` split the rows of a batch, `fsdp` also splits parameters, `tensor` splits heads and hidden units, `expert`
+splits experts.
 
-Training leaves it to XLA's partitioner what is computed where. Of a pass over a cache that is too little: it gathers
-whole stacks of experts, and runs a Pallas kernel in full on every device. `over` gives the model whose passes are
-spread by hand (`models.parallel`).
+Training leaves the division of the computation to XLA's partitioner. For a pass over a KV cache that is not enough:
+the partitioner gathers whole stacks of experts and runs a Pallas kernel in full on every device. `with_mesh` returns
+a model whose passes are divided explicitly (`models.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.types import Cache, Device, Model
+    from mercury_jax.types import Cache, Device, Model, Params
 
 AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
 
-Axis = str | tuple[str, ...] | None  # of a dimension: several, where it lies along all of them
-Rule = tuple[str, tuple[Axis, ...]]
+ShardedAxis = str | tuple[str, ...] | None  # mesh axes of one dimension of an array
+ShardingRule = tuple[str, tuple[ShardedAxis, ...]]  # (regular expression of a path, axes of each dimension)
+
+
+# --- the mesh
 
 
 def mesh(
@@ -41,25 +44,35 @@ def mesh(
     expert: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """The mesh of `devices` (all of them by default); one size may be -1, "what is left".
+    """Makes the mesh of a set of devices.
 
-    Auto axis types: XLA chooses intermediate shardings, and one program serves every layout.
+    Axis types are Auto: XLA chooses intermediate shardings, and one program serves every layout.
+
+    Args:
+        data: Size of the axis; here and below, one size may be -1 for the devices that are left.
+        fsdp: Likewise.
+        tensor: Likewise.
+        expert: Likewise.
+        devices: The devices; None: all.
+
+    Returns:
+        A mesh with the axes `AXES`.
+
+    Raises:
+        ValueError: If the product of the sizes is not the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = _fill(dict(zip(AXES, (data, fsdp, tensor, expert))), len(devices))
+    sizes = _fill_sizes(dict(zip(AXES, (data, fsdp, tensor, expert))), len(devices))
     shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
-    # On one device make_mesh has no topology to look at; with several it orders them by it.
     try:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
-    except (
-        NotImplementedError
-    ):  # a TPU's torus whose axes have other sizes: an axis of ours takes a part of one
-        laid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(laid, AXES, axis_types=kinds)
+    except NotImplementedError:  # a TPU torus with axes of other sizes: an axis of ours takes a part of one
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
 
 
-def _fill(sizes: dict[str, int], count: int) -> dict[str, int]:
-    """Replace the one -1 by what the other axes leave of `count` devices."""
+def _fill_sizes(sizes: dict[str, int], count: int) -> dict[str, int]:
+    """Replaces the one -1 by what the other axes leave of `count` devices."""
     for name, size in sizes.items():
         if size != -1 and size < 1:
             raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
@@ -72,16 +85,65 @@ def _fill(sizes: dict[str, int], count: int) -> dict[str, int]:
     return sizes | dict.fromkeys(rest, count // fixed)
 
 
-def name_of(path: Sequence[Any]) -> str:
-    """A leaf's path as `/`-joined names: `block_0/attention/q/w`, `opt/1/mu/embed`."""
+def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes along which a dimension can be split.
+
+    Args:
+        axes: Candidates, in order.
+        size: Of the dimension.
+        mesh: The mesh.
+
+    Returns:
+        Each axis with more than one device that divides what the axes before it leave of `size`.
+    """
+    found: tuple[str, ...] = ()
+    for axis in axes:
+        if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0:
+            found, size = (*found, axis), size // mesh.shape[axis]
+    return found
+
+
+def model_parallel_mesh(params: Params) -> Mesh | None:
+    """The mesh of a tree of parameters, if its `tensor` or `expert` axis has more than one device.
+
+    Args:
+        params: Arrays, or shapes with shardings.
+
+    Returns:
+        The mesh; None otherwise, and for parameters that are on no mesh with our axes.
+    """
+    for leaf in jax.tree.leaves(params):
+        found = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(found, Mesh) and set(AXES) <= set(found.shape):
+            return found if found.shape["tensor"] * found.shape["expert"] > 1 else None
+    return None
+
+
+# --- shardings of parameters
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A leaf's path as names joined by "/": `block_0/attention/q/w`, `opt/1/mu/embed`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh | AbstractMesh) -> PartitionSpec:
-    """The first rule whose pattern is found in `name`; no rule, or a scalar: replicated.
+def partition_spec(
+    name: str, shape: Sequence[int], rules: Sequence[ShardingRule], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """The PartitionSpec of an array by its path.
 
-    A dimension that the axis does not divide stays whole; of several axes it takes those that do (see `along`). A
-    rule of another rank is refused: it was written for another array.
+    Args:
+        name: `path_name` of the array.
+        shape: Of the array.
+        rules: The first rule whose pattern is found in `name` applies; without one, and for scalars, the array is
+            replicated.
+        mesh: A dimension that an axis of the mesh does not divide is not split along that axis.
+
+    Returns:
+        The spec.
+
+    Raises:
+        ValueError: If the rule is for an array of another rank, or names an axis that the mesh does not have.
     """
     if not shape:
         return PartitionSpec()
@@ -90,68 +152,110 @@ def spec(name: str, shape: Sequence[int], rules: Sequence[Rule], on: Mesh | Abst
             if len(axes) != len(shape):
                 allowed = f"{len(shape)} entries, the array {name} has shape {tuple(shape)}"
                 raise refuse(f"sharding rule {pattern!r}", axes, allowed)
-            return PartitionSpec(*(_fits(axis, size, pattern, on) for axis, size in zip(axes, shape)))
+            return PartitionSpec(
+                *(_fitting_axis(axis, size, pattern, mesh) for axis, size in zip(axes, shape))
+            )
     return PartitionSpec()
 
 
-def _fits(axis: Axis, size: int, pattern: str, on: Mesh | AbstractMesh) -> Axis:
+def _fitting_axis(axis: ShardedAxis, size: int, pattern: str, mesh: Mesh | AbstractMesh) -> ShardedAxis:
     for name in axis if isinstance(axis, tuple) else (axis,):
-        if name is not None and name not in on.shape:
-            raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(on.shape)}, or None")
+        if name is not None and name not in mesh.shape:
+            raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(mesh.shape)}, or None")
     if isinstance(axis, tuple):
-        found = along(axis, size, on)
+        found = dividing_axes(axis, size, mesh)
         return found if len(found) > 1 else next(iter(found), None)
-    return None if axis is None or size % on.shape[axis] else axis
+    return None if axis is None or size % mesh.shape[axis] else axis
 
 
-def along(axes: Sequence[str], size: int, on: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Those of the axes, one after the other, that divide what those before left of a dimension of `size`."""
-    found: tuple[str, ...] = ()
-    for axis in axes:
-        if on.shape[axis] > 1 and size % on.shape[axis] == 0:
-            found, size = (*found, axis), size // on.shape[axis]
-    return found
+def shardings(tree: Any, rules: Sequence[ShardingRule], mesh: Mesh) -> Any:
+    """The sharding of every leaf of a tree.
 
+    Rules search the whole path, so rules of the parameters also apply to the moments that an optimiser keeps under
+    the same names.
 
-def shardings(tree: Any, rules: Sequence[Rule], on: Mesh) -> Any:
-    """A NamedSharding for every leaf of `tree` (arrays, or what `jax.eval_shape` returns).
+    Args:
+        tree: Arrays, or what `jax.eval_shape` returns.
+        rules: See `partition_spec`.
+        mesh: The mesh.
 
-    Rules search the whole path, so those of the parameters also hold for the moments that an
-    optimizer keeps under the same names.
+    Returns:
+        A tree of NamedSharding.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(on, spec(name_of(path), leaf.shape, rules, on)), tree
+        lambda path, leaf: NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, rules, mesh)), tree
     )
 
 
-def rows(on: Mesh) -> NamedSharding:
-    """How a batch lies on the mesh: its rows over (data, fsdp), all else whole."""
-    return NamedSharding(on, PartitionSpec(ROWS))
+# --- rows of a batch
 
 
-def whole(on: Mesh) -> NamedSharding:
-    """A copy on every device."""
-    return NamedSharding(on, PartitionSpec())
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: rows over (data, fsdp), other dimensions whole."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
-def by_rows(x: Any, on: Mesh | None) -> Any:
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array with a copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Number of parts into which the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+def process_share(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch's rows this process loads. Processes that differ in `tensor` or `expert` load the same.
+
+    Args:
+        mesh: The mesh.
+
+    Returns:
+        (index, count): part `index` of `count` equal parts.
+
+    Raises:
+        ValueError: If the rows of a process are not adjacent.
+    """
+    held = row_sharding(mesh).devices_indices_map((row_shards(mesh),))
+    own = sorted(
+        {at[0].start or 0 for device, at in held.items() if device.process_index == jax.process_index()}
+    )
+    count, index = row_shards(mesh) // len(own), own[0] // len(own)
+    if own != list(range(index * len(own), (index + 1) * len(own))):
+        raise refuse("mesh", dict(mesh.shape), "sizes that give each process neighbouring rows")
+    return index, count
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """Puts a tree of numpy arrays, this process's part of the rows, onto the devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(batch, row_sharding(mesh))
+    sharding = row_sharding(mesh)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch)
+
+
+def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Shards an activation's rows over `data` and `fsdp` in a training step.
 
-    A product of sharded rows and a matrix that is sharded over `fsdp` can be computed in two ways. XLA by itself
+    A product of sharded rows and a matrix that is sharded over `fsdp` can be computed in two ways. By itself XLA
     gathers the rows, so that every device holds the activations of all of them; with this constraint it gathers the
     matrix.
 
     Args:
         x: An activation [B, ...].
-        on: The mesh of the step; None, or a mesh without `fsdp`, leaves x as it is.
+        mesh: The mesh of the step; None, or a mesh without `fsdp`, leaves x unchanged.
+
+    Returns:
+        x with the constraint.
     """
-    if on is None or on.shape["fsdp"] == 1 or x.shape[0] % ways(on):
+    if mesh is None or mesh.shape["fsdp"] == 1 or x.shape[0] % row_shards(mesh):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(on, PartitionSpec(ROWS, *free)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(ROWS, *free)))
 
 
-def rowwise(f: Callable[..., Any], on: Mesh | None, params: Any, *args: Any) -> Any:
+def rowwise(f: Callable[..., Any], mesh: Mesh | None, params: Params, *args: Any) -> Any:
     """Computes f(params, *args) on every device for its own rows.
 
     Each device gets the parameters that f uses whole, and their gradient is summed once, after f: for a product in a
@@ -159,49 +263,41 @@ def rowwise(f: Callable[..., Any], on: Mesh | None, params: Any, *args: Any) -> 
 
     Args:
         f: A function of arrays [B, ...] that treats rows independently.
-        on: The mesh of the training step; None, or one that does not divide the rows: f is called as it is.
+        mesh: The mesh of the training step; None, or one that does not divide the rows, calls f directly.
         params: Parameters, the same for all rows.
         args: Arrays [B, ...].
+
+    Returns:
+        The result of f [B, ...].
     """
-    if on is None or ways(on) == 1 or any(x.shape[0] % ways(on) for x in jax.tree.leaves(args)):
+    if mesh is None or row_shards(mesh) == 1:
         return f(params, *args)
-    row = PartitionSpec(ROWS)
-    specs = (PartitionSpec(), *[row] * len(args))
-    return jax.shard_map(f, mesh=on, in_specs=specs, out_specs=row, axis_names=set(ROWS))(params, *args)
+    if any(x.shape[0] % row_shards(mesh) for x in jax.tree.leaves(args)):
+        return f(params, *args)
+    rows = PartitionSpec(ROWS)
+    specs = (PartitionSpec(), *[rows] * len(args))
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=rows, axis_names=set(ROWS))(params, *args)
 
 
-def ways(on: Mesh | AbstractMesh) -> int:
-    """Into how many parts the rows of a batch are split."""
-    return math.prod(on.shape[axis] for axis in ROWS)
+# --- arrays on several processes
 
 
-def share(on: Mesh) -> tuple[int, int]:
-    """(index, count): which of `count` equal parts of a batch's rows this process feeds.
-
-    Processes that differ only in `tensor` or `expert` feed the same part.
-    """
-    held = rows(on).devices_indices_map((ways(on),))
-    mine = sorted(
-        {at[0].start or 0 for device, at in held.items() if device.process_index == jax.process_index()}
-    )
-    count, index = ways(on) // len(mine), mine[0] // len(mine)
-    if mine != list(range(index * len(mine), (index + 1) * len(mine))):
-        raise refuse("mesh", dict(on.shape), "sizes that give each process neighbouring rows")
-    return index, count
-
-
-def place(batch: Any, on: Mesh) -> Any:
-    """Put a tree of numpy arrays, this process's part of the rows, onto the devices."""
-    if jax.process_count() == 1:
-        return jax.device_put(batch, rows(on))
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows(on), np.asarray(x)), batch)
+def spans_processes(tree: Any) -> bool:
+    """Whether any array of the tree is also on devices of other processes."""
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
 
 
 def gather(x: Any) -> np.ndarray:
-    """A whole array in host memory.
+    """Copies a whole array to host memory.
 
-    A collective where the array is split over several processes: all of them must call it, in the same order. Each
-    device then holds this one array whole for a moment, never the tree that it belongs to.
+    A collective if the array spans processes: all of them must call it, in the same order. Each device then holds this
+    one array whole for a moment, never the tree that it belongs to.
+
+    Args:
+        x: An array.
+
+    Returns:
+        The array in numpy.
     """
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return np.asarray(jax.device_get(x))
@@ -210,85 +306,114 @@ def gather(x: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def spans(tree: Any) -> bool:
-    """Whether any array of the tree lies on devices of other processes too."""
-    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
+def to_first_process(params: Params, rules: Sequence[ShardingRule]) -> Params | None:
+    """Moves parameters to the devices of process 0, split along `fsdp`.
 
+    A collective for parameters that span processes, one array at a time; others are returned unchanged.
 
-def local(params: Any, rules: Sequence[Rule]) -> Any | None:
-    """Parameters on the devices of process 0 alone, split along `fsdp`; None on the other processes.
+    Args:
+        params: Parameters.
+        rules: Their sharding rules.
 
-    A collective for parameters that lie on several processes, one array at a time; others are returned as they are.
+    Returns:
+        The parameters on process 0, None on the other processes.
     """
-    if not spans(params):
+    if not spans_processes(params):
         return params
     here = mesh(data=1, fsdp=-1, devices=jax.local_devices()) if jax.process_index() == 0 else None
 
-    def one(path: Any, leaf: Any) -> Any:
+    def move(path: Any, leaf: Any) -> Any:
         found = gather(leaf)
         if here is None:
             return None
-        return jax.device_put(found, NamedSharding(here, spec(name_of(path), found.shape, rules, here)))
+        return jax.device_put(
+            found, NamedSharding(here, partition_spec(path_name(path), found.shape, rules, here))
+        )
 
-    held = jax.tree_util.tree_map_with_path(one, params)
-    return None if here is None else held
+    moved = jax.tree_util.tree_map_with_path(move, params)
+    return None if here is None else moved
 
 
-def apart(params: Any) -> Mesh | None:
-    """The mesh that parameters (arrays, or shapes with shardings) lie on, where its `tensor` or `expert` axis has
-    more than one device; else None."""
-    for leaf in jax.tree.leaves(params):
-        on = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if isinstance(on, Mesh) and set(AXES) <= set(on.shape):
-            return on if on.shape["tensor"] * on.shape["expert"] > 1 else None
-    return None
+# --- models on a mesh
 
 
 @functools.cache
-def over(model: Model, on: Mesh | None) -> Model:
-    """The model whose passes over a cache are divided by hand over a mesh (`models.parallel`); so are its caches.
+def with_mesh(model: Model, mesh: Mesh | None) -> Model:
+    """The model with passes over a KV cache, and caches, that are divided explicitly over a mesh.
 
-    The mesh is part of the functions, so that programs for several meshes do not share jit's cache where the model is a
-    static argument. Equal arguments give the same model. None: the model itself.
+    The mesh is part of the functions, so that jit compiles one program per mesh where the model is a static argument.
+
+    Args:
+        model: A model.
+        mesh: The mesh; None: the model itself.
+
+    Returns:
+        The model; equal arguments give the same object.
     """
-    if on is None:
+    if mesh is None:
         return model
-    forward = functools.partial(model.forward, mesh=on)
-    empty = functools.partial(_empty, model.empty_cache, on)
-    return model._replace(forward=forward, empty_cache=empty, mesh=on)
+    forward = functools.partial(model.forward, mesh=mesh)
+    empty_cache = functools.partial(_empty_sharded_cache, model.empty_cache, mesh)
+    return model._replace(forward=forward, empty_cache=empty_cache, mesh=mesh)
 
 
 @functools.cache
-def train_on(model: Model, on: Mesh | None) -> Model:
-    """The model for training steps on a mesh: activations keep their rows over `data` and `fsdp` (`by_rows`)."""
-    return model if on is None else model._replace(apply=functools.partial(model.apply, mesh=on), mesh=on)
+def with_training_mesh(model: Model, mesh: Mesh | None) -> Model:
+    """The model for training steps on a mesh: activations keep their rows over `data` and `fsdp` (`constrain_rows`).
+
+    Args:
+        model: A model.
+        mesh: The mesh; None: the model itself.
+
+    Returns:
+        The model; equal arguments give the same object.
+    """
+    return (
+        model if mesh is None else model._replace(apply=functools.partial(model.apply, mesh=mesh), mesh=mesh)
+    )
 
 
 @functools.cache
-def compiled_for(model: Model, device: Device | None) -> Model:
-    """The model whose passes are traced for another device than this machine's (ahead-of-time compilation)."""
+def with_device(model: Model, device: Device | None) -> Model:
+    """The model with passes that are compiled for another device than this machine's (ahead-of-time compilation).
+
+    Args:
+        model: A model.
+        device: The device; None: the model itself.
+
+    Returns:
+        The model; equal arguments give the same object.
+    """
     if device is None:
         return model
     forward, apply = (functools.partial(f, device=device) for f in (model.forward, model.apply))
     return model._replace(forward=forward, apply=apply)
 
 
-def _empty(empty: Any, on: Mesh, batch: int, slots: int) -> Cache:
-    cache = empty(batch, slots)
-    return jax.lax.with_sharding_constraint(cache, caches(cache, on))
+def _empty_sharded_cache(
+    empty_cache: Callable[[int, int], Cache], mesh: Mesh, batch: int, slots: int
+) -> Cache:
+    cache = empty_cache(batch, slots)
+    return jax.lax.with_sharding_constraint(cache, cache_shardings(cache, mesh))
 
 
-def caches(cache: Any, on: Mesh) -> Any:
-    """How a cache lies: rows over `data`, the heads of keys and values (leaves of a `k` or a `v`) over `tensor`."""
+def cache_shardings(cache: Cache, mesh: Mesh) -> Any:
+    """The sharding of every leaf of a KV cache: rows over `data`, heads of keys and values over `tensor`.
+
+    Args:
+        cache: A cache, or its shapes. The leaves below a field `k` or `v` have heads in their third dimension.
+        mesh: The mesh.
+
+    Returns:
+        A tree of NamedSharding.
+    """
 
     def one(path: Any, leaf: Any) -> NamedSharding:
-        heads = any(getattr(part, "name", None) in ("k", "v") for part in path) and leaf.ndim > 2
-        rows, held = (
-            along(("data",), leaf.shape[0], on),
-            along(("tensor",), leaf.shape[2], on) if heads else (),
-        )
-        return NamedSharding(
-            on, PartitionSpec(rows or None, None, held or None) if heads else PartitionSpec(rows or None)
-        )
+        has_heads = any(getattr(part, "name", None) in ("k", "v") for part in path) and leaf.ndim > 2
+        rows = dividing_axes(("data",), leaf.shape[0], mesh) or None
+        if not has_heads:
+            return NamedSharding(mesh, PartitionSpec(rows))
+        heads = dividing_axes(("tensor",), leaf.shape[2], mesh) or None
+        return NamedSharding(mesh, PartitionSpec(rows, None, heads))
 
     return jax.tree_util.tree_map_with_path(one, cache)

@@ -1,9 +1,9 @@
-"""The records that the parts exchange, one each, and the legend of their shapes.
+"""The records that the packages exchange, the protocols of a model, and the legend of shapes.
 
 Shape legend, used in every signature of the package:
 
     B  rows of a batch       T  positions of one forward pass     S  slots of a KV cache
-    L  positions of a canvas V  vocabulary                        R  key ranges a query may see (2)
+    L  positions of a canvas V  vocabulary                        R  key ranges of a query (2)
     H  query heads           G  key/value heads                   K  width of one head
     D  model width           F  feed-forward width                N  layers
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -26,49 +27,48 @@ if TYPE_CHECKING:
 
 Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
-Params = Any  # a plain nested dict of arrays
+Params = Any  # a nested dict of arrays
 Cache = Any  # a pytree whose every leaf has the batch axis first
-Carry = Any  # self-conditioning: what one pass hands to the next, or ()
+SelfCond = Any  # self-conditioning: what `Model.condition` returns for the next pass, or ()
 Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype in which to normalise, exponentiate and sum: fp32, or fp64 where the input has it."""
+def accumulation_dtype(dtype: Any) -> jnp.dtype:
+    """The dtype in which to normalise, exponentiate and sum: fp32, or fp64 if `dtype` is fp64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 class Batch(NamedTuple):
-    """Packed training rows, already laid out for the model's attention pattern (`Model.layout`).
+    """Packed training rows, laid out for the model's attention pattern (`Model.layout`).
 
-    A document stands in a row as its clean tokens (encoded, never noised) followed by its
-    canvases (noised). `ranges` says which slots of the same row each position may look at.
+    In a row, each document is its clean tokens (encoded, never noised) followed by its canvases (noised).
     """
 
     tokens: Int[Array, "B T"]  # clean ids everywhere; `corrupt` noises the editable ones
     positions: Int[Array, "B T"]  # absolute position in the document, for RoPE
     ranges: Int[Array, "B T R 2"]  # key ranges [start, end) inside the row; empty where padding
-    editable: Bool[Array, "B T"]  # may be noised, and is scored
+    editable: Bool[Array, "B T"]  # may be noised, and counts in the loss
     canvas: Int[Array, "B T"]  # index of the canvas within the row, -1 outside of canvases
 
 
-class Laid(NamedTuple):
-    """One document laid out for a pattern (numpy); packed rows are concatenations of these."""
+class LaidOutDocument(NamedTuple):
+    """One document laid out for an attention pattern, in numpy; packed rows are concatenations of these."""
 
-    tokens: Any  # int32 [T]
-    positions: Any  # int32 [T]
-    ranges: Any  # int32 [T, 2, 2], relative to the document's first slot
-    editable: Any  # bool [T]
-    canvas: Any  # int32 [T], -1 outside of canvases
+    tokens: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    ranges: np.ndarray  # int32 [T, 2, 2], relative to the document's first slot
+    editable: np.ndarray  # bool [T]
+    canvas: np.ndarray  # int32 [T], -1 outside of canvases
 
 
 class Loss(NamedTuple):
-    """What an objective returns: the batch's loss is `sum(per_example) / sum(weight)`.
+    """What an objective returns. The loss of a batch is sum(per_example) / sum(weight).
 
-    Sums instead of means, so that gradient accumulation and data parallelism change nothing.
+    Sums instead of means, so that gradient accumulation and data parallelism do not change the loss.
     """
 
     per_example: Float[Array, "B"]  # nats, summed over the row's scored tokens
-    weight: Float[Array, "B"]  # how many tokens (or canvases) the sum stands for
+    weight: Float[Array, "B"]  # number of tokens (or canvases) in the sum
     metrics: Mapping[str, tuple[Array, Array]]  # name -> (numerator, denominator), both scalars
 
 
@@ -132,11 +132,12 @@ class Proposal(NamedTuple):
 
 
 class Device(NamedTuple):
-    """The accelerator that a program is compiled for, where it is not the one of this machine.
+    """The accelerator that a program is compiled for, if it is not the one of this machine.
 
-    kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu"; all kernels written for it are used.
-    interpret: parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`, or True
-        for a TPU); None compiles them.
+    Attributes:
+        kind: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "tpu". All kernels for it are used.
+        interpret: Parameters of the interpreter that runs the kernels on a CPU (Mosaic GPU's `InterpretGPUParams`,
+            or True for a TPU); None compiles them.
     """
 
     kind: str
@@ -146,22 +147,23 @@ class Device(NamedTuple):
 class Pass(NamedTuple):
     """One forward pass over a KV cache: the arguments of `Model.forward`, a pytree.
 
-    Row b's tokens stand at the absolute positions `start[b] .. start[b] + used[b]`, which are also their cache slots;
-    the rest of its T tokens are neither read nor written. Keys at and after `end[b]` are hidden from it.
+    Row b's tokens have the absolute positions start[b] .. start[b] + used[b], which are also their cache slots; the
+    rest of its T tokens are neither read nor written. Keys at and after end[b] are hidden.
 
     Attributes:
         tokens: Ids [B, T].
         cache: From `Model.empty_cache`, with what earlier passes wrote.
         start: Position of each row's first token [B].
-        used: How many of its T tokens each row uses [B]; 0 leaves the row and its cache as they are.
-        end: End of what each row attends to [B].
+        used: Number of its T tokens that each row uses [B]; 0 leaves the row and its cache unchanged.
+        end: End of the keys that each row attends to [B].
         encoding: Rows that write committed tokens, with the model's causal pattern [B]; the others denoise, and each of
             their tokens attends to all of [0, end).
-        self_cond: Of models with self-conditioning, what `Model.condition` returned for the pass before, leaves
+        self_cond: For models with self-conditioning, what `Model.condition` returned for the previous pass, leaves
             [B, T, ...]; () for none.
-        time: Of models with `config.timed`, the noise level of each row [B] in 0..1, 0 for clean text; otherwise None.
-        leave_one_out: A mask id. T more hidden states follow, each of a mask at one token's position that attends to
-            every position but that one; their keys occupy the T slots from `end` on. None: without.
+        time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
+            None.
+        leave_one_out: A mask id: T more hidden states follow, each of a mask at one token's position that attends to
+            every position but that one; their keys occupy the T slots from `end` on. None: no such masks.
     """
 
     tokens: Int[Array, "B T"]
@@ -170,7 +172,7 @@ class Pass(NamedTuple):
     used: Int[Array, "B"]
     end: Int[Array, "B"]
     encoding: Bool[Array, "B"]
-    self_cond: Carry = ()
+    self_cond: SelfCond = ()
     time: Float[Array, "B"] | None = None
     leave_one_out: int | Int[Array, ""] | None = None
 
@@ -183,13 +185,13 @@ class PackedPass(NamedTuple):
         positions: Positions in their documents [B, T], for RoPE.
         ranges: Key ranges [start, end) inside the row [B, T, R, 2].
         self_cond: As in `Pass`.
-        time: Of models with `config.timed`, the noise level of each row [B] or of each position [B, T]; otherwise None.
+        time: For models with `config.timed`, the time of the noise of each row [B] or position [B, T]; otherwise None.
     """
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     ranges: Int[Array, "B T R 2"]
-    self_cond: Carry = ()
+    self_cond: SelfCond = ()
     time: Float[Array, "B"] | Float[Array, "B T"] | None = None
 
 
@@ -204,7 +206,8 @@ class Forward(Protocol):
         Args:
             params: Parameters of the model.
             given: Tokens, cache and positions.
-            mesh: Over which heads, hidden units and experts are divided by hand (`sharding.over`); None: XLA decides.
+            mesh: Over which heads, hidden units and experts are divided explicitly (`sharding.with_mesh`); None: by
+                XLA's partitioner.
             device: To compile kernels for; None: the device of this machine.
 
         Returns:
@@ -224,7 +227,8 @@ class Apply(Protocol):
         Args:
             params: Parameters of the model.
             given: Tokens, positions and key ranges.
-            mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.train_on`); None: XLA decides.
+            mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.with_training_mesh`); None: by XLA's
+                partitioner.
             device: To compile kernels for; None: the device of this machine.
 
         Returns:
@@ -233,24 +237,53 @@ class Apply(Protocol):
         ...
 
 
+class HeadChunk(Protocol):
+    """`Model.head_chunk`: logits of the ids first .. first + size alone."""
+
+    def __call__(self, params: Params, hidden: Hidden, first: int | Int[Array, ""], size: int) -> Array:
+        """Logits [B, T, size], equal to those columns of `Model.head`; `first` may be traced."""
+        ...
+
+
+class EmbedMixture(Protocol):
+    """`Model.embed_mixture`: a chunk's part of the self-conditioning, so that it can be summed over chunks."""
+
+    def __call__(self, params: Params, weights: Array, first: int | Int[Array, ""]) -> Array:
+        """Embeddings [B, L, D] of the ids first .. first + v with weights [B, L, v].
+
+        condition(params, x) equals embed_mixture(params, softmax(x), 0).
+        """
+        ...
+
+
+class Layout(Protocol):
+    """`Model.layout`: one document as training and scoring see it."""
+
+    def __call__(
+        self, ids: np.ndarray, prompt: int, fill: int | None = None, all_clean: bool | None = None
+    ) -> LaidOutDocument:
+        """See `models.masks.layout`: ids [n], the first `prompt` of them are never noised."""
+        ...
+
+
 class Model(NamedTuple):
     """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
 
-    init(key) -> params
-    apply(params, PackedPass) -> hidden: a pass without a cache, for training and scoring.
-    forward(params, Pass) -> (hidden, cache): a pass over a KV cache.
-    head(params, hidden) -> logits [B, T, V], at least fp32, aligned with the canvas.
-    condition(params, logits) -> self_cond of the next pass, or () for models without self-conditioning.
-    part(params, hidden, first, size) -> logits of the ids first..first + size alone, as of `head`; None: the model
-        computes only all of them.
-    mix(params, weights [B,L,v], first) -> what the ids first..first + v add to self_cond with these weights, so that
-        condition(params, x) is mix(params, softmax(x), 0); None: without self-conditioning.
-    empty_cache(batch, slots) -> cache
-    encodable(known[B]) -> int[B], how many of the known tokens may be written to the cache for good.
-    layout(ids, prompt, fill=None, whole=None) -> Laid, a document as training sees it; with whole=False without
-        the clean tokens that only the prediction of the next token needs.
-    shardings: path rules, see `mercury_jax.sharding`.
-    mesh: the mesh that `sharding.over` or `sharding.train_on` fixed for its passes, or None.
+    Attributes:
+        config: Sizes and attention pattern.
+        init: init(key) -> params.
+        apply: A pass without a cache, for training and scoring.
+        forward: A pass over a KV cache.
+        head: head(params, hidden) -> logits [B, T, V], at least fp32, aligned with the canvas.
+        condition: condition(params, logits [B, L, V]) -> self_cond of the next pass, or () for models without
+            self-conditioning. params=None gives zeros of the right shape.
+        empty_cache: empty_cache(batch, slots) -> cache.
+        encodable: encodable(committed [B]) -> number of committed tokens that can be written to the cache for good [B].
+        layout: One document as training sees it.
+        shardings: Path rules, see `mercury_jax.sharding`.
+        head_chunk: Logits of a chunk of the vocabulary; None: the model computes only all of them.
+        embed_mixture: A chunk's part of self_cond; None: without self-conditioning.
+        mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
     """
 
     config: ModelConfig
@@ -258,19 +291,29 @@ class Model(NamedTuple):
     apply: Apply
     forward: Forward
     head: Callable[[Params, Hidden], Array]
-    condition: Callable[[Params, Array], Carry]
+    condition: Callable[[Params | None, Array], SelfCond]
     empty_cache: Callable[[int, int], Cache]
     encodable: Callable[[Array], Array]
-    layout: Callable[..., Laid]
+    layout: Layout
     shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
-    part: Callable[..., Array] | None = None
-    mix: Callable[..., Array] | None = None
+    head_chunk: HeadChunk | None = None
+    embed_mixture: EmbedMixture | None = None
     mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
 class LM:
-    """A model one can talk to: functions, parameters, tokenizer and the noise it was trained with."""
+    """A loaded language model: functions, parameters, tokenizer and the noise that it was trained with.
+
+    Attributes:
+        model: The pure functions.
+        params: Their parameters.
+        tokenizer: Text to ids and back.
+        corruption: The forward process that the model was trained to reverse.
+        name: Of the checkpoint.
+        card: What the checkpoint says about itself.
+        decoding: How its authors sample from it.
+    """
 
     model: Model
     params: Params = field(repr=False)

@@ -14,9 +14,9 @@ import numpy as np
 
 import mercury_jax as mj
 from mercury_jax.bench import kernel_cases
-from mercury_jax.kernels import blackwell, chip, reference
-from mercury_jax.kernels.blackwell import launch, tensor
-from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels import blackwell, device as kernel_device, reference
+from mercury_jax.kernels.blackwell import attention, program
+from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.train import data
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.optim import OptimConfig
@@ -46,9 +46,9 @@ def tcgen05() -> float:
     ranges[:, -1] = 0
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
     want = reference.run(*(x.astype(jnp.float32) for x in (q, k, v)), jnp.asarray(ranges), scale=0.125)
-    launch.PROCESSORS = 1  # several tiles of keys a program, two of rows
-    assert not tensor.lacking(), "this interpreter has no tcgen05"
-    device = interpreted(chip.BLACKWELL, detect_races=True)
+    attention.PROCESSORS = 1  # several tiles of keys a program, two of rows
+    assert not program.interpreter_lacks_tcgen05(), "this interpreter has no tcgen05"
+    device = interpreted(kernel_device.BLACKWELL, detect_races=True)
     k, v = (x.at[:, 270:300].set(jnp.nan).at[:, 340:].set(jnp.nan) for x in (k, v))  # which nobody sees
     got = jax.jit(lambda *xs: blackwell.run(*xs, scale=0.125, device=device))(q, k, v, ranges)
     assert not np.asarray(got[:, -1], np.float32).any(), "a row without keys is not 0"
@@ -69,7 +69,7 @@ def lowered(name: str, every: int = 9) -> int:
 
 
 def main() -> int:
-    for name in (chip.HOPPER, chip.BLACKWELL):
+    for name in (kernel_device.HOPPER, kernel_device.BLACKWELL):
         assert lowered(name) >= 8, name
     error = tcgen05()
     assert error < 1e-2, error

@@ -1,4 +1,4 @@
-"""Laws of noise: the ends of every schedule, its derivative, and what corruption may touch."""
+"""Noise: the ends of every schedule, its derivative, and what corruption may change."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_schedules_fall_from_one_to_zero(alpha):
 
 
 @pytest.mark.parametrize("alpha", SCHEDULES)
-def test_the_derivative_is_that_of_finite_differences(alpha):
+def test_the_derivative_equals_finite_differences(alpha):
     t = jnp.linspace(0.1, 0.9, 9)
     value, slope = noise.rate(alpha, t)
     np.testing.assert_allclose(value, alpha(t))
@@ -98,7 +98,7 @@ def test_bad_noise_is_refused_by_name(make, named):
         make()
 
 
-def test_configs_build_what_they_name():
+def test_configs_build_the_noise_that_they_name():
     for kind in ("absorbing", "uniform", "hybrid"):
         for schedule in ("linear", "cosine", "polynomial"):
             c = noise.build(NoiseConfig(kind=kind, schedule=schedule), VOCAB, MASK, (0,))

@@ -67,7 +67,7 @@ def lower(ask: Ask, found: Source, target: Target) -> Made:
         return _train(ask, found, target, devices, given)
     on = _mesh(given or _spread(found, len(devices)), devices)
     model = weightless(found, on, ask.quantise)
-    model = dataclasses.replace(model, model=sharding.compiled_for(model.model, target.device))
+    model = dataclasses.replace(model, model=sharding.with_device(model.model, target.device))
     context, rows = ask.context or min(CONTEXT[ask.what], found.config.context), ask.batch or on.shape["data"]
     alone = on.size == on.shape["data"] and on.size > 1  # every device decodes its own rows
     job, wide = abstract.abstract_session(
@@ -95,13 +95,13 @@ def _spread(found: Source, count: int) -> dict[str, int]:
 def _train(ask: Ask, found: Source, target: Target, devices: list[Any], given: dict[str, int]) -> Made:
     recipe = _recipe(ask, found, len(devices), given)
     on = _mesh(dataclasses.asdict(recipe.mesh), devices)
-    if recipe.batch // recipe.accumulate % sharding.ways(on):
-        allowed = f"a multiple of {sharding.ways(on)}, the mesh's data * fsdp"
+    if recipe.batch // recipe.accumulate % sharding.row_shards(on):
+        allowed = f"a multiple of {sharding.row_shards(on)}, the mesh's data * fsdp"
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
     model, c = models.build(recipe.model), recipe.model
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
     tx = optim.optimizer(recipe.optim, recipe.steps)
-    model = sharding.train_on(sharding.compiled_for(model, target.device), on)
+    model = sharding.with_training_mesh(sharding.with_device(model, target.device), on)
     state = steps.shapes(model, tx, recipe.ema > 0, on)
     update = steps.plain(
         model, recipe.objective, corruption, tx, optim.schedule(recipe.optim, recipe.steps),
@@ -143,7 +143,7 @@ def _recipe(ask: Ask, found: Source, count: int, given: dict[str, int]) -> Train
 def batch(rows: int, row: int, on: Mesh) -> Batch:
     """A batch of the data pipeline as shapes, its rows over the mesh."""
     like: Any = lambda dtype, *more: jax.ShapeDtypeStruct(
-        (rows, row, *more), dtype, sharding=sharding.rows(on)
+        (rows, row, *more), dtype, sharding=sharding.row_sharding(on)
     )
     return Batch(
         tokens=like(jnp.int32),

@@ -25,7 +25,7 @@ class Chip:
     """One device. memory in bytes, bandwidth in bytes a second, flops dense, in bf16, a second; all of datasheets.
 
     flops32: of float32 products as JAX makes them by default: TF32 on a GPU, one bf16 pass on a TPU.
-    dims: of a TPU's topology; 0 for a GPU. kernels: which of them are for it (`kernels.chip`).
+    dims: of a TPU's topology; 0 for a GPU. kernels: which of them are for it (`kernels.device`).
     """
 
     name: str

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.kernels import attend
-from mercury_jax.kernels.chip import BLACKWELL, HOPPER, target
-from mercury_jax.kernels.grouped import grouped
-from mercury_jax.kernels.paged import attend_paged
-from mercury_jax.kernels.rounded import rounded
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.device import BLACKWELL, HOPPER, target
+from mercury_jax.kernels.grouped_matmul import grouped_matmul
+from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.types import Device
 
 ATTENTION = {HOPPER: "hopper", BLACKWELL: "blackwell"}  # chip: the backend of `attend` that is for it
@@ -49,7 +49,7 @@ def _attention(backend: str, device: Device) -> Iterator[Case]:
         batch = 1 if queries == 8 else 8  # where rows are many nothing is split, and 16 bits are written
         q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
         k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
-        keys = jax.eval_shape(rounded, k) if int8 else k
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
         seen = jax.ShapeDtypeStruct((batch, queries, ranges, 2), jnp.int32)
         softcap = 30.0 if n % 5 == 0 else None
         shape = (
@@ -67,7 +67,7 @@ def _paged(device: Device) -> Iterator[Case]:
     for (width, page), int8, queries in forms:
         q = jax.ShapeDtypeStruct((8, queries, 16, width), BF16)
         k = jax.ShapeDtypeStruct((1024, page, 2, width), BF16)
-        keys = jax.eval_shape(rounded, k) if int8 else k
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
         pages = jax.ShapeDtypeStruct((8, SLOTS // page), jnp.int32)
         seen = jax.ShapeDtypeStruct((8, queries, 2, 2), jnp.int32)
         shape = (
@@ -88,7 +88,7 @@ def _grouped(device: Device) -> Iterator[Case]:
         scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
         args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
         shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
-        one = functools.partial(grouped, device=device)
+        one = functools.partial(grouped_matmul, device=device)
         yield Case("grouped", shape, one, args)
         yield Case("grouped", f"gradient of rows, {shape}", functools.partial(_turned, one), args)
 

@@ -18,11 +18,11 @@ import numpy as np
 from mercury_jax import evaluate
 from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
-from mercury_jax.decode.token_stats import NEVER
+from mercury_jax.decode.read import NEVER
 from mercury_jax.evaluate import card, code
 from mercury_jax.evaluate.report import Report, Z, paired
 from mercury_jax.models import cache
-from mercury_jax.types import LM, Laid
+from mercury_jax.types import LM, LaidOutDocument
 
 TEXT = "held-out code"
 # (weights, keys and values); None: as the model's arithmetic. The first is what all others are compared with.
@@ -59,7 +59,7 @@ def variants(load: Load) -> list[Variant]:
 
 
 def _variant(lm: LM, weights: str | None, kv: str | None) -> Variant:
-    model, full = cache.kept(lm.model, kv), str(lm.model.config.dtype)
+    model, full = cache.with_kv_kind(lm.model, kv), str(lm.model.config.dtype)
     row = jax.eval_shape(lambda: model.empty_cache(1, lm.model.config.context))
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     per_token = size(row) / lm.model.config.context
@@ -135,11 +135,13 @@ def cut(lm: LM, count: int, samples: int, seed: int) -> list[Piece]:
     whole = [ids for ids in texts if len(ids) == 3 * block][:count]
     if not whole:
         raise refuse("model.block", block, "one of which three fit into a chunk of held-out code")
-    laid = Laid(whole[0][:block], np.arange(block), None, np.ones(block, bool), np.zeros(block, int))
+    laid = LaidOutDocument(
+        whole[0][:block], np.arange(block), None, np.ones(block, bool), np.zeros(block, int)
+    )
     return [Piece(ids[:-block], ids[-block:], *score.draw_masks(laid, samples, rng)) for ids in whole]
 
 
-def _ids(laid: Laid) -> np.ndarray:
+def _ids(laid: LaidOutDocument) -> np.ndarray:
     """The text that was laid out."""
     ids = np.zeros(int(laid.positions.max()) + 1, np.int32)
     ids[laid.positions] = laid.tokens

@@ -16,12 +16,11 @@ from mercury_jax import hub, models, noise
 from mercury_jax.bench import known
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.export import CONFIG, PARAMS
-from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, one_of, refuse
-from mercury_jax.config.model import ComputeType
+from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse
 from mercury_jax.hub import assemble, native, reading
 from mercury_jax.hub.unread import Ids
-from mercury_jax.models.quantise import KINDS, Scaled
-from mercury_jax.sharding import spec
+from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
+from mercury_jax.sharding import partition_spec
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
 
@@ -87,11 +86,11 @@ def lm(found: Source, mesh: Mesh, quantise: str | None = None) -> LM:
 
 def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
     """Parameters as shapes: in `dtype`, or matrices as 8 bits with scales that lie whole on every device."""
-    if quantise is not None and quantise not in KINDS:
-        raise refuse("--quantise", quantise, ", ".join(KINDS))
+    if quantise is not None and quantise not in WEIGHT_KINDS:
+        raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
     tree: dict[str, Any] = {}
     for path, like in assemble.shapes_of(model).items():
-        where = NamedSharding(mesh, spec(path, like.shape, model.shardings, mesh))
+        where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
         matrix = None if quantise is None else assemble.inputs_of(path)
         if quantise is None or matrix is None:
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
@@ -101,12 +100,14 @@ def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) ->
     return tree
 
 
-def _scaled(shape: tuple[int, ...], quantise: str, matrix: tuple[int, int], where: NamedSharding) -> Scaled:
+def _scaled(
+    shape: tuple[int, ...], quantise: str, matrix: tuple[int, int], where: NamedSharding
+) -> QuantisedWeight:
     inputs, batch = matrix
-    one = KINDS[quantise](np.ones((1,) * len(shape)), inputs, batch)
+    one = WEIGHT_KINDS[quantise](np.ones((1,) * len(shape)), inputs, batch)
     whole = NamedSharding(where.mesh, PartitionSpec())
     scale = (*shape[:batch], *shape[batch + inputs :])
-    return Scaled(
+    return QuantisedWeight(
         jax.ShapeDtypeStruct(shape, one.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
         jax.ShapeDtypeStruct(scale, one.scale.dtype, sharding=whole),  # pyright: ignore[reportArgumentType]
     )

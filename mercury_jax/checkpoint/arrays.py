@@ -11,20 +11,20 @@ import jax.numpy as jnp
 
 from mercury_jax.checkpoint.manifest import CheckpointError
 from mercury_jax.config import refuse
-from mercury_jax.sharding import name_of
+from mercury_jax.sharding import path_name
 
 
 def flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
     """Leaves by name; a typed PRNG key becomes its key data, which any version can read."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {name_of(path): _plain(leaf, abstract) for path, leaf in leaves}
+    return {path_name(path): _plain(leaf, abstract) for path, leaf in leaves}
 
 
 def unflatten(target: Any, arrays: Mapping[str, Any]) -> Any:
     """`arrays` by name in the structure of `target`, keys wrapped again."""
 
     def pick(path: Any, leaf: Any) -> Any:
-        array = arrays[name_of(path)]
+        array = arrays[path_name(path)]
         return jax.random.wrap_key_data(array, impl=_impl(leaf)) if _is_key(leaf) else array
 
     return jax.tree_util.tree_map_with_path(pick, target)

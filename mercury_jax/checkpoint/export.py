@@ -26,7 +26,7 @@ from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.header import Entry
 from mercury_jax.checkpoint.manifest import CheckpointError
 from mercury_jax.config import refuse
-from mercury_jax.sharding import gather, name_of, spans
+from mercury_jax.sharding import gather, path_name, spans_processes
 
 FORMAT = 1
 CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
@@ -92,7 +92,7 @@ def export(
         ValueError: The folder is not empty, and not an export that may be replaced.
     """
     folder = Path(folder)
-    shared = spans(params)
+    shared = spans_processes(params)
     if shared and jax.process_index():
         for source in tensors.in_order(_sources(params, dtype)):
             source.make()  # takes part in gathering it
@@ -155,12 +155,12 @@ def _sources(params: Any, dtype: Any) -> Iterator[tensors.Source]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         kind = np.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        yield tensors.Source(name_of(path), leaf.shape, kind, partial(_host, leaf, dtype))
+        yield tensors.Source(path_name(path), leaf.shape, kind, partial(_host, leaf, dtype))
 
 
 def _host(leaf: Any, dtype: Any) -> np.ndarray:
     # An array keeps what the host has seen of it for as long as it lives. A copy takes that along.
-    if not spans(leaf) and isinstance(leaf, jax.Array):
+    if not spans_processes(leaf) and isinstance(leaf, jax.Array):
         leaf = jnp.copy(leaf) if len(leaf.devices()) > 1 or jax.default_backend() != "cpu" else leaf
     return _cast(gather(leaf), dtype)
 

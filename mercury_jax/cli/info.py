@@ -50,7 +50,7 @@ def about_machine() -> dict[str, Any]:
     import jax
 
     from mercury_jax import __version__
-    from mercury_jax.kernels import chip
+    from mercury_jax.kernels import device as kernel_device
 
     devices = jax.devices()
     return {
@@ -58,7 +58,7 @@ def about_machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "platform": devices[0].platform,
         "devices": [d.device_kind for d in devices],
-        "kernels": chip.status(),
+        "kernels": kernel_device.status(),
     }
 
 

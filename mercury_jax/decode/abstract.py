@@ -48,10 +48,12 @@ def abstract_session(
     request = Request(sampler=sampler, plan=plan, mesh=mesh, rows=rows_of(prompts, answer, 0))
     decode_config, sampling, padded = configure(lm, request)
     state = jax.eval_shape(lambda: first_state(decode_config, sampling, padded))
-    on = sharding.apart(lm.params)
+    on = sharding.model_parallel_mesh(lm.params)
     if on is not None:  # a shape alone does not say where its array lies
         place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        state = state._replace(cache=jax.tree.map(place, state.cache, sharding.caches(state.cache, on)))
+        state = state._replace(
+            cache=jax.tree.map(place, state.cache, sharding.cache_shardings(state.cache, on))
+        )
     shapes = jax.eval_shape(lambda: sampling)
     session = Session(decode_config, shapes, state, rows, row_mesh(lm, mesh))
     return session, prefill_width(decode_config, int(np.max(padded.committed)))

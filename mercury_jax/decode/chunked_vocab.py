@@ -25,8 +25,8 @@ from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import DecodeConfig, SamplingParams, State
 from mercury_jax.decode.token_stats import NEVER, search_cdf
 from mercury_jax.decode.view import Observation, process_row
-from mercury_jax.sharding import along
-from mercury_jax.types import Carry, Params, TokenStats
+from mercury_jax.sharding import dividing_axes
+from mercury_jax.types import Params, SelfCond, TokenStats
 
 AXIS = "tensor"  # the mesh axis that shards the vocabulary
 TABLES = {"embed": P(AXIS), "head": P(None, AXIS)}  # as the path rules of all our models shard them
@@ -65,7 +65,7 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
-    separable = config.model.part is not None and not any(part.needs_logits for part in sampler.parts)
+    separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)
     needs_all = (
         config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None
     )
@@ -79,7 +79,7 @@ def chunked_stats(
     hidden: Any,
     seen: Observation,
     sampling: SamplingParams,
-) -> tuple[TokenStats, Carry]:
+) -> tuple[TokenStats, SelfCond]:
     """Computes the statistics of every row, and the self-conditioning for the next pass.
 
     A draw inverts the distribution over the chunks at one uniform, and the one within each chunk at another.
@@ -97,7 +97,7 @@ def chunked_stats(
     """
     vocab, mesh = config.model.config.vocab, config.model.mesh
     rows = (state, hidden, seen, sampling)
-    if mesh is not None and along((AXIS,), vocab, mesh):
+    if mesh is not None and dividing_axes((AXIS,), vocab, mesh):
         soft, chunks = _walk_sharded(config, mesh, params, rows)
     else:
         soft, chunks = _walk(config, params, 0, vocab, *rows)
@@ -121,7 +121,7 @@ def _walk(
 
     Returns the expected embedding (None without self-conditioning) and the statistics of all chunks [P, B, L].
     """
-    model, size, part = config.model, min(config.vocab_chunk, count), config.model.part
+    model, size, part = config.model, min(config.vocab_chunk, count), config.model.head_chunk
     assert part is not None
 
     def chunk(soft: SoftEmbedding | None, at: Any, size: int) -> tuple[SoftEmbedding | None, ChunkStats]:
@@ -131,17 +131,17 @@ def _walk(
         logits = jax.vmap(process)(state, seen, logits, sampling)
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
-            assert model.mix is not None
+            assert model.embed_mixture is not None
             top = jnp.maximum(soft.max, stats.max[..., None])
             weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
             total = soft.total * scale + weights.sum(-1, keepdims=True)
-            soft = SoftEmbedding(top, total, soft.sum * scale + model.mix(params, weights, at))
+            soft = SoftEmbedding(top, total, soft.sum * scale + model.embed_mixture(params, weights, at))
         temperature = sampling.sampler.temperature
         assert temperature is not None
         return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
 
     soft = None
-    if model.mix is not None:
+    if model.embed_mixture is not None:
         zero = jnp.zeros((state.canvas.shape[0], config.window, 1), jnp.float32)
         embedding = jnp.zeros((*zero.shape[:2], model.config.width), jnp.float32)
         soft = SoftEmbedding(zero + NEVER, zero, embedding)
@@ -269,7 +269,7 @@ def _walk_sharded(
     """
     tables = {name: params[name] for name in TABLES if name in params}
     count = config.model.config.vocab // mesh.shape[AXIS]
-    row = along(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None
+    row = dividing_axes(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None
 
     def own(tables: Params, *rows: Any) -> tuple[SoftEmbedding | None, ChunkStats]:
         soft, chunks = _walk(config, tables, jax.lax.axis_index(AXIS) * count, count, *rows)

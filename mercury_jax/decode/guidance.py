@@ -78,7 +78,7 @@ def guided(model: Model) -> Model:
     return model._replace(
         forward=functools.partial(_forward, model),
         head=functools.partial(_head, model),
-        part=None if model.part is None else functools.partial(_part, model),
+        head_chunk=None if model.head_chunk is None else functools.partial(_part, model),
         empty_cache=functools.partial(_empty, model),
     )
 
@@ -256,8 +256,8 @@ def _head(model: Model, params: Params, hidden: Any) -> Float[Array, "B T V"]:
 
 
 def _part(model: Model, params: Params, hidden: Any, first: Any, size: int) -> Float[Array, "B T v"]:
-    assert model.part is not None
-    return _guided_logits(functools.partial(model.part, params, first=first, size=size), hidden)
+    assert model.head_chunk is not None
+    return _guided_logits(functools.partial(model.head_chunk, params, first=first, size=size), hidden)
 
 
 def _guided_logits(head: Callable[[Any], Array], hidden: Any) -> Array:

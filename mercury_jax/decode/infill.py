@@ -378,7 +378,7 @@ def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, 
         before = ids[:1]
     if len(ids) <= len(before):
         return 0.0
-    laid = lm.model.layout(ids, len(before), whole=False)
+    laid = lm.model.layout(ids, len(before), all_clean=False)
     document = MaskedDocument(laid, *draw_masks(laid, SCORE_SAMPLES, np.random.default_rng(0)))
     return float(weighted_nats(lm, [document], quantum).mean())
 

@@ -281,7 +281,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         refresh = dataclasses.replace(refresh, after=bucket(region))
     model = lm.model
     if row_mesh(lm, request.mesh) is None:
-        model = sharding.over(model, sharding.apart(lm.params))
+        model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
     if request.guidance is not None:
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
@@ -455,7 +455,7 @@ def row_mesh(lm: LM, mesh: Mesh | None) -> Mesh | None:
     Returns:
         The mesh, or None.
     """
-    return None if mesh is not None and mesh == sharding.apart(lm.params) else mesh
+    return None if mesh is not None and mesh == sharding.model_parallel_mesh(lm.params) else mesh
 
 
 def prefill_width(config: DecodeConfig, pending: int) -> int | None:

@@ -24,7 +24,7 @@ from mercury_jax.decode.inputs import (
 )
 from mercury_jax.decode.request import QUANTUM, bucket
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.types import LM, Laid, Model, PackedPass, Params, Pass
+from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
 
 
 class Score(NamedTuple):
@@ -48,7 +48,7 @@ class Score(NamedTuple):
 class MaskedDocument(NamedTuple):
     """A document, and the masked canvases that are drawn from it to score it."""
 
-    laid: Laid
+    laid: LaidOutDocument
     masked: np.ndarray  # bool [N, T] which positions are masked
     weight: np.ndarray  # [N, T] of their cross-entropies
 
@@ -94,7 +94,7 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
             return Score(float(log_p[0]), 0.0, int(tokens[0]), 0)
         return Score(log_p, np.zeros(len(pairs)), tokens, 0)
     for i, (before, after) in enumerate(pairs):
-        laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
+        laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), all_clean=False)
         masks = draw_masks(laid, samples, np.random.default_rng((seed + i) % 2**31))
         documents.append(MaskedDocument(laid, *masks))
     nats = weighted_nats(lm, documents)
@@ -148,7 +148,9 @@ def _prompts(lm: LM, prompt: Any) -> tuple[list[list[int]], bool]:
     return [p.ids for p in prompts], single
 
 
-def draw_masks(laid: Laid, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def draw_masks(
+    laid: LaidOutDocument, samples: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Draws the positions to mask: k of each canvas's m editable tokens.
 
     k = 1 + floor(m (u + i / N)) over the samples i: every k is uniform in 1..m, together they are spread evenly.

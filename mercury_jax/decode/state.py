@@ -19,7 +19,7 @@ from mercury_jax.config import Refresh
 from mercury_jax.decode.sampler import Memory, Sampler
 from mercury_jax.decode.token_stats import LogprobBuffer, empty_logprobs, slice_at
 from mercury_jax.noise import Corruption
-from mercury_jax.types import Cache, Carry, Key, Model
+from mercury_jax.types import Cache, Key, Model, SelfCond
 
 
 class DecodeConfig(NamedTuple):
@@ -96,7 +96,7 @@ class State(NamedTuple):
     frozen: Bool[Array, "B W"]  # canvas positions that are committed or given
     used: Int[Array, "B"]  # positions of the canvas that hold something
     step: Int[Array, "B"]  # steps taken on this block; -1: no canvas is open
-    self_cond: Carry
+    self_cond: SelfCond
     memory: tuple[Memory, Memory]  # of the rule and of the stopping criterion
     key: Key  # [B], one per row, from its seed
     done: Bool[Array, "B"]

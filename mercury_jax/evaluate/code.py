@@ -19,7 +19,7 @@ from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.report import Report, Z
 from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused
 from mercury_jax.train.data import packing, sources, streams
-from mercury_jax.types import LM, Batch, Laid, Model, PackedPass, Params
+from mercury_jax.types import LM, Batch, LaidOutDocument, Model, PackedPass, Params
 
 ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as our recipes train
 ROWS = 32  # chunks of one pass: more logits at once only cost memory
@@ -77,11 +77,11 @@ def bits_per_byte(lm: LM, task: Task, settings: Settings) -> Report:
     )
 
 
-def chunks(lm: LM, limit: int, seed: int) -> list[Laid]:
+def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
     """At most `limit` chunks of the held-out files: a random part of one pass over them all."""
     row = ROW * lm.model.config.block
     setting = streams.Setting(
-        lm.tokenizer, functools.partial(lm.model.layout, whole=False), row, (seed,), "test"
+        lm.tokenizer, functools.partial(lm.model.layout, all_clean=False), row, (seed,), "test"
     )
     stream = streams.stream(sources.stdlib(), setting)
     if stream is None:
@@ -89,7 +89,7 @@ def chunks(lm: LM, limit: int, seed: int) -> list[Laid]:
     return [stream.at(i) for i in range(min(limit, stream.size))]
 
 
-def costs(lm: LM, laid: Sequence[Laid], settings: Settings) -> Cost:
+def costs(lm: LM, laid: Sequence[LaidOutDocument], settings: Settings) -> Cost:
     """The bound for every chunk, in passes of one fixed shape."""
     rng = np.random.default_rng((settings.seed, 1))
     lengths, rows = lm.tokenizer.byte_lengths(), min(ROWS, settings.batch, len(laid))

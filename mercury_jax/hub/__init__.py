@@ -37,7 +37,7 @@ def load(
     dtype, quantise, kv, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words, also for
     a mask that the model would not use.
     """
-    cache.check_kind(kv)
+    cache.check_kv_kind(kv)
     folder = folder_of(source)
     _check_mask(folder, mask)
     how: dict[str, Any] = dict(dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
@@ -46,7 +46,7 @@ def load(
     else:
         name = str(source) if Path(source) != folder else None
         lm = reading.load(folder, **how, name=name, progress=progress)
-    return dataclasses.replace(lm, model=cache.kept(lm.model, kv))
+    return dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, kv))
 
 
 def convert(

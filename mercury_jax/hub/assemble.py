@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub.family import Family, Leaf
-from mercury_jax.models.quantise import KINDS, Scaled
-from mercury_jax.sharding import Rule, name_of, spec
+from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
+from mercury_jax.sharding import ShardingRule, partition_spec, path_name
 from mercury_jax.types import Model, Params
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,7 +25,7 @@ QUANTISED = ("w", "gate_up", "down")  # last names of the matrices that int8 and
 def shapes_of(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
     """Our parameters by path, abstractly."""
     tree = jax.eval_shape(model.init, jax.random.key(0))
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def check(
@@ -151,8 +151,8 @@ def own(
         put = lambda x, path=path: place(x, path, model.shardings, mesh)
         matrix = inputs_of(path)
         if quantise is not None and matrix is not None:
-            small = KINDS[quantise](host, *matrix)
-            value: Any = Scaled(put(small.values), _whole(small.scale, mesh))
+            small = WEIGHT_KINDS[quantise](host, *matrix)
+            value: Any = QuantisedWeight(put(small.values), _whole(small.scale, mesh))
         else:
             value = put(host if dtype is None else host.astype(dtype, copy=False))
         # Wait: a copy under way keeps the host's array alive.
@@ -164,8 +164,8 @@ def own(
 
 def check_kind(quantise: str | None) -> None:
     """Refuse what matrices cannot be kept as."""
-    if quantise is not None and quantise not in KINDS:
-        raise refuse("quantise", quantise, f"{', '.join(map(repr, KINDS))}, or None")
+    if quantise is not None and quantise not in WEIGHT_KINDS:
+        raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
 
 
 def inputs_of(path: str) -> tuple[int, int] | None:
@@ -181,11 +181,11 @@ def _whole(scale: Any, mesh: Mesh | None) -> jax.Array:
     return jnp.asarray(scale) if mesh is None else jax.device_put(scale, NamedSharding(mesh, PartitionSpec()))
 
 
-def place(host: np.ndarray, path: str, rules: tuple[Rule, ...], mesh: Mesh | None) -> jax.Array:
+def place(host: np.ndarray, path: str, rules: tuple[ShardingRule, ...], mesh: Mesh | None) -> jax.Array:
     """One array on the devices of the mesh, each given its own part."""
     if mesh is None:
         return jnp.array(host)
-    where = NamedSharding(mesh, spec(path, host.shape, rules, mesh))
+    where = NamedSharding(mesh, partition_spec(path, host.shape, rules, mesh))
     return jax.make_array_from_callback(host.shape, where, lambda index: np.ascontiguousarray(host[index]))
 
 

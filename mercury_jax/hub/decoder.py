@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, get_args
 
-from mercury_jax.config import Experts, ModelConfig, RopeScaling, refuse
-from mercury_jax.config.model import ComputeType
+from mercury_jax.config import ComputeType, Experts, ModelConfig, RopeScaling, refuse
 from mercury_jax.hub.family import Leaf, need
 from mercury_jax.hub.keys import BOOL, COMMON, INT, LIST, NULL, NUMBER, TEXT, Json, Keys
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mercury_jax.config import refuse
 from mercury_jax.hub.assemble import inputs_of, shapes_of
-from mercury_jax.sharding import AXES, Rule, spec
+from mercury_jax.sharding import AXES, ShardingRule, partition_spec
 from mercury_jax.types import Model
 
 
@@ -37,9 +37,16 @@ def per_device(model: Model, mesh: Any, dtype: Any, quantise: str | None = None,
 
 
 def _bytes(
-    path: str, shape: Sequence[int], rules: Sequence[Rule], mesh: Any, dtype: Any, quantise: str | None
+    path: str,
+    shape: Sequence[int],
+    rules: Sequence[ShardingRule],
+    mesh: Any,
+    dtype: Any,
+    quantise: str | None,
 ) -> int:
-    axes = jax.tree.leaves(tuple(spec(path, shape, rules, mesh)))  # a dimension may lie along several
+    axes = jax.tree.leaves(
+        tuple(partition_spec(path, shape, rules, mesh))
+    )  # a dimension may lie along several
     ways = math.prod(mesh.shape[axis] for axis in axes)
     matrix = None if quantise is None else inputs_of(path)
     if matrix is None:

@@ -16,7 +16,7 @@ from mercury_jax.checkpoint.export import CONFIG
 from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
 from mercury_jax.hub import assemble, memory
 from mercury_jax.hub.unread import MARK, Ids
-from mercury_jax.models.quantise import check_whole
+from mercury_jax.models.weight_quant import check_not_quantised
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model, Params
 
@@ -35,7 +35,7 @@ def save(
 
     noise_config: None for an autoregressive model. ValueError for int8 and fp8 parameters.
     """
-    check_whole(lm.params)
+    check_not_quantised(lm.params)
     config = lm.model.config
     about = {
         "name": lm.name,

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from mercury_jax import models, noise
 from mercury_jax.checkpoint import CheckpointError
-from mercury_jax.config import ModelConfig, NoiseConfig, one_of, refuse
-from mercury_jax.config.model import ComputeType
+from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, one_of, refuse
 from mercury_jax.hub import assemble, files, ids, memory
 from mercury_jax.hub.families import family_of, notes
 from mercury_jax.hub.family import Family

@@ -17,8 +17,8 @@ from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.hub import assemble, families, files, tokenizer_json
 from mercury_jax.hub.family import Family, Leaf
 from mercury_jax.hub.reading import HEAD, Opened
-from mercury_jax.models.quantise import check_whole
-from mercury_jax.sharding import name_of
+from mercury_jax.models.weight_quant import check_not_quantised
+from mercury_jax.sharding import path_name
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
 
@@ -39,7 +39,7 @@ def to_hf(
     norms' 1 + scale and its embedding's factor multiplied out, which changes no logit.
     Raises ValueError where no family holds it, and for int8 and fp8 parameters.
     """
-    check_whole(lm.params)
+    check_not_quantised(lm.params)
     config, params = plain(lm.model.config, lm.params)
     chosen = _family(config, family or lm.card.get("family"), strict=family is not None)
     assert chosen.export is not None
@@ -125,7 +125,7 @@ def plain(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
     """Our own build as others have it: norms multiply by their scale, embeddings by nothing; the same logits."""
     if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
         return config, params
-    flat = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     if config.scale_embed:
         if config.tied:
             flat["head"] = flat["embed"].T
@@ -139,7 +139,7 @@ def plain(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
 
 def sources(names: Mapping[str, Leaf], params: Params, dtype: Any = None) -> list[Source]:
     """The tensors of the files, each made from our leaves when its turn to be written comes."""
-    flat = {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     made: dict[str, list[str]] = {}
     shape: dict[str, tuple[int, ...]] = {}
     for path, leaf in names.items():

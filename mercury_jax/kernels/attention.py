@@ -1,8 +1,9 @@
-"""attend(): one signature for every attention pattern; backends refuse with a reason and fall through.
+"""`attend` and `attend_paged`: attention for every pattern of this package, and the choice of a backend.
 
-cuDNN is none of them. It takes one key length for each row of a batch, or a causal mask that starts at the first key;
-which of these holds, if one does, only the ranges tell, on the device: rows that encode stand beside rows that
-denoise, and training rows hold several documents of two ranges each. It is what `mercury bench gpu` measures against.
+A backend refuses with a reason what it does not take, and the next one is tried. cuDNN is not among them: it takes
+one key length per row of a batch, or a causal mask that starts at the first key, but which of these holds is known
+only on the device, from the ranges: rows that encode and rows that denoise are in one batch, and training rows hold
+several documents with two ranges each. `mercury bench gpu` compares with it.
 """
 
 from __future__ import annotations
@@ -10,82 +11,90 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import blockwise, checked, chip, reference, walk
-from mercury_jax.kernels.rounded import Keys, Rounded
+from mercury_jax.kernels import checks, chunked, device as kernel_device, reference
+from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, KVPool
 from mercury_jax.types import Device
 
 
 class Backend(NamedTuple):
-    """One way to compute it.
+    """One implementation of attention.
 
-    refuses(q, k, v, ranges, *, scale, softcap, residual, device): why it does not take these, or None.
-    run: the same arguments. platforms: of lowering on which it is tried. cached: True for passes over a cache
-    alone, without a gradient; False for those without a cache alone. chip: the one that it is written for.
+    Attributes:
+        refuses: refuses(q, k, v, ranges, *, scale, softcap, residual, device) -> why it does not take these, or None.
+        run: The same arguments -> what `attend` returns.
+        platforms: Platforms of lowering on which it is tried.
+        cached: True if it is only for passes over a cache (it has no gradient); False if only for those without one;
+            None for both.
+        device: The kind of device that it is written for; None: any.
     """
 
     refuses: Callable[..., str | None]
     run: Callable[..., Any]
     platforms: tuple[str, ...]
     cached: bool | None = None
-    chip: str | None = None
+    device: str | None = None
 
 
-def _kernel(module: str, kind: str, label: str, platform: str) -> Backend:
-    """Kernels of a module of their own, which is imported for their device alone: nobody else pays for Mosaic."""
+def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backend:
+    """A backend in a module that is imported on its device alone, because importing Mosaic takes time."""
 
-    def load() -> Any:
+    def load() -> ModuleType:
         return importlib.import_module(f"mercury_jax.kernels.{module}")
 
-    def refuses(*args: Any, device: Device | None, **asked: Any) -> str | None:
-        if chip.present(device) != kind:
+    def refuses(*args: Any, device: Device | None, **options: Any) -> str | None:
+        if kernel_device.present(device) != kind:
             return f"the device is no {label}"
-        return load().refuses(*args, **asked)
+        return load().refuses(*args, **options)
 
-    def run(*args: Any, **asked: Any) -> Any:
-        return load().run(*args, **asked)
+    def run(*args: Any, **options: Any) -> Any:
+        return load().run(*args, **options)
 
-    return Backend(refuses, run, (platform,), cached=True, chip=kind)
-
-
-def _plain(module: Any, platforms: tuple[str, ...], cached: bool | None = None) -> Backend:
-    """Plain XLA, for which the device does not matter."""
-
-    def refuses(*args: Any, device: Device | None, **asked: Any) -> str | None:
-        return module.refuses(*args, **asked)
-
-    def run(*args: Any, device: Device | None, **asked: Any) -> Any:
-        return module.run(*args, **asked)
-
-    return Backend(refuses, run, platforms, cached)
+    return Backend(refuses, run, (platform,), cached=True, device=kind)
 
 
-EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
-# Fastest first. The plain one is last and takes everything.
+def _xla_backend(
+    refuses: Callable[..., str | None],
+    run: Callable[..., Any],
+    platforms: tuple[str, ...],
+    cached: bool | None = None,
+) -> Backend:
+    """A backend in plain XLA, for which the device does not matter."""
+
+    def without_device(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, device, **options: f(*args, **options)
+
+    return Backend(without_device(refuses), without_device(run), platforms, cached)
+
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# Fastest first. The reference is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
-    "walk": _plain(walk, ("cpu",), cached=True),
-    "hopper": _kernel("hopper", chip.HOPPER, "Hopper (sm_90a)", "cuda"),
-    "blackwell": _kernel("blackwell", chip.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
-    "tpu": _kernel("tpu", chip.TPU, "TPU", "tpu"),
-    "blockwise": _plain(blockwise, EVERYWHERE, cached=False),
-    "reference": _plain(reference, EVERYWHERE),
+    "chunked": _xla_backend(chunked.refuses_cached, chunked.run_cached, ("cpu",), cached=True),
+    "hopper": _kernel_backend("hopper", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda"),
+    "blackwell": _kernel_backend("blackwell", kernel_device.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
+    "tpu": _kernel_backend("tpu", kernel_device.TPU, "TPU", "tpu"),
+    "blockwise": _xla_backend(chunked.refuses_blockwise, chunked.run_blockwise, PLATFORMS, cached=False),
+    "reference": _xla_backend(reference.refuses, reference.run, PLATFORMS),
 }
 
 
 def backends() -> tuple[str, ...]:
-    """Names that `attend(backend=)` takes."""
+    """Names that `attend(backend=)` takes, fastest first."""
     return tuple(_BACKENDS)
 
 
 def attend(
     q: Float[Array, "B T H K"],
-    k: Keys,
-    v: Keys,
+    k: KVArray,
+    v: KVArray,
     ranges: Int[Array, "B T R 2"],
     *,
     scale: float | None = None,
@@ -95,37 +104,71 @@ def attend(
     backend: str | None = None,
     device: Device | None = None,
 ) -> Any:
-    """Attention in which query row (b, t) sees the keys of its R ranges [start, end), and no others.
+    """Attention in which each query attends to the keys of its R ranges [start, end), and no others.
 
-    Ranges of one row must not overlap. A row whose ranges are all empty gets zeros. H must be a multiple of G
-    (grouped queries: head h reads key head h // (H / G)). Softmax is in fp32.
+    Softmax is in fp32. The GPU kernels copy keys whose S is no multiple of 8.
 
-    k, v [B, S, G, K]: arrays, or `Rounded` (int8). scale: of the scores (None: 1 / sqrt(K)). softcap: scores become
-    softcap * tanh(scores / softcap). cached: the keys are a cache, longer than what it holds, and nobody asks for a
-    gradient; without it there is one, in reverse mode. backend: one by its name; None takes the first that does not
-    refuse, for the platform that the program is lowered for. device: to compile for; None: the device of this machine.
-    Returns [B, T, H, K] in q's dtype; with `residual` also the log-sum-exp of each row's scores [B, T, H] in fp32,
-    -inf where it sees nothing, by which calls over parts of the keys are merged. ValueError where shapes do not belong
-    together, and where a backend that was named refuses. The GPU kernels copy keys whose S is no multiple of 8.
+    Args:
+        q: Queries. H is a multiple of G (grouped queries: head h reads key head h // (H / G)).
+        k: Keys [B, S, G, K], an array or `Int8Vectors`.
+        v: Values, with the shape of k.
+        ranges: Key ranges of each query; those of one query must not overlap.
+        scale: Of the scores; None: 1 / sqrt(K).
+        softcap: Scores become softcap * tanh(scores / softcap); None: unchanged.
+        residual: Also return the log-sum-exp of each query's scores, by which calls over parts of the keys can be
+            merged.
+        cached: The keys are a cache with unused slots, and no gradient is needed. False: differentiable in reverse
+            mode.
+        backend: One of `backends()`; None: the first that does not refuse, for the platform of lowering.
+        device: To compile for; None: the device of this machine.
+
+    Returns:
+        [B, T, H, K] in the dtype of q, zeros for a query whose ranges are all empty. With `residual` also the
+        log-sum-exp [B, T, H] in fp32, -inf for such a query.
+
+    Raises:
+        ValueError: If shapes do not match, or if the named backend refuses.
     """
     _check(q, k, v, ranges)
-    asked: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         residual=residual,
         device=device,
     )
     if backend is not None:
-        return _named(backend, q, k, v, ranges, asked)
-    found = {name: _first(name, cached, q, k, v, ranges, asked) for name in EVERYWHERE}
-    if len(set(found.values())) == 1:
-        return found["cpu"].run(q, k, v, ranges, **asked)
-    each = {name: functools.partial(one.run, **asked) for name, one in found.items()}
-    return jax.lax.platform_dependent(q, k, v, ranges, default=each.pop("tpu"), **each)
+        if backend not in _BACKENDS:
+            raise refuse("backend", backend, ", ".join(_BACKENDS))
+        why = _BACKENDS[backend].refuses(q, k, v, ranges, **options)
+        if why is not None:
+            allowed = f"one that takes these arguments ({why}); None picks the first that does"
+            raise refuse("backend", backend, allowed)
+        return _BACKENDS[backend].run(q, k, v, ranges, **options)
+    chosen = {name: _choose(name, cached, q, k, v, ranges, options) for name in PLATFORMS}
+    if len(set(chosen.values())) == 1:
+        return chosen["cpu"].run(q, k, v, ranges, **options)
+    runs = {name: functools.partial(one.run, **options) for name, one in chosen.items()}
+    return jax.lax.platform_dependent(q, k, v, ranges, default=runs.pop("tpu"), **runs)
+
+
+def _choose(
+    platform: str, cached: bool, q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]
+) -> Backend:
+    """The first backend of a platform that takes these arguments."""
+    form = checks.attention_form(q, k, options["softcap"])
+    kernel = kernel_device.chosen(form, options["device"])
+    return next(
+        one
+        for one in _BACKENDS.values()
+        if platform in one.platforms
+        and one.cached in (None, cached)
+        and (one.device is None or one.device == kernel)
+        and one.refuses(q, k, v, ranges, **options) is None
+    )
 
 
 def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
-    """Raises ValueError for shapes that do not belong together, and for empty ones."""
+    """Raises ValueError for shapes that do not match, and for empty ones."""
     if q.ndim != 4 or 0 in q.shape:
         raise refuse("q", list(q.shape), "[B, T, H, K], each at least 1")
     b, t, h, width = q.shape
@@ -134,34 +177,131 @@ def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
             raise refuse(
                 name, list(x.shape), f"[{b}, S, G, {width}], S at least 1 and G a divisor of {h} heads"
             )
-        if isinstance(x, Rounded) and x.scale.shape != x.shape[:3]:
-            raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
-    if k.shape != v.shape:
-        raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
+    _check_pair(k, v)
     if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
         raise refuse("ranges", list(ranges.shape), f"[{b}, {t}, R, 2], R at least 1")
 
 
-def _first(platform: str, cached: bool, *args: Any) -> Backend:
-    """The first backend of a platform that takes it."""
-    *arrays, asked = args
-    kernel = chip.chosen(checked.attention_form(arrays[0], arrays[1], asked["softcap"]), asked["device"])
-    return next(
-        one
-        for one in _BACKENDS.values()
-        if platform in one.platforms
-        and one.cached in (None, cached)
-        and (one.chip is None or one.chip == kernel)
-        and one.refuses(*arrays, **asked) is None
+def _check_pair(k: Any, v: Any) -> None:
+    """Raises ValueError unless keys and values have one shape, and int8 ones a scale for each vector."""
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Int8Vectors) and x.scale.shape != x.shape[:3]:
+            raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
+    if k.shape != v.shape:
+        raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
+
+
+# --- keys and values in pages
+
+
+def attend_paged(
+    q: Float[Array, "B T H K"],
+    k: KVPool,
+    v: KVPool,
+    pages: Int[Array, "B N"],
+    ranges: Int[Array, "B T R 2"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    residual: bool = False,
+    backend: str | None = None,
+    device: Device | None = None,
+) -> Any:
+    """`attend` over keys and values in pages of a pool that all rows share (PagedAttention, arXiv 2309.06180).
+
+    Slot s of row b has the key k[pages[b, s // page], s % page], likewise its value. Rows with the same prefix can name
+    the same pages. On Hopper the kernel of `attend` reads pages in place (a tile of keys lies within one page);
+    elsewhere the pages of each row are gathered first. There is no gradient.
+
+    If no slot of a page lies between the lowest start and the highest end that one range has over a row's queries, that
+    row may name any page there: one that holds NaN, or one outside 0..P-1.
+
+    Args:
+        q: Queries.
+        k: Pool of keys [P, page, G, K], an array or `Int8Vectors` (scale [P, page, G]).
+        v: Pool of values.
+        pages: Each row's pages, in order; a page may be in any number of rows.
+        ranges: Key ranges in slots, 0 <= start <= end <= N * page.
+        scale: As in `attend`.
+        softcap: As in `attend`.
+        residual: As in `attend`.
+        backend: "hopper" reads pages in place; the page size is then a multiple of 128 slots (64 for head size 256).
+            Any other of `backends()` gets them gathered. None: the first of both that does not refuse.
+        device: As in `attend`. On a Hopper, int8 scales of more than one key head are transposed over the whole pool.
+
+    Returns:
+        As `attend`.
+
+    Raises:
+        ValueError: If shapes do not match, or if the named backend refuses.
+    """
+    _check_paged(q, k, v, pages, ranges)
+    options: dict[str, Any] = dict(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        residual=residual,
+        device=device,
     )
+    args = (q, k, v, jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32), ranges)
+    if backend not in (None, "hopper"):
+        return _attend_gathered(*args, backend=backend, **options)
+    why = _refuses_in_place(*args, **options)
+    if backend is not None:
+        if why is not None:
+            allowed = f"one that takes these arguments ({why}); None picks one that does"
+            raise refuse("backend", backend, allowed)
+        return _attend_in_place(*args, **options)
+    gathered = functools.partial(_attend_gathered, **options)
+    form = checks.attention_form(q, k, softcap, paged=True)
+    if why is not None or kernel_device.chosen(form, device) != kernel_device.HOPPER:
+        return gathered(*args)
+    in_place = functools.partial(_attend_in_place, **options)
+    return jax.lax.platform_dependent(*args, cuda=in_place, default=gathered)
 
 
-def _named(name: str, q: Any, k: Any, v: Any, ranges: Any, asked: dict[str, Any]) -> Any:
-    if name not in _BACKENDS:
-        raise refuse("backend", name, ", ".join(_BACKENDS))
-    why = _BACKENDS[name].refuses(q, k, v, ranges, **asked)
-    if why is not None:
+def _refuses_in_place(
+    q: Any, k: Any, v: Any, pages: Any, ranges: Any, device: Device | None, **options: Any
+) -> str | None:
+    """Why pages are not read in place, or None."""
+    if kernel_device.present(device) != kernel_device.HOPPER:
+        return "the device is no Hopper (sm_90a)"
+    from mercury_jax.kernels import hopper  # only here, because importing Mosaic takes time
+
+    return hopper.refuses(q, k, v, ranges, pages=pages, **options)
+
+
+def _attend_in_place(q: Any, k: Any, v: Any, pages: Any, ranges: Any, **options: Any) -> Any:
+    from mercury_jax.kernels import hopper
+
+    return hopper.run(q, k, v, ranges, pages=pages, **options)
+
+
+def _attend_gathered(q: Any, k: Any, v: Any, pages: Any, ranges: Any, **options: Any) -> Any:
+    """`attend` over a copy [B, N * page, G, K] of each row's pages."""
+    k, v = (jax.tree.map(lambda y: y[pages].reshape(pages.shape[0], -1, *y.shape[2:]), x) for x in (k, v))
+    # `attend` masks the scores of hidden keys, but a value that no query attends to could still be NaN.
+    seen = reference.visible(ranges, v.shape[1]).any(axis=1)
+    v = jax.tree.map(lambda y: jnp.where(jnp.expand_dims(seen, range(2, y.ndim)), y, 0), v)
+    return attend(q, k, v, ranges, cached=True, **options)
+
+
+def _check_paged(q: Any, k: Any, v: Any, pages: Any, ranges: Any) -> None:
+    """Raises ValueError for shapes that do not match."""
+    if q.ndim != 4:
+        raise refuse("q", list(q.shape), "a shape [B, T, H, K]")
+    b, t, h, width = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if len(x.shape) != 4 or x.shape[-1] != width or 0 in x.shape[:3] or h % x.shape[2]:
+            allowed = (
+                f"a pool [P, page, G, {width}] of at least one page and slot, and G a divisor of {h} heads"
+            )
+            raise refuse(name, list(x.shape), allowed)
+    _check_pair(k, v)
+    if pages.ndim != 2 or pages.shape[0] != b or not pages.shape[1]:
         raise refuse(
-            "backend", name, f"one that takes these arguments ({why}); None picks the first that does"
+            "pages", list(pages.shape), f"a shape [{b}, N] with N of 1 or more, a line for each row of q"
         )
-    return _BACKENDS[name].run(q, k, v, ranges, **asked)
+    if not jnp.issubdtype(pages.dtype, jnp.integer):
+        raise refuse("pages", str(pages.dtype), "integers")
+    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
+        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2], each at least 1")

@@ -1,16 +1,17 @@
-"""Canvas attention for TPUs, in Pallas: few queries over a long cache, of which only what is seen is read.
+"""Attention over a KV cache for TPUs, in Pallas: few queries over a long cache, reading only keys in the ranges.
 
-The cache is read as it lies, slots first: heads first would ask for a copy of all of it after each write. So a
-program takes a tile of the queries of all heads, those of one key head in the rows of a matrix, and walks the key
-tiles from the first that any of them sees to the last, in the order of the grid: the next one is copied while this
-one is computed. Which those are is known on the device before it starts (scalar prefetch), and the grid is as long
-as the longest walk. Softmax is kept running in fp32 (arXiv 1805.02867).
+The cache is read as it is stored, slots first: heads first would need a copy of all of it after each write. So a
+program takes a tile of the queries of all heads, with those of one key head as the rows of a matrix, and walks over
+the key tiles from the first to the last that any of them attends to, along the last axis of the grid: the next tile
+is copied while one is computed. Which tiles those are is known on the device before a program starts (scalar
+prefetch), and the grid is as long as the longest walk. Softmax is computed online in fp32 (arXiv 1805.02867).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,52 +19,65 @@ import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels import parts
-from mercury_jax.kernels.rounded import Keys, Rounded
-from mercury_jax.kernels.tpu_program import Plan, program
+from mercury_jax.kernels import tiling
+from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray
 from mercury_jax.types import Device
 
-ROWS = 1024  # of a tile of queries of one key head, at most
+MAX_ROWS = 1024  # of a tile of queries of one key head
 KEYS = (512, 256, 128)  # of a tile, the first that fits
 SUBLANES, LANES = 16, 128  # rows of a register of bfloat16, two of float32; its columns
-LEAST = 8  # keys: products with a single one do not lower
+MIN_KEYS = 8  # products with a single key do not lower
 WIDTHS = range(64, 513, 64)  # head sizes
+FLOOR = -1e30  # initial maximum of the scores; finite, so that rows without keys have no inf - inf
+
+
+class TpuConfig(NamedTuple):
+    """What a program is compiled for."""
+
+    rows: int  # of a tile of queries of one key head
+    keys: int  # of a tile
+    tiles: int  # of queries
+    groups: int  # key heads
+    width: int  # head size
+    slots: int
+    ranges: int
+    scale: float
+    softcap: float | None
+    int8: bool  # keys and values are int8
+    residual: bool
+    memory: int  # bytes of VMEM that a program may take
 
 
 def refuses(
     q: Any, k: Any, v: Any, ranges: Any, *, scale: float, softcap: float | None, residual: bool
 ) -> str | None:
-    """Why this kernel does not take these shapes and dtypes, here; or None."""
-    if isinstance(k, Rounded) != isinstance(v, Rounded):
+    """Why this kernel does not take these shapes and dtypes on this machine; None: it does."""
+    if isinstance(k, Int8Vectors) != isinstance(v, Int8Vectors):
         return "of keys and values one is int8 and the other is not"
-    for x in (x for x in (q, k, v) if not isinstance(x, Rounded)):
+    for x in (x for x in (q, k, v) if not isinstance(x, Int8Vectors)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{x.dtype}, neither bfloat16 nor float32"
     if q.shape[-1] not in WIDTHS:
         return f"head size {q.shape[-1]} is no multiple of 64 up to 512"
     if q.shape[2] % k.shape[2]:
         return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
-    if k.shape[1] < LEAST:
-        return f"{k.shape[1]} keys; it takes {LEAST} or more"
-    if _plan(q, k, ranges, scale, softcap, residual) is None:
+    if k.shape[1] < MIN_KEYS:
+        return f"{k.shape[1]} keys; it takes {MIN_KEYS} or more"
+    if _config(q, k, ranges, scale, softcap, residual) is None:
         return f"{KEYS[-1]} keys of {k.shape[2]} heads do not fit into VMEM"
-    if _divided(q):
+    # The mesh of jit's arguments, where none is set. Under shard_map over all axes the work is divided already.
+    mesh = jax.typeof(q).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    manual = set(mesh.manual_axes)
+    if manual != set(mesh.axis_names) if manual else mesh.size > 1:
         return "XLA does not divide kernels among devices; in shard_map over every axis each has its own"
     return None
 
 
-def _divided(q: Any) -> bool:
-    """Whether XLA is to divide the work among devices, and not a shard_map that has done so already."""
-    mesh = jax.typeof(q).sharding.mesh  # that of the arguments of jit, where nobody has set one
-    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-    manual = set(mesh.manual_axes)
-    return manual != set(mesh.axis_names) if manual else mesh.size > 1
-
-
 def run(
     q: Float[Array, "B T H K"],
-    k: Keys,
-    v: Keys,
+    k: KVArray,
+    v: KVArray,
     ranges: Int[Array, "B T R 2"],
     *,
     scale: float,
@@ -71,45 +85,60 @@ def run(
     residual: bool = False,
     device: Device | None = None,
 ) -> Any:
-    """What `kernels.attend` gives; not differentiable. Products in fp32 are as exact as JAX's default precision.
+    """`kernels.attend` by this kernel, without a gradient. Products in fp32 are as exact as JAX's default precision.
 
-    Keys that no row sees may hold anything, NaN as well. Values too, unless they lie between the lowest start and the
-    highest end that one range has over the rows of a tile: there they must be finite.
+    Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
+    the highest end that one range has over the rows of a tile: there they must be finite.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        ranges: Key ranges.
+        scale: Of the scores.
+        softcap: Of the scores.
+        residual: Also return the log-sum-exp.
+        device: To compile for.
+
+    Returns:
+        As `kernels.attend`.
     """
     batch, queries, heads, _ = q.shape
-    p = _plan(q, k, ranges, scale, softcap, residual)
-    assert p is not None, refuses(q, k, v, ranges, scale=scale, softcap=softcap, residual=residual)
-    edges = parts.fold_ranges(jnp.clip(ranges, 0, p.slots), heads // p.groups, p.rows)
-    bounds = parts.bounds(edges, p.rows, p.keys, p.slots)
-    folded = parts.fold(q, p.groups, p.rows)
+    c = _config(q, k, ranges, scale, softcap, residual)
+    assert c is not None, refuses(q, k, v, ranges, scale=scale, softcap=softcap, residual=residual)
+    edges = tiling.fold_ranges(jnp.clip(ranges, 0, c.slots), heads // c.groups, c.rows)
+    bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
+    folded = tiling.fold_queries(q, c.groups, c.rows)
+    folded = folded.reshape(batch, c.groups, *folded.shape[1:])
     interpret = False if device is None or device.interpret is None else device.interpret
-    found = _launch(
-        p, folded.reshape(batch, p.groups, *folded.shape[1:]), edges, bounds, _sources(k, v), interpret
-    )
-    out, *lse = (parts.unfold(x.reshape(-1, *x.shape[2:]), batch, queries, heads) for x in found)
+    found = _launch(c, folded, edges, bounds, _sources(k, v), interpret)
+    unfold = lambda x: tiling.unfold_queries(x.reshape(-1, *x.shape[2:]), batch, queries, heads)
+    out, *lse = (unfold(x) for x in found)
     return (out, lse[0][..., 0]) if residual else out
 
 
-def _plan(q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, residual: bool) -> Plan | None:
-    """As many rows at once as fit, so that the keys are read as few times as can be; then as many keys."""
+def _config(
+    q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, residual: bool
+) -> TpuConfig | None:
+    """As many rows at once as fit, so that the keys are read as few times as possible; then as many keys."""
     batch, queries, heads, width = q.shape
-    slots, groups, rounded = k.shape[1], k.shape[2], isinstance(k, Rounded)
-    rows, (memory, cores) = queries * (heads // groups), _chip()
+    slots, groups, int8 = k.shape[1], k.shape[2], isinstance(k, Int8Vectors)
+    rows, (memory, cores) = queries * (heads // groups), _vmem_and_cores()
     fewest = 1 if batch % cores == 0 or rows < cores * SUBLANES else cores
-    sizes = q.dtype.itemsize, 1 if rounded else k.dtype.itemsize
-    for tiles in range(max(fewest, -(-rows // ROWS)), -(-rows // SUBLANES) + 1):
+    itemsizes = q.dtype.itemsize, 1 if int8 else k.dtype.itemsize
+    for tiles in range(max(fewest, -(-rows // MAX_ROWS)), -(-rows // SUBLANES) + 1):
         even = -(-rows // (tiles * SUBLANES)) * SUBLANES
         for keys in KEYS:
-            p = Plan(
+            c = TpuConfig(
                 even, min(keys, slots), -(-rows // even), groups, width, slots, ranges.shape[2], scale, softcap,
-                rounded, residual, memory,
+                int8, residual, memory,
             )  # fmt: skip
-            if _bytes(p, *sizes) <= memory:
-                return p
+            if _vmem_bytes(c, *itemsizes) <= memory:
+                return c
     return None
 
 
-def _chip() -> tuple[int, int]:
+def _vmem_and_cores() -> tuple[int, int]:
     """(bytes of VMEM for a program, cores that share the programs of one device)."""
     try:
         info = pltpu.get_tpu_info()
@@ -118,74 +147,182 @@ def _chip() -> tuple[int, int]:
     return info.vmem_capacity_bytes // 2, info.num_cores
 
 
-def _bytes(p: Plan, query: int, key: int) -> int:
-    """Of VMEM, from above: what is copied in and out lies there twice, then come the scratch and what a step makes.
-
-    query, key: bytes of a number.
-    """
-    line, thin = -(-p.width // LANES) * LANES, LANES * 4  # of a row; of one number a row
+def _vmem_bytes(c: TpuConfig, q_itemsize: int, k_itemsize: int) -> int:
+    """An upper bound of the VMEM of a program: inputs and outputs twice, the scratch, and the values of a step."""
+    line, thin = -(-c.width // LANES) * LANES, LANES * 4  # of a row; of one number per row
     rows = (
-        p.groups * p.rows * (4 * line * query + line * 4 + (4 if p.residual else 2) * thin)
-        + 2 * p.rows * thin
+        c.groups * c.rows * (4 * line * q_itemsize + line * 4 + (4 if c.residual else 2) * thin)
+        + 2 * c.rows * thin
     )
-    keys = p.groups * p.keys * 6 * line * key + (64 * p.groups * p.keys if p.rounded else 0)
-    return rows + keys + 16 * p.rows * p.keys + 4 * p.keys * line * query + 4 * p.rows * line
+    keys = c.groups * c.keys * 6 * line * k_itemsize + (64 * c.groups * c.keys if c.int8 else 0)
+    return rows + keys + 16 * c.rows * c.keys + 4 * c.keys * line * q_itemsize + 4 * c.rows * line
 
 
-def _sources(k: Keys, v: Keys) -> tuple[Array, ...]:
-    """Keys and values; of int8 ones their scales too, slots last [B, G, 1, S]."""
-    if not (isinstance(k, Rounded) and isinstance(v, Rounded)):
+def _sources(k: KVArray, v: KVArray) -> tuple[Array, ...]:
+    """Keys and values; for int8 ones also their scales, slots last [B, G, 1, S]."""
+    if not (isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors)):
         return jnp.asarray(k), jnp.asarray(v)
     return k.values, v.values, *(x.scale.transpose(0, 2, 1)[:, :, None] for x in (k, v))
 
 
 def _launch(
-    p: Plan, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
+    c: TpuConfig, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
 ) -> tuple[Array, ...]:
-    """The kernel over its grid: outputs [B, G, M, K], and where asked for log-sum-exp [B, G, M, 1]."""
+    """The kernel over its grid: outputs [B, G, M, K], and with `residual` the log-sum-exp [B, G, M, 1]."""
     batch, _, rows, width = q.shape
-    kinds = [(width, q.dtype), (1, jnp.float32)][: 1 + p.residual]
-    known = 4 + 2 * p.ranges  # numbers that `parts.bounds` tells of a tile
+    outputs = [(width, q.dtype), (1, jnp.float32)][: 1 + c.residual]
+    numbers = 4 + 2 * c.ranges  # of `tiling.tile_bounds` per tile
 
     def key_tile(row: Any, tile: Any, step: Any, bounds: Any) -> Any:
-        """Behind the last tile it stays there, so that nothing is copied."""
-        at = (row * p.tiles + tile) * known
+        """The tile of a step; after the last one it stays the same, so that nothing is copied."""
+        at = (row * c.tiles + tile) * numbers
         last = jnp.maximum(bounds[at + 1] - 1, bounds[at])
-        return jnp.minimum(jnp.minimum(bounds[at] + step, last), (p.slots - 1) // p.keys)
+        return jnp.minimum(jnp.minimum(bounds[at] + step, last), (c.slots - 1) // c.keys)
 
-    own = lambda row, tile, *_: (row, 0, tile, 0)
-    keys = pl.BlockSpec((None, p.keys, p.groups, width), lambda *at: (at[0], key_tile(*at), 0, 0))
-    scales = pl.BlockSpec((None, p.groups, 1, p.keys), lambda *at: (at[0], 0, 0, key_tile(*at)))
+    own_rows = lambda row, tile, *_: (row, 0, tile, 0)
+    keys = pl.BlockSpec((None, c.keys, c.groups, width), lambda *at: (at[0], key_tile(*at), 0, 0))
+    scales = pl.BlockSpec((None, c.groups, 1, c.keys), lambda *at: (at[0], 0, 0, key_tile(*at)))
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(batch, p.tiles, jnp.maximum((bounds[..., 1] - bounds[..., 0]).max(), 1)),
+        grid=(batch, c.tiles, jnp.maximum((bounds[..., 1] - bounds[..., 0]).max(), 1)),
         in_specs=[
-            pl.BlockSpec((None, p.groups, p.rows, width), own),
-            pl.BlockSpec((None, p.rows, 2 * p.ranges), lambda row, tile, *_: (row, tile, 0)),
+            pl.BlockSpec((None, c.groups, c.rows, width), own_rows),
+            pl.BlockSpec((None, c.rows, 2 * c.ranges), lambda row, tile, *_: (row, tile, 0)),
             *[keys, keys, scales, scales][: len(sources)],
         ],
-        out_specs=[pl.BlockSpec((None, p.groups, p.rows, wide), own) for wide, _ in kinds],
+        out_specs=[pl.BlockSpec((None, c.groups, c.rows, columns), own_rows) for columns, _ in outputs],
         scratch_shapes=[
-            *[pltpu.VMEM((p.groups, p.rows, wide), jnp.float32) for wide in (width, 1, 1)],
-            *[pltpu.VMEM((p.groups, p.keys, width), x.dtype) for x in sources[:2]],
+            *[pltpu.VMEM((c.groups, c.rows, columns), jnp.float32) for columns in (width, 1, 1)],
+            *[pltpu.VMEM((c.groups, c.keys, width), x.dtype) for x in sources[:2]],
         ],
     )
+    # What XLA plans with: the cost as if every slot were attended to.
+    pairs = batch * c.groups * rows * c.slots
+    moved = 2 * (q.size * q.dtype.itemsize + c.tiles * sources[0].size * sources[0].dtype.itemsize)
+    cost = pl.CostEstimate(flops=4 * pairs * c.width, transcendentals=pairs, bytes_accessed=moved)
     call = pl.pallas_call(
-        functools.partial(program, p),
+        functools.partial(program, c),
         grid_spec=spec,
-        out_shape=[jax.ShapeDtypeStruct((batch, p.groups, rows, wide), dtype) for wide, dtype in kinds],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, c.groups, rows, columns), dtype) for columns, dtype in outputs
+        ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=p.memory
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=c.memory
         ),
-        cost_estimate=_cost(p, q, sources[0]),
+        cost_estimate=cost,
         name="canvas_attention",
         interpret=interpret,
     )
     return tuple(call(bounds.reshape(-1), q, edges.transpose(0, 2, 1), *sources))
 
 
-def _cost(p: Plan, q: Array, keys: Array) -> pl.CostEstimate:
-    """What XLA plans with and counts: as if every slot were seen."""
-    seen = q.shape[0] * p.groups * q.shape[2] * p.slots
-    moved = 2 * (q.size * q.dtype.itemsize + p.tiles * keys.size * keys.dtype.itemsize)
-    return pl.CostEstimate(flops=4 * seen * p.width, transcendentals=seen, bytes_accessed=moved)
+# --- the program
+
+
+class SoftmaxRefs(NamedTuple):
+    """Scratch of the online softmax: sum of weight * value, maximum score in units of log 2, sum of weights."""
+
+    sum: Any
+    peak: Any
+    total: Any
+
+
+class KeyMask(NamedTuple):
+    """What to mask in a tile of keys; by default nothing, where every row attends to all of it."""
+
+    begin: Any = None  # its first key
+    edges: Any = None  # ranges of each row: start, end, start, end, ...
+    hulls: Any = ()  # for each range the lowest start and the highest end over the rows
+
+    def scores(self, scores: Any) -> Any:
+        """Scores, -inf for keys that a row does not attend to."""
+        if self.edges is None:
+            return scores
+        key = self.begin + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        edge = [self.edges[:, e : e + 1] for e in range(self.edges.shape[1])]
+        mask = [(key >= start) & (key < end) for start, end in zip(edge[::2], edge[1::2], strict=True)]
+        return jnp.where(functools.reduce(jnp.logical_or, mask), scores, -jnp.inf)
+
+    def values(self, x: Any, axis: int) -> Any:
+        """Values, zero for keys in no range of any row: a weight of 0 times NaN would be NaN."""
+        if self.edges is None:
+            return x
+        key = self.begin + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        mask = [(key >= low) & (key < high) for low, high in self.hulls]
+        return jnp.where(functools.reduce(jnp.logical_or, mask), x, 0)
+
+
+def program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
+    """One step of one tile of queries: adds one tile of keys to its softmax.
+
+    Args:
+        c: Static configuration.
+        bounds: From `tiling.tile_bounds`, flat.
+        q: Queries of the tile [G, M, K].
+        edges: Their ranges [M, 2 R].
+        *refs: Keys, values, for int8 ones both scales; the output and with `residual` its log-sum-exp; the scratch.
+    """
+    inputs = 4 if c.int8 else 2
+    sources, outs = refs[:inputs], refs[inputs : inputs + 1 + c.residual]
+    *softmax, k, v = refs[inputs + len(outs) :]
+    state, step = SoftmaxRefs(*softmax), pl.program_id(2)
+    at = (pl.program_id(0) * c.tiles + pl.program_id(1)) * (4 + 2 * c.ranges)
+    first, last, low, high = (bounds[at + i] for i in range(4))
+    begin = (first + step) * c.keys
+    unmasked = (begin >= low) & (begin + c.keys <= high)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        for ref, value in zip(state, (0.0, FLOOR, 0.0), strict=True):
+            ref[...] = jnp.full_like(ref, value)
+
+    @pl.when(first + step < last)
+    def _() -> None:
+        for ref, source in zip((k, v), sources, strict=False):
+            ref[...] = jnp.transpose(source[...], (1, 0, 2))  # [keys, G, K] -> [G, keys, K]
+        add = functools.partial(_add_all_heads, c, state, q, (k, v, *sources[2:]))
+        pl.when(unmasked)(functools.partial(add, KeyMask()))
+        hulls = [(bounds[at + 4 + 2 * r], bounds[at + 5 + 2 * r]) for r in range(c.ranges)]
+        pl.when(~unmasked)(functools.partial(add, KeyMask(begin, edges, hulls)))
+
+    pl.when(step == pl.num_programs(2) - 1)(functools.partial(_finish, state, *outs))
+
+
+def _add_all_heads(c: TpuConfig, state: SoftmaxRefs, q: Any, sources: tuple[Any, ...], mask: KeyMask) -> None:
+    """Adds a tile of keys for all key heads, one after the other."""
+
+    def one(group: Any, _: None) -> None:
+        own = SoftmaxRefs(*(x.at[group] for x in state))
+        _add_tile(c, own, mask, q[group], *(x[group] for x in sources))
+
+    jax.lax.fori_loop(0, c.groups, one, None)
+
+
+def _add_tile(c: TpuConfig, state: SoftmaxRefs, mask: KeyMask, q: Any, k: Any, v: Any, *scales: Any) -> None:
+    """Adds a tile of keys to the softmax. int8 ones are multiplied as whole numbers and scaled after the products."""
+    scores = _dot(q, k.astype(q.dtype), 1)
+    scores = scores * scales[0] if scales else scores
+    unit = c.scale * math.log2(math.e)
+    if c.softcap is not None:
+        scores, unit = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * math.log2(math.e)
+    scores, before = mask.scores(scores * unit), state.peak[...]
+    peak = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+    weights, shrink = jnp.exp2(scores - peak), jnp.exp2(before - peak)
+    state.peak[...] = peak
+    state.total[...] = state.total[...] * shrink + weights.sum(axis=1, keepdims=True)
+    weights = weights * mask.values(scales[1], 1) if scales else weights
+    v = v if scales else mask.values(v, 0)  # int8 has no NaN
+    state.sum[...] = state.sum[...] * shrink + _dot(weights.astype(q.dtype), v.astype(q.dtype), 0)
+
+
+def _dot(a: Any, b: Any, axis: int) -> Any:
+    """A product in fp32 that contracts axis 1 of a and `axis` of b."""
+    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _finish(state: SoftmaxRefs, out: Any, lse: Any = None) -> None:
+    nonempty = state.total[...] > 0
+    safe = jnp.where(nonempty, state.total[...], 1.0)
+    out[...] = (state.sum[...] / safe).astype(out.dtype)
+    if lse is not None:
+        lse[...] = jnp.where(nonempty, state.peak[...] * math.log(2) + jnp.log(safe), -jnp.inf)

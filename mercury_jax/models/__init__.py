@@ -1,18 +1,12 @@
-"""Denoisers: `build(config)` gives the record of pure functions that the rest of the house knows."""
+"""Denoisers: `build(config)` returns the `types.Model` of a config, the record of pure functions that others use.
+
+One file per architecture (`transformer`, `gemma`, `dit`); the others hold what they share. `decode` and `train` never
+import this package: a `Model` is passed to them.
+"""
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.models import dit, gemma, transformer
 from mercury_jax.types import Model
-
-
-def build(config: ModelConfig) -> Model:
-    """The model of a config, by the config's type; equal configs give equal functions' results."""
-    if isinstance(config, dit.DiTConfig):
-        return dit.build(config)
-    if isinstance(config, gemma.GemmaConfig):
-        return gemma.build(config)
-    return transformer.build(config)
-
 
 CONFIGS: dict[str, type[ModelConfig]] = {
     "transformer": ModelConfig,
@@ -21,9 +15,25 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 }
 
 
+def build(config: ModelConfig) -> Model:
+    """Builds the model of a config.
+
+    Args:
+        config: A `ModelConfig`, `GemmaConfig` or `DiTConfig`; its type chooses the architecture.
+
+    Returns:
+        The model. Equal configs give models that compute the same.
+    """
+    if isinstance(config, dit.DiTConfig):
+        return dit.build(config)
+    if isinstance(config, gemma.GemmaConfig):
+        return gemma.build(config)
+    return transformer.build(config)
+
+
 def kind(config: ModelConfig) -> str:
-    """The name under which a saved config's type is found again."""
-    return next(name for name, made in CONFIGS.items() if type(config) is made)
+    """The key of `CONFIGS` for a config's type, under which saved models name their architecture."""
+    return next(name for name, config_type in CONFIGS.items() if type(config) is config_type)
 
 
 __all__ = ["CONFIGS", "build", "kind"]

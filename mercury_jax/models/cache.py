@@ -1,8 +1,13 @@
-"""The KV cache: an explicit value. A slot is an absolute position, the batch axis is first."""
+"""The KV cache as an explicit value: a slot is an absolute position, the batch axis comes first.
+
+Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.kv_quant`), or in 4 or 3 bits
+(`models.kv_quant`). What slots hold before they are written does not matter: the key ranges of a pass hide them.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,90 +15,120 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.rounded import Keys, Rounded, rounded
-from mercury_jax.models.turbo import Turned, turned
+from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, quantise_int8
+from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.types import Cache, Model
 
-# What keys and values may be kept as, beside the dtype of the arithmetic: how a vector becomes it.
-KINDS = {
-    "int8": rounded,
-    "4bit": functools.partial(turned, bits=4),
-    "3bit": functools.partial(turned, bits=3),
+# How vectors are stored, beside the dtype of the arithmetic: a function of arrays [..., K].
+KV_KINDS: dict[str, Callable[[Array], Int8Vectors | RotatedVectors]] = {
+    "int8": quantise_int8,
+    "4bit": functools.partial(quantise_rotated, bits=4),
+    "3bit": functools.partial(quantise_rotated, bits=3),
 }
 
 
 class KV(NamedTuple):
-    """Keys and values of one layer; as they are, or in few bits."""
+    """Keys and values of one layer [B, S, G, K], quantised or not."""
 
-    k: Keys | Turned
-    v: Keys | Turned
+    k: KVArray | RotatedVectors
+    v: KVArray | RotatedVectors
 
 
-def empty(layers: int, batch: int, slots: int, heads: int, width: int, dtype: jnp.dtype) -> tuple[KV, ...]:
-    """A cache of `slots` positions per row; what it holds is hidden by the ranges until written."""
+def empty_cache(
+    layers: int, batch: int, slots: int, heads: int, width: int, dtype: jnp.dtype
+) -> tuple[KV, ...]:
+    """A cache of zeros.
+
+    Args:
+        layers: N.
+        batch: B.
+        slots: S, the longest sequence that fits.
+        heads: G, key heads.
+        width: K, size of a head.
+        dtype: Of keys and values.
+
+    Returns:
+        One `KV` of [B, S, G, K] per layer.
+    """
     shape = (batch, slots, heads, width)
     return tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
 
 
 def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots: Int[Array, "B T"]) -> KV:
-    """Store each token at its slot; a slot past the end drops the token (dead positions)."""
+    """Writes each token's key and value at its slot.
 
-    def row(old: Array, new: Array, at: Array) -> Array:
+    Args:
+        kv: A layer's cache.
+        k: Keys, quantised here if the cache is.
+        v: Values.
+        slots: Of the tokens; a slot past the end drops the token (unused positions).
+
+    Returns:
+        The cache with these tokens.
+    """
+
+    def write_row(old: Array, new: Array, at: Array) -> Array:
         return old.at[at].set(new.astype(old.dtype), mode="drop", unique_indices=False)
 
     def store(old: Any, new: Any) -> Any:
-        if isinstance(old, Rounded):
-            new = rounded(new)
-        elif isinstance(old, Turned):
-            new = turned(new, old.bits)
-        return jax.tree.map(lambda all, some: jax.vmap(row)(all, some, slots), old, new)
+        if isinstance(old, Int8Vectors):
+            new = quantise_int8(new)
+        elif isinstance(old, RotatedVectors):
+            new = quantise_rotated(new, old.bits)
+        return jax.tree.map(lambda stored, x: jax.vmap(write_row)(stored, x, slots), old, new)
 
     return KV(store(kv.k, k), store(kv.v, v))
 
 
-def check_kind(kind: str | None) -> None:
-    """Refuse what keys and values cannot be kept as."""
-    if kind is not None and kind not in KINDS:
-        raise refuse("kv", kind, f"{', '.join(map(repr, KINDS))}, or None")
+def check_kv_kind(kind: str | None) -> None:
+    """Checks the name of a cache format.
+
+    Args:
+        kind: A key of `KV_KINDS`, or None for the dtype of the arithmetic.
+
+    Raises:
+        ValueError: For any other value.
+    """
+    if kind is not None and kind not in KV_KINDS:
+        raise refuse("kv", kind, f"{', '.join(map(repr, KV_KINDS))}, or None")
 
 
 @functools.cache
-def kept(model: Model, kind: str | None) -> Model:
-    """The model with keys and values kept as "int8", "4bit" or "3bit"; None: as it is. Equal models give the same.
+def with_kv_kind(model: Model, kind: str | None) -> Model:
+    """The model with another format of its KV cache.
 
-    Of a head of K numbers int8 takes K + 4 bytes, the others K / 2 + 2 and K * 3 / 8 + 2.
+    A head of K numbers takes K + 4 bytes in int8, K / 2 + 2 in 4 bits and K * 3 / 8 + 2 in 3 bits.
+
+    Args:
+        model: A model.
+        kind: "int8", "4bit" or "3bit"; None: the model itself.
+
+    Returns:
+        The model; equal arguments give the same object.
+
+    Raises:
+        ValueError: For another kind.
     """
-    check_kind(kind)
-    return (
-        model
-        if kind is None
-        else model._replace(empty_cache=functools.partial(_empty, model.empty_cache, kind))
-    )
+    check_kv_kind(kind)
+    if kind is None:
+        return model
+    return model._replace(empty_cache=functools.partial(_empty_quantised, model.empty_cache, kind))
 
 
-def int8(model: Model) -> Model:
-    """The model with keys and values kept as int8: about a quarter of the memory of fp32, half of bf16."""
-    return kept(model, "int8")
-
-
-def bits(model: Model, count: int) -> Model:
-    """The model with keys and values kept in 4 or 3 bits a number (`models.turbo`)."""
-    return kept(model, f"{count}bit")
-
-
-def _empty(empty: Any, kind: str, batch: int, slots: int) -> Cache:
-    """Zeros of what each layer's keys and values become, whatever `empty` would keep; all else is zeros, too."""
+def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, slots: int) -> Cache:
+    """Zeros in the format `kind` for each layer's keys and values; all other leaves are zeros of `empty`'s cache."""
 
     def zeros(x: Any) -> Any:
-        found = jax.eval_shape(KINDS[kind], jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        found = jax.eval_shape(KV_KINDS[kind], jax.ShapeDtypeStruct(x.shape, jnp.float32))
         return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), found)
 
-    def one(x: Any) -> Any:
+    def convert(x: Any) -> Any:
         return KV(zeros(x.k), zeros(x.v)) if isinstance(x, KV) else jnp.zeros(x.shape, x.dtype)
 
-    return jax.tree.map(one, jax.eval_shape(lambda: empty(batch, slots)), is_leaf=lambda x: isinstance(x, KV))
+    shapes = jax.eval_shape(lambda: empty(batch, slots))
+    return jax.tree.map(convert, shapes, is_leaf=lambda x: isinstance(x, KV))
 
 
-def slots_of(cache: Any) -> int:
-    """Slots of a cache, whatever its tree."""
+def slot_count(cache: Cache) -> int:
+    """Number of slots per row of a cache of any model."""
     return jax.tree.leaves(cache)[0].shape[1]

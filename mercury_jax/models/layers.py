@@ -1,54 +1,94 @@
-"""The few layers we need, thin: parameters by `self.param`, arithmetic by einsum.
+"""Layers that the architectures share: linear maps, RMSNorm, SwiGLU and rotary positions.
 
-Every module computes in the dtype of its input; parameters are stored in fp32 and cast at use.
+Thin Flax modules: parameters by `self.param`, arithmetic by `Ops`. Each computes in the dtype of its input;
+parameters are stored in fp32 and cast where they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
-from mercury_jax.models.ops import Ops, Term
-from mercury_jax.models.quantise import Scaled
-from mercury_jax.types import wide
+from mercury_jax.config import RopeScaling
+from mercury_jax.models.ops import Ops, PartialSum, Weight
+from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.types import accumulation_dtype
 
-Init = Callable[..., Array]
+Init = nn.initializers.Initializer
 
 
 def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
-    """Normal init with variance scale / (product of the first `axes` dimensions)."""
+    """Normal initialisation with variance scale / (product of the first `axes` dimensions).
+
+    Args:
+        axes: Number of input axes of the parameter.
+        scale: Factor of the variance.
+
+    Returns:
+        init(key, shape, dtype) -> array.
+    """
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        inputs = 1
-        for size in shape[:axes]:
-            inputs *= size
-        return jax.random.normal(key, shape, dtype) * (scale / inputs) ** 0.5
+        return jax.random.normal(key, shape, dtype) * (scale / math.prod(shape[:axes])) ** 0.5
 
     return init
 
 
+def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Weight:
+    """A parameter that may have been loaded as int8 or fp8.
+
+    Args:
+        module: The module that owns it, inside a compact method.
+        name: Of the parameter.
+        init: Initialiser.
+        shape: Of the matrix.
+
+    Returns:
+        The array, or the `QuantisedWeight` that takes its place in the parameters.
+    """
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+        if isinstance(found, QuantisedWeight):
+            return found
+    return module.param(name, init, shape)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + scale), in fp32 at least (arXiv 1910.07467); not zero_centred: * scale."""
+    """x / rms(x) * (1 + scale), computed in at least fp32 (arXiv 1910.07467).
+
+    Attributes:
+        eps: Added to the mean square.
+        zero_centred: False multiplies by `scale` instead of 1 + scale.
+    """
 
     eps: float
     zero_centred: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
-        start = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        scale = self.param("scale", start, (x.shape[-1],))
-        y = x.astype(wide(x.dtype))
+        init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        scale = self.param("scale", init, (x.shape[-1],))
+        y = x.astype(accumulation_dtype(x.dtype))
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + self.eps)
         return (y * (1.0 + scale if self.zero_centred else scale)).astype(x.dtype)
 
 
 class Linear(nn.Module):
-    """y = x @ w + b over the last `len(inputs)` axes; `inputs` and `outputs` are axis sizes."""
+    """y = x @ w + b over the last `len(inputs)` axes.
+
+    Attributes:
+        inputs: Sizes of the contracted axes.
+        outputs: Sizes of the new axes.
+        scale: Factor of the initial variance.
+        bias: Whether there is a bias `b` of shape `outputs`.
+        ops: Where it is computed.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -64,8 +104,12 @@ class Linear(nn.Module):
         return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
 
 
-class Matrix(nn.Module):
-    """A `Linear` at the end of a layer; on a mesh its product is a sum over the devices that hold parts of w."""
+class RowParallelLinear(nn.Module):
+    """The last `Linear` of an attention or feed-forward layer, whose input axes may be sharded over `tensor`.
+
+    Each device then has a part of the contracted axes, and the product is a sum over devices (arXiv 1909.08053).
+    The attributes are those of `Linear`.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -74,52 +118,124 @@ class Matrix(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def __call__(self) -> tuple[Array | Scaled, Array | None]:
+    def _parameters(self) -> tuple[Weight, Array | None]:
         w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
         return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
-    def part(self, x: Float[Array, "B T *s"]) -> Term:
-        """x @ w as a term of a sum, for a matrix without a bias: each device would add it once."""
-        w, bias = self()
+    def partial(self, x: Float[Array, "B T *s"]) -> PartialSum:
+        """x @ w as a partial sum. Only without a bias, which every device would add."""
+        w, bias = self._parameters()
         assert bias is None
-        return self.ops.product(x, w, len(self.inputs))
+        return self.ops.partial_dot(x, w, len(self.inputs))
 
-    def whole(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
+    def __call__(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
         """x @ w + b, summed over the devices before the bias is added."""
-        w, bias = self()
-        y = self.ops.total([self.ops.product(x, w, len(self.inputs))])[0]
+        w, bias = self._parameters()
+        y = self.ops.reduce_sums([self.ops.partial_dot(x, w, len(self.inputs))])[0]
         return y if bias is None else y + bias.astype(y.dtype)
 
 
-def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Array | Scaled:
-    """A parameter that may have been loaded as int8 or fp8."""
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Scaled):
-            return found
-    return module.param(name, init, shape)
-
-
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202).
+
+    Attributes:
+        width: D.
+        hidden: F.
+        scale: Factor of the initial variance of `down`, 1 / (2 layers).
+        bias: Whether the three projections have biases.
+        ops: Where it is computed.
+    """
 
     width: int
     hidden: int
-    scale: float  # of the last projection's init: 1 / (2 layers)
+    scale: float
     bias: bool = False
     ops: Ops = Ops()
 
     def setup(self) -> None:
         self.gate = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
         self.up = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
-        self.down = Matrix((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
+        self.down = RowParallelLinear((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
-    def _inner(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return jax.nn.silu(self.gate(x)) * self.up(x)
-
-    def part(self, x: Float[Array, "B T D"]) -> Term:
-        """The output as a term of a sum, for a shared expert; without biases."""
-        return self.down.part(self._inner(x))
+    def partial(self, x: Float[Array, "B T D"]) -> PartialSum:
+        """The output as a partial sum, for a shared expert; without biases."""
+        return self.down.partial(jax.nn.silu(self.gate(x)) * self.up(x))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down.whole(self._inner(x))
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rope(
+    x: Float[Array, "B T H K"],
+    positions: Int[Array, "B T"],
+    theta: float,
+    fraction: float = 1.0,
+    scaling: RopeScaling | None = None,
+) -> Float[Array, "B T H K"]:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama.
+
+    Rotates the pairs (x[i], x[i + R/2]) of the first R = fraction * K numbers by position * theta**(-2i/R).
+
+    Args:
+        x: Queries or keys.
+        positions: Of the tokens.
+        theta: Base of the frequencies.
+        fraction: Share of a head's numbers that is rotated.
+        scaling: Of the frequencies, for long contexts.
+
+    Returns:
+        The rotated x, computed in at least fp32, in the dtype of x.
+    """
+    rotated = int(x.shape[-1] * fraction)
+    half = rotated // 2
+    dtype = accumulation_dtype(x.dtype)
+    angle = positions[..., None, None].astype(dtype) * jnp.asarray(
+        rope_frequencies(theta, half, scaling), dtype
+    )
+    amplitude = 1.0 if scaling is None else scaling.attention
+    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude  # [B, T, 1, R/2]
+    a, b = x[..., :half].astype(dtype), x[..., half:rotated].astype(dtype)
+    parts = [a * cos - b * sin, b * cos + a * sin, x[..., rotated:].astype(dtype)]
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(
+    theta: float, half: int, scaling: RopeScaling | None = None
+) -> Float[np.ndarray, "half"]:
+    """Angle per position of each rotated pair: theta**(-i/half), scaled.
+
+    Args:
+        theta: Base.
+        half: Number of pairs.
+        scaling: See `RopeScaling`, which describes the kinds.
+
+    Returns:
+        Frequencies in float64, so that every caller rounds once.
+    """
+    plain = float(theta) ** (-np.arange(half) / half)
+    if scaling is None or scaling.kind == "dynamic":  # plain within the context that `RopeScaling` allows
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "longrope":
+        return plain / np.asarray(scaling.short)
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / plain
+        share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+        share = np.clip(share, 0.0, 1.0)  # 1 for high frequencies, which are unchanged
+        return (1 - share) * plain / scaling.factor + share * plain
+    return _yarn(plain, theta, half, scaling)
+
+
+def _yarn(plain: np.ndarray, theta: float, half: int, scaling: RopeScaling) -> np.ndarray:
+    """Blends scaled and plain frequencies (YaRN, arXiv 2309.00071, equations 17 to 22)."""
+    # The pair that makes `turns` rotations over the original context.
+    pair = lambda turns: half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
+    low, high = pair(scaling.fast), pair(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    # An empty range becomes a step. A range whose bounds are reversed (fewer than `fast` rotations fit into the
+    # original context) divides by a negative number, as the reference implementation does.
+    ramp = np.clip((np.arange(half) - low) / (high - low or 1e-3), 0.0, 1.0)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)

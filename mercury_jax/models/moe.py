@@ -1,7 +1,8 @@
-"""A mixture of experts as plain functions: rows to their chosen experts and back.
+"""Mixture of experts as plain functions: the choice of experts, and the feed-forward that the chosen ones compute.
 
-Routing belongs to the families; here is what follows it. Assignments are sorted by expert, each expert's
-rows go through its gated feed-forward, and what comes back is weighed and summed.
+Tokens are sorted by expert, each expert's rows go through its gated feed-forward, and the results are weighted and
+summed. The matrix products use `kernels.grouped_matmul` on Hopper, `ragged_dot` on TPUs, and a loop over tiles of
+rows elsewhere. `ops.experts` and `tensor_parallel.experts` call `apply_experts`.
 """
 
 from __future__ import annotations
@@ -14,61 +15,109 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels import grouped
-from mercury_jax.kernels.tiles import plan, tile_of
-from mercury_jax.models.quantise import Scaled
-from mercury_jax.types import Device, wide
+from mercury_jax.config import Experts
+from mercury_jax.kernels.grouped_matmul import grouped_matmul, refuses as grouped_refuses, tile_rows, tiles_of
+from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.types import Device, accumulation_dtype
 
-Act = Callable[[Array], Array]
-Stack = Array | Scaled  # [E, in, out], one matrix an expert
+Activation = Callable[[Array], Array]
+Stack = Array | QuantisedWeight  # [E, in, out], one matrix per expert
 
 
-def experts(
+def route(
+    scores: Float[Array, "N E"], correction: Float[Array, "E"] | None, config: Experts
+) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+    """Chooses each token's experts and their weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Args:
+        scores: Softmax or sigmoid of the router's logits, in at least fp32.
+        correction: Learned bias that is added for the choice alone; None: none.
+        config: Number of experts, groups and normalisation.
+
+    Returns:
+        Ids and weights [N, k] of the `config.active` best experts of each token.
+    """
+    choice = scores if correction is None else scores + correction
+    if config.groups > 1:
+        choice = jnp.where(_in_best_groups(choice, config), choice, -jnp.inf)
+    _, ids = jax.lax.top_k(choice, config.active)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.renormalise:
+        # The sum of sigmoids may vanish, that of a softmax cannot.
+        floor = 1e-20 if config.score == "sigmoid" else 0.0
+        weights = weights / (weights.sum(-1, keepdims=True) + floor)
+    return ids.astype(jnp.int32), weights * config.scale
+
+
+def _in_best_groups(choice: Float[Array, "N E"], config: Experts) -> Array:
+    """Whether each expert is in one of the groups whose two best scores have the largest sums [N, E]."""
+    group_size = config.count // config.groups
+    by_group = choice.reshape(-1, config.groups, group_size)
+    strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [N, groups]
+    _, best = jax.lax.top_k(strength, config.active_groups)
+    chosen = jnp.zeros(strength.shape, bool).at[jnp.arange(strength.shape[0])[:, None], best].set(True)
+    return jnp.repeat(chosen, group_size, axis=1)
+
+
+def apply_experts(
     x: Float[Array, "N D"],
     ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
     gate_up: Stack,
     down: Stack,
-    act: Act,
+    act: Activation,
     first: Int[Array, ""] | None = None,
-    of: int | None = None,
+    total: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "N D"]:
     """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j].
 
-    gate_up [E, D, 2*F]: the gate is the first half of its last axis; down [E, F, D]. Computes in x's dtype, sums
-    in fp32 at least; differentiable in x, weights, and in stacks that are not int8. first, of: the stacks hold E of
-    `of` experts, from that id on; the others add nothing, and no product is made for them. device: to compile for.
+    Differentiable in x, weights and in stacks that are not quantised.
+
+    Args:
+        x: Hidden states.
+        ids: Experts of each token.
+        weights: Weight of each of them.
+        gate_up: [E, D, 2F]; the gate is the first half of the last axis.
+        down: [E, F, D].
+        act: Activation of the gate.
+        first: With expert parallelism, the id of the first of the E experts of this device; the other experts
+            add nothing and cost nothing. None: the stacks hold all experts.
+        total: Number of experts on all devices; None: E.
+        device: To compile kernels for; None: the device of this machine.
+
+    Returns:
+        [N, D] in the dtype of x; sums are in at least fp32.
     """
-    count = (gate_up.values if isinstance(gate_up, Scaled) else gate_up).shape[0]
-    flat = ids.reshape(-1)
-    if first is not None:
-        flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # others behind all
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
-    tile = tile_of(flat.size, of or count)
+    count = gate_up.shape[0]
+    expert = ids.reshape(-1)  # [N * k]
+    if first is not None:  # experts of other devices are sorted behind all others
+        expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
+    order = jnp.argsort(expert, stable=True)
+    sizes = jnp.bincount(expert, length=count).astype(jnp.int32)  # rows of each expert [E]
+    tile = tile_rows(expert.size, total or count)
     out = jax.lax.platform_dependent(
         x[order // ids.shape[1]], sizes, gate_up, down,
         cuda=lambda *args: grouped_or_tiled(act, *args, tile=tile, device=device),
         tpu=lambda *args: ragged(act, *args, tile=tile),
         default=lambda *args: tiled(act, *args, tile=tile),
     )  # fmt: skip
-    index = jnp.arange(flat.size, dtype=order.dtype)
-    rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-    back, exact = out[rank].reshape(*ids.shape, -1), wide(x.dtype)
-    if first is not None:  # what the kernels do not write may hold anything
-        back = jnp.where((flat < count).reshape(*ids.shape, 1), back, 0)
-    return jnp.einsum("nk,nkd->nd", weights.astype(exact), back.astype(exact)).astype(x.dtype)
+    index = jnp.arange(expert.size, dtype=order.dtype)
+    rank = jnp.zeros_like(order).at[order].set(index, unique_indices=True)  # inverse of `order`
+    out, exact = out[rank].reshape(*ids.shape, -1), accumulation_dtype(x.dtype)  # [N, k, D]
+    if first is not None:  # rows that the kernels do not write may hold anything, NaN too
+        out = jnp.where((expert < count).reshape(*ids.shape, 1), out, 0)
+    return jnp.einsum("nk,nkd->nd", weights.astype(exact), out.astype(exact)).astype(x.dtype)
 
 
-def gated(act: Act, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
-    """act(gate) * up of a fused projection."""
+def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
+    """act(gate) * up of a fused projection, W = 2F."""
     gate, up = jnp.split(hidden, 2, axis=-1)
     return act(gate) * up
 
 
 def grouped_or_tiled(
-    act: Act,
+    act: Activation,
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
     gate_up: Stack,
@@ -76,20 +125,30 @@ def grouped_or_tiled(
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M D"]:
-    """Rows sorted by expert, `sizes` of each, through their experts: by our kernels, where they take both products.
+    """The experts' feed-forward on a GPU: by the grouped kernel where it takes both products, else `tiled`.
 
-    tile: rows of a tile (None: `tile_of` these rows and experts). Rows behind the last expert's hold anything.
+    XLA for GPUs has no grouped product: it turns `ragged_dot` into a dense product of every row with every expert,
+    with [E, M, D] in memory.
 
-    XLA for GPUs has no grouped product: it makes ragged_dot a dense one of every row by every expert, [E, M, D] in
-    memory. Where the kernels refuse, the tiles' loop is left.
+    Args:
+        act: Activation of the gate.
+        rows: Sorted by expert.
+        sizes: Rows of each expert. Rows behind the last expert's get anything.
+        gate_up: [E, D, 2F].
+        down: [E, F, D].
+        tile: Rows of a tile; None: `tile_rows`.
+        device: To compile for.
+
+    Returns:
+        [M, D].
     """
     if refuses(rows, gate_up, down, tile, device) is not None:
         return tiled(act, rows, sizes, gate_up, down, tile)
 
     def product(x: Array, w: Stack) -> Array:
-        if isinstance(w, Scaled):
-            return grouped.grouped(x, w.values, sizes, w.scale, tile=tile, device=device)
-        return grouped.grouped(x, w.astype(x.dtype), sizes, tile=tile, device=device)
+        if isinstance(w, QuantisedWeight):
+            return grouped_matmul(x, w.values, sizes, w.scale, tile=tile, device=device)
+        return grouped_matmul(x, w.astype(x.dtype), sizes, tile=tile, device=device)
 
     return product(gated(act, product(rows, gate_up)), down)
 
@@ -101,98 +160,112 @@ def refuses(
     tile: int | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Why our kernels do not take these experts; None: they do."""
+    """Why the grouped kernel does not take these experts; None: it does. The arguments are those of `tiled`."""
 
-    def why(width: int, w: Stack) -> str | None:
+    def reason(width: int, w: Stack) -> str | None:
         x = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
-        if isinstance(w, Scaled):
-            return grouped.refuses(x, w.values, w.scale, tile=tile, device=device)
-        return grouped.refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile, device=device)
+        if isinstance(w, QuantisedWeight):
+            return grouped_refuses(x, w.values, w.scale, tile=tile, device=device)
+        return grouped_refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile, device=device)
 
-    inside = (down.values if isinstance(down, Scaled) else down).shape[1]
-    return why(rows.shape[1], gate_up) or why(inside, down)
+    return reason(rows.shape[1], gate_up) or reason(down.shape[1], down)
 
 
 def ragged(
-    act: Act,
+    act: Activation,
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
 ) -> Float[Array, "M D"]:
-    """The same, for TPUs, whose compiler has a grouped product for ragged_dot.
+    """The experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
 
-    It would first write int8 matrices down in x's dtype, all of them: those go through the tiles' loop.
+    Quantised stacks use `tiled`: the compiler would first write all their matrices in the dtype of x. The
+    arguments are those of `tiled`.
     """
-    if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
+    if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
         return tiled(act, rows, sizes, gate_up, down, tile)
     hidden = gated(act, jax.lax.ragged_dot(rows, gate_up.astype(rows.dtype), sizes))
     return jax.lax.ragged_dot(hidden, down.astype(rows.dtype), sizes)
 
 
 def tiled(
-    act: Act,
+    act: Activation,
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
     gate_up: Stack,
     down: Stack,
     tile: int | None = None,
 ) -> Float[Array, "M D"]:
-    """The same in plain jnp, without a product of every row by every expert: a loop over tiles of rows."""
-    tile = tile or tile_of(len(rows), len(sizes))
-    if isinstance(gate_up, Scaled) or isinstance(down, Scaled):
-        return _tiles(act, tile, rows, sizes, gate_up, down)
-    return _differentiable(act, tile, rows, sizes, gate_up, down)
+    """The experts' feed-forward in plain jnp: a loop over tiles of rows, each of one expert.
+
+    Args:
+        act: Activation of the gate.
+        rows: Sorted by expert.
+        sizes: Rows of each expert.
+        gate_up: [E, D, 2F].
+        down: [E, F, D].
+        tile: Rows of a tile; None: `tile_rows`.
+
+    Returns:
+        [M, D].
+    """
+    tile = tile or tile_rows(len(rows), len(sizes))
+    if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
+        return _tiled(act, tile, rows, sizes, gate_up, down)
+    return _tiled_differentiable(act, tile, rows, sizes, gate_up, down)
 
 
-def _one(act: Act, tile: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Array) -> Float[Array, "t D"]:
-    """A tile through one expert; its matrices are cast here, where they are small."""
+def _one_expert(
+    act: Activation, x: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Array
+) -> Float[Array, "t D"]:
+    """A tile through expert e; only this expert's matrices are cast."""
 
     def product(x: Array, w: Stack) -> Array:
-        if isinstance(w, Scaled):
+        if isinstance(w, QuantisedWeight):
             return (x @ w.values[e].astype(x.dtype)) * w.scale[e].astype(x.dtype)
         return x @ w[e].astype(x.dtype)
 
-    return product(gated(act, product(tile, gate_up)), down)
+    return product(gated(act, product(x, gate_up)), down)
 
 
-def _tiles(act: Act, tile: int, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
-    """A loop over tiles. What one writes over the next expert's rows, that expert's tiles write again."""
-    p, padded = plan(sizes, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
+def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack, down: Stack) -> Array:
+    """The loop. A tile that reaches into the next expert's rows writes there; that expert's tiles write them again."""
+    tiles, padded = tiles_of(sizes, len(rows), tile), jnp.pad(rows, ((0, tile), (0, 0)))
 
     def step(i: Array, out: Array) -> Array:
-        mine = jax.lax.dynamic_slice_in_dim(padded, p.start[i], tile)
-        y = _one(act, mine, gate_up, down, p.expert[i])
-        return jax.lax.dynamic_update_slice_in_dim(out, y, p.start[i], 0)
+        x = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
+        y = _one_expert(act, x, gate_up, down, tiles.expert[i])
+        return jax.lax.dynamic_update_slice_in_dim(out, y, tiles.start[i], 0)
 
-    return jax.lax.fori_loop(0, p.count, step, jnp.zeros_like(padded))[: len(rows)]
-
-
-def _forward(act: Act, tile: int, *args: Any) -> tuple[Array, Any]:
-    return _tiles(act, tile, *args), args
+    return jax.lax.fori_loop(0, tiles.count, step, jnp.zeros_like(padded))[: len(rows)]
 
 
-def _backward(act: Act, tile: int, saved: Any, cotangent: Float[Array, "M D"]) -> tuple[Any, ...]:
-    """The same tiles again: the hidden rows are made anew, each expert's gradients summed in place."""
+def _tiled_forward(act: Activation, tile: int, *args: Any) -> tuple[Array, Any]:
+    return _tiled(act, tile, *args), args
+
+
+def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M D"]) -> tuple[Any, ...]:
+    """The same loop: hidden rows are computed again, and each expert's gradients are summed in place."""
     rows, sizes, gate_up, down = saved
-    p = plan(sizes, len(rows), tile)
-    padded, told = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, cotangent))
+    tiles = tiles_of(sizes, len(rows), tile)
+    padded_rows, padded_dy = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, dy))
 
     def step(i: Array, grads: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        e, at = p.expert[i], p.start[i]
-        mine, dy = (jax.lax.dynamic_slice_in_dim(x, at, tile) for x in (padded, told))
-        through = lambda x, w, v: _one(act, x, w[None], v[None], jnp.asarray(0))
-        _, back = jax.vjp(through, mine, gate_up[e], down[e])
-        inside = (at + jnp.arange(tile) < p.end[i])[:, None]
-        dx, dw, dv = back(jnp.where(inside, dy, 0))
-        put = jax.lax.dynamic_update_slice_in_dim(grads[0], dx, at, 0)
-        return put, grads[1].at[e].add(dw), grads[2].at[e].add(dv)
+        e, start = tiles.expert[i], tiles.start[i]
+        x_tile, dy_tile = (jax.lax.dynamic_slice_in_dim(x, start, tile) for x in (padded_rows, padded_dy))
+        forward = lambda x, w, v: _one_expert(act, x, w[None], v[None], jnp.asarray(0))
+        _, vjp = jax.vjp(forward, x_tile, gate_up[e], down[e])
+        own = (start + jnp.arange(tile) < tiles.end[i])[:, None]  # not rows of the next expert
+        dx, dw, dv = vjp(jnp.where(own, dy_tile, 0))
+        all_dx = jax.lax.dynamic_update_slice_in_dim(grads[0], dx, start, 0)
+        return all_dx, grads[1].at[e].add(dw), grads[2].at[e].add(dv)
 
-    zeros = (jnp.zeros_like(padded), jnp.zeros_like(gate_up), jnp.zeros_like(down))
-    dx, dw, dv = jax.lax.fori_loop(0, p.count, step, zeros)
+    zeros = (jnp.zeros_like(padded_rows), jnp.zeros_like(gate_up), jnp.zeros_like(down))
+    dx, dw, dv = jax.lax.fori_loop(0, tiles.count, step, zeros)
     return dx[: len(rows)], np.zeros(sizes.shape, jax.dtypes.float0), dw, dv
 
 
-_differentiable = jax.custom_vjp(_tiles, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_forward, _backward)
+_tiled_differentiable = jax.custom_vjp(_tiled, nondiff_argnums=(0, 1))
+_tiled_differentiable.defvjp(_tiled_forward, _tiled_backward)

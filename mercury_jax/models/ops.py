@@ -1,8 +1,8 @@
-"""The operations of a network that are divided among devices: on one device here, over a mesh in `parallel`.
+"""The operations of a network that are divided among devices, as a record that the networks get as their field `ops`.
 
-A network gets them as its field `ops`, so that the model files say what is computed and not where. `Ops()` is one
-device; `sharded_rows` is a training step on a mesh, `parallel.ops_over` a pass over a cache with tensor and expert
-parallelism.
+Model files state what is computed; this record decides where. `Ops()` runs everything on one device, `training_ops`
+keeps the rows of a training step sharded, and `tensor_parallel.cache_ops` runs a pass over a KV cache with tensor and
+expert parallelism.
 """
 
 from __future__ import annotations
@@ -16,96 +16,140 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.models import cache as kv_cache, moe, turbo
-from mercury_jax.models.quantise import Scaled
-from mercury_jax.sharding import by_rows
+from mercury_jax.models import cache as kv_cache, kv_quant, moe
+from mercury_jax.models.weight_quant import QuantisedWeight
+from mercury_jax.sharding import constrain_rows
 from mercury_jax.types import Device
 
-Act = Callable[[Array], Array]
+Activation = Callable[[Array], Array]
+Weight = Array | QuantisedWeight
 
 
-class Term(NamedTuple):
-    """A term of a sum, computed by run(*args). Over a mesh its value is the sum over `axes` of run(*local args)."""
+class PartialSum(NamedTuple):
+    """One term of a sum, not computed yet. On a mesh its value is the sum over `axes` of run(*local args).
+
+    Attributes:
+        run: Computes the term from `args`.
+        args: Arrays; the first one has the batch axis first.
+        specs: PartitionSpec of each of `args`; () on one device.
+        axes: Mesh axes over which the local values must be summed.
+    """
 
     run: Callable[..., Array]
-    args: tuple[Any, ...]  # the first one has the batch axis first
-    specs: tuple[Any, ...] = ()  # PartitionSpec of each of `args`
+    args: tuple[Any, ...]
+    specs: tuple[Any, ...] = ()
     axes: tuple[str, ...] = ()
 
 
-def dot(x: Float[Array, "*s"], w: Array | Scaled, count: int, mesh: Mesh | None = None) -> Float[Array, "*o"]:
-    """x @ w, contracting x's last `count` axes with w's first. mesh: of a training step (`sharding.by_rows`)."""
+def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) -> Float[Array, "*o"]:
+    """Contracts the last `count` axes of x with the first `count` axes of w.
+
+    Args:
+        x: Activations.
+        w: A matrix, possibly quantised; its scales multiply the result.
+        count: Number of contracted axes.
+        mesh: Of a training step: keeps the rows of x and of the result sharded (`sharding.constrain_rows`).
+
+    Returns:
+        The product, in the dtype of x.
+    """
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-    values = w.values if isinstance(w, Scaled) else w
-    y = jax.lax.dot_general(by_rows(x, mesh), values.astype(x.dtype), (axes, ((), ())))
-    y = by_rows(y, mesh)
-    return y * w.scale.astype(x.dtype) if isinstance(w, Scaled) else y
+    values = w.values if isinstance(w, QuantisedWeight) else w
+    y = jax.lax.dot_general(constrain_rows(x, mesh), values.astype(x.dtype), (axes, ((), ())))
+    y = constrain_rows(y, mesh)
+    return y * w.scale.astype(x.dtype) if isinstance(w, QuantisedWeight) else y
 
 
-def product(x: Float[Array, "B T *s"], w: Array | Scaled, count: int, mesh: Mesh | None = None) -> Term:
-    """dot(x, w, count) as a term."""
-    return Term(functools.partial(dot, count=count, mesh=mesh), (x, w))
+def partial_dot(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> PartialSum:
+    """`dot` as a partial sum."""
+    return PartialSum(functools.partial(dot, count=count, mesh=mesh), (x, w))
 
 
-def lookup(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Act) -> Term:
-    """then(table[tokens]) as a term; `then` maps zeros to zeros."""
-    return Term(lambda tokens, table: then(table[tokens]), (tokens, table))
+def embed(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> PartialSum:
+    """then(table[tokens]) as a partial sum; `then` must map zeros to zeros."""
+    return PartialSum(lambda tokens, table: then(table[tokens]), (tokens, table))
 
 
-def mixture(
+def experts(
     x: Float[Array, "B T D"],
     ids: Int[Array, "B T k"],
     weights: Float[Array, "B T k"],
-    stacks: tuple[Array | Scaled, Array | Scaled],
-    act: Act,
+    stacks: tuple[Weight, Weight],
+    act: Activation,
     device: Device | None = None,
-) -> Term:
-    """`moe.experts` of every token as a term; stacks are [E, D, 2F] and [E, F, D]."""
+) -> PartialSum:
+    """`moe.apply_experts` on every token, as a partial sum; stacks are [E, D, 2F] and [E, F, D]."""
 
-    def run(x: Array, ids: Array, weights: Array, *own: Any) -> Array:
-        flat = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))
-        return moe.experts(*flat, *own, act, device=device).reshape(x.shape)
+    def run(x: Array, ids: Array, weights: Array, gate_up: Weight, down: Weight) -> Array:
+        flat_x, flat_ids, flat_weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))
+        out = moe.apply_experts(flat_x, flat_ids, flat_weights, gate_up, down, act, device=device)
+        return out.reshape(x.shape)
 
-    return Term(run, (x, ids, weights, *stacks))
+    return PartialSum(run, (x, ids, weights, *stacks))
 
 
-def total(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
-    """The sum of each sequence of terms."""
+def reduce_sums(*sums: Sequence[PartialSum]) -> list[Float[Array, "B T *w"]]:
+    """Computes each sequence of partial sums and adds its values."""
     return [functools.reduce(operator.add, (term.run(*term.args) for term in terms)) for terms in sums]
 
 
 class Ops(NamedTuple):
-    """What a network calls instead of the functions themselves. The defaults are those of one device.
+    """What a network calls instead of the functions themselves. The defaults run on one device.
 
-    dot(x, w, count) -> array; attend(q, k, v, ranges, **) as `turbo.attend`; write(kv, k, v, slots) as `cache.write`.
-    product, lookup, mixture -> Term, and total(*sums of terms) -> their values: terms that are summed, or only needed,
-        at the same time share one all-reduce over a mesh.
-    map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
-    replicate(x) -> x, of which over a mesh every device has all columns.
+    Attributes:
+        dot: dot(x, w, count) -> array.
+        attend: attend(q, k, v, ranges, **options) as `kv_quant.attend`.
+        write: write(kv, k, v, slots) as `cache.write`.
+        partial_dot: partial_dot(x, w, count) -> PartialSum.
+        embed: embed(table, tokens, then) -> PartialSum.
+        experts: experts(x, ids, weights, stacks, act) -> PartialSum.
+        reduce_sums: reduce_sums(*sequences of PartialSum) -> their values. Sums that are needed at the same time
+            are passed together, so that on a mesh they share one all-reduce.
+        map_rows: map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
+        replicate: replicate(x) -> x; on a mesh every device then holds all columns of its rows.
     """
 
     dot: Callable[..., Array] = dot
-    attend: Callable[..., Any] = turbo.attend
+    attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
-    product: Callable[..., Term] = product
-    lookup: Callable[..., Term] = lookup
-    mixture: Callable[..., Term] = mixture
-    total: Callable[..., list[Array]] = total
+    partial_dot: Callable[..., PartialSum] = partial_dot
+    embed: Callable[..., PartialSum] = embed
+    experts: Callable[..., PartialSum] = experts
+    reduce_sums: Callable[..., list[Array]] = reduce_sums
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)
     replicate: Callable[[Array], Array] = lambda x: x
 
 
-def on_device(device: Device | None) -> Ops:
-    """The operations of one device, whose kernels are compiled for `device` (None: for this machine's)."""
+def device_ops(device: Device | None) -> Ops:
+    """The operations of one device.
+
+    Args:
+        device: To compile kernels for; None: the device of this machine.
+
+    Returns:
+        Operations that do not communicate.
+    """
     if device is None:
         return Ops()
-    attend, experts = (functools.partial(f, device=device) for f in (turbo.attend, mixture))
-    return Ops(attend=attend, mixture=experts)
+    return Ops(
+        attend=functools.partial(kv_quant.attend, device=device),
+        experts=functools.partial(experts, device=device),
+    )
 
 
-def sharded_rows(mesh: Mesh | None, device: Device | None) -> Ops:
-    """The operations of a training step on a mesh: products keep their rows over `data` and `fsdp`."""
-    own = on_device(device)
+def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
+    """The operations of a training step: products keep their rows sharded over `data` and `fsdp`.
+
+    Args:
+        mesh: Of the training step; None: one device.
+        device: To compile kernels for; None: the device of this machine.
+
+    Returns:
+        Operations that XLA's partitioner divides among devices.
+    """
+    ops = device_ops(device)
     if mesh is None:
-        return own
-    return own._replace(dot=functools.partial(dot, mesh=mesh), product=functools.partial(product, mesh=mesh))
+        return ops
+    return ops._replace(
+        dot=functools.partial(dot, mesh=mesh), partial_dot=functools.partial(partial_dot, mesh=mesh)
+    )

@@ -96,7 +96,7 @@ def run(
 def mesh_of(config: TrainConfig) -> Mesh:
     """The recipe's mesh over all devices, checked against its batch."""
     on = sharding.mesh(**dataclasses.asdict(config.mesh))
-    micro, ways = config.batch // config.accumulate, sharding.ways(on)
+    micro, ways = config.batch // config.accumulate, sharding.row_shards(on)
     if micro % ways:
         raise refuse("batch / accumulate", micro, f"a multiple of {ways}, the mesh's data * fsdp")
     return on
@@ -171,7 +171,7 @@ class _Loop:
                 "data", f"{self.step} batches", f"an endless iterator: {self.config.steps} are needed"
             ) from None
         before = self._pending
-        self.state, report = self.update(self.state, sharding.place(batch, self.on))
+        self.state, report = self.update(self.state, sharding.shard_batch(batch, self.on))
         self.step += 1
         self._pending = (self.step, report)
         self._look(before)

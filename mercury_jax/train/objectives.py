@@ -138,7 +138,7 @@ def cross_entropy(
 def _judged(
     model: Model, params: Params, hidden: Any, target: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    rows = functools.partial(sharding.by_rows, on=model.mesh)
+    rows = functools.partial(sharding.constrain_rows, mesh=model.mesh)
     logits = rows(model.head(params, jax.tree.map(rows, hidden)))
     ids = jnp.arange(logits.shape[-1])
     if model.config.mask is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from mercury_jax.config import at_least, check_types, one_of, refuse
-from mercury_jax.sharding import name_of
+from mercury_jax.sharding import path_name
 
 Decay = Literal["cosine", "linear", "constant", "wsd"]
 Kind = Literal["adamw", "muon"]
@@ -76,7 +76,7 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
 
 def decayed(params: Any) -> Any:
     """True where weight decay applies: matrices, not norms, biases or other vectors."""
-    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", name_of(path))
+    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
     return jax.tree_util.tree_map_with_path(plain, params)
 
 
@@ -91,7 +91,7 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
         raise refuse("optimizer", "muon", f"{get_args(Kind)[0]}: this optax has no muon") from None
 
     def dims(path: Any, x: Any) -> Any:
-        name = name_of(path)
+        name = path_name(path)
         if x.ndim < 2 or not re.search(r"(^|/)w$", name):
             return None
         if x.ndim == 3 and re.search(r"(^|/)o/w$", name):  # [H, K, D]: contracts heads and their width

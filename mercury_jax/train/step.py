@@ -138,7 +138,7 @@ def updater(
     on: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
     """The jitted (state, batch) -> (state, report), see `plain`; the state is donated."""
-    model = sharding.train_on(model, on)
+    model = sharding.with_training_mesh(model, on)
     update = plain(model, objective, corruption, tx, lr, accumulate=accumulate, ema=ema)
     compiled: dict[str, Any] = {}
 
@@ -233,7 +233,7 @@ def evaluator(
     The noise of batch i is always the same, so that two evaluations differ by the parameters alone.
     """
 
-    model = sharding.train_on(model, on)
+    model = sharding.with_training_mesh(model, on)
 
     @jax.jit
     def sums(params: Params, batch: Batch, index: Array) -> dict[str, tuple[Array, Array]]:
@@ -244,7 +244,7 @@ def evaluator(
         total: dict[str, tuple[float, float]] = {}
         for index, batch in enumerate(batches):
             with jax.set_mesh(on):
-                found = jax.device_get(sums(params, sharding.place(batch, on), index))
+                found = jax.device_get(sums(params, sharding.shard_batch(batch, on), index))
             for name, (a, b) in found.items():
                 x, y = total.get(name, (0.0, 0.0))
                 total[name] = (x + float(a), y + float(b))

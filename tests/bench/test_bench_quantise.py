@@ -16,7 +16,7 @@ def nano():
 def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
     for piece in quantise.cut(nano, 2, 4, 0):
         ids = np.concatenate([piece.before, piece.canvas])
-        laid = nano.model.layout(ids, len(piece.before), whole=False)
+        laid = nano.model.layout(ids, len(piece.before), all_clean=False)
         at = np.flatnonzero(laid.editable)
         hidden, weight = np.zeros((4, len(laid.tokens)), bool), np.zeros((4, len(laid.tokens)))
         hidden[:, at], weight[:, at] = piece.hidden, piece.weight

@@ -23,7 +23,7 @@ from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import size, table
 from mercury_jax.decode import abstract
 from mercury_jax.hub import assemble, reading
-from mercury_jax.models.quantise import Scaled
+from mercury_jax.models.weight_quant import QuantisedWeight
 
 CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
 
@@ -78,7 +78,7 @@ def test_a_model_without_weights_lies_as_a_loaded_one_does():
     q = plain["block_0"]["attention"]["q"]["w"]
     assert q.dtype == jnp.bfloat16 and tuple(q.sharding.spec) == ("fsdp", "tensor", None)
     scaled = small["block_0"]["attention"]["o"]["w"]
-    assert isinstance(scaled, Scaled) and scaled.values.dtype == jnp.int8
+    assert isinstance(scaled, QuantisedWeight) and scaled.values.dtype == jnp.int8
     assert scaled.scale.shape == (found.config.width,) and scaled.scale.sharding.is_fully_replicated
     assert small["embed"].dtype == jnp.bfloat16
 

@@ -17,7 +17,7 @@ from mercury_jax.bench.gpu import cases, check, commands, model, speed
 from mercury_jax.bench.gpu.runner import Case, Clock, Runner, append
 from mercury_jax.bench.known import find
 from mercury_jax.cli import main
-from mercury_jax.kernels import checked, chip
+from mercury_jax.kernels import checks, device as kernel_device
 
 ROOT = Path(__file__).parents[2]
 BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
@@ -141,14 +141,14 @@ def broken(tmp_path, monkeypatch):
     ]
     found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=cases.KERNELS) for c in found]
     monkeypatch.setattr(cases, "check", lambda *a: found)
-    monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
 
     def run(only=(), **faults):
         monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
         with Runner(Clock(300.0), BROKEN, lambda line: None) as running:
             rows = list(commands.check(running, small=True, only=only))
-        return rows, checked.read(checked.key(jax.local_devices()[0].device_kind, jax.__version__))
+        return rows, checks.read(checks.entry_key(jax.local_devices()[0].device_kind, jax.__version__))
 
     return run
 
@@ -201,7 +201,7 @@ def drawn(a):
     return q, k, k, shape((a.b, a.s), jnp.bool_), shape((a.b, a.t, a.r, 2), jnp.int32), pages
 
 
-@pytest.mark.parametrize("which", [chip.HOPPER, chip.BLACKWELL])
+@pytest.mark.parametrize("which", [kernel_device.HOPPER, kernel_device.BLACKWELL])
 def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_for(which):
     names = set()
     for case in cases.check(which, 0):
@@ -211,21 +211,21 @@ def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_
         if case.work == "attention":
             a = check.Attention(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
-            assert case.form == checked.attention_form(args[0], args[1], a.softcap, bool(a.page))
+            assert case.form == checks.attention_form(args[0], args[1], a.softcap, bool(a.page))
             assert a.s % (a.page or 1) == 0
         else:
-            assert case.form == checked.grouped_form(shape["dtype"], shape.get("gradient", False))
+            assert case.form == checks.grouped_form(shape["dtype"], shape.get("gradient", False))
             sizes = check.Grouped(**shape).sizes(np.random.default_rng(0))
             starts = (np.cumsum(sizes) - sizes)[sizes > 0]
             assert sizes.sum() == shape["rows"] and set(starts % 8) == set(range(8)) and 0 in sizes
         names.add(case.form)
-    assert len(names) == (28 if which == chip.HOPPER else 15)
+    assert len(names) == (28 if which == kernel_device.HOPPER else 15)
 
 
 def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
     """Each form's first and last shape, lowered for CUDA: no chip is needed to find what cannot even be built."""
     todo = {}
-    for case in cases.check(chip.HOPPER, 0):
+    for case in cases.check(kernel_device.HOPPER, 0):
         if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
             todo.setdefault(case.form, case)
     for case in todo.values():
@@ -236,7 +236,7 @@ def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
         else:
             a = check.Grouped(**shape)
             args = jax.eval_shape(a.prepared, jax.random.key(0), jnp.zeros(a.experts, jnp.int32))
-        kernel = a.made(chip.target(chip.HOPPER)).kernel
+        kernel = a.made(kernel_device.target(kernel_device.HOPPER)).kernel
         text = jax.jit(kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text, case.name
 
@@ -362,7 +362,7 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
 
 
 def test_the_command_checks_a_form_tells_it_and_keeps_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
     only = ["grouped-bfloat16 "]
     assert main(["bench", "gpu", "check", "--small", "--only", *only, "--out", str(out)]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mercury_jax.hub import assemble, describe, memory, reading
-from mercury_jax.sharding import spec
+from mercury_jax.sharding import partition_spec
 
 CONFIG_26B = Path(__file__).with_name("diffusiongemma_26b.json")
 
@@ -90,7 +90,7 @@ def test_every_rule_of_the_26b_model_fits_its_array(devices, axis):
     model = model_26b()
     mesh = memory.mesh_shape(devices, axis)
     for path, like in assemble.shapes_of(model).items():
-        found = spec(path, like.shape, model.shardings, mesh)
+        found = partition_spec(path, like.shape, model.shardings, mesh)
         for size, name in zip(like.shape, found):
             assert name is None or size % mesh.shape[name] == 0
 

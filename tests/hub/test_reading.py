@@ -14,7 +14,7 @@ from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.cli import main
 from mercury_jax.hub import assemble, families, memory
 from mercury_jax.hub.reading import open_folder
-from mercury_jax.models.quantise import Scaled
+from mercury_jax.models.weight_quant import QuantisedWeight
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
 
 
@@ -159,7 +159,9 @@ def test_weights_of_8_bits_say_nearly_the_same(name, kind, most):
     names = g.opened.family.names(g.opened.config)
     small = assemble.params(g.opened.model, names, g.opened.folder.read, dtype=jnp.float32, quantise=kind)
     kept = [
-        x for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Scaled)) if isinstance(x, Scaled)
+        x
+        for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+        if isinstance(x, QuantisedWeight)
     ]
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert kept and size(small) < 0.6 * size(g.params)

@@ -1,4 +1,4 @@
-"""Every kernel for GPUs that a test here interprets makes only TMA copies that a chip makes as well."""
+"""Checks that every GPU kernel that a test here interprets makes only TMA copies that a GPU can make."""
 
 import pytest
 

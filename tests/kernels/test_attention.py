@@ -1,14 +1,14 @@
-"""Each backend of attention against the definition, written with dense masks in numpy."""
+"""Each attention backend against the definition, written with dense masks in numpy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, attention, backends, chip
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import attend, attention, backends, device as kernel_device
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 
-SLOTS = {"reference": 9, "walk": 300}
+SLOTS = {"reference": 9, "chunked": 300}
 HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own
 
 
@@ -46,7 +46,7 @@ def seen(ranges, s):
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("more", [{}, {"scale": 1.0}, {"softcap": 2.0}, {"scale": 0.7, "softcap": 0.5}])
-def test_each_backend_is_the_definition(backend, seed, more):
+def test_each_backend_equals_the_definition(backend, seed, more):
     q, k, v, ranges = case(seed, s=SLOTS[backend])
     out, nats = attend(q, k, v, ranges, residual=True, backend=backend, **more)
     want, told = dense(q, k, v, seen(ranges, k.shape[1]), **more)
@@ -57,15 +57,15 @@ def test_each_backend_is_the_definition(backend, seed, more):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_rounded_keys_are_what_they_stand_for(backend):
+def test_int8_keys_equal_their_dequantised_values(backend):
     q, k, v, ranges = case(s=SLOTS[backend])
-    k, v = rounded(k), rounded(v)
-    exact = attend(q, plain(k, q.dtype), plain(v, q.dtype), ranges, backend=backend)
+    k, v = quantise_int8(k), quantise_int8(v)
+    exact = attend(q, dequantise(k, q.dtype), dequantise(v, q.dtype), ranges, backend=backend)
     np.testing.assert_allclose(attend(q, k, v, ranges, backend=backend), exact, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_parts_of_the_keys_are_merged_by_their_log_sum_exp(backend):
+def test_parts_of_the_keys_are_merged_by_log_sum_exp(backend):
     slots = SLOTS[backend]
     q, k, v, ranges = case(3, s=slots)
     cut = slots // 3
@@ -78,29 +78,29 @@ def test_parts_of_the_keys_are_merged_by_their_log_sum_exp(backend):
     np.testing.assert_allclose(both, nats, atol=2e-6)
 
 
-def test_gradients_are_finite_where_nothing_is_seen():
+def test_gradients_are_finite_for_queries_without_keys():
     q, k, v, ranges = case()
     grads = jax.grad(lambda *x: attend(*x, ranges, softcap=1.0).sum(), argnums=(0, 1, 2))(q, k, v)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
-def test_a_gradient_is_never_given_to_a_backend_without_one():
-    q, k, v, ranges = case(s=SLOTS["walk"])
+def test_a_pass_with_a_gradient_never_uses_a_backend_without_one():
+    q, k, v, ranges = case(s=SLOTS["chunked"])
     through = lambda cached: jax.jit(jax.grad(lambda q, to: attend(q, k, v, to, cached=cached).sum()))
     assert jnp.isfinite(through(False)(q, ranges)).all()
     with pytest.raises(ValueError, match="Reverse-mode"):
         through(True)(q, ranges)
 
 
-def test_an_unknown_backend_is_refused_and_a_known_one_says_why():
+def test_an_unknown_backend_is_refused_and_a_known_one_gives_its_reason():
     q, k, v, ranges = case()
     with pytest.raises(ValueError, match="backend is 'abacus'; allowed: .*reference"):
         attend(q, k, v, ranges, backend="abacus")
-    with pytest.raises(ValueError, match="backend is 'walk'; .*9 keys; it takes more than 256"):
-        attend(q, k, v, ranges, backend="walk")
+    with pytest.raises(ValueError, match="backend is 'chunked'; .*9 keys; it takes more than 256"):
+        attend(q, k, v, ranges, backend="chunked")
 
 
-def test_shapes_that_do_not_belong_together_are_refused():
+def test_shapes_that_do_not_match_are_refused():
     q, k, v, ranges = case()
 
     def told(*args):
@@ -115,10 +115,10 @@ def test_shapes_that_do_not_belong_together_are_refused():
     assert "ranges is [2, 5, 0, 2]" in told(q, k, v, ranges[:, :, :0])
     assert "q is [2, 0, 4, 8]" in told(q[:, :0], k, v, ranges[:, :0])
     assert "v" in told(q, k, v[:, :8], ranges)
-    assert "scale" in told(q, Rounded(k.astype(jnp.int8), jnp.ones((2, 9, 1))), v, ranges)
+    assert "scale" in told(q, Int8Vectors(k.astype(jnp.int8), jnp.ones((2, 9, 1))), v, ranges)
 
 
-def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
+def test_kernels_are_used_on_their_own_device_only(monkeypatch):
     """Traced for a Hopper its kernel is chosen, over a cache and where it takes the shapes; nowhere else."""
     q, k, v, ranges = (
         x.astype(jnp.bfloat16) if x.ndim == 4 and x.dtype != jnp.int32 else x for x in case(width=64)
@@ -128,13 +128,13 @@ def test_kernels_of_a_chip_are_for_that_chip_alone(monkeypatch):
     )
     asked = dict(scale=1.0, softcap=None, residual=False)
     chosen = lambda device=None, q=q, cached=True: (
-        attention._first("cuda", cached, q, k, v, ranges, asked | {"device": device}).run
+        attention._choose("cuda", cached, q, k, v, ranges, asked | {"device": device}).run
     )
     plain = attention._BACKENDS["reference"].run
     with pytest.raises(ValueError, match="no Hopper"):
         attend(q, k, v, ranges, backend="hopper")
     assert chosen() is plain
-    device = chip.target(chip.HOPPER)
+    device = kernel_device.target(kernel_device.HOPPER)
     assert chosen(device)() == "ours" and chosen(device, cached=False) is plain
     assert chosen(device, q.astype(jnp.float32)) is plain
-    assert chosen(chip.target(chip.BLACKWELL)) is attention._BACKENDS["blackwell"].run
+    assert chosen(kernel_device.target(kernel_device.BLACKWELL)) is attention._BACKENDS["blackwell"].run

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attention, blackwell, chip
-from mercury_jax.kernels.blackwell import launch, tensor
-from mercury_jax.kernels.interpret import interpreted
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import attention, blackwell, device as kernel_device
+from mercury_jax.kernels.blackwell import attention as blackwell_attention, program
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 from tests.kernels.test_hopper import case, dense
 
 
 def check(q, k, v, ranges, more, expected):
     assert blackwell.refuses(q, k, v, ranges, **more) is None
-    device = interpreted(chip.BLACKWELL)
+    device = interpreted(kernel_device.BLACKWELL)
     out, nats = jax.jit(lambda *xs: blackwell.run(*xs, **more, device=device))(q, k, v, ranges)
     want, told = expected
     assert out.dtype == q.dtype and nats.dtype == jnp.float32
@@ -34,21 +34,21 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_definition(name, monkeypatch):
+def test_the_blackwell_kernel_equals_the_definition(name, monkeypatch):
     *shape, scale, softcap, processors = CASES[name]
-    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    monkeypatch.setattr(blackwell_attention, "PROCESSORS", processors)
     q, k, v, ranges, see = case(*shape)
     more = dict(scale=scale, softcap=softcap, residual=True)
     check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
 
 
-def test_int8_keys_are_what_they_stand_for(monkeypatch):
-    monkeypatch.setattr(launch, "PROCESSORS", 1)
+def test_int8_keys_equal_their_dequantised_values_on_blackwell(monkeypatch):
+    monkeypatch.setattr(blackwell_attention, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
     seen = jnp.asarray(see.any(1))[:, :, None]
-    k, v = (rounded(jnp.where(seen[..., None], x, 0)) for x in (k, v))
-    expected = dense(q, plain(k, q.dtype), plain(v, q.dtype), see, 0.125, None)
-    k, v = (Rounded(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
+    k, v = (quantise_int8(jnp.where(seen[..., None], x, 0)) for x in (k, v))
+    expected = dense(q, dequantise(k, q.dtype), dequantise(v, q.dtype), see, 0.125, None)
+    k, v = (Int8Vectors(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
     check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
 
 
@@ -56,26 +56,26 @@ def shapes(width, dtype=jnp.bfloat16, int8=False, heads=4, ranges=2):
     """q, k, v and ranges of 300 queries over 2000 keys, without contents."""
     shape = jax.ShapeDtypeStruct
     k = shape((1, 2000, 2, width), dtype)
-    k = jax.eval_shape(rounded, k) if int8 else k
+    k = jax.eval_shape(quantise_int8, k) if int8 else k
     return shape((1, 300, heads, width), dtype), k, k, shape((1, 300, ranges, 2), jnp.int32)
 
 
 @pytest.mark.parametrize("width, int8", [(128, False), (256, True)])
-def test_it_lowers_to_products_in_tensor_memory(width, int8):
+def test_the_blackwell_kernel_lowers_to_products_in_tensor_memory(width, int8):
     args, more = shapes(width, int8=int8), dict(scale=0.1, softcap=30.0, residual=True)
-    device = chip.target(chip.BLACKWELL)
+    device = kernel_device.target(kernel_device.BLACKWELL)
     traced = jax.jit(lambda *xs: attention.attend(*xs, cached=True, device=device, **more)).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "tcgen05" in text
 
 
-@pytest.mark.parametrize("width", launch.KEYS)
+@pytest.mark.parametrize("width", blackwell_attention.KEYS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_program_has_room_for_what_it_takes(width, int8):
+def test_a_blackwell_program_fits_into_its_memories(width, int8):
     """512 columns of tensor memory, 227 KB of shared memory."""
     q, k, _, ranges = shapes(width, int8=int8, ranges=3)
-    p = launch._plan(q, k, ranges, 1.0, None)
-    t, s = tensor.tensor(p, width, q.dtype), launch._shared(p, width, q.dtype)
+    p = blackwell_attention._config(q, k, ranges, 1.0, None)
+    t, s = program.tensor_memory(p, width, q.dtype), blackwell_attention._shared_memory(p, width, q.dtype)
     columns = [x.shape[1] * jnp.dtype(x.dtype).itemsize // 4 for x in (t.scores, t.weights, t.sum)]
     assert sum(columns) <= 512
     held = [x for x in (s.q, s.edges, s.k, s.v, s.raw, s.scales, t.out) if x is not None]
@@ -83,14 +83,14 @@ def test_a_program_has_room_for_what_it_takes(width, int8):
     assert p.stages > 0
 
 
-def test_it_is_for_blackwell_alone_and_says_what_it_does_not_take():
+def test_the_blackwell_kernel_is_used_on_blackwell_only_and_names_what_it_refuses():
     asked = dict(scale=0.1, softcap=None, residual=False)
-    chosen = lambda *args, device=None: attention._first("cuda", True, *args, asked | {"device": device}).run
+    chosen = lambda *args, device=None: attention._choose("cuda", True, *args, asked | {"device": device}).run
     of = lambda name: attention._BACKENDS[name].run
     told = lambda *args, **more: str(blackwell.refuses(*args, **asked | more))
     assert chosen(*shapes(128)) is of("reference")
-    assert chosen(*shapes(128), device=chip.target(chip.HOPPER)) is of("hopper")
-    ours = chip.target(chip.BLACKWELL)
+    assert chosen(*shapes(128), device=kernel_device.target(kernel_device.HOPPER)) is of("hopper")
+    ours = kernel_device.target(kernel_device.BLACKWELL)
     assert chosen(*shapes(128), device=ours) is chosen(*shapes(64, int8=True), device=ours) is of("blackwell")
     assert chosen(*shapes(512), device=ours) is of("reference")
     assert "512" in told(*shapes(512)) and "96" in told(*shapes(96))

@@ -1,4 +1,4 @@
-"""The Hopper kernel under the Mosaic GPU interpreter, on a CPU: the definition, over shapes, dtypes and ranges."""
+"""The Hopper kernel in the Mosaic GPU interpreter equals the definition, over shapes, dtypes and ranges."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, hopper
-from mercury_jax.kernels.hopper import launch
-from mercury_jax.kernels.interpret import interpreted
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels.hopper import attention as hopper_attention
+from mercury_jax.kernels.interpreter import interpreted
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 
 
 def dense(q, k, v, see, scale, softcap):
@@ -55,9 +55,9 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_definition(name, monkeypatch):
+def test_the_hopper_kernel_equals_the_definition(name, monkeypatch):
     *shape, scale, softcap, processors = CASES[name]
-    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    monkeypatch.setattr(hopper_attention, "PROCESSORS", processors)
     q, k, v, ranges, see = case(*shape)
     more = dict(scale=scale, softcap=softcap, residual=True)
     check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
@@ -74,22 +74,22 @@ def check(q, k, v, ranges, more, expected):
     assert not got[:, -1].any()
 
 
-def test_int8_keys_are_what_they_stand_for(monkeypatch):
-    monkeypatch.setattr(launch, "PROCESSORS", 1)
+def test_int8_keys_equal_their_dequantised_values_on_hopper(monkeypatch):
+    monkeypatch.setattr(hopper_attention, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
     seen = jnp.asarray(see.any(1))[:, :, None]
-    k, v = (rounded(jnp.where(seen[..., None], x, 0)) for x in (k, v))
-    expected = dense(q, plain(k, q.dtype), plain(v, q.dtype), see, 0.125, None)
-    k, v = (Rounded(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
+    k, v = (quantise_int8(jnp.where(seen[..., None], x, 0)) for x in (k, v))
+    expected = dense(q, dequantise(k, q.dtype), dequantise(v, q.dtype), see, 0.125, None)
+    k, v = (Int8Vectors(x.values, jnp.where(seen, x.scale, jnp.nan)) for x in (k, v))
     check(q, k, v, ranges, dict(scale=0.125, softcap=None, residual=True), expected)
 
 
 @pytest.mark.parametrize("slots, int8", [(70, False), (129, True)])
-def test_ranges_may_end_behind_the_last_slot(slots, int8):
+def test_ranges_may_end_after_the_last_slot(slots, int8):
     """They end there, as in the reference; the kernel itself reads whole tiles of keys, filled up with zeros."""
     q, k, v, ranges, _ = case(1, 3, 2, 1, slots, 64, 1, jnp.bfloat16)
     k, v = (jnp.nan_to_num(x) for x in (k, v))
-    k, v = (rounded(k), rounded(v)) if int8 else (k, v)
+    k, v = (quantise_int8(k), quantise_int8(v)) if int8 else (k, v)
     late = ranges.at[:, 0, 0, 1].set(slots + 9)
     how = dict(residual=True, backend="hopper", device=interpreted())
     out, nats = jax.jit(lambda *xs: attend(*xs, **how))(q, k, v, late)
@@ -98,7 +98,7 @@ def test_ranges_may_end_behind_the_last_slot(slots, int8):
     np.testing.assert_allclose(nats, told, atol=5e-3)
 
 
-def test_it_says_what_it_does_not_take():
+def test_the_hopper_kernel_names_what_it_refuses():
     shape = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype)
     q, k = shape((1, 4, 4, 64), jnp.bfloat16), shape((1, 9, 2, 64), jnp.bfloat16)
     ranges = shape((1, 4, 2, 2), jnp.int32)
@@ -110,8 +110,8 @@ def test_it_says_what_it_does_not_take():
     wide = lambda n, dtype=jnp.bfloat16: (shape((1, 4, 4, n), dtype), shape((1, 9, 2, n), dtype))
     assert "1024" in told(*wide(1024)) and "96" in told(*wide(96))
     assert "float32" in told(*wide(64, jnp.float32)) and "float16" in told(wide(64, jnp.float16)[0])
-    assert refused(k=jax.eval_shape(rounded, k)) is None and refused(*wide(512)) is None
-    assert "int8" in told(wide(512)[0], jax.eval_shape(rounded, wide(512)[1]))
+    assert refused(k=jax.eval_shape(quantise_int8, k)) is None and refused(*wide(512)) is None
+    assert "int8" in told(wide(512)[0], jax.eval_shape(quantise_int8, wide(512)[1]))
     assert "4 ranges" in told(ranges=shape((1, 4, 4, 2), jnp.int32))
     assert "scale" in told(scale=0.0)
     assert "3 heads" in told(shape((1, 4, 3, 64), jnp.bfloat16))

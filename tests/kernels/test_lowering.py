@@ -1,4 +1,4 @@
-"""Every shape lowers: into a chip's kernel, or, where that refuses it with a reason, into plain XLA."""
+"""Every shape lowers: to a device's kernel or, if the kernel refuses with a reason, to plain XLA."""
 
 import functools
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mercury_jax.kernels import attend, chip, grouped
-from mercury_jax.kernels.rounded import rounded
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
+from mercury_jax.kernels.kv_quant import quantise_int8
 
 CHIPS = {  # backend: chip, platform of lowering, what stands in a program that has the kernel
-    "hopper": (chip.HOPPER, "cuda", "mosaic_gpu"),
-    "blackwell": (chip.BLACKWELL, "cuda", "mosaic_gpu"),
-    "tpu": (chip.TPU, "tpu", "tpu_custom_call"),
+    "hopper": (kernel_device.HOPPER, "cuda", "mosaic_gpu"),
+    "blackwell": (kernel_device.BLACKWELL, "cuda", "mosaic_gpu"),
+    "tpu": (kernel_device.TPU, "tpu", "tpu_custom_call"),
 }
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 GPUS, ALL = {"hopper", "blackwell"}, {"hopper", "blackwell", "tpu"}
@@ -32,22 +32,22 @@ CASES = {  # B, T, H, G, S, K, R, dtype, int8: the backends that take it
 def lowered(f, args, backend):
     """Whether the program of f(*args, device=) for the backend's device has a kernel."""
     kind, platform, mark = CHIPS[backend]
-    f = functools.partial(f, device=chip.target(kind))
+    f = functools.partial(f, device=kernel_device.target(kind))
     return mark in jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("backend", CHIPS)
 @pytest.mark.parametrize("shape", CASES, ids=str)
-def test_attention_lowers_into_the_kernel_or_into_plain_xla(shape, backend):
+def test_attention_lowers_to_the_kernel_or_to_plain_xla(shape, backend):
     b, t, h, g, s, width, r, dtype, int8 = shape
     array = jax.ShapeDtypeStruct
     k = array((b, s, g, width), dtype)
-    k = jax.eval_shape(rounded, k) if int8 else k
+    k = jax.eval_shape(quantise_int8, k) if int8 else k
     args = array((b, t, h, width), dtype), k, k, array((b, t, r, 2), jnp.int32)
     took = lowered(functools.partial(attend, softcap=30.0, residual=True, cached=True), args, backend)
     assert took == (backend in CASES[shape])
     if not took:
-        device = chip.target(CHIPS[backend][0])
+        device = kernel_device.target(CHIPS[backend][0])
         with pytest.raises(ValueError, match=f"'{backend}'; .* \\(.+\\)"):
             jax.eval_shape(lambda *xs: attend(*xs, backend=backend, device=device), *args)
 
@@ -61,7 +61,9 @@ def test_grouped_products_of_any_number_of_rows_lower_with_their_gradient(rows, 
     scale = None if kind == BF16 else array((8, 192), FP32)
 
     def gradient(x, w, sizes, scale, device):
-        y, back = jax.vjp(lambda x: grouped.grouped(x, w, sizes, scale, tile=tile, device=device), x)
+        y, back = jax.vjp(
+            lambda x: grouped_matmul.grouped_matmul(x, w, sizes, scale, tile=tile, device=device), x
+        )
         return back(y)
 
     assert lowered(gradient, (x, w, sizes, scale), "hopper")

@@ -1,4 +1,4 @@
-"""The check of TMA copies sees what an interpreter does not: a copy that a chip would make otherwise."""
+"""The check of TMA copies finds copies that a GPU would make differently from the interpreter."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.interpreter import interpreted
 from tests.kernels import tma
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -47,14 +47,14 @@ WRONG = {  # rows, start, size, transforms: what a chip does not do
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_other_copies_are_named(name, copies):
+def test_invalid_copies_are_named(name, copies):
     shape, transforms, fault = WRONG[name]
     with pytest.raises(AssertionError, match=fault), tma.checked():
         copied(*shape, transforms)
     copies.clear()  # the fixture has seen them as well
 
 
-def test_untiled_rows_start_anywhere(copies):
+def test_untiled_rows_may_start_anywhere(copies):
     copied(33, 13, 16, ())
     assert len(copies) == 2
 

@@ -1,4 +1,4 @@
-"""The TPU kernel under the TPU interpreter, on a CPU: the plain reference, over shapes, dtypes and ranges."""
+"""The TPU kernel in the TPU interpreter equals the reference, over shapes, dtypes and ranges."""
 
 import functools
 from typing import Any
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels import attend, attention, chip, reference, tpu
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import attend, attention, device as kernel_device, reference, tpu
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 
@@ -60,7 +60,7 @@ CASES = {  # B, T, H, G, S, K, R, dtype; softcap, how close
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_reference(name):
+def test_the_tpu_kernel_equals_the_reference(name):
     shape, softcap, close = CASES[name]
     q, k, v, ranges, some = case(*shape)
     more = dict(scale=0.1, softcap=softcap, residual=True)
@@ -69,7 +69,7 @@ def test_the_kernel_is_the_reference(name):
     alike(found, expected(q, k, v, ranges, **more), close)
 
 
-def test_queries_in_several_tiles_each_walk_their_own_keys(monkeypatch):
+def test_each_query_tile_visits_its_own_keys(monkeypatch):
     monkeypatch.setattr(tpu, "ROWS", 16)
     monkeypatch.setattr(tpu, "KEYS", (128,))
     q, k, v, ranges, _ = case(1, 40, 2, 2, 400, 64, 2, jnp.float32)
@@ -83,16 +83,16 @@ def test_queries_in_several_tiles_each_walk_their_own_keys(monkeypatch):
     alike(found, expected(q, k, v, ranges, **more), 1e-5)
 
 
-def test_int8_keys_are_what_they_stand_for():
+def test_int8_keys_equal_their_dequantised_values_on_a_tpu():
     q, k, v, ranges, some = case(1, 6, 4, 2, 600, 64, 2, jnp.bfloat16)
-    k, v = rounded(k), rounded(v)
+    k, v = quantise_int8(k), quantise_int8(v)
     more = dict(scale=0.125, softcap=None, residual=True)
-    wanted = expected(q, plain(k, jnp.float32), plain(v, jnp.float32), ranges, **more)
-    k, v = (Rounded(x.values, jnp.where(some, x.scale, jnp.nan)) for x in (k, v))
+    wanted = expected(q, dequantise(k, jnp.float32), dequantise(v, jnp.float32), ranges, **more)
+    k, v = (Int8Vectors(x.values, jnp.where(some, x.scale, jnp.nan)) for x in (k, v))
     alike(interpreted(q, k, v, ranges, **more), wanted, 1e-2)
 
 
-def test_where_memory_is_modelled_too_it_reads_what_it_has_copied():
+def test_with_simulated_memory_the_kernel_reads_only_what_it_has_copied():
     """The slower interpreter, with VMEM of its own and an error for what lies outside of it."""
     q, k, v, ranges, _ = case(1, 3, 2, 2, 40, 64, 1, jnp.float32)
     more = dict(scale=0.1, softcap=None, residual=True)
@@ -101,10 +101,10 @@ def test_where_memory_is_modelled_too_it_reads_what_it_has_copied():
     alike(found, expected(q, k, v, ranges, **more), 1e-5)
 
 
-def test_rows_go_into_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
+def test_rows_are_in_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     ranges = jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32)
-    planned: Any = lambda q, k: tpu._plan(q, k, ranges, 1.0, None, False)
+    planned: Any = lambda q, k: tpu._config(q, k, ranges, 1.0, None, False)
     q, k = shape(1, 256, 16, 256), shape(1, 4096, 8, 256)
     monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 1))
     assert planned(q, k).tiles == 1 and planned(q, k).rows == 512
@@ -112,16 +112,16 @@ def test_rows_go_into_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     assert planned(q, k).tiles == 2  # one for each core
     monkeypatch.setattr(tpu, "_chip", lambda: (16 * 2**20, 1))
     p = planned(q, k)
-    assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._bytes(p, 2, 2) <= 16 * 2**20
+    assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._vmem_bytes(p, 2, 2) <= 16 * 2**20
     assert planned(shape(1, 256, 256, 512), shape(1, 4096, 256, 512)) is None
 
 
-def test_it_says_what_it_does_not_take():
+def test_the_tpu_kernel_names_what_it_refuses():
     shape = lambda s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     q, k, ranges = shape((1, 4, 4, 64)), shape((1, 9, 2, 64)), shape((1, 4, 2, 2), jnp.int32)
     how = dict(scale=0.1, softcap=None, residual=False)
     told = lambda q=q, k=k, v=None: str(tpu.refuses(q, k, k if v is None else v, ranges, **how))
-    int8 = jax.eval_shape(rounded, k)
+    int8 = jax.eval_shape(quantise_int8, k)
     assert told() == told(k=int8) == "None"
     assert "int8" in told(v=int8) and "float16" in told(shape((1, 4, 4, 64), jnp.float16))
     assert "96" in told(shape((1, 4, 4, 96)), shape((1, 9, 2, 96))) and "3 heads" in told(
@@ -131,7 +131,7 @@ def test_it_says_what_it_does_not_take():
     assert "VMEM" in told(shape((1, 4, 256, 512)), huge)
 
 
-def test_it_is_left_out_where_xla_would_have_to_divide_it():
+def test_the_tpu_kernel_is_not_used_where_xla_would_have_to_divide_it():
     """XLA cannot divide a kernel among devices, which shard_map does; a mesh of one device divides nothing."""
     q, k, v, ranges, _ = case(2, 4, 2, 2, 40, 64, 1, jnp.float32)
     seen = []
@@ -153,18 +153,18 @@ def test_it_is_left_out_where_xla_would_have_to_divide_it():
     assert "divide" in traced(2, within=False)
 
 
-def test_traced_for_a_tpu_a_cache_is_read_by_it_and_a_gradient_never_asked_of_it(monkeypatch):
+def test_compiled_for_a_tpu_only_passes_over_a_cache_use_the_kernel(monkeypatch):
     q, k, v, ranges, _ = case(1, 4, 2, 2, 40, 64, 1, jnp.float32)
     ours = attention._BACKENDS["tpu"]._replace(run=lambda *a, **k: "ours")
     monkeypatch.setitem(attention._BACKENDS, "tpu", ours)
     asked = dict(scale=1.0, softcap=None, residual=False)
-    chosen = lambda device=None, platform="tpu", cached=True: attention._first(
+    chosen = lambda device=None, platform="tpu", cached=True: attention._choose(
         platform, cached, q, k, v, ranges, asked | {"device": device}
     )
     with pytest.raises(ValueError, match="no TPU"):
         attend(q, k, v, ranges, backend="tpu")
     assert chosen() is not ours
-    device = chip.target(chip.TPU)
+    device = kernel_device.target(kernel_device.TPU)
     assert chosen(device) is ours
     assert chosen(device, cached=False) is not ours and chosen(device, "cuda") is not ours
-    assert chosen(chip.target(chip.HOPPER)) is not ours
+    assert chosen(kernel_device.target(kernel_device.HOPPER)) is not ours

@@ -1,4 +1,4 @@
-"""Diffusion transformers: the references' logits, what the cache may change, and who is told which time."""
+"""Diffusion transformers: the logits of the reference implementations, the cache, and the time of the noise."""
 
 import dataclasses
 import functools
@@ -14,8 +14,7 @@ from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
 from mercury_jax.hub import families
 from mercury_jax.hub.reading import open_folder
-from mercury_jax.models.dit import DiTConfig
-from mercury_jax.models.dit.layers import level
+from mercury_jax.models.dit import DiTConfig, noise_level
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.types import Batch, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
@@ -62,17 +61,19 @@ def whole(model, tokens):
         ("bd3lm", True, "timed_logits"), ("duo", True, "logits"), ("gidd", True, "logits"),
     ],
 )  # fmt: skip
-def test_logits_are_the_references(name, timed, key):
+def test_logits_equal_the_reference(name, timed, key):
     model, params, said = parts(name, timed)
     got = apply(model, params, said["tokens"], *whole(model, said["tokens"]), said["time"] if timed else None)
     assert said[key].std() > 0.3
     assert np.abs(got - said[key]).max() <= LIMIT
     if timed:  # the level that we tell is the one that the reference was given
-        np.testing.assert_allclose(level(model.config, jnp.asarray(said["time"])), said["sigma"], rtol=2e-6)
+        np.testing.assert_allclose(
+            noise_level(model.config, jnp.asarray(said["time"])), said["sigma"], rtol=2e-6
+        )
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_noisy_blocks_beside_their_clean_text_have_the_references_logits(timed):
+def test_noisy_blocks_beside_clean_text_equal_the_reference(timed):
     model, params, said = parts("bd3lm", timed)
     n, block = said["tokens"].shape[1], model.config.block
     at = np.arange(n)
@@ -86,7 +87,7 @@ def test_noisy_blocks_beside_their_clean_text_have_the_references_logits(timed):
     assert np.abs(got[:, :n] - said["timed_train_logits" if timed else "train_logits"]).max() <= LIMIT
 
 
-def test_a_block_behind_a_cache_has_the_logits_of_the_whole_row():
+def test_a_block_after_a_cache_has_the_logits_of_the_whole_row():
     model, params, said = parts("bd3lm")
     tokens = jnp.asarray(said["tokens"])
     rows, n = tokens.shape
@@ -111,7 +112,7 @@ def test_a_block_behind_a_cache_has_the_logits_of_the_whole_row():
     assert np.abs(got[:, block:] - got[:, :block])[~masked].max() > 1e-2
 
 
-def test_packed_documents_are_each_told_their_own_time():
+def test_each_packed_document_gets_its_own_time():
     model, params, said = parts("duo")
     rows, n = said["tokens"].shape
     both = said["tokens"].reshape(1, -1)
@@ -122,7 +123,7 @@ def test_packed_documents_are_each_told_their_own_time():
     assert np.abs(got.reshape(rows, n, -1) - said["logits"]).max() <= LIMIT
 
 
-def test_a_timed_model_refuses_to_guess_and_an_untimed_one_to_listen():
+def test_a_timed_model_needs_a_time_and_an_untimed_one_refuses_it():
     for timed, time in ((True, None), (False, np.ones(2))):
         model, params, said = parts("mdlm", timed)
         with pytest.raises(ValueError, match="time is"):
@@ -145,7 +146,7 @@ def test_bad_configs_are_refused_by_name(change, named):
 
 
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm", "duo", "gidd"])
-def test_a_config_written_reads_back(name):
+def test_a_dit_config_survives_a_round_trip(name):
     opened = open_folder(GOLDENS / name)
     assert families.family_of(opened.folder.config) is opened.family
     assert families.reads_back(opened.family, opened.config)
@@ -153,7 +154,7 @@ def test_a_config_written_reads_back(name):
     assert not families.reads_back(opened.family, other)
 
 
-def test_the_noise_is_the_checkpoints():
+def test_the_noise_is_that_of_the_checkpoint():
     for name, kind in (("mdlm", "absorbing"), ("bd3lm", "absorbing"), ("duo", "uniform"), ("gidd", "hybrid")):
         found = open_folder(GOLDENS / name).noise
         assert found is not None and found.kind == kind
@@ -163,7 +164,7 @@ def test_the_noise_is_the_checkpoints():
 @pytest.mark.parametrize(
     ("width", "layers", "heads", "millions"), [(768, 12, 12, 169.6), (1024, 24, 16, 424.5)]
 )
-def test_gidd_has_as_many_parameters_as_its_authors_say(width, layers, heads, millions):
+def test_gidd_has_the_published_number_of_parameters(width, layers, heads, millions):
     config = families.called("GIDD").config(
         dict(
             vocab_size=50258, max_seq_len=512, hidden_size=width, timestep_cond_dim=128, num_hidden_layers=layers,
@@ -214,7 +215,7 @@ def witness(key, view, memory):
 
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("steps", [None, 16])
-def test_the_model_is_told_the_time_that_the_rule_sees_and_zero_where_it_encodes(pattern, steps):
+def test_the_model_gets_the_time_of_the_rule_and_zero_when_it_encodes(pattern, steps):
     lm = teller(pattern)
     out = mj.sample(
         lm,
@@ -227,7 +228,7 @@ def test_the_model_is_told_the_time_that_the_rule_sees_and_zero_where_it_encodes
         assert length == 12 and set(np.asarray(tokens)[:length].tolist()) == {60}
 
 
-def test_a_guided_pass_over_a_part_of_the_canvas_is_told_the_time_too():
+def test_a_guided_pass_over_a_part_of_the_canvas_gets_the_time():
     plan = mj.Plan(refresh=mj.Refresh.dual())
     out = mj.sample(
         teller("bidirectional"), "def x", max_tokens=12, sampler=witness(), plan=plan, guidance=0.5
@@ -235,7 +236,7 @@ def test_a_guided_pass_over_a_part_of_the_canvas_is_told_the_time_too():
     assert set(np.asarray(out.tokens[0])[: out.lengths[0]].tolist()) == {60}
 
 
-def test_scores_tell_each_canvas_its_share_of_masks():
+def test_scoring_gives_each_canvas_the_time_of_its_share_of_masks():
     weight = np.array([[0, 2.0, 2.0, 0, 4.0], [0, 1.0, 1.0, 0, 2.0]])
     canvas = np.array([-1, 0, 0, 1, 1])
     np.testing.assert_allclose(canvas_times(canvas, weight), [[0, 0.5, 0.5, 0.25, 0.25], [0, 1, 1, 0.5, 0.5]])
@@ -249,7 +250,7 @@ def test_scores_tell_each_canvas_its_share_of_masks():
             mj.logits(lm, [[70, 70]], time=bad)
 
 
-def test_objectives_tell_the_time_of_each_canvas():
+def test_objectives_give_each_canvas_its_time():
     model, told = teller("block_causal").model, []
     model = model._replace(
         apply=lambda p, given: told.append(given.time) or given.time[..., None],

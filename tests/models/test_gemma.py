@@ -1,4 +1,4 @@
-"""Laws of the Gemma architecture; its agreement with transformers is in tests/hub."""
+"""Properties of the Gemma architecture; its agreement with transformers is tested in tests/hub."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.sharding import mesh, name_of, shardings
+from mercury_jax.sharding import mesh, path_name, shardings
 from mercury_jax.types import PackedPass, Pass
 
 BLOCK, WINDOW, SLOTS = 4, 5, 32
@@ -85,7 +85,7 @@ def packed(model, text, prompt, room=3):
     ]
 
 
-def test_a_pass_without_a_cache_is_passes_with_one(full, text, carry, encoded):
+def test_a_gemma_pass_without_a_cache_equals_passes_with_one(full, text, carry, encoded):
     """Clean tokens as encoded, canvas tokens as denoised against them; self-conditioned too."""
     tokens, positions, ranges, _ = packed(full.model, text, 12)
     wide = jnp.zeros((*tokens.shape, FULL.width)).at[:, -BLOCK:].set(carry)
@@ -106,13 +106,13 @@ def test_rows_that_encode_and_rows_that_denoise_share_a_pass(full, text, carry, 
     )
 
 
-def test_a_row_does_not_depend_on_its_neighbour(full, text, carry, encoded):
+def test_a_gemma_row_does_not_depend_on_other_rows(full, text, carry, encoded):
     """Bit for bit, though both rows' tokens share the tiles of the experts."""
     run = lambda tokens: full.forward(tokens, encoded[1], [12] * 2, [4] * 2, [0, 0], carry)[0]
     np.testing.assert_array_equal(run(text[:, 12:])[0], run(text[:, 12:].at[1].set(text[1, :4]))[0])
 
 
-def test_encoding_ignores_the_carry_and_denoising_does_not(full, text, carry, encoded):
+def test_encoding_ignores_self_conditioning_and_denoising_does_not(full, text, carry, encoded):
     run = lambda encoding, carry: full.forward(
         text[:, 12:], encoded[1], [12] * 2, [4] * 2, [encoding] * 2, carry
     )[0]
@@ -127,7 +127,7 @@ def test_encoding_ignores_the_carry_and_denoising_does_not(full, text, carry, en
 
 def test_clean_tokens_have_scalars_of_their_own(full, text, carry):
     louder = jax.tree_util.tree_map_with_path(
-        lambda path, x: 2 * x if name_of(path).endswith("encoder_scalar") else x, full.params
+        lambda path, x: 2 * x if path_name(path).endswith("encoder_scalar") else x, full.params
     )
     lone = [jnp.asarray([x, x], jnp.int32) for x in (0, 4, 4)]
     given = Pass(text[:, :4], full.model.empty_cache(2, SLOTS), *lone, None, carry)
@@ -136,7 +136,7 @@ def test_clean_tokens_have_scalars_of_their_own(full, text, carry):
     assert np.abs(run(louder, True) - run(full.params, True)).max() > 1e-2
 
 
-def test_a_shadow_mask_does_not_know_the_token_it_stands_for(text, carry):
+def test_a_leave_one_out_mask_does_not_see_its_own_token(text, carry):
     """In one layer; in deeper ones it knows what the other tokens know of it."""
     one = Lm(
         dataclasses.replace(FULL, layers=1, global_layers=(), shared_kv=0, shared_ffn=None, experts=None)
@@ -150,7 +150,7 @@ def test_a_shadow_mask_does_not_know_the_token_it_stands_for(text, carry):
 
 
 @pytest.mark.parametrize("tail", [None, 0, 6])
-def test_a_sliding_layer_sees_its_window_and_a_canvas_its_tail(tail):
+def test_sliding_layers_attend_to_the_window_and_a_canvas_to_its_tail(tail):
     config = dataclasses.replace(NEAR, context_tail=tail)
     lm, ids = Lm(config), np.arange(20, 40)
     tokens, positions, ranges, canvas = (np.asarray(x[0]) for x in packed(lm.model, ids[None], 9))
@@ -181,7 +181,7 @@ def test_an_autoregressive_model_denoises_a_token_with_its_window():
     np.testing.assert_allclose(one, two, atol=1e-6)
 
 
-def test_self_conditioning_carries_soft_embeddings(full):
+def test_self_conditioning_is_expected_embeddings(full):
     certain = jnp.full((1, 2, FULL.vocab), -1e9).at[0, jnp.arange(2), jnp.asarray([5, 9])].set(0.0)
     soft = full.model.condition(full.params, certain)
     np.testing.assert_allclose(soft[0], full.params["embed"][jnp.asarray([5, 9])] * 4.0, rtol=1e-6)
@@ -198,7 +198,7 @@ def test_logits_stay_under_the_cap(full):
     np.testing.assert_allclose(logits, 30 * np.tanh(free / 30), rtol=1e-5, atol=1e-5)
 
 
-def test_layers_that_share_keys_have_none_and_the_cache_neither(full):
+def test_layers_with_shared_keys_have_none_of_their_own(full):
     has = lambda i: sorted(full.params[f"block_{i}"]["attention"])
     assert has(0) == ["k", "k_norm", "o", "q", "q_norm", "v"] and has(1) == [
         "k",
@@ -221,7 +221,7 @@ def test_training_reaches_every_parameter(full, text):
         return jnp.square(full.model.head(params, hidden) - 1.0).mean()
 
     for path, slope in jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(loss))(full.params))[0]:
-        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, name_of(path)
+        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, path_name(path)
 
 
 def test_four_devices_compute_what_one_computes(text):
@@ -240,8 +240,8 @@ def test_every_matrix_has_a_sharding(full):
     like = jax.eval_shape(models.build(config).init, jax.random.key(0))
     where = shardings(like, full.model.shardings, mesh(data=1, fsdp=2, expert=2))
     for path, spec in jax.tree_util.tree_flatten_with_path(where)[0]:
-        matrix = any(part in name_of(path) for part in ("/w", "embed", "gate_up", "moe/down"))
-        assert any(spec.spec) == matrix, name_of(path)
+        matrix = any(part in path_name(path) for part in ("/w", "embed", "gate_up", "moe/down"))
+        assert any(spec.spec) == matrix, path_name(path)
 
 
 @pytest.mark.parametrize(
@@ -260,5 +260,5 @@ def test_bad_configs_are_refused_by_name(change, named):
         dataclasses.replace(FULL, **change)
 
 
-def test_a_config_survives_json():
+def test_a_gemma_config_survives_json():
     assert from_dict(GemmaConfig, to_dict(FULL)) == FULL

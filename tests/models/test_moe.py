@@ -1,4 +1,4 @@
-"""Laws of the experts: sorted, tiled or ragged, they are the plain sum over chosen experts, with its gradients."""
+"""Mixture of experts: every implementation equals the plain sum over the chosen experts, with its gradients."""
 
 import functools
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.kernels.chip import target
-from mercury_jax.kernels.interpret import interpreted
+from mercury_jax.kernels.device import target
+from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.models import moe
-from mercury_jax.models.quantise import dense as restored, int8
+from mercury_jax.models.weight_quant import dequantise as restored, quantise_int8
 
 N, D, E, F, K = 70, 12, 5, 8, 2
 ACT = jax.nn.silu
@@ -35,7 +35,7 @@ def sum_of(f):
     return jax.jit(jax.value_and_grad(lambda ids, *args: (ramp * f(ids, *args)).sum(), argnums=(1, 2, 3, 4)))
 
 
-OURS = sum_of(lambda ids, *args: moe.experts(args[0], ids, *args[1:], ACT))
+OURS = sum_of(lambda ids, *args: moe.apply_experts(args[0], ids, *args[1:], ACT))
 PLAIN = sum_of(plain)
 ROUTINGS = {
     "spread": lambda rng: np.argsort(rng.random((N, E)), axis=1)[:, :K],
@@ -46,7 +46,7 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_values_and_gradients_are_those_of_the_plain_sum(name):
+def test_values_and_gradients_equal_those_of_the_plain_sum(name):
     ids = ROUTINGS[name](np.random.default_rng(1)).astype(np.int32)
     (ours, slopes), (want, wanted) = OURS(ids, *drawn()), PLAIN(ids, *drawn())
     np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-4)
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_plain_sum(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_through_experts_on_an_accelerator_are_those_on_a_cpu():
+def test_experts_on_an_accelerator_equal_those_on_a_cpu():
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
     np.testing.assert_allclose(
@@ -63,21 +63,21 @@ def test_rows_through_experts_on_an_accelerator_are_those_on_a_cpu():
 
 
 @pytest.mark.parametrize("run", [moe.tiled, moe.ragged])
-def test_int8_experts_are_the_matrices_that_they_stand_for(run):
+def test_int8_experts_equal_their_dequantised_matrices(run):
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
-    small = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in (gate_up, down)])
+    small = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in (gate_up, down)])
     want = run(ACT, x, sizes, *(restored(w, 1) for w in small))
     np.testing.assert_allclose(run(ACT, x, sizes, *small), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
+def test_the_kernels_equal_the_loop_with_its_gradients(small):
     rng = np.random.default_rng(2)
     sizes, shapes = jnp.asarray([9, 0, 8], jnp.int32), [(17, 64), (3, 64, 128), (3, 64, 64)]
     x, *stacks = (jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for s in shapes)
     if small:
-        stacks = jax.tree.map(jnp.asarray, [int8(w, 1, 1) for w in stacks])
+        stacks = jax.tree.map(jnp.asarray, [quantise_int8(w, 1, 1) for w in stacks])
 
     def both(run):
         if small:
@@ -95,7 +95,7 @@ def test_our_kernels_give_what_the_loop_gives_and_its_gradients(small):
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
 
 
-def test_experts_that_no_kernel_takes_go_through_the_loop():
+def test_experts_that_the_kernel_refuses_use_the_loop():
     x, _, gate_up, down = drawn()
     sizes = jnp.asarray([20, 0, 33, 1, 16], jnp.int32)
     device = target("sm_90a")

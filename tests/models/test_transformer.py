@@ -1,4 +1,4 @@
-"""Laws of the model: who sees whom, and that the cache changes nothing."""
+"""The transformer: which tokens attend to which, and that the cache does not change the result."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def influence(lm, laid):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_information_flows_as_the_pattern_says_and_no_other_way(pattern):
+def test_information_flows_only_as_the_pattern_allows(pattern):
     lm = tiny(pattern)
     ids, prompt = np.arange(30, 51), 5
     laid = lm.model.layout(ids, prompt)
@@ -57,7 +57,7 @@ def test_information_flows_as_the_pattern_says_and_no_other_way(pattern):
 
 
 @pytest.mark.parametrize("global_layers", [(), (1,)])
-def test_a_sliding_window_hides_what_is_before_it_in_all_layers_but_the_global_ones(global_layers):
+def test_a_sliding_window_hides_earlier_tokens_in_all_layers_but_the_global_ones(global_layers):
     config = dataclasses.replace(
         tiny("block_causal").model.config, block=1, window=4, global_layers=global_layers, predicts_next=True,
         out_bias=True, mlp_bias=True, layers=1 + len(global_layers),
@@ -110,7 +110,7 @@ def test_rows_that_encode_and_rows_that_denoise_share_a_pass(pattern):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one(cache, 1), alone)
 
 
-def test_dead_positions_write_nothing():
+def test_unused_positions_write_nothing():
     lm = tiny()
     cache = lm.model.empty_cache(1, 16)
     tokens, (start, n, end) = np.full((1, 8), 50), np.array([[4], [3], [7]])

@@ -285,9 +285,9 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
     )  # of 4 positions; a row has no multiple of it
     on = sharding.mesh(data=devices // min(devices, 2), fsdp=min(devices, 2), devices=jax.devices()[:devices])
     lies = sharding.shardings(params, model.shardings, on)
-    model = sharding.train_on(model, on)
+    model = sharding.with_training_mesh(model, on)
     step = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))
-    found, grads = step(jax.device_put(params, lies), jax.device_put(data, sharding.rows(on)))
+    found, grads = step(jax.device_put(params, lies), jax.device_put(data, sharding.row_sharding(on)))
     assert data.tokens.shape[1] % 4 and float(found) == pytest.approx(float(want), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, slope)
 

@@ -37,7 +37,7 @@ def trained(*batches, objective=tiny.objective, accumulate=1, rate=0.1, **sizes)
     on, fresh, update = machine(objective, accumulate, rate, tuple(sizes.items()))
     state, report = fresh(), step.Report(jnp.array(True), {})
     for batch in batches or map(tiny.batch, range(3)):
-        state, report = update(state, sharding.place(batch, on))
+        state, report = update(state, sharding.shard_batch(batch, on))
     return state, report
 
 
@@ -63,7 +63,7 @@ def test_four_devices_train_as_one(sizes):
     four = trained(accumulate=2, **sizes)[0]
     near((one.params, one.ema), (four.params, four.ema), atol=1e-5)
     where = four.params["hidden"]["w"].sharding.spec
-    assert where == sharding.spec("hidden/w", (8, 8), MODEL.shardings, sharding.mesh(**sizes))
+    assert where == sharding.partition_spec("hidden/w", (8, 8), MODEL.shardings, sharding.mesh(**sizes))
 
 
 def test_noise_depends_on_the_step_alone():

@@ -1,11 +1,12 @@
 """Small texts, a tokenizer of bytes and the calls that the tests of the data share."""
 
+import functools
 import json
 
 import numpy as np
 
 from mercury_jax.config import ModelConfig, Pattern
-from mercury_jax.models.masks import layout_of
+from mercury_jax.models import masks
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
 from mercury_jax.train.data import packing, streams
@@ -35,7 +36,7 @@ class Runs(Bytes):
 
 
 def layout(pattern: Pattern = "causal_encoder"):
-    return layout_of(ModelConfig(vocab=FIRST + 1000, block=BLOCK, pattern=pattern))
+    return functools.partial(masks.layout, ModelConfig(vocab=FIRST + 1000, block=BLOCK, pattern=pattern))
 
 
 def conversation(question: str, answer: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from mercury_jax.bench.gpu.runner import Case
 
 BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
-HOPPER = "sm_90a"  # of `kernels.chip`, which would import JAX
+HOPPER = "sm_90a"  # of `kernels.device`, which would import JAX
 KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever passed before
 WIDTHS = (64, 128, 256, 512)  # head sizes
 EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
@@ -42,7 +42,7 @@ def check(chip: str | None, seed: int, small: bool = False) -> list[Case]:
     """Every kernel form, those that models need first and each from its smallest shape up.
 
     Args:
-        chip: "sm_90a", "sm_100a", "tpu" of `kernels.chip`; None: no kernel is for this device (small: interpreted).
+        chip: "sm_90a", "sm_100a", "tpu" of `kernels.device`; None: no kernel is for this device (small: interpreted).
         seed: Of the inputs.
         small: Few small shapes, for the interpreter.
     """

@@ -28,14 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.bench.ceilings import ceilings as measured
-from mercury_jax.kernels import attend, chip, grouped as products, reference
-from mercury_jax.kernels.paged import attend_paged
-from mercury_jax.kernels.rounded import Rounded, plain, rounded
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products, reference
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic is at 1e-3 to 1e-2
 MOVED = 1e-3  # relative difference between two runs of one program on the same inputs
-BACKENDS = {chip.HOPPER: "hopper", chip.BLACKWELL: "blackwell", chip.TPU: "tpu"}
+BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell", kernel_device.TPU: "tpu"}
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch",
             "transformers")  # fmt: skip
 
@@ -51,8 +51,8 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
     yield {
         "hardware": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
         "jax": jax.__version__, "python": platform.python_version(), "versions": versions, "driver": _driver(),
-        "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": chip.present(),
-        "kernels": chip.status(), "cores": os.cpu_count(), "cuda": _toolkit(),
+        "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": kernel_device.present(),
+        "kernels": kernel_device.status(), "cores": os.cpu_count(), "cuda": _toolkit(),
     }  # fmt: skip
 
 
@@ -152,9 +152,9 @@ class Attention(NamedTuple):
         for x in (k, v):
             x = jnp.where(see[:, :, None, None], x, 0)
             if self.int8:
-                bits = rounded(x)
-                clean.append(plain(bits, jnp.float32))
-                poisoned.append(Rounded(bits.values, jnp.where(see[:, :, None], bits.scale, jnp.nan)))
+                bits = quantise_int8(x)
+                clean.append(dequantise(bits, jnp.float32))
+                poisoned.append(Int8Vectors(bits.values, jnp.where(see[:, :, None], bits.scale, jnp.nan)))
             else:
                 clean.append(x.astype(jnp.float32))
                 poisoned.append(jnp.where(see[:, :, None, None], x, jnp.nan))
@@ -172,7 +172,7 @@ class Attention(NamedTuple):
 
     def made(self, device: Device | None = None) -> Try:
         how: dict[str, Any] = dict(scale=self.width**-0.5, softcap=self.softcap, residual=True)
-        backend = BACKENDS[chip.present(device) or chip.HOPPER]
+        backend = BACKENDS[kernel_device.present(device) or kernel_device.HOPPER]
         one = functools.partial(attend, cached=True) if not self.page else attend_paged
         kernel, prepare = (
             functools.partial(one, backend=backend, device=device, **how),
@@ -227,7 +227,7 @@ class Grouped(NamedTuple):
         return x, dy, w, sizes, scale
 
     def made(self, device: Device | None = None) -> Try:
-        product = functools.partial(products.grouped, device=device)
+        product = functools.partial(products.grouped_matmul, device=device)
 
         def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
             if not self.gradient:
@@ -303,9 +303,9 @@ def _reason(errors: list[float], moved: float) -> str:
 
 def _device() -> Device | None:
     """On a device of our kernels None, itself; elsewhere a Hopper that is interpreted on the CPU."""
-    if chip.present() is not None:
+    if kernel_device.present() is not None:
         return None
-    from mercury_jax.kernels.interpret import interpreted
+    from mercury_jax.kernels.interpreter import interpreted
 
     return interpreted()
 

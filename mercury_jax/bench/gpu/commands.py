@@ -1,7 +1,7 @@
 """check(), speed(), model(): the rows of the three commands, as they are measured.
 
 Each row says what it is of: the command, the case, the device, the versions, the date. `check` keeps what passed where
-`attend` and the grouped product look for it (`kernels.checked`).
+`attend` and the grouped product look for it (`kernels.checks`).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class _Verdicts:
     """Decides forms as their cases come in, and keeps them at once: a command that is cut short keeps what it found."""
 
     def __init__(self, first: Row, whole: bool, cases: Sequence[Case]) -> None:
-        from mercury_jax.kernels import checked  # imports JAX, and starts it on no device
+        from mercury_jax.kernels import checks  # imports JAX, and starts it on no device
 
-        self._checked, self._date = checked, first["same"]["date"]
-        self._entry = checked.key(first["hardware"], first["jax"])
-        self._forms = {} if whole else dict(checked.read(self._entry) or {})
+        self._checked, self._date = checks, first["same"]["date"]
+        self._entry = checks.entry_key(first["hardware"], first["jax"])
+        self._forms = {} if whole else dict(checks.read(self._entry) or {})
         self._left: dict[str, int] = {}
         for case in cases:
             if case.form:

@@ -22,10 +22,10 @@ from mercury_jax.bench import known, weightless
 from mercury_jax.bench.timing import timed
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
 from mercury_jax.decode import rules
-from mercury_jax.kernels import chip
+from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
 from mercury_jax.models.gemma import GemmaConfig
-from mercury_jax.models.quantise import Scaled
+from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM, Batch
 
 Stage = Callable[[str], None]
@@ -68,14 +68,14 @@ def made(found: weightless.Source, quantise: str | None, stage: Stage) -> LM:
 
 def filled(like: Any) -> Any:
     """Arrays in the shapes of parameters, by one program: uniform numbers of deviation 0.02, ones for vectors."""
-    leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, Scaled))
+    leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
     where = jax.tree.map(lambda x: x.sharding, like)
     fill = lambda: jax.tree.unflatten(tree, [_leaf(x, i) for i, x in enumerate(leaves)])
     return jax.jit(fill, out_shardings=where)()
 
 
 def _leaf(x: Any, seed: int) -> Any:
-    if isinstance(x, Scaled):  # 74: the deviation of all bytes
+    if isinstance(x, QuantisedWeight):  # 74: the deviation of all bytes
         values = jax.lax.bitcast_convert_type((_bits(x.values.shape, seed) >> 24).astype(jnp.uint8), jnp.int8)
         return x._replace(
             values=values.astype(x.values.dtype), scale=jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)
@@ -123,7 +123,7 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
             "left_out": f"{MANY} steps took no longer than {FEW}: too small to time here",
         }
         return
-    status = chip.status()
+    status = kernel_device.status()
     yield {
         "model": asked["model"], "quantise": asked.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
         "canvas": c.block, "passes": [a[1] for a in pairs[0]], "seconds_per_forward": seconds,
@@ -147,24 +147,24 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
 
     def logits(lm: LM, switch: str | None) -> np.ndarray:
-        kept = os.environ.pop(chip.SWITCH, None)
+        kept = os.environ.pop(kernel_device.SWITCH, None)
         jax.clear_caches()  # a program keeps the kernels that it was traced with
         try:
             if switch is not None:
-                os.environ[chip.SWITCH] = switch
+                os.environ[kernel_device.SWITCH] = switch
             with jax.default_matmul_precision("highest" if lm is exact else "default"):
                 return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
         finally:
-            os.environ.pop(chip.SWITCH, None)
+            os.environ.pop(kernel_device.SWITCH, None)
             if kept is not None:
-                os.environ[chip.SWITCH] = kept
+                os.environ[kernel_device.SWITCH] = kept
 
     stage("in fp32, without kernels")
     want = logits(exact, "0")
     stage("without kernels")
     off = logits(lm, "0")
     stage("with kernels")
-    on, status = logits(lm, None), chip.status()
+    on, status = logits(lm, None), kernel_device.status()
     error = lambda x: float(np.linalg.norm(x - want) / np.linalg.norm(want))
     agree = lambda a, b: float((a.argmax(-1) == b.argmax(-1)).mean())
     good = error(on) <= max(1.5 * error(off), 1e-3)

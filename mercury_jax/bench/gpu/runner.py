@@ -27,7 +27,7 @@ WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.worker")
 BEAT = 10.0  # seconds between two lines on standard error
 STARTING = 30.0  # seconds more for the first case of a process: JAX, the device, its libraries
 TAIL = 600  # characters of a dead process's standard error that its row keeps
-SWITCH = "MERCURY_KERNELS"  # of `kernels.chip`, which would import JAX
+SWITCH = "MERCURY_KERNELS"  # of `kernels.device`, which would import JAX
 # Children come one after another, and one that was killed may hold its memory for a moment: none takes all of it.
 ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     """One thing to run.
 
     name: shown, and matched by `--only`. work: a name in `worker.WORK`. asked: its arguments, JSON. limit: seconds
-    after which it is killed. least: seconds without which it is not begun. form: the kernel form (`kernels.checked`)
+    after which it is killed. least: seconds without which it is not begun. form: the kernel form (`kernels.checks`)
     that it is a case of. env: variables of its process; MERCURY_KERNELS is unset unless it is among them. alone: shares
     no process.
     """

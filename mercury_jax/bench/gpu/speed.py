@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, checked, chip
-from mercury_jax.kernels.rounded import rounded
-from mercury_jax.kernels.tiles import tile_of
+from mercury_jax.kernels import attend, checks, device as kernel_device
+from mercury_jax.kernels.grouped_matmul import tile_rows
+from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.models import moe
-from mercury_jax.models.quantise import Scaled
+from mercury_jax.models.weight_quant import QuantisedWeight
 
 CACHED = 200e6  # bytes: several times the 50 MB that an H200's cache holds
 SETS, CALLS, REPEATS = 6, 18, 7
@@ -36,12 +36,14 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     like = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
     key_like = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
     if way == "ours":
-        form = checked.attention_form(like, jax.eval_shape(rounded, key_like) if int8 else key_like, None)
+        form = checks.attention_form(
+            like, jax.eval_shape(quantise_int8, key_like) if int8 else key_like, None
+        )
         told["form"] = form
-        if (why := chip.why_off(form)) is not None and chip.present() is not None:
+        if (why := kernel_device.why_off(form)) is not None and kernel_device.present() is not None:
             yield told | {"left_out": why}
             return
-        told["computed_by"] = "plain XLA" if chip.present() is None else "kernel"
+        told["computed_by"] = "plain XLA" if kernel_device.present() is None else "kernel"
     stage("drawing")
     sets = max(1, min(SETS, math.ceil(CACHED / (2 * b * s * g * width * (1 if int8 else 2)))))
 
@@ -49,7 +51,7 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     def drawn(key: Any) -> Any:
         kq, *ks = jax.random.split(key, 1 + 2 * sets)
         keys = [jax.random.normal(k, (b, s, g, width), jnp.bfloat16) for k in ks]
-        keys = [rounded(k) for k in keys] if int8 else keys
+        keys = [quantise_int8(k) for k in keys] if int8 else keys
         return jax.random.normal(kq, (b, t, h, width), jnp.bfloat16), list(zip(keys[::2], keys[1::2]))
 
     q, pairs = drawn(jax.random.key(0))
@@ -88,12 +90,12 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     told: dict[str, Any] = {"shape": shape, "way": way}
     if way == "ours":
-        told["form"] = checked.grouped_form(shape["dtype"])
-        why = chip.why_off(told["form"])
-        if why is not None and chip.present() is not None:
+        told["form"] = checks.grouped_form(shape["dtype"])
+        why = kernel_device.why_off(told["form"])
+        if why is not None and kernel_device.present() is not None:
             yield told | {"left_out": why}
             return
-        told["computed_by"] = "plain XLA" if chip.present() is None else "kernel"
+        told["computed_by"] = "plain XLA" if kernel_device.present() is None else "kernel"
     stage("drawing")
     sizes = routed(shape["routing"], rows, experts)
     int8 = shape["dtype"] == "int8"
@@ -107,7 +109,7 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
         )
 
     x, up, down = drawn(jax.random.key(0))
-    act, tile = functools.partial(jax.nn.gelu, approximate=True), tile_of(rows, experts)
+    act, tile = functools.partial(jax.nn.gelu, approximate=True), tile_rows(rows, experts)
     run = {"ours": moe.grouped_or_tiled, "tiles": moe.tiled, "ragged_dot": moe.ragged}[way]
     count = jnp.asarray(sizes, jnp.int32)
     stage("compiling, then timing")
@@ -136,7 +138,7 @@ def _matrices(key: Any, shape: tuple[int, ...], int8: bool) -> Any:
     if not int8:
         return jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5
     values = jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
-    return Scaled(
+    return QuantisedWeight(
         values, jnp.full((shape[0], shape[2]), shape[1] ** -0.5 / 74, jnp.float32)
     )  # 74: their deviation
 

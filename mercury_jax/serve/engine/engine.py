@@ -57,7 +57,7 @@ class Engine:
             passes = 1 if jax.default_backend() == "cpu" else 4
             settings = dataclasses.replace(settings, passes=passes)
         if settings.kv is not None:
-            lm = dataclasses.replace(lm, model=cache.kept(lm.model, settings.kv))
+            lm = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, settings.kv))
         memory.check(lm, settings)
         self.lm, self.settings = lm, settings
         self.plan = shapes.plan(lm, settings)

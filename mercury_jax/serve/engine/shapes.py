@@ -13,7 +13,7 @@ from mercury_jax.decode.request import bucket, slots_for
 from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.serve.engine import device, knobs
 from mercury_jax.serve.engine.types import Job, Settings
-from mercury_jax.sharding import along, apart, caches, over
+from mercury_jax.sharding import cache_shardings, dividing_axes, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM
 
 FIRST = 256  # positions of the smallest slot; each next size has twice as many
@@ -47,7 +47,7 @@ def plan(lm: LM, settings: Settings) -> Plan:
     block = settings.block or config.block
     if menu.own.speculate is not None:
         block = min(block, menu.own.speculate + 1)
-    lm = dataclasses.replace(lm, model=over(lm.model, apart(lm.params)))
+    lm = dataclasses.replace(lm, model=with_mesh(lm.model, model_parallel_mesh(lm.params)))
     bare = Plan(lm, menu, settings, block, context, (settings.slots,), ())
     most = positions(bare, context)
     few = settings.programs == "one"
@@ -127,9 +127,9 @@ def placed(plan: Plan, state: Any) -> Any:
         return None
 
     def one(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(along(("data",), leaf.shape[0], mesh) or None))
+        return NamedSharding(mesh, PartitionSpec(dividing_axes(("data",), leaf.shape[0], mesh) or None))
 
-    return jax.tree.map(one, state)._replace(cache=caches(state.cache, mesh))
+    return jax.tree.map(one, state)._replace(cache=cache_shardings(state.cache, mesh))
 
 
 def seated(plan: Plan, state: State) -> State:

@@ -38,7 +38,7 @@ class Settings:
     in which a request's text never depends on what runs beside it, bit for bit. rules: names offered beside the
     model's own (None: all of `engine.knobs` that fit its noise); fewer of them compile sooner. kv: "int8" keeps
     keys and values as int8, in a quarter of the memory of fp32 and half of bf16; "4bit" and "3bit" in a half and
-    three eighths of that (`models.turbo`); None: in the model's dtype. memory: most bytes that slots, prefix cache
+    three eighths of that (`models.kv_quant`); None: in the model's dtype. memory: most bytes that slots, prefix cache
     and passes may take on each device (None: nine tenths of what is free there); where they take more, the engine
     is refused (`engine.memory`).
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mercury_jax.types import Batch, Laid
+from mercury_jax.types import Batch, LaidOutDocument
 
 Ref = tuple[int, int]  # (source, index): enough to make a document again
 
@@ -17,16 +17,16 @@ class Row:
     """An unfinished row: its documents, and where they came from."""
 
     refs: list[Ref] = field(default_factory=list)
-    laid: list[Laid] = field(default_factory=list)
+    laid: list[LaidOutDocument] = field(default_factory=list)
     used: int = 0
 
-    def add(self, ref: Ref, laid: Laid) -> None:
+    def add(self, ref: Ref, laid: LaidOutDocument) -> None:
         self.refs.append(ref)
         self.laid.append(laid)
         self.used += len(laid.tokens)
 
 
-def place(rows: list[Row], ref: Ref, laid: Laid, length: int, limit: int) -> Row | None:
+def place(rows: list[Row], ref: Ref, laid: LaidOutDocument, length: int, limit: int) -> Row | None:
     """Put a document into the first open row that has room, else into a new one.
 
     Changes `rows`. When there would be more than `limit`, the fullest is closed and returned.

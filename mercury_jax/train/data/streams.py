@@ -17,9 +17,9 @@ from mercury_jax import chat as template
 from mercury_jax.config import refuse
 from mercury_jax.train.data import read
 from mercury_jax.train.data.sources import Chat, Generated, Source, Split, Text
-from mercury_jax.types import Laid
+from mercury_jax.types import LaidOutDocument
 
-Layout = Callable[[np.ndarray, int, int | None], Laid]
+Layout = Callable[[np.ndarray, int, int | None], LaidOutDocument]
 
 
 class Example(NamedTuple):
@@ -33,7 +33,7 @@ class Example(NamedTuple):
 class Stream(NamedTuple):
     """at(index) -> Laid for any index >= 0; size: examples an epoch, 0 where they never repeat."""
 
-    at: Callable[[int], Laid]
+    at: Callable[[int], LaidOutDocument]
     size: int
 
 
@@ -56,7 +56,7 @@ def stream(source: Source, setting: Setting) -> Stream | None:
     return _text(source, setting)
 
 
-def lay(setting: Setting, example: Example, place: str) -> Laid:
+def lay(setting: Setting, example: Example, place: str) -> LaidOutDocument:
     """The example as the model sees it; ValueError naming `place` when it does not fit a row."""
     laid = setting.layout(example.ids, example.prompt, setting.tokenizer.eos if example.fill else None)
     if len(laid.tokens) > setting.row:
@@ -91,7 +91,7 @@ def problems(source: Generated, seed: tuple[int, ...], split: Split) -> Callable
 def _generated(source: Generated, setting: Setting) -> Stream:
     problem = problems(source, setting.seed, setting.split)
 
-    def at(index: int) -> Laid:
+    def at(index: int) -> LaidOutDocument:
         p = problem(index)
         thinking = p.thinking if source.thinking else None
         rng = np.random.default_rng((*setting.seed, 2, index))
@@ -166,7 +166,7 @@ def _text(source: Text, setting: Setting) -> Stream | None:
     epoch = lru_cache(2)(lambda e: cut(lengths, chunk, np.random.default_rng((*setting.seed, 0, e))))
     size = len(epoch(0).start)
 
-    def at(index: int) -> Laid:
+    def at(index: int) -> LaidOutDocument:
         rng = np.random.default_rng((*setting.seed, 1, index))
         pieces, k = epoch(index // size), index % size
         ids = tokens[pieces.start[k] : pieces.stop[k]]
@@ -202,7 +202,7 @@ def cut(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pieces:
     return Pieces(*(x[order] for x in (base[doc] + start, base[doc] + stop, stop == lengths[doc])))
 
 
-def _whole(setting: Setting, example: Example, place: str) -> Laid:
+def _whole(setting: Setting, example: Example, place: str) -> LaidOutDocument:
     """Laid out in whole canvases, as sampling has no short ones.
 
     A piece that does not end its text, or that the row cannot hold when filled, loses up to block - 1
@@ -217,7 +217,7 @@ def _whole(setting: Setting, example: Example, place: str) -> Laid:
     return lay(setting, Example(ids[:kept], prompt, False), place)
 
 
-def _end(laid: Laid) -> int:
+def _end(laid: LaidOutDocument) -> int:
     """Tokens of the document, completion included."""
     return int(laid.positions.max()) + 1
 
@@ -249,7 +249,7 @@ def _chunk(source: Text, setting: Setting) -> int:
     return source.chunk or longest
 
 
-def spans(laid: Laid, rng: np.random.Generator) -> Laid:
+def spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocument:
     """Keep only one random span of each canvas editable; the text around it is known, as in infilling.
 
     Half of the spans start where the canvas does: so it is when a causal encoder infills, whose canvas

@@ -1,0 +1,565 @@
+"""Configurations as frozen, keyword-only dataclasses that check themselves when they are built, and those checks.
+
+`ModelConfig` describes a denoiser, `NoiseConfig` its corruption process, `Plan` and `Refresh` how an answer is
+decoded. All errors have the form of `refuse`: the field, the value, what is allowed. `to_dict` and `from_dict`
+convert configs to JSON and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import numbers
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+T = TypeVar("T")
+
+Pattern = Literal["bidirectional", "block_causal", "causal_encoder"]
+ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
+Alignment = Literal["same_position", "shifted"]
+RopeKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
+RouterScore = Literal["softmax", "sigmoid"]
+NoiseKind = Literal["absorbing", "uniform", "hybrid"]
+ScheduleName = Literal["linear", "cosine", "polynomial"]
+
+
+# --- checks
+
+
+def refuse(field: str, value: object, allowed: str) -> ValueError:
+    """The error for a value that is not allowed.
+
+    Args:
+        field: Name of the argument or field, as the user writes it.
+        value: The value.
+        allowed: What is allowed instead.
+
+    Returns:
+        A ValueError to raise: "FIELD is VALUE; allowed: ALLOWED".
+    """
+    return ValueError(f"{field} is {value!r}; allowed: {allowed}")
+
+
+MANY = 16  # names; above this number only the most similar one is listed
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Lists what is allowed in place of a name that does not exist, for `refuse`.
+
+    Args:
+        name: What was written; `lr` stands for `optim.lr` too.
+        names: Those that exist.
+
+    Returns:
+        The most similar name first, and all of them unless they are many.
+    """
+    bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
+    last = lambda dotted: dotted.rpartition(".")[2]
+    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.5)
+    close = close or [n for n in bare if last(n) == last(name)][:1]
+    every = ", ".join(names)
+    if close and len(names) > MANY:
+        return f"{bare[close[0]]} is the nearest of {len(names)}"
+    return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
+
+
+def at_least(least: float, **fields: float) -> None:
+    """Checks that every field is at least `least`.
+
+    Args:
+        least: The smallest allowed value.
+        **fields: Values by name.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    for name, value in fields.items():
+        if not value >= least:
+            raise refuse(name, value, f"{least} or more")
+
+
+def one_of(choices: object, **fields: str) -> None:
+    """Checks that every field is one of a Literal's values.
+
+    Args:
+        choices: A `Literal` type.
+        **fields: Values by name.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    allowed = get_args(choices)
+    for name, value in fields.items():
+        if value not in allowed:
+            raise refuse(name, value, ", ".join(allowed))
+
+
+def check_types(config: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> None:
+    """Checks that every field of a dataclass holds a value of its type.
+
+    Covers numbers, strings, booleans, None, tuples of them and dataclasses; fields of other types are left to the
+    class itself.
+
+    Args:
+        config: A dataclass instance.
+        prefix: Put before the names of fields in errors.
+        skip: Names of fields that are not checked.
+
+    Raises:
+        ValueError: For the first field of a wrong type.
+    """
+    hints = _type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name not in skip and not _has_type(value, hints[f.name]):
+            raise refuse(f"{prefix}{f.name}", value, _type_in_words(hints[f.name]))
+
+
+_type_hints = functools.cache(typing.get_type_hints)
+_PLAIN_TYPES = {
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+    bool: (bool, "True or False"),
+    type(None): (type(None), "None"),
+}
+
+
+def _is_union(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if _is_union(hint):
+        return any(_has_type(value, choice) for choice in get_args(hint))
+    if typing.get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
+        return isinstance(value, tuple) and all(_has_type(x, get_args(hint)[0]) for x in value)
+    if hint in _PLAIN_TYPES:  # bool is a subclass of int
+        return isinstance(value, _PLAIN_TYPES[hint][0]) and (hint is bool or not isinstance(value, bool))
+    return not dataclasses.is_dataclass(hint) or isinstance(value, typing.cast(type, hint))
+
+
+def _type_in_words(hint: Any) -> str:
+    if _is_union(hint):
+        return " or ".join(_type_in_words(choice) for choice in get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a tuple, each of its values {_type_in_words(get_args(hint)[0])}"
+    return _PLAIN_TYPES[hint][1] if hint in _PLAIN_TYPES else f"a {hint.__name__}"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass of plain values as data for JSON: tuples become lists, nested configs dicts."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
+    """Builds a config from data, the inverse of `to_dict`.
+
+    Args:
+        kind: The dataclass.
+        data: Values by field; nested configs are mappings.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: For an unknown key, a missing key, or a value that the config refuses.
+    """
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise refuse(f"{kind.__name__} key", unknown[0], ", ".join(sorted(fields)))
+    missing = [n for n, f in fields.items() if f.default is f.default_factory and n not in data]
+    if missing:
+        raise refuse(f"{kind.__name__} key {missing[0]}", None, "a value: it has no default")
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _from_json(hints[name], value) for name, value in data.items()})
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    """JSON lists as tuples, and objects as the dataclass of the field's type."""
+    if isinstance(value, list):
+        return tuple(_from_json(None, x) for x in value)
+    if isinstance(value, Mapping):
+        choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for choice in choices:
+            if dataclasses.is_dataclass(choice):
+                return from_dict(choice, value)  # pyright: ignore[reportArgumentType]
+    return value
+
+
+# --- the denoiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How RoPE frequencies are scaled for contexts longer than the one a model was first trained with.
+
+    Beyond `original` positions, dynamic and longrope change the frequencies of the whole sequence, including those of
+    tokens that are already in the KV cache. Keys are cached after rotation and cannot be rotated again, so a model with
+    one of these two kinds has a context of at most `original` (`ModelConfig` checks it), where both are exact. There
+    `factor` and `long` are unused; they are kept for the export.
+
+    Attributes:
+        kind: One of
+            linear    divides every frequency by `factor`;
+            llama3    divides only low frequencies, and blends between the wavelengths original / low and
+                      original / high (report of Llama 3.1);
+            yarn      blends between `fast` and `slow` rotations over `original` positions, and multiplies cos and sin
+                      by `attention` (arXiv 2309.00071);
+            dynamic   plain RoPE up to `original` positions ("dynamic NTK");
+            longrope  divides frequency i by short[i] up to `original` positions, and multiplies cos and sin by
+                      `attention` (arXiv 2402.13753).
+        factor: Ratio of the long to the original context.
+        original: Positions of the original context.
+        low: See llama3.
+        high: See llama3.
+        fast: See yarn.
+        slow: See yarn.
+        attention: Factor of cos and sin.
+        truncate: Whether the two bounds of yarn's blend are rounded to whole dimensions.
+        short: One divisor per frequency, for longrope.
+        long: Likewise, for longer contexts.
+    """
+
+    kind: RopeKind
+    factor: float
+    original: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    fast: float = 32.0
+    slow: float = 1.0
+    attention: float = 1.0
+    truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of(RopeKind, **{"rope_scaling.kind": self.kind})
+        if not self.factor > 0:
+            raise refuse("rope_scaling.factor", self.factor, "more than 0")
+        if self.kind == "llama3" and self.low == self.high:
+            raise refuse("rope_scaling.high", self.high, f"a number other than rope_scaling.low = {self.low}")
+        for name in ("short", "long"):
+            value = getattr(self, name)
+            if bool(value) != (self.kind == "longrope") or any(not x > 0 for x in value):
+                raise refuse(
+                    f"rope_scaling.{name}", value, "numbers above 0 for longrope, nothing for other kinds"
+                )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the frequencies are defined for sequences of at most `original` positions only."""
+        return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts that replaces the feed-forward layer (routing of DeepSeek-V3, arXiv 2412.19437).
+
+    Attributes:
+        count: Number of routed experts.
+        active: Experts per token, those of the highest scores.
+        width: Hidden units of an expert.
+        score: Of the router's logits.
+        renormalise: Whether the scores of a token's experts are divided by their sum.
+        scale: Factor of the weights.
+        groups: Number of groups of experts. With more than one, only the `active_groups` best groups take part,
+            by the sum of their two best scores.
+        active_groups: See groups.
+        correction: Whether a learned bias is added to the scores, for the choice alone.
+        shared: Hidden units of an expert that every token uses; 0 for none.
+        dense: Layers that keep a plain feed-forward.
+    """
+
+    count: int
+    active: int
+    width: int
+    score: RouterScore = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+    correction: bool = False
+    shared: int = 0
+    dense: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least(
+            1, **{"experts.count": self.count, "experts.active": self.active, "experts.width": self.width}
+        )
+        one_of(RouterScore, **{"experts.score": self.score})
+        if self.active > self.count:
+            raise refuse("experts.active", self.active, f"at most experts.count = {self.count}")
+        if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
+            raise refuse(
+                "experts.groups", self.groups, f"a divisor of {self.count}, active_groups of them used"
+            )
+        if self.active > self.count // self.groups * self.active_groups:
+            raise refuse("experts.active", self.active, "at most the experts of the active groups")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and attention pattern of a transformer denoiser: RMSNorm, RoPE, grouped queries, SwiGLU or experts.
+
+    Attributes:
+        vocab: Size of the vocabulary.
+        width: Size of the hidden states.
+        layers: Number of blocks.
+        heads: Query heads.
+        kv_heads: Key and value heads; a divisor of `heads`.
+        head_dim: Size of a head.
+        ffn: Hidden units of the feed-forward.
+        pattern: Which tokens each token attends to:
+            bidirectional    all tokens of the sequence (LLaDA, Dream, MDLM);
+            block_causal     blocks of `block` tokens: its own block and the blocks before it (BD3-LM, LLaDA2,
+                             SDAR); with block 1 the model is autoregressive;
+            causal_encoder   known tokens are encoded causally, the canvas of `block` tokens after them attends to
+                             all of them and to itself (DiffusionGemma).
+        block: Tokens of a block or canvas.
+        rope_theta: Base of the RoPE frequencies.
+        rope_fraction: Share of a head's numbers that is rotated.
+        rope_scaling: Of the frequencies.
+        qk_norm: Whether queries and keys are normalised.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether the projection after the attention has a bias.
+        mlp_bias: Whether gate, up and down have biases.
+        window: Sliding-window attention: a token attends to the last `window` tokens, itself included. For
+            block_causal with block 1 only. None: every layer attends to everything.
+        global_layers: Indices of layers without the window.
+        experts: Replaces the feed-forward; None: SwiGLU.
+        tied: Whether the head is the transposed embedding.
+        zero_centred: Norms multiply by 1 + scale, not by the scale itself.
+        scale_embed: Whether embeddings are multiplied by sqrt(width).
+        norm_eps: Epsilon of the norms.
+        alignment: "shifted" if the hidden state at position i - 1 predicts position i (Dream, which was made from an
+            autoregressive model).
+        timed: Whether the model gets the time of the noise.
+        context: Maximum number of positions, prompt and answer together.
+        dtype: Of the arithmetic; parameters are stored in fp32.
+        mask: Mask id; None: the noise has no mask.
+        pad: Padding id.
+        eos: Id that ends an answer.
+        ends: Further ids that end an answer.
+        predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next one, so
+            that the same weights decode autoregressively and can verify a drafted canvas. For patterns whose clean
+            tokens attend to none after them: causal_encoder, or block_causal with block 1.
+    """
+
+    vocab: int
+    width: int = 256
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    ffn: int = 704
+    pattern: Pattern = "causal_encoder"
+    block: int = 32
+    rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    window: int | None = None
+    global_layers: tuple[int, ...] = ()
+    experts: Experts | None = None
+    tied: bool = True
+    zero_centred: bool = True
+    scale_embed: bool = True
+    norm_eps: float = 1e-6
+    alignment: Alignment = "same_position"
+    timed: bool = False
+    context: int = 2048
+    dtype: ComputeType = "float32"
+    mask: int | None = 4
+    pad: int = 0
+    eos: int = 3
+    ends: tuple[int, ...] = ()
+    predicts_next: bool = False  # checkpoints without this key were not trained for it
+
+    def __post_init__(self) -> None:
+        check_types(self, "model.")
+        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
+        at_least(1, kv_heads=self.kv_heads, ffn=self.ffn, block=self.block, context=self.context)
+        one_of(Pattern, pattern=self.pattern)
+        one_of(ComputeType, dtype=self.dtype)
+        one_of(Alignment, alignment=self.alignment)
+        if self.heads % self.kv_heads:
+            raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise refuse("head_dim", self.head_dim, "an even number, for RoPE")
+        ids = [("mask", self.mask), ("pad", self.pad), ("eos", self.eos), *(("ends", x) for x in self.ends)]
+        for name, value in ids:
+            if value is not None and not 0 <= value < self.vocab:
+                raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
+        self._check_window()
+        self._check_rope_scaling()
+        if self.mlp_bias and self.experts is not None:
+            raise refuse("mlp_bias", True, "False beside experts, which have no biases")
+        if self.predicts_next and not self.causal:
+            raise refuse(
+                "predicts_next", True,
+                f"False for {self.pattern} with block {self.block}: its clean tokens see what they would "
+                "predict; True for causal_encoder, or block_causal with block 1",
+            )  # fmt: skip
+
+    def _check_window(self) -> None:
+        if self.window is None:
+            if self.global_layers:
+                raise refuse("global_layers", self.global_layers, "() where window is None")
+            return
+        at_least(1, window=self.window)
+        if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
+            raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
+        if not self.windowed:
+            allowed = (
+                "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
+            )
+            raise refuse("window", self.window, allowed)
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if scaling.bounded and self.context > scaling.original:
+            allowed = f"at most {scaling.original}: beyond it {scaling.kind} RoPE changes the keys already in the cache"
+            raise refuse("context", self.context, allowed)
+        pairs = int(self.head_dim * self.rope_fraction) // 2
+        for name in ("short", "long"):
+            if getattr(scaling, name) and len(getattr(scaling, name)) != pairs:
+                value = f"{len(getattr(scaling, name))} numbers"
+                raise refuse(f"rope_scaling.{name}", value, f"{pairs}, one per frequency")
+
+    @property
+    def windowed(self) -> bool:
+        """Whether sliding windows are defined for this pattern."""
+        return self.pattern == "block_causal" and self.block == 1 and self.alignment == "same_position"
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer has no sliding window."""
+        return self.window is None or layer in self.global_layers
+
+    @property
+    def causal(self) -> bool:
+        """Whether clean tokens attend to no token after them."""
+        return self.pattern == "causal_encoder" or (self.pattern == "block_causal" and self.block == 1)
+
+    @property
+    def autoregressive(self) -> bool:
+        """Whether the model can only predict the next token."""
+        return self.pattern == "block_causal" and self.block == 1 and self.mask is None
+
+
+# --- noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseConfig:
+    """The corruption process that a model is trained with; `mercury_jax.noise.build` makes it.
+
+    Attributes:
+        kind: What noise is: the mask id, uniform ids, or both (GIDD).
+        schedule: alpha(t), the probability that a token survives.
+        power: Exponent of the polynomial schedule.
+        uniform: For hybrid noise, the share of uniform noise at t = 1/2 (GIDD's p_u).
+    """
+
+    kind: NoiseKind = "absorbing"
+    schedule: ScheduleName = "linear"
+    power: float = 2.0
+    uniform: float = 0.2
+
+    def __post_init__(self) -> None:
+        one_of(NoiseKind, kind=self.kind)
+        one_of(ScheduleName, schedule=self.schedule)
+        if not self.power > 0:
+            raise refuse("power", self.power, "more than 0")
+        if not 0 <= self.uniform < 1:
+            raise refuse("uniform", self.uniform, "0 <= uniform < 1")
+
+
+# --- decoding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """When a bidirectional model may reuse cached keys and values that are no longer exact.
+
+    The whole canvas is computed at the start of each block and, with `every`, after each `every` steps. The passes
+    between compute the active block and its surroundings, and read the rest from the cache.
+
+    Attributes:
+        before: Positions before the active block that are computed too.
+        after: Positions after it; None: all.
+        every: Steps between two computations of the whole canvas; None: once per block.
+    """
+
+    before: int = 0
+    after: int | None = 0
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, before=self.before, after=0 if self.after is None else self.after)
+        at_least(1, every=1 if self.every is None else self.every)
+
+    @classmethod
+    def prefix(cls, every: int | None = None) -> Refresh:
+        """The prefix cache of Fast-dLLM (arXiv 2505.22618): reuses the positions before the block."""
+        return cls(after=None, every=every)
+
+    @classmethod
+    def dual(cls, every: int | None = None) -> Refresh:
+        """The dual cache of Fast-dLLM: reuses the positions before and after the block."""
+        return cls(every=every)
+
+    @classmethod
+    def vicinity(cls, look: int = 16, every: int | None = None) -> Refresh:
+        """The vicinity refresh of dInfer: also computes `look` positions on either side of the block."""
+        return cls(before=look, after=look, every=every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an answer is divided into blocks, how many steps each may take, and what is reused between steps.
+
+    Attributes:
+        block: Tokens of an active block; None: the model's own.
+        steps: Denoising steps of a block; None: as many as it has tokens (1 where drafts are verified).
+        refresh: Reuse of keys in a bidirectional model; None: every pass computes the whole sequence. The other
+            patterns need none, their cache is exact.
+        revise: Number of finished blocks before the active one that stay editable, in bidirectional models
+            (multi-block editing of LLaDA2.1).
+    """
+
+    block: int | None = None
+    steps: int | None = None
+    refresh: Refresh | None = None
+    revise: int = 0
+
+    def __new__(cls, *args: object, **fields: object) -> Plan:
+        if args:
+            raise refuse("Plan() argument", args[0], "named ones: Plan(block=, steps=, refresh=, revise=)")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("block", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise refuse(name, value, "a whole number from 1 on, or None")
+        if self.refresh is not None and not isinstance(self.refresh, Refresh):
+            raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")
+        if not _is_whole(self.revise) or self.revise < 0:
+            raise refuse("revise", self.revise, "a whole number from 0 on")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value // 1

@@ -1,0 +1,337 @@
+"""Attention in chunks of keys with an online softmax, in plain XLA: two backends of `attention.attend`.
+
+*Chunked* attention is for a KV cache on a CPU. A cache has more slots than a row has used; this backend reads only
+the chunks between the lowest start and the highest end of all ranges. The length of its loop is known on the device
+only, so it has no gradient.
+
+*Blockwise* attention is for training and has a gradient. Each tile of queries visits only the tiles of keys that one
+of its rows attends to. In training a document is in its row twice, as clean tokens and as canvases (BD3-LM, arXiv
+2503.09573), and rows are packed: about a quarter of all pairs of positions attend to each other. Tiles are chosen on
+the device from the ranges, so packed documents, prompts of any length and short canvases are exact. The backward pass
+is FlashAttention's (arXiv 2205.14135; 2307.08691): scores are computed again, tile by tile, and no array has both
+axes of the scores.
+
+Both keep a running maximum and sum (online softmax: Milakov and Gimelshein, arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, dequantise, slice_slots
+from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
+from mercury_jax.types import accumulation_dtype
+
+FLOOR = -1e30  # initial maximum of the scores; finite, so that queries without keys have no inf - inf
+
+# --- chunked: a cache on a CPU
+
+CHUNK = 64  # keys of one step: five steps over 320 keys cost as much as one product with 320 keys
+
+
+class RunningSoftmax(NamedTuple):
+    """State of the online softmax: sum of exp(score - peak) * value, maximum score, sum of exp(score - peak)."""
+
+    sum: Float[Array, "P M K"]
+    peak: Float[Array, "P M 1"]
+    total: Float[Array, "P M 1"]
+
+
+def refuses_cached(q: Any, k: Any, *_: object, **__: object) -> str | None:
+    """Few keys, for which one product is as fast; None: it takes these."""
+    slots = k.shape[1]
+    return None if slots > 4 * CHUNK else f"{slots} keys; it takes more than {4 * CHUNK}"
+
+
+def run_cached(
+    q: Float[Array, "B T H K"],
+    k: KVArray,
+    v: KVArray,
+    ranges: Int[Array, "B T R 2"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    residual: bool = False,
+) -> Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """`reference.run` in as many steps as the ranges need, without a gradient. The arguments are the same."""
+    b, t, h, width = q.shape
+    slots, g, dtype = k.shape[1], k.shape[2], accumulation_dtype(q.dtype)
+    chunk, queries = min(CHUNK, slots), fold_heads(q, g, scale)  # [P, M, K]
+    nonempty = ranges[..., 1] > ranges[..., 0]
+    first = jnp.min(jnp.where(nonempty, ranges[..., 0], slots)) // chunk
+    last = -(-jnp.minimum(jnp.max(jnp.where(nonempty, ranges[..., 1], 0)), slots) // chunk)
+
+    def step(i: Array, state: RunningSoftmax) -> RunningSoftmax:
+        # The last chunk may not fit: it starts earlier, and the keys of the chunk before it are masked.
+        start = jnp.minimum(i * chunk, slots - chunk)
+        keys, values = (dequantise(slice_slots(x, start, chunk), q.dtype) for x in (k, v))
+        keys = keys.transpose(0, 2, 3, 1).reshape(b * g, width, chunk)
+        values = values.transpose(0, 2, 1, 3).reshape(b * g, chunk, width)
+        scores = apply_softcap(jnp.matmul(queries, keys, preferred_element_type=dtype), softcap)
+        slot = start + jnp.arange(chunk)
+        mask = ((slot >= ranges[..., :1]) & (slot < ranges[..., 1:]) & (slot >= i * chunk)).any(axis=2)
+        scores = jnp.where(mask[:, None, None], scores.reshape(b, g, h // g, t, chunk), -jnp.inf)
+        scores = scores.reshape(b * g, -1, chunk)
+        peak = jnp.maximum(state.peak, scores.max(axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - peak), jnp.exp(state.peak - peak)
+        added = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=dtype)
+        return RunningSoftmax(
+            state.sum * shrink + added, peak, state.total * shrink + weights.sum(axis=-1, keepdims=True)
+        )
+
+    rows = h // g * t
+    peak = jnp.full((b * g, rows, 1), FLOOR, dtype)
+    start = RunningSoftmax(jnp.zeros((b * g, rows, width), dtype), peak, jnp.zeros_like(peak))
+    end = jax.lax.fori_loop(first, last, step, start)
+    unfold = lambda x: unfold_heads(x.reshape(b, g, h // g, t, -1), t)
+    out = unfold(end.sum / jnp.where(end.total > 0, end.total, 1.0)).astype(q.dtype)
+    # A query without keys has a total of 0, whose logarithm is the -inf that it should have.
+    return (out, unfold(end.peak + jnp.log(end.total))[..., 0]) if residual else out
+
+
+# --- blockwise: training
+
+# Rows, and keys, of a tile. Small tiles waste little at the borders of the ranges and stay in a core's cache; an
+# accelerator starts as many kernels for a small tile as for a large one.
+TILE_CPU, TILE_ACCELERATOR = 64, 256
+# Minimum of queries and of keys. Values and gradients at 256, 512, 1024 and 2048 positions took 0.23, 0.20, 0.14 and
+# 0.19 of the reference's time on two CPU cores (a document as clean tokens and canvases, 12 heads of 64, 4 key heads).
+MIN_LENGTH = 256
+
+
+class BlockwiseConfig(NamedTuple):
+    """Static arguments of blockwise attention."""
+
+    scale: float
+    softcap: float | None
+    tile: int = TILE_CPU  # rows, and keys, of a tile
+
+
+class TileVisits(NamedTuple):
+    """Which tiles of keys each tile of queries visits. It follows from the ranges, so XLA computes it once per pass."""
+
+    edges: Int[Array, "N B M R 2"]  # ranges of the tile's rows
+    order: Int[Array, "N B J"]  # key tiles to visit, in order; the rest is J, which no row attends to
+    count: Int[Array, "N"]  # number of key tiles to visit, the maximum over the rows of the batch
+
+
+def refuses_blockwise(q: Any, k: Any, v: Any, ranges: Any, **_: object) -> str | None:
+    """int8 keys, which have no gradient, and short sequences, where one product is as fast; None: it takes these."""
+    if isinstance(k, Int8Vectors):
+        return "rounded keys have no gradient"
+    if min(q.shape[1], k.shape[1]) < MIN_LENGTH:
+        return f"{q.shape[1]} queries on {k.shape[1]} keys; it takes {MIN_LENGTH} or more of both"
+    return None
+
+
+def run_blockwise(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    ranges: Int[Array, "B T R 2"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    residual: bool = False,
+) -> Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """`reference.run` with a gradient in q, k and v, of the log-sum-exp too; in reverse mode, once."""
+    found: Any = _blockwise(q, k, v, ranges, BlockwiseConfig(scale, softcap))
+    return found if residual else found[0]
+
+
+def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVisits:
+    """The key tiles that hold a key which some row of a query tile attends to.
+
+    Args:
+        ranges: Key ranges.
+        slots: S.
+        tile: Rows, and keys, of a tile.
+
+    Returns:
+        The visits of all N query tiles.
+    """
+    b, t, r, _ = ranges.shape
+    edges = jnp.pad(jnp.minimum(ranges, slots), ((0, 0), (0, -t % tile), (0, 0), (0, 0)))
+    edges = jnp.moveaxis(edges.reshape(b, -1, tile, r, 2), 1, 0)
+    start, end = edges[..., 0, None], edges[..., 1, None]
+    index = jnp.arange(-(-slots // tile), dtype=jnp.int32)
+    seen = ((start < (index + 1) * tile) & (end > index * tile) & (end > start)).any(axis=(2, 3))  # [N, B, J]
+    # The n-th tile that is seen goes to place n. Not by a sort, which compiles for minutes on a TPU.
+    place, count = jnp.cumsum(seen, axis=-1) - 1, seen.sum(axis=-1, dtype=jnp.int32)
+    order = jnp.where(seen[..., None] & (place[..., None] == index), index[:, None], 0).sum(axis=-2)
+    order = jnp.where(index < count[..., None], order, len(index))
+    return TileVisits(edges, order.astype(jnp.int32), count.max(axis=1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blockwise(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
+    return _blockwise_forward(q, k, v, ranges, config)[0]
+
+
+def _blockwise_forward(
+    q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig
+) -> tuple[tuple[Array, Array], Any]:
+    """((out, log-sum-exp), what the backward pass needs)."""
+    found = _by_platform(_values, config, q, k, v, ranges)
+    return found, (q, k, v, ranges, *found)
+
+
+def _blockwise_backward(
+    config: BlockwiseConfig, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Any, ...]:
+    return *_by_platform(_gradients, config, *saved, *cotangents), None
+
+
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+
+
+def _by_platform(f: Callable[..., Any], config: BlockwiseConfig, *args: Array) -> Any:
+    small, large = (
+        functools.partial(f, config=config._replace(tile=tile)) for tile in (TILE_CPU, TILE_ACCELERATOR)
+    )
+    return jax.lax.platform_dependent(*args, cpu=small, default=large)
+
+
+@functools.partial(jax.jit, static_argnames="config")  # all layers share one trace
+def _values(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
+    """(out [B, T, H, K], log-sum-exp [B, T, H])."""
+    dtype, tile = accumulation_dtype(q.dtype), config.tile
+    queries = _query_tiles(q * config.scale, q.dtype, k.shape[2], tile)  # [N, B, G, M, K]
+    keys, values = _key_tiles(k, tile), _key_tiles(v, tile)  # [B, J, G, C, K]
+
+    def query_tile(_: None, given: tuple[TileVisits, Array]) -> tuple[None, tuple[Array, Array]]:
+        visits, x = given
+        floor = jnp.full((*x.shape[:-1], 1), FLOOR, dtype)
+
+        def visit(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            total, before, sums = state
+            j = visits.order[:, i]
+            scores = _mask(_scores(x, _take(keys, j), config), visits.edges, j)
+            peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+            weights, shrink = jnp.exp(scores - peak), jnp.exp(before - peak)
+            added = _einsum("bgmc,bgck->bgmk", weights, _take(values, j))
+            return total * shrink + weights.sum(axis=-1, keepdims=True), peak, sums * shrink + added
+
+        start = (jnp.zeros_like(floor), floor, jnp.zeros(x.shape, dtype))
+        total, peak, sums = jax.lax.fori_loop(0, visits.count, visit, start)
+        # A query without keys has a total of 0, whose logarithm is the -inf that it should have.
+        out = (sums / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+        return None, (out, (peak + jnp.log(total)))
+
+    _, (outs, lses) = jax.lax.scan(query_tile, None, (tile_visits(ranges, k.shape[1], tile), queries))
+    return _from_query_tiles(outs, q.shape, tile), _from_query_tiles(lses, (*q.shape[:3], 1), tile)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    ranges: Array,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array,
+    config: BlockwiseConfig,
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v. With p = exp(s - lse): dv = p' do, ds = p (do v' - delta), delta = o do - dlse."""
+    dtype, tile = accumulation_dtype(q.dtype), config.tile
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1) - d_lse
+    fold = functools.partial(_query_tiles, groups=k.shape[2], tile=tile)
+    rows = (
+        fold(q * config.scale, q.dtype), fold(d_out, q.dtype),
+        fold(jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None], dtype), fold(delta[..., None], dtype),
+    )  # fmt: skip
+    keys, values = _key_tiles(k, tile), _key_tiles(v, tile)
+
+    def query_tile(
+        sums: tuple[Array, Array], given: tuple[TileVisits, tuple[Array, ...]]
+    ) -> tuple[Any, Array]:
+        visits, (x, d_out, lse, delta) = given
+
+        def visit(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq, dk, dv = state
+            j = visits.order[:, i]
+            k_tile, v_tile = _take(keys, j), _take(values, j)
+            scores = _scores(x, k_tile, config)
+            weights = jnp.exp(_mask(scores, visits.edges, j) - lse)
+            ds = weights * (_einsum("bgmk,bgck->bgmc", d_out, v_tile) - delta)
+            if config.softcap is not None:
+                ds = ds * (1.0 - (scores / config.softcap) ** 2)
+            dv = _add(dv, j, _einsum("bgmc,bgmk->bgck", weights, d_out))
+            dk = _add(dk, j, _einsum("bgmc,bgmk->bgck", ds, x))
+            return dq + _einsum("bgmc,bgck->bgmk", ds, k_tile), dk, dv
+
+        dq, dk, dv = jax.lax.fori_loop(0, visits.count, visit, (jnp.zeros(x.shape, dtype), *sums))
+        return (dk, dv), dq
+
+    zeros = (jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype))
+    (dk, dv), dq = jax.lax.scan(query_tile, zeros, (tile_visits(ranges, k.shape[1], tile), rows))
+    dq = (_from_query_tiles(dq, q.shape, tile) * config.scale).astype(q.dtype)
+    return dq, _from_key_tiles(dk, k), _from_key_tiles(dv, v)
+
+
+# Tiles: N of queries, J of keys. A query tile has M = H / G * tile rows, a key tile C = tile keys.
+
+
+def _query_tiles(x: Float[Array, "B T H K"], dtype: Any, groups: int, tile: int) -> Float[Array, "N B G M K"]:
+    b, t, h, width = x.shape
+    x = jnp.pad(x.astype(dtype), ((0, 0), (0, -t % tile), (0, 0), (0, 0)))
+    x = x.reshape(b, -1, tile, groups, h // groups, width).transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(*x.shape[:3], -1, width)
+
+
+def _from_query_tiles(
+    x: Float[Array, "N B G M K"], shape: tuple[int, ...], tile: int
+) -> Float[Array, "B T H K"]:
+    """The inverse of `_query_tiles`."""
+    n, b, groups = x.shape[:3]
+    x = x.reshape(n, b, groups, -1, tile, shape[3]).transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(b, n * tile, *shape[2:])[:, : shape[1]]
+
+
+def _key_tiles(x: Float[Array, "B S G K"], tile: int) -> Float[Array, "B J G C K"]:
+    b, s, groups, width = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -s % tile), (0, 0), (0, 0)))
+    return x.reshape(b, -1, tile, groups, width).swapaxes(2, 3)
+
+
+def _from_key_tiles(x: Float[Array, "B J G C K"], like: Array) -> Float[Array, "B S G K"]:
+    """The inverse of `_key_tiles`."""
+    x = x.swapaxes(2, 3).reshape(like.shape[0], -1, *like.shape[2:])
+    return x[:, : like.shape[1]].astype(like.dtype)
+
+
+def _take(x: Float[Array, "B J G C K"], j: Int[Array, "B"]) -> Float[Array, "B G C K"]:
+    """Tile j[b] of each row b."""
+    return jax.vmap(lambda y, i: jax.lax.dynamic_index_in_dim(y, i, 0, keepdims=False))(x, j)
+
+
+def _add(x: Float[Array, "B J G C K"], j: Int[Array, "B"], more: Float[Array, "B G C K"]) -> Array:
+    """Adds to tile j[b] of each row b."""
+    return jax.vmap(lambda y, i, z: y.at[i].add(z, unique_indices=True, mode="drop"))(x, j, more)
+
+
+def _einsum(equation: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(equation, x.astype(y.dtype), y, preferred_element_type=accumulation_dtype(y.dtype))
+
+
+def _scores(
+    x: Float[Array, "B G M K"], keys: Float[Array, "B G C K"], config: BlockwiseConfig
+) -> Float[Array, "B G M C"]:
+    return apply_softcap(_einsum("bgmk,bgck->bgmc", x, keys), config.softcap)
+
+
+def _mask(scores: Float[Array, "B G M C"], edges: Int[Array, "B m R 2"], j: Int[Array, "B"]) -> Array:
+    """The scores of key tile j[b], -inf where a row does not attend to the key."""
+    tile = scores.shape[-1]
+    slot = j[:, None, None, None] * tile + jnp.arange(tile)
+    mask: Bool[Array, "B m C"] = ((slot >= edges[..., :1]) & (slot < edges[..., 1:])).any(axis=2)
+    by_head = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])
+    return jnp.where(mask[:, None, None], by_head, -jnp.inf).reshape(scores.shape)

@@ -1,0 +1,252 @@
+"""Head size 512 on Hopper: 64 rows, two warpgroups, each with half of the keys of a tile and half of the columns.
+
+64 rows of 512 columns in fp32 are 256 registers per thread, more than there are, so the columns of the output are
+divided. Scores are not computed twice: each warpgroup computes those of its half of the keys, both agree on the
+maximum of each row, and each reads the weights of the other half from shared memory (FlashMLA divides its work like
+this). Keys and values are loaded in pieces of 16 KB: beside the queries there is no room for two tiles of 128 keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from mercury_jax.kernels.hopper.tile_loop import (
+    FLOOR,
+    PER_ROW,
+    ROWS,
+    AttentionConfig,
+    KeyTiles,
+    SharedMemory,
+    across_columns,
+    clear_values,
+    full,
+    is_covered,
+    is_unmasked,
+    mask_scores,
+    scaled_scores,
+)
+
+KEYS = 128  # of a tile: a half for each warpgroup
+HALF = KEYS // 2
+DEPTH = 64  # columns of a piece of keys [2, HALF, DEPTH]
+SPAN = 128  # columns of a piece of values [HALF, SPAN]
+STAGES = 4  # pieces of keys in flight, and of values
+
+
+# --- the producer
+
+
+def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...]) -> None:
+    """Loads all pieces of a program, in the order in which they are read; arguments as of `producer.produce`."""
+    args = (c, s, tiles, sources)
+
+    def step(i: Any, _: None) -> None:  # loops: unrolled, addresses would take more registers than there are
+        jax.lax.fori_loop(0, s.q.shape[0], lambda n, _: _load_keys(*args, i, n), None)
+        jax.lax.fori_loop(0, s.q.shape[0], lambda n, _: _load_values(*args, i, n), None)
+
+    jax.lax.fori_loop(0, tiles.steps, step, None)
+
+    @pl.when(tiles.steps > 0)
+    def _() -> None:  # wait until all has been read
+        for slot in range(STAGES):
+            plgpu.barrier_wait(s.k_free.at[slot])
+            plgpu.barrier_wait(s.v_free.at[slot])
+
+
+def _load_keys(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...], i: Any, n: Any
+) -> None:
+    slot, (row, begin) = _free_slot(s.k_free, i, n), tiles.place(c, i, sources)
+    for half in (0, 1):
+        at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(n * DEPTH, DEPTH))
+        plgpu.copy_gmem_to_smem(sources[0].at[at], s.k.at[slot, half], s.k_full.at[slot])
+
+
+def _load_values(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...], i: Any, n: Any
+) -> None:
+    slot, (row, begin) = _free_slot(s.v_free, i, n), tiles.place(c, i, sources)
+    worker, index = jax.lax.rem(n, jnp.int32(2)), jax.lax.div(n, jnp.int32(2))
+    # A warpgroup reads its pieces of values with its own half of the keys first, then those with the other half.
+    spans = jnp.int32(s.q.shape[0] // 4)  # of the columns of one warpgroup
+    half = jnp.where(index < spans, worker, 1 - worker)
+    column = (worker * spans + jax.lax.rem(index, spans)) * SPAN
+    at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(column, SPAN))
+    plgpu.copy_gmem_to_smem(sources[1].at[at], s.v.at[slot], s.v_full.at[slot])
+
+
+def _free_slot(free: Any, i: Any, n: Any) -> Any:
+    """Waits for the slot of the n-th piece of step i and returns it. STAGES divides the pieces of a tile."""
+    slot = jax.lax.rem(n, jnp.int32(STAGES))
+    pl.when((i > 0) | (n >= STAGES))(lambda: plgpu.barrier_wait(free.at[slot]))
+    return slot
+
+
+# --- the computing warpgroups
+
+
+def compute(
+    c: AttentionConfig,
+    s: SharedMemory,
+    tiles: KeyTiles,
+    worker: Any,
+    q: Any,
+    edges: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    """All steps of one of the two computing warpgroups, and the store of its columns.
+
+    Args:
+        c: Static configuration.
+        s: Shared memory and barriers.
+        tiles: The program's key tiles.
+        worker: 0 or 1.
+        q: Queries [P, M, K].
+        edges: Their ranges [B, E, M].
+        out: Output [splits, P, M, K] in fp32.
+        lse: Log-sum-exp [splits, P, M].
+    """
+    pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
+    rows, spans = pl.ds(tile * ROWS, ROWS), q.shape[-1] // 2 // SPAN
+
+    @pl.when(worker == 0)
+    def _() -> None:
+        for n in range(s.q.shape[0]):
+            piece = q.at[pair, rows, pl.ds(n * DEPTH, DEPTH)]
+            plgpu.copy_gmem_to_smem(piece, s.q.at[n], s.q_full.at[0])
+        plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges.at[0], s.q_full.at[0])
+
+    plgpu.barrier_wait(s.q_full.at[0])
+    sums = tuple(full(0.0, (ROWS, SPAN)) for _ in range(spans))
+    start = (*sums, full(FLOOR, (ROWS,)), full(0.0, (ROWS,)))
+    step = functools.partial(_step, c, s, tiles, worker)
+    *sums, peak, total = jax.lax.fori_loop(0, tiles.steps, step, start)
+    total = total + _exchange(s, worker, total)
+    safe = jnp.where(total > 0, total, 1.0)
+    for n, x in enumerate(sums):
+        columns = pl.ds((worker * spans + n) * SPAN, SPAN)
+        out[split, pair, rows, columns] = x * across_columns(1.0 / safe, x)
+
+    @pl.when(worker == 0)
+    def _() -> None:
+        lse[split, pair, rows] = jnp.where(total > 0, peak * math.log(2) + jnp.log(safe), -jnp.inf)
+
+
+def _step(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Any, i: Any, carry: tuple[Any, ...]
+) -> Any:
+    """Adds the key tile of step i to the softmax: the weights of this half of the keys, the sums of these columns."""
+    *sums, before, total = carry
+    scores, unit = scaled_scores(c, _scores(s, worker))  # [64, HALF]
+    begin, unmasked = tiles.start(c, i) + worker * HALF, is_unmasked(c, tiles, i)
+    mask = functools.partial(mask_scores, s.edges.at[0], begin, (tiles.first + i) * c.keys)
+    scores = jax.lax.cond(unmasked, lambda x: x, mask, scores)
+    own = scores.max(axis=1) * unit
+    peak = jnp.maximum(before, jnp.maximum(own, _exchange(s, worker, own)))
+    weights = jnp.exp2(scores * unit - across_columns(peak, scores))
+    shrink = jnp.exp2(before - peak)
+    total = total * shrink + weights.sum(axis=1)
+    weights = weights.astype(s.weights.dtype)
+    s.weights.at[worker][...] = weights
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(s.weights_full.at[0])
+    sums = [x * across_columns(shrink, x) for x in sums]
+    clear = functools.partial(_clear, c, s, tiles, i, unmasked)
+    sums = _add_products(c, s, worker, sums, weights, clear)
+    return *sums, peak, total
+
+
+def _exchange(s: SharedMemory, worker: Any, x: Any) -> Any:
+    """Gives the other warpgroup this one's number of each row, and returns the other's."""
+    s.exchange.at[worker][...] = x
+    plgpu.barrier_arrive(s.exchanged.at[0])
+    plgpu.barrier_wait(s.exchanged.at[0])
+    return plgpu.layout_cast(s.exchange[1 - worker], PER_ROW)
+
+
+def _clear(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, i: Any, unmasked: Any, slot: Any, half: Any
+) -> None:
+    """Clears the values of keys that no row attends to; only one warpgroup reads a piece of values."""
+    begin = tiles.start(c, i)
+
+    @pl.when(jnp.logical_not(unmasked | is_covered(c, tiles, begin)))
+    def _() -> None:
+        clear_values(c, tiles, begin + half * HALF, s.v.at[slot])
+
+
+def _scores(s: SharedMemory, worker: Any) -> Any:
+    """q k^T [ROWS, HALF] in fp32, a sum over pieces of the columns.
+
+    wgmma is asynchronous: a piece is released when the product after it has started.
+    """
+
+    def fill(acc: Any) -> Any:
+        def multiply(n: Any) -> None:
+            slot = jax.lax.rem(jnp.int32(n), jnp.int32(STAGES))
+            plgpu.barrier_wait(s.k_full.at[slot])
+            plgpu.wgmma(acc, s.q.at[n], s.k.at[slot, worker].transpose((1, 0)))
+
+        def next_piece(n: Any, _: None) -> None:
+            multiply(n)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(s.k_free.at[jax.lax.rem(n - 1, jnp.int32(STAGES))])
+
+        multiply(0)
+        jax.lax.fori_loop(1, s.q.shape[0], next_piece, None)
+        scores = acc[...]
+        plgpu.barrier_arrive(s.k_free.at[(s.q.shape[0] - 1) % STAGES])
+        return scores
+
+    return pl.run_scoped(fill, plgpu.WGMMAAccumulatorRef((ROWS, HALF), jnp.float32))
+
+
+def _add_products(
+    c: AttentionConfig,
+    s: SharedMemory,
+    worker: Any,
+    sums: list[Any],
+    weights: Any,
+    clear: Callable[[Any, Any], None],
+) -> list[Any]:
+    """sums + weights v over this warpgroup's columns; its own half of the keys first, then the other half."""
+    spans = len(sums)
+    slots = [2 * n % STAGES + worker for n in range(2 * spans)]
+
+    def add_all(accs: Any) -> None:
+        for n, slot in enumerate(slots):
+            plgpu.barrier_wait(s.v_full.at[slot])
+            clear(slot, worker if n < spans else 1 - worker)
+            if n == spans:
+                plgpu.barrier_wait(s.weights_full.at[0])
+            left = weights if n < spans else s.weights.at[1 - worker]
+            _accumulate(c, accs, n % spans, left, s.v.at[slot])
+            if n:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(s.v_free.at[slots[n - 1]])
+
+    if c.interpreted:  # the interpreter has no run_state, nor wgmma with an operand in registers
+        found = list(sums)
+        add_all(found)
+    else:
+        found = pl.run_state(add_all)([plgpu.WGMMAAccumulatorRef.init(x) for x in sums])
+    plgpu.barrier_arrive(s.v_free.at[slots[-1]])
+    return found
+
+
+def _accumulate(c: AttentionConfig, accs: Any, n: int, left: Any, right: Any) -> None:
+    """accs[n] += left right; `left` is in registers or in shared memory."""
+    if c.interpreted:
+        weights = left if isinstance(left, jax.Array) else left[...]
+        accs[n] = accs[n] + jnp.dot(weights, right[...], preferred_element_type=jnp.float32)
+    else:
+        plgpu.wgmma(accs[n], left, right)

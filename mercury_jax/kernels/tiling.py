@@ -1,0 +1,116 @@
+"""What surrounds an attention kernel: rows folded into tiles, the keys each tile visits, splits and their merging.
+
+All of it is plain jnp on small arrays, or arithmetic on shapes. What depends on the ranges alone is the same in all
+layers of a pass, and XLA computes it once. P is the number of (row of the batch, key head) pairs, M the number of
+rows of each pair.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Array, "P M K"]:
+    """The queries of each key head as the rows of a matrix.
+
+    Rows are ordered by query, then by head: a tile holds few queries, whose ranges are close to each other.
+
+    Args:
+        q: Queries.
+        groups: Key heads G.
+        rows: Rows of a tile; zeros fill M up to a multiple.
+
+    Returns:
+        P = B * G matrices of M = T * H / G rows.
+    """
+    b, t, h, width = q.shape
+    x = q.reshape(b, t, groups, h // groups, width).transpose(0, 2, 1, 3, 4)
+    x = x.reshape(b * groups, t * (h // groups), width)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows), (0, 0)))
+
+
+def unfold_queries(
+    x: Float[Array, "P M *K"], batch: int, queries: int, heads: int
+) -> Float[Array, "B T H *K"]:
+    """The inverse of `fold_queries`, for outputs and for their log-sum-exp."""
+    groups, rest = x.shape[0] // batch, x.shape[2:]
+    x = x[:, : queries * (heads // groups)].reshape(batch, groups, queries, heads // groups, *rest)
+    return jnp.moveaxis(x, 1, 2).reshape(batch, queries, heads, *rest)
+
+
+def fold_ranges(ranges: Int[Array, "B T R 2"], heads: int, rows: int) -> Int[Array, "B E M"]:
+    """The ranges of each row of `fold_queries`.
+
+    Args:
+        ranges: Key ranges.
+        heads: Query heads of a key head, H / G.
+        rows: Rows of a tile; the last row's ranges fill M up to a multiple.
+
+    Returns:
+        E = 2 R numbers per row: start 0, end 0, start 1, ...
+    """
+    x = jnp.repeat(ranges.reshape(*ranges.shape[:2], -1), heads, axis=1).transpose(0, 2, 1)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % rows)), mode="edge").astype(jnp.int32)
+
+
+def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) -> Int[Array, "B N C"]:
+    """What a tile of rows must know before it loads its first key.
+
+    Args:
+        edges: From `fold_ranges`.
+        rows: Rows of a tile.
+        keys: Keys of a tile.
+        slots: S.
+
+    Returns:
+        For each of the N = M / rows tiles C = 4 + E numbers: the first and the last (exclusive) tile of keys to visit;
+        the keys [from, to) that every row attends to in its first range, where no mask is needed; and for each
+        range its hull, the lowest start and the highest end over the rows (0, 0: empty).
+    """
+    b, e, m = edges.shape
+    x = jnp.clip(edges, 0, slots).reshape(b, e // 2, 2, m // rows, rows)
+    start, end = x[:, :, 0], x[:, :, 1]  # [B, R, N, rows]
+    nonempty = end > start
+    low = jnp.where(nonempty, start, slots).min(axis=-1)
+    high = jnp.where(nonempty, end, 0).max(axis=-1)
+    first = low.min(axis=1) // keys
+    last = jnp.maximum(-(-high.max(axis=1) // keys), first)
+    hulls = jnp.stack([jnp.where(high > 0, low, 0), high], axis=2).reshape(b, e, -1)
+    unmasked = [start[:, 0].max(axis=-1), end[:, 0].min(axis=-1)]
+    return jnp.concatenate([jnp.stack([first, last, *unmasked], axis=1), hulls], axis=1).transpose(0, 2, 1)
+
+
+def choose_splits(programs: int, steps: int, processors: int) -> int:
+    """Number of parts into which the keys of each program are split, so that the last wave of programs is full too.
+
+    Args:
+        programs: Number of programs without splitting.
+        steps: Key tiles of the longest program.
+        processors: Programs that run at the same time.
+
+    Returns:
+        The number of least cost; a part costs about one step more, for its queries and its partial result.
+    """
+    cost = lambda n: -(-programs * n // processors) * (-(-steps // n) + 1)
+    return min(range(1, max(1, min(steps, processors)) + 1), key=lambda n: (cost(n), n))
+
+
+def merge_splits(
+    outs: Float[Array, "N P M K"], lses: Float[Array, "N P M"]
+) -> tuple[Float[Array, "P M K"], Float[Array, "P M"]]:
+    """Merges attention over disjoint parts of the keys.
+
+    Args:
+        outs: The output of each part.
+        lses: Its log-sum-exp, -inf for a row without keys in the part.
+
+    Returns:
+        Output and log-sum-exp over all keys.
+    """
+    peak = jnp.maximum(lses.max(axis=0), -1e30)
+    weights = jnp.exp(lses - peak)
+    total = weights.sum(axis=0)
+    safe = jnp.where(total > 0, total, 1.0)
+    out = (outs * (weights / safe)[..., None]).sum(axis=0)
+    return out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)

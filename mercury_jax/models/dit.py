@@ -1,0 +1,298 @@
+"""Diffusion transformers: normalisation modulated by the noise level (MDLM, BD3-LM, DUO, GIDD).
+
+Every block gets the noise level as a vector. Models with `timed` get a time per row [B] or per position [B, T]
+(packed rows hold canvases of several times) with the tokens; for the others the level is 0. `build` turns a
+`DiTConfig` into a `Model` of pure functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from mercury_jax.config import ModelConfig, Pattern, at_least, one_of, refuse
+from mercury_jax.models import cache as kv_cache, masks
+from mercury_jax.models.layers import Linear, rope
+from mercury_jax.models.ops import Ops, device_ops, training_ops
+from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
+
+NoiseLevel = Literal["log_linear", "clipped", "time"]
+
+# Mesh axes of each parameter, by path; see `mercury_jax.sharding`.
+SHARDINGS = (
+    (r"embed$", ("tensor", "fsdp")),
+    (r"qkv/w$", ("fsdp", None, "tensor", None)),
+    (r"/o/w$", ("tensor", None, "fsdp")),
+    (r"up/w$", ("fsdp", "tensor")),
+    (r"up/b$", ("tensor",)),
+    (r"down/w$", ("tensor", "fsdp")),
+    (r"proj/w$", (None, None, "fsdp")),
+    (r"head/w$", ("fsdp", "tensor")),
+    (r"head/b$", ("tensor",)),
+)
+
+# Fields of `ModelConfig` that a DiT does not support, with the only value that it accepts.
+_FIXED = {
+    "rope_fraction": 1.0, "rope_scaling": None, "qk_norm": False, "qkv_bias": False, "out_bias": False,
+    "mlp_bias": False, "window": None, "experts": None, "tied": False,
+    "zero_centred": False, "scale_embed": False, "alignment": "same_position", "predicts_next": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(ModelConfig):
+    """Sizes of a diffusion transformer for masked diffusion (arXiv 2212.09748; MDLM, arXiv 2406.07524).
+
+    LayerNorm without a bias, shifted, scaled and gated by a function of the noise level; GELU; q, k and v from one
+    matrix. The pattern is bidirectional, or block_causal (BD3-LM, arXiv 2503.09573). Models with timed=False always
+    get noise level 0: the published weights of such models were trained with no other.
+
+    Attributes:
+        cond: Width C of the embedded noise level.
+        frequencies: Number of cosines and sines of the level that the embedding starts from.
+        level: The number that represents noise of time t, with e = level_eps:
+            log_linear  -log(1 - (1 - e) t)             (MDLM, DUO)
+            clipped     min(-log(1 - t), -log(e))       (BD3-LM)
+            time        e + (1 - 2 e) t                 (GIDD)
+        level_eps: e.
+    """
+
+    pattern: Pattern = "bidirectional"
+    qk_norm: bool = False
+    tied: bool = False
+    zero_centred: bool = False
+    scale_embed: bool = False
+    norm_eps: float = 1e-5
+    cond: int = 128
+    frequencies: int = 256
+    level: NoiseLevel = "log_linear"
+    level_eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, cond=self.cond)
+        one_of(NoiseLevel, level=self.level)
+        for name, value in _FIXED.items():
+            if getattr(self, name) != value:
+                raise refuse(name, getattr(self, name), f"{value!r}: a DiT supports no other")
+        if self.pattern == "causal_encoder":
+            raise refuse("pattern", self.pattern, "bidirectional or block_causal, for a DiT")
+        if self.kv_heads != self.heads:
+            raise refuse("kv_heads", self.kv_heads, f"heads = {self.heads}: q, k and v are one matrix")
+        if self.frequencies < 2 or self.frequencies % 2:
+            raise refuse("frequencies", self.frequencies, "an even number: a cosine and a sine of each")
+        if not 0 < self.level_eps < 0.5:
+            raise refuse("level_eps", self.level_eps, "0 < level_eps < 0.5")
+
+
+def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """The number that represents noise of time t in 0..1; see `DiTConfig.level`."""
+    e = config.level_eps
+    if config.level == "time":
+        return e + (1.0 - 2.0 * e) * time
+    if config.level == "log_linear":
+        return -jnp.log1p(-(1.0 - e) * time)
+    # log1p(-1) is -inf at t = 1; clipping the argument also keeps the derivative finite.
+    return jnp.minimum(-jnp.log1p(-jnp.minimum(time, 1.0 - e)), -math.log(e))
+
+
+class NoiseLevelEmbedding(nn.Module):
+    """The noise level as a vector: SiLU of a two-layer MLP over its cosines and sines.
+
+    The frequencies are 10000**(-i / half), those of sinusoidal positions (arXiv 1706.03762).
+    """
+
+    config: DiTConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, sigma: Float[Array, "B S"]) -> Float[Array, "B S C"]:
+        c = self.config
+        half = c.frequencies // 2
+        angle = sigma[..., None] * jnp.exp(-math.log(10_000.0) * jnp.arange(half, dtype=sigma.dtype) / half)
+        features = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+        dense = lambda inputs, name: Linear((inputs,), (c.cond,), bias=True, ops=self.ops, name=name)
+        hidden = jax.nn.silu(dense(c.frequencies, "first")(features))
+        return jax.nn.silu(dense(c.cond, "second")(hidden)).astype(c.dtype)
+
+
+class AdaLNModulation(nn.Module):
+    """`count` vectors of the model's width from the noise level: shifts, scales and gates (adaLN)."""
+
+    config: DiTConfig
+    count: int
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, condition: Float[Array, "B S C"]) -> list[Float[Array, "B S D"]]:
+        c = self.config
+        # A new model ignores the noise level and every branch (adaLN-zero): the weight starts at 0.
+        project = Linear((c.cond,), (self.count, c.width), 0.0, bias=True, ops=self.ops, name="proj")
+        vectors = project(condition)
+        return [vectors[..., i, :] for i in range(self.count)]
+
+
+class ModulatedLayerNorm(nn.Module):
+    """LayerNorm without a bias in at least fp32, then * (1 + scale_by) + shift."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], shift: Array, scale_by: Array) -> Float[Array, "B T D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = x.astype(accumulation_dtype(x.dtype))
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + self.eps) * scale
+        return (y * (1.0 + scale_by) + shift).astype(x.dtype)
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, each between a modulated norm and a gate."""
+
+    config: DiTConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        condition: Float[Array, "#B #T C"],
+        positions: Int[Array, "B T"],
+        ranges: Int[Array, "B T R 2"],
+        kv: kv_cache.KV | None,
+        slots: Int[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
+        c = self.config
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = AdaLNModulation(
+            c, 6, self.ops, name="modulation"
+        )(condition)
+        y = ModulatedLayerNorm(c.norm_eps, name="attention_norm")(x, shift, scale)
+        qkv = Linear((c.width,), (3, c.heads, c.head_dim), ops=self.ops, name="qkv")(y)  # [B, T, 3, H, K]
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        q, k = rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta)
+        if kv is not None and slots is not None:
+            kv = self.ops.write(kv, k, v, slots)
+            k, v = kv
+        out = self.ops.attend(q, k, v, ranges, cached=kv is not None)
+        x = x + gate * Linear((c.heads, c.head_dim), (c.width,), ops=self.ops, name="o")(out)
+        y = ModulatedLayerNorm(c.norm_eps, name="mlp_norm")(x, mlp_shift, mlp_scale)
+        y = jax.nn.gelu(Linear((c.width,), (c.ffn,), bias=True, ops=self.ops, name="up")(y), approximate=True)
+        return x + mlp_gate * Linear((c.ffn,), (c.width,), bias=True, ops=self.ops, name="down")(y), kv
+
+
+class DiT(nn.Module):
+    """Embedding, blocks and a modulated final norm; `head` gives logits and does not depend on the time."""
+
+    config: DiTConfig
+    ops: Ops = Ops()
+
+    def setup(self) -> None:
+        c = self.config
+        self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
+        self.condition = NoiseLevelEmbedding(c, self.ops, name="condition")
+        self.blocks = [DiTBlock(c, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        self.modulation = AdaLNModulation(c, 2, self.ops, name="modulation")
+        self.norm = ModulatedLayerNorm(c.norm_eps, name="norm")
+        self.last = Linear((c.width,), (c.vocab,), bias=True, ops=self.ops, name="head")
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        time: Float[Array, "#B #T"],
+        positions: Int[Array, "B T"],
+        ranges: Int[Array, "B T R 2"],
+        cache: tuple[kv_cache.KV, ...] | None = None,
+        slots: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
+        """Hidden states and the cache; `time` broadcasts over the tokens, the rest as in `transformer.Transformer`."""
+        c = self.config
+        condition = self.condition(noise_level(c, time) if c.timed else time)
+        x = self.embed[tokens].astype(c.dtype)
+        new_cache = []
+        for i, block in enumerate(self.blocks):
+            x, kv = block(x, condition, positions, ranges, None if cache is None else cache[i], slots)
+            new_cache.append(kv)
+        return self.norm(x, *self.modulation(condition)), tuple(new_cache)
+
+    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in at least fp32."""
+        return self.last(hidden).astype(accumulation_dtype(hidden.dtype))
+
+    def all_parameters(self, tokens: Array, time: Array, ranges: Array) -> Array:
+        """A pass that uses every parameter, for init."""
+        return self.head(self(tokens, time, tokens, ranges)[0])
+
+
+def build(config: DiTConfig) -> Model:
+    """The DiT of a config as pure functions.
+
+    Args:
+        config: Sizes and noise level.
+
+    Returns:
+        The model. If config.timed its `forward` and `apply` need a time [B] or [B, T], otherwise they accept none.
+    """
+    net = DiT(config)
+    dtype = jnp.dtype(config.dtype)
+    return Model(
+        config=config,
+        init=functools.partial(_init, net),
+        apply=functools.partial(_apply, net),
+        forward=functools.partial(_forward, net),
+        head=functools.partial(_head, net),
+        condition=lambda params, logits: (),
+        empty_cache=lambda batch, slots: kv_cache.empty_cache(
+            config.layers, batch, slots, config.heads, config.head_dim, dtype
+        ),
+        encodable=functools.partial(masks.encodable, config),
+        layout=functools.partial(masks.layout, config),
+        shardings=SHARDINGS,
+    )
+
+
+def _times(config: DiTConfig, time: Array | None, leave_one_out: bool = False) -> Float[Array, "#B #T"]:
+    """Times as [B, 1] or [B, T] (twice that for leave-one-out masks), or zeros [1, 1] for a model that is not timed."""
+    if config.timed != (time is not None):
+        raise refuse("time", time, "a time of each row" if config.timed else "None: this model is not timed")
+    dtype = accumulation_dtype(jnp.dtype(config.dtype))
+    if time is None:
+        return jnp.zeros((1, 1), dtype)
+    time = jnp.asarray(time, dtype)
+    time = time[:, None] if time.ndim == 1 else time
+    return jnp.concatenate([time, time], axis=1) if leave_one_out and time.shape[1] > 1 else time
+
+
+def _init(net: DiT, key: Key) -> Params:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
+    return net.init(key, tokens, jnp.zeros((1, 1)), ranges, method="all_parameters")["params"]
+
+
+def _apply(
+    net: DiT, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+) -> Array:
+    times = _times(net.config, given.time)
+    net = net.clone(ops=training_ops(mesh, device))
+    return net.apply({"params": params}, given.tokens, times, given.positions, given.ranges)[0]
+
+
+def _forward(
+    net: DiT, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
+) -> tuple[Array, Cache]:
+    del mesh  # XLA's partitioner divides a DiT
+    run = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+    times = _times(net.config, given.time, given.leave_one_out is not None)
+    net = net.clone(ops=device_ops(device))
+    return net.apply({"params": params}, run.tokens, times, run.positions, run.ranges, given.cache, run.slots)
+
+
+def _head(net: DiT, params: Params, hidden: Array) -> Array:
+    return net.apply({"params": params}, hidden, method="head")  # pyright: ignore[reportReturnType]

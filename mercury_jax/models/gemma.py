@@ -1,0 +1,669 @@
+"""Gemma 4 text models and DiffusionGemma: one backbone that encodes causally and denoises canvases.
+
+Written from the configurations and checkpoints of transformers 5.23 (`gemma4`, `diffusion_gemma`). Sliding and global
+attention layers alternate; a dense and an expert branch run side by side; logits are soft-capped. The same weights
+encode the prompt and denoise; encoded tokens never see the self-conditioning. `build` turns a `GemmaConfig` into a
+`Model` of pure functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import Experts, ModelConfig, Pattern, at_least, one_of, refuse
+from mercury_jax.models import cache as kv_cache, lm_head, masks
+from mercury_jax.models.layers import Linear, RowParallelLinear, fan_in, weight
+from mercury_jax.models.ops import Ops, PartialSum, training_ops
+from mercury_jax.models.tensor_parallel import cache_ops
+from mercury_jax.types import (
+    Cache,
+    Device,
+    Key,
+    Model,
+    PackedPass,
+    Params,
+    Pass,
+    SelfCond,
+    accumulation_dtype,
+)
+
+GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+# Mesh axes of each parameter, by path; see `mercury_jax.sharding`.
+SHARDINGS = (
+    (r"per_layer/embed$", ("tensor", None, "fsdp")),
+    (r"embed$", ("tensor", "fsdp")),
+    (r"(q|k|v)/w$", ("fsdp", "tensor", None)),
+    (r"o/w$", ("tensor", None, "fsdp")),
+    (r"block_\d+/per_layer/gate/w$", ("fsdp", None)),
+    (r"block_\d+/per_layer/projection/w$", (None, "fsdp")),
+    (r"per_layer/projection/w$", ("fsdp", "tensor", None)),
+    (r"(gate|up)/w$", ("fsdp", "tensor")),
+    (r"down/w$", ("tensor", "fsdp")),
+    (r"gate_up$", (("expert", "tensor"), "fsdp", None)),
+    (r"moe/down$", (("expert", "tensor"), None, "fsdp")),
+    (r"router/w$", ("fsdp", None)),
+    (r"head$", ("fsdp", "tensor")),
+)
+
+# Fields of `ModelConfig` that this architecture does not support, with the only value that it accepts.
+_FIXED = dict(
+    rope_fraction=1.0, rope_scaling=None, qk_norm=True, qkv_bias=False, out_bias=False, mlp_bias=False,
+    zero_centred=False, scale_embed=True, alignment="same_position", timed=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(ModelConfig):
+    """Sizes of a Gemma 4 text model or of DiffusionGemma.
+
+    heads, head_dim, kv_heads and rope_theta are those of the sliding layers. `experts` adds an expert branch beside the
+    dense one (only count, active and width may be set). Diffusion models have the pattern "causal_encoder",
+    autoregressive ones "block_causal" with block 1.
+
+    Attributes:
+        window: Tokens that a clean token attends to in a sliding layer, itself included.
+        context_tail: Clean tokens before its canvas that a canvas token attends to in a sliding layer, beside the
+            canvas; None: window - 1, which is what the dynamic cache of transformers keeps.
+        global_layers: Indices of the layers without a window, which have sizes of their own.
+        global_head_dim: Head size of global layers.
+        global_kv_heads: Key heads of global layers.
+        global_rope_theta: Base of their frequencies.
+        global_rope_fraction: Share of the pairs that they rotate, those of the highest frequencies.
+        global_rope_factor: Divides their frequencies.
+        keys_as_values: In global layers v = norm(k before its norm and RoPE), without a projection.
+        activation: Of all gated branches.
+        softcap: Logits become softcap * tanh(logits / softcap); None: unchanged.
+        self_conditioning: Whether a pass reads the expected embeddings of the previous pass.
+        encoder_scalars: Whether clean tokens have layer scalars of their own.
+        per_layer_width: Size of the additional embedding that each layer has of each token; 0: none.
+        per_layer_vocab: Rows of the table of these embeddings.
+        shared_kv: Number of last layers without keys: they read those of the last layer of their kind before them.
+        shared_ffn: Width of the dense branch in these layers; None: `ffn`.
+    """
+
+    pattern: Pattern = "causal_encoder"
+    zero_centred: bool = False
+    mask: int | None = None
+    window: int = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # never None here
+    context_tail: int | None = None
+    global_head_dim: int = 64
+    global_kv_heads: int = 2
+    global_rope_theta: float = 1e6
+    global_rope_fraction: float = 0.25
+    global_rope_factor: float = 1.0
+    keys_as_values: bool = False
+    activation: GemmaActivation = "gelu_tanh"
+    softcap: float | None = 30.0
+    self_conditioning: bool = False
+    encoder_scalars: bool = False
+    per_layer_width: int = 0
+    per_layer_vocab: int = 0
+    shared_kv: int = 0
+    shared_ffn: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in _FIXED.items():
+            if getattr(self, name) != value:
+                raise refuse(name, getattr(self, name), f"{value!r} in a Gemma model")
+        if not self.causal:
+            raise refuse(
+                "pattern", self.pattern, "causal_encoder, or block_causal with block 1, in a Gemma model"
+            )
+        one_of(GemmaActivation, activation=self.activation)
+        at_least(1, global_kv_heads=self.global_kv_heads)
+        at_least(0, per_layer_width=self.per_layer_width, shared_kv=self.shared_kv, context_tail=self.tail)
+        if self.heads % self.global_kv_heads:
+            raise refuse("global_kv_heads", self.global_kv_heads, f"a divisor of heads = {self.heads}")
+        if self.global_head_dim < 2 or self.global_head_dim % 2:
+            raise refuse("global_head_dim", self.global_head_dim, "an even number, for RoPE")
+        if not 0 <= self.global_rope_fraction <= 1 or not self.global_rope_factor > 0:
+            value = (self.global_rope_fraction, self.global_rope_factor)
+            raise refuse("global_rope_fraction and factor", value, "0 <= fraction <= 1, factor > 0")
+        if self.softcap is not None and not self.softcap > 0:
+            raise refuse("softcap", self.softcap, "more than 0, or None")
+        if self.per_layer_width:
+            at_least(self.vocab, per_layer_vocab=self.per_layer_vocab)
+        kinds = {self.is_global(i) for i in range(self.layers - self.shared_kv)}
+        if any(self.is_global(i) not in kinds for i in range(self.layers)):
+            allowed = "a number that leaves a layer of each kind with keys of its own"
+            raise refuse("shared_kv", self.shared_kv, allowed)
+        if (e := self.experts) is not None:
+            plain = Experts(count=e.count, active=e.active, width=e.width)
+            if e != plain:
+                raise refuse("experts", e, f"{plain} in a Gemma model")
+
+    @property
+    def tail(self) -> int:
+        """Clean tokens before its canvas that a canvas token attends to in a sliding layer."""
+        return self.window - 1 if self.context_tail is None else self.context_tail
+
+    @property
+    def windowed(self) -> bool:
+        """Sliding layers are defined for every pattern of this architecture."""
+        return self.causal
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the last layer of its kind that has some."""
+        own = range(self.layers - self.shared_kv)
+        return layer if layer in own else max(i for i in own if self.is_global(i) == self.is_global(layer))
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """(key heads, head size) of a layer."""
+        if self.is_global(layer):
+            return self.global_kv_heads, self.global_head_dim
+        return self.kv_heads, self.head_dim
+
+    def ffn_of(self, layer: int) -> int:
+        """Width of a layer's dense branch."""
+        return self.ffn if self.source(layer) == layer or self.shared_ffn is None else self.shared_ffn
+
+
+# --- norms and positions
+
+
+def rms_normalise(x: Float[Array, "*s D"], eps: float) -> Float[Array, "*s D"]:
+    """x / rms(x), computed and returned in at least fp32."""
+    y = x.astype(accumulation_dtype(x.dtype))
+    return y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+
+
+class GemmaNorm(nn.Module):
+    """x / rms(x) * scale: Gemma 4 stores the scale itself, earlier Gemmas 1 + scale."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = rms_normalise(x, self.eps)
+        return (y * scale.astype(y.dtype)).astype(x.dtype)
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin of each position's angles, C = K / 2 of them, shared by all layers of a kind."""
+
+    cos: Float[Array, "B T 1 C"]
+    sin: Float[Array, "B T 1 C"]
+
+    def rotate(self, x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
+        """Rotates the pairs (x[i], x[i + C])."""
+        a, b = jnp.split(x.astype(self.cos.dtype), 2, axis=-1)
+        halves = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
+        return jnp.concatenate(halves, axis=-1).astype(x.dtype)
+
+
+def rotary_tables(
+    positions: Int[Array, "B T"], width: int, theta: float, fraction: float, factor: float, dtype: jnp.dtype
+) -> RotaryTables:
+    """Proportional RoPE: pair i rotates by theta**(-2i / width) / factor, the last pairs not at all.
+
+    Unlike `layers.rope`, the exponent counts in the whole width whatever the fraction, so that a pair has the same
+    frequency as it would without one.
+
+    Args:
+        positions: Of the tokens.
+        width: Head size K.
+        theta: Base of the frequencies.
+        fraction: Share of the pairs that is rotated.
+        factor: Divides the frequencies.
+        dtype: Of the tables.
+
+    Returns:
+        Tables of K / 2 angles per position.
+    """
+    pairs = int(fraction * width // 2)
+    frequency = np.zeros(width // 2)
+    frequency[:pairs] = theta ** (-2.0 * np.arange(pairs) / width) / factor
+    angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequency, dtype)
+    return RotaryTables(jnp.cos(angle), jnp.sin(angle))
+
+
+# --- sliding windows
+
+
+def packed_window(
+    config: GemmaConfig, ranges: Int[Array, "B T 2 2"]
+) -> tuple[Bool[Array, "B T"], Int[Array, "B T"]]:
+    """Which tokens of a packed row are clean, and the lowest slot that each attends to in a sliding layer.
+
+    By the ranges of `masks.layout`: a clean token's first range ends with the token itself and its second is empty; a
+    canvas token's first range ends where its context does, and its second is the canvas. A row holds several
+    documents, so slots are not positions; within a range, differences of slots are differences of positions.
+
+    Args:
+        config: The model's config.
+        ranges: Key ranges of a training row.
+
+    Returns:
+        Clean [B, T] and the lowest slot [B, T].
+    """
+    clean = ranges[:, :, 1, 1] <= ranges[:, :, 1, 0]
+    return clean, ranges[:, :, 0, 1] - jnp.where(clean, config.window, config.tail)
+
+
+def cache_window(
+    config: GemmaConfig, positions: Int[Array, "B T"], start: Int[Array, "B"], encoding: Bool[Array, "B"]
+) -> Int[Array, "B T"]:
+    """The lowest slot that each token of a pass over a cache attends to in a sliding layer."""
+    return jnp.where(encoding[:, None], positions + 1 - config.window, start[:, None] - config.tail)
+
+
+# --- layers
+
+
+class GemmaAttention(nn.Module):
+    """Attention with normalised queries, keys and values, scale 1. Keys may serve as values and be shared by layers."""
+
+    config: GemmaConfig
+    layer: int
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: RotaryTables,
+        ranges: Int[Array, "B T R 2"],
+        kv: kv_cache.KV | None,
+        slots: Int[Array, "B T"] | None,
+        shared: kv_cache.KV | None,
+    ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
+        """The output, and the keys and values for the layers that share them.
+
+        Args:
+            x: Normalised hidden states.
+            rotary: Tables of this kind of layers.
+            ranges: Key ranges of this kind of layers.
+            kv: The layer's cache; None: a pass without a cache.
+            slots: Where keys are written.
+            shared: Keys and values of another layer to read; None: the layer has its own.
+
+        Returns:
+            [B, T, D]; and this pass's keys and values, or with a cache all of the row's.
+        """
+        c = self.config
+        _, width = c.kv_shape(self.layer)
+        q = Linear((c.width,), (c.heads, width), ops=self.ops, name="q")(x)
+        q = rotary.rotate(GemmaNorm(c.norm_eps, name="q_norm")(q))
+        if shared is None:
+            shared = self._keys_and_values(x, rotary, kv, slots)
+        out = self.ops.attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
+        project = RowParallelLinear(
+            (c.heads, width), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="o"
+        )
+        return self.ops.reduce_sums([project.partial(out)])[0], shared
+
+    def _keys_and_values(
+        self, x: Array, rotary: RotaryTables, kv: kv_cache.KV | None, slots: Array | None
+    ) -> kv_cache.KV:
+        c = self.config
+        shape = c.kv_shape(self.layer)
+        k = Linear((c.width,), shape, ops=self.ops, name="k")(x)
+        k_is_v = c.keys_as_values and c.is_global(self.layer)
+        v = k if k_is_v else Linear((c.width,), shape, ops=self.ops, name="v")(x)
+        k = rotary.rotate(GemmaNorm(c.norm_eps, name="k_norm")(k))
+        v = rms_normalise(v, c.norm_eps).astype(v.dtype)
+        return kv_cache.KV(k, v) if kv is None or slots is None else self.ops.write(kv, k, v, slots)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) as a partial sum."""
+
+    config: GemmaConfig
+    hidden: int
+    ops: Ops = Ops()
+
+    @nn.compact
+    def partial(self, x: Float[Array, "B T D"]) -> PartialSum:
+        c = self.config
+        gate = Linear((c.width,), (self.hidden,), ops=self.ops, name="gate")(x)
+        up = Linear((c.width,), (self.hidden,), ops=self.ops, name="up")(x)
+        out = ACTIVATIONS[c.activation](gate) * up
+        down = RowParallelLinear((self.hidden,), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="down")
+        return down.partial(out)
+
+
+class GemmaRouter(nn.Module):
+    """Ids and weights [B, T, k] of each token's most probable experts; probabilities are normalised and scaled."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+        c = self.config
+        assert c.experts is not None
+        scale = self.param("scale", nn.initializers.ones, (c.width,))
+        w = weight(self, "w", fan_in(), (c.width, c.experts.count))
+        expert_scale = self.param("expert_scale", nn.initializers.ones, (c.experts.count,))
+        x_normed = rms_normalise(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
+        logits = self.ops.dot(x_normed, w, 1).astype(accumulation_dtype(x.dtype))  # [B, T, E]
+        top_k = functools.partial(jax.lax.top_k, k=c.experts.active)
+        weights, ids = self.ops.map_rows(top_k, jax.nn.softmax(logits, axis=-1))
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+        return ids, weights * expert_scale[ids].astype(weights.dtype)
+
+
+class GemmaExperts(nn.Module):
+    """The expert branch, with its own router."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def partial(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> PartialSum:
+        """The branch as a partial sum.
+
+        Args:
+            routed: What the router reads, before any norm.
+            x: What the experts read.
+
+        Returns:
+            Weighted sum of the chosen experts' outputs [B, T, D].
+        """
+        c = self.config
+        assert c.experts is not None
+        e = c.experts
+        ids, weights = GemmaRouter(c, self.ops, name="router")(routed)
+        init = lambda scale: (
+            lambda key, shape, dtype=jnp.float32: (
+                jax.random.normal(key, shape, dtype) * (scale / shape[1]) ** 0.5
+            )
+        )
+        gate_up = weight(self, "gate_up", init(1.0), (e.count, c.width, 2 * e.width))
+        down = weight(self, "down", init(1.0 / (2 * c.layers)), (e.count, e.width, c.width))
+        return self.ops.experts(x, ids, weights, (gate_up, down), ACTIVATIONS[c.activation])
+
+
+class SelfConditioning(nn.Module):
+    """The previous pass's prediction of each canvas position, as a term that is added to its embedding."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def partial(self, self_cond: SelfCond, shape: tuple[int, int], dtype: jnp.dtype) -> PartialSum:
+        """The term as a partial sum.
+
+        Args:
+            self_cond: Expected embeddings [B, T, D] of the previous pass; () counts as zeros (the canvas's
+                embeddings are normalised all the same).
+            shape: (B, T).
+            dtype: Of the arithmetic.
+
+        Returns:
+            [B, T, D].
+        """
+        c = self.config
+        signal = (
+            jnp.zeros((*shape, c.width), dtype) if isinstance(self_cond, tuple) else self_cond.astype(dtype)
+        )
+        return GatedMLP(c, c.ffn, self.ops, name="mlp").partial(GemmaNorm(c.norm_eps, name="norm")(signal))
+
+
+class PerLayerEmbeddings(nn.Module):
+    """Each token's additional embeddings for all layers [B, T, N, P]: a table's plus a projection of its embedding."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T N P"]:
+        c = self.config
+        sizes = (c.layers, c.per_layer_width)
+        table = self.param(
+            "embed", nn.initializers.normal(c.per_layer_width**-0.5), (c.per_layer_vocab, *sizes)
+        )
+        scaled = lambda rows: (rows * c.per_layer_width**0.5).astype(x.dtype)
+        embedded = self.ops.reduce_sums([self.ops.embed(table, tokens, scaled)])[0]
+        projected = Linear((c.width,), sizes, ops=self.ops, name="projection")(x) * c.width**-0.5
+        return self.ops.replicate((GemmaNorm(c.norm_eps, name="norm")(projected) + embedded) * 2.0**-0.5)
+
+
+class PerLayerInput(nn.Module):
+    """Adds a layer's own embedding, gated by the hidden state, projected and normalised."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], embedding: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
+        c = self.config
+        gate = ACTIVATIONS[c.activation](
+            Linear((c.width,), (c.per_layer_width,), ops=self.ops, name="gate")(x)
+        )
+        out = Linear((c.per_layer_width,), (c.width,), ops=self.ops, name="projection")(gate * embedding)
+        return x + GemmaNorm(c.norm_eps, name="norm")(out)
+
+
+class GemmaBlock(nn.Module):
+    """x + norm(attention(norm(x))), then the same with the sum of the branches, then times a learned scalar."""
+
+    config: GemmaConfig
+    layer: int
+    ops: Ops = Ops()
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotary: RotaryTables,
+        ranges: Int[Array, "B T R 2"],
+        kv: kv_cache.KV | None,
+        slots: Int[Array, "B T"] | None,
+        shared: kv_cache.KV | None,
+        clean: Bool[Array, "B T"],
+        embedding: Float[Array, "B T P"] | None,
+    ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
+        """The block; `embedding` is the layer's own of each token, the other arguments those of `GemmaAttention`."""
+        c = self.config
+        norm = functools.partial(GemmaNorm, c.norm_eps)
+        y, kv = GemmaAttention(c, self.layer, self.ops, name="attention")(
+            norm(name="attention_norm")(x), rotary, ranges, kv, slots, shared
+        )
+        x = x + norm(name="attention_post_norm")(y)
+        mlp = GatedMLP(c, c.ffn_of(self.layer), self.ops, name="mlp")
+        branches = [mlp.partial(norm(name="mlp_norm")(x))]
+        if c.experts is not None:
+            # The router reads x before any norm; the experts have a norm of their own.
+            experts = GemmaExperts(c, self.ops, name="moe")
+            branches.append(experts.partial(x, norm(name="moe_norm")(x)))
+        y, *mixed = self.ops.reduce_sums(*([branch] for branch in branches))
+        if mixed:
+            y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed[0])
+        x = x + norm(name="mlp_post_norm")(y)
+        if embedding is not None:
+            x = PerLayerInput(c, self.ops, name="per_layer")(x, embedding)
+        scalar = self.param("scalar", nn.initializers.ones, (1,))
+        if c.encoder_scalars:
+            encoder = self.param("encoder_scalar", nn.initializers.ones, (1,))
+            scalar = jnp.where(clean[..., None], encoder, scalar)
+        return x * scalar.astype(x.dtype), kv
+
+
+class Gemma(nn.Module):
+    """Embedding, blocks and final norm. The head is applied separately (`lm_head.logits`)."""
+
+    config: GemmaConfig
+    ops: Ops = Ops()
+
+    def setup(self) -> None:
+        c = self.config
+        self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
+        self.blocks = [GemmaBlock(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        self.norm = GemmaNorm(c.norm_eps, name="norm")
+        if c.per_layer_width:
+            self.per_layer = PerLayerEmbeddings(c, self.ops, name="per_layer")
+        if c.self_conditioning:
+            self.conditioned = SelfConditioning(c, self.ops, name="self_conditioning")
+        if not c.tied:
+            self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        ranges: Int[Array, "B T R 2"],
+        clean: Bool[Array, "B T"],
+        lowest: Int[Array, "B T"],
+        self_cond: SelfCond = (),
+        cache: tuple[kv_cache.KV, ...] | None = None,
+        slots: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
+        """Hidden states, and the keys and values of the layers that have some.
+
+        Args:
+            tokens: Ids.
+            positions: Absolute positions, for RoPE.
+            ranges: Key ranges of global layers.
+            clean: The token is encoded, not denoised.
+            lowest: The first slot that the token attends to in a sliding layer.
+            self_cond: Expected embeddings of the previous pass, or ().
+            cache: One `KV` per layer that has keys; None: a pass without a cache.
+            slots: Where keys are written.
+
+        Returns:
+            Hidden states after the final norm, and one `KV` per layer that has keys.
+        """
+        c = self.config
+        embedded, x = self._embed(tokens, clean, self_cond)
+        per_layer = self.per_layer(tokens, embedded) if c.per_layer_width else None
+        dtype = accumulation_dtype(jnp.dtype(c.dtype))
+        rotary = (
+            rotary_tables(positions, c.head_dim, c.rope_theta, 1.0, 1.0, dtype),
+            rotary_tables(
+                positions, c.global_head_dim, c.global_rope_theta, c.global_rope_fraction, c.global_rope_factor, dtype
+            ),
+        )  # fmt: skip
+        kind_ranges = (masks.clip_ranges(ranges, lowest), ranges)
+        kvs: list[kv_cache.KV] = []
+        for i, block in enumerate(self.blocks):
+            kind = c.is_global(i)  # False and True index the pairs above
+            shared = kvs[c.source(i)] if c.source(i) != i else None
+            kv = cache[i] if cache is not None and shared is None else None
+            embedding = None if per_layer is None else per_layer[:, :, i]
+            x, kv = block(x, rotary[kind], kind_ranges[kind], kv, slots, shared, clean, embedding)
+            kvs.append(kv)
+        return self.norm(x), tuple(kvs[: c.layers - c.shared_kv])
+
+    def _embed(
+        self, tokens: Int[Array, "B T"], clean: Bool[Array, "B T"], self_cond: SelfCond
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Embeddings of the tokens, and the same with the self-conditioning added to those of the canvas."""
+        c, dtype = self.config, jnp.dtype(self.config.dtype)
+        scaled = lambda x: (x * c.width**0.5).astype(dtype)
+        sums = [[self.ops.embed(self.embed, tokens, scaled)]]
+        if c.self_conditioning:
+            shape = (tokens.shape[0], tokens.shape[1])
+            sums.append([self.conditioned.partial(self_cond, shape, dtype)])
+        x, *signal = self.ops.reduce_sums(*sums)
+        if not signal:
+            return x, x
+        # Clean tokens are unchanged.
+        return x, jnp.where(clean[..., None], x, rms_normalise(x + signal[0], c.norm_eps).astype(x.dtype))
+
+
+# --- the model as pure functions
+
+
+def build(config: GemmaConfig) -> Model:
+    """The Gemma model of a config as pure functions.
+
+    Args:
+        config: Sizes and features.
+
+    Returns:
+        The model. Equal configs give models that compute the same.
+    """
+    net = Gemma(config)
+    return Model(
+        config=config,
+        init=functools.partial(_init, net),
+        apply=functools.partial(_apply, net),
+        forward=functools.partial(_forward, net),
+        head=functools.partial(lm_head.logits, softcap=config.softcap),
+        condition=functools.partial(_condition, config),
+        empty_cache=functools.partial(_empty_cache, config),
+        encodable=functools.partial(masks.encodable, config),
+        layout=functools.partial(masks.layout, config),
+        shardings=SHARDINGS,
+        head_chunk=functools.partial(_head_chunk, config),
+        embed_mixture=functools.partial(_embed_mixture, config) if config.self_conditioning else None,
+    )
+
+
+def _init(net: Gemma, key: Key) -> Params:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
+    clean = jnp.zeros((1, 1), bool)
+    return net.init(key, tokens, tokens, ranges, clean, tokens)["params"]
+
+
+def _head_chunk(
+    config: GemmaConfig, params: Params, hidden: Array, first: int | Int[Array, ""], size: int
+) -> Array:
+    return lm_head.logits(params, hidden, softcap=config.softcap, first=first, size=size)
+
+
+def _embed_mixture(
+    config: GemmaConfig, params: Params, weights: Float[Array, "B L v"], first: int | Int[Array, ""]
+) -> Array:
+    """A chunk's part of the expected embedding, scaled as embeddings of tokens are, by sqrt(width)."""
+    return lm_head.embed_mixture(params, weights, first, jnp.dtype(config.dtype)) * config.width**0.5
+
+
+def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
+    """Expected embeddings [B, L, D] of processed logits, in at least fp32; zeros if params is None."""
+    dtype = accumulation_dtype(jnp.dtype(config.dtype))
+    if not config.self_conditioning:
+        return ()
+    if params is None:
+        return jnp.zeros((*logits.shape[:-1], config.width), dtype)
+    return _embed_mixture(config, params, jax.nn.softmax(logits.astype(dtype), axis=-1), 0)
+
+
+def _empty_cache(config: GemmaConfig, batch: int, slots: int) -> Cache:
+    """Slots for every position in every layer that has keys; sliding layers read only the last of them."""
+    dtype = jnp.dtype(config.dtype)
+    shapes = (config.kv_shape(i) for i in range(config.layers - config.shared_kv))
+    return tuple(kv_cache.empty_cache(1, batch, slots, *shape, dtype)[0] for shape in shapes)
+
+
+def _apply(
+    net: Gemma, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+) -> Array:
+    clean, lowest = packed_window(net.config, given.ranges)
+    net = net.clone(ops=training_ops(mesh, device))
+    args = (given.tokens, given.positions, given.ranges, clean, lowest, given.self_cond)
+    return net.apply({"params": params}, *args)[0]
+
+
+def _forward(
+    net: Gemma, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
+) -> tuple[Array, Cache]:
+    run = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+    clean = jnp.broadcast_to(given.encoding[:, None], run.tokens.shape)
+    lowest = cache_window(net.config, run.positions, given.start, given.encoding)
+    self_cond = given.self_cond
+    if given.leave_one_out is not None:  # these masks must not see the previous prediction of their own token
+        self_cond = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), self_cond)
+    net = net.clone(ops=cache_ops(mesh, device))
+    args = (run.tokens, run.positions, run.ranges, clean, lowest, self_cond, given.cache, run.slots)
+    return net.apply({"params": params}, *args)
