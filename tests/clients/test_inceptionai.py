@@ -7,7 +7,7 @@ import inceptionai
 import pydantic
 import pytest
 
-from tests.clients.questions import ADD, MODEL, SOLVED, SUDOKU, SUM, user
+from tests.clients.questions import ADD, MODEL, SOLVED, SUDOKU, SUM, TOTAL, user
 
 
 class Total(pydantic.BaseModel):

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.clients.questions import ADD, MODEL, PAINT, SOLVED, SUDOKU, SUM, user
+from tests.clients.questions import ADD, MODEL, PAINT, SOLVED, SUDOKU, SUM, TOTAL, user
 
 
 class Digits(pydantic.BaseModel):
