@@ -18,7 +18,7 @@ import numpy as np
 from mercury_jax import evaluate
 from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
-from mercury_jax.decode.read import NEVER
+from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import card, code
 from mercury_jax.evaluate.report import Report, Z, paired
 from mercury_jax.models import cache
