@@ -10,9 +10,8 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
 from mercury_jax.decode.read import draw, read
-from mercury_jax.hub import assemble
-from mercury_jax.hub.reading import corruption, decoding, open_folder
-from mercury_jax.hub.unread import Ids
+from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.types import LM
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
@@ -83,10 +82,9 @@ def model_of(dtype):
     """The checkpoint as an LM without a tokenizer; call under x64 for float64."""
     folder = GOLDENS / "diffusion_gemma"
     opened = open_folder(folder, dtype=dtype)
-    names = opened.family.names(opened.config)
-    params = assemble.params(opened.model, names, opened.folder.read, dtype=jnp.dtype(dtype))
-    noise = corruption(opened.noise, opened.config)
-    return LM(opened.model, params, Ids(opened.config), noise, decoding=decoding(opened))
+    params = opened_params(opened, dtype=jnp.dtype(dtype))
+    tokenizer = IdTokenizer.of(opened.config)
+    return LM(opened.model, params, tokenizer, opened.corruption, decoding=opened.decoding)
 
 
 @pytest.mark.parametrize("bits", [32, 64])

@@ -94,13 +94,13 @@ def test_a_benign_conversation_has_the_ids_of_the_library(name: str, tok: HFToke
 
 def test_no_content_writes_a_token_of_control(name: str, tok: HFTokenizer):
     rng = random.Random(1)
-    control = set(tok.spelt.control.values())
+    control = set(tok.tokens.control.values())
     words = [*SPECIAL, *CONTROL, *GEMMA]
     pool = [
         *words,
         *(w[: len(w) // 2] for w in words),
         *(w[len(w) // 2 :] for w in words),
-        tok.spelt.mark,
+        tok.tokens.mark,
         " ",
         "\n",
         "a",
@@ -120,7 +120,7 @@ def test_no_content_writes_a_token_of_control(name: str, tok: HFTokenizer):
 
 def test_a_template_may_split_an_answer_at_a_token_that_only_it_can_write():
     tok = HFTokenizer.of(byte_level("thinking"))
-    ids = tok.spelt.control
+    ids = tok.tokens.control
     chat = [*CHATS[0], {"role": "assistant", "content": "<think>\nfox <think>\n</think>\n\nthe </think>"}]
     text = tok.decode(tok.render(chat, add_generation_prompt=False), skip_special=False)
     assert text == reference(TEMPLATES["thinking"], chat)
@@ -143,7 +143,7 @@ def test_what_looks_like_control_and_nobody_wrote_is_refused():
 )
 def test_every_text_comes_back_and_holds_no_control(files):
     tok, library, rng = HFTokenizer.of(files), theirs(files), random.Random(0)
-    control, lengths = set(tok.spelt.control.values()), tok.byte_lengths()
+    control, lengths = set(tok.tokens.control.values()), tok.byte_lengths()
     pool = [*" \n\t\u2581\0aé<|>", "return", "\n\n", "    ", "<table>", "日本", *SPECIAL, *GEMMA, *CONTROL]
     for text in [*NASTY, *(random_text(rng, pool) for _ in range(300))]:
         ids = tok.encode(text)
@@ -152,7 +152,7 @@ def test_every_text_comes_back_and_holds_no_control(files):
         assert tok.decode(ids) == tok.decode(ids, skip_special=False) == shown
         assert b"".join(tok.pieces[i] for i in ids).decode() == tok.decode(ids)
         assert lengths[ids].sum() == len(tok.decode(ids).encode())
-        if not any(word in text for word in tok.spelt.control):
+        if not any(word in text for word in tok.tokens.control):
             assert ids == library.encode(text, add_special_tokens=False).ids
     for word in ("\n\n", "<table>"):  # long, but ordinary
         assert tok.encode(word) == [library.token_to_id(word)]
@@ -193,7 +193,7 @@ def test_what_follows_an_answer_is_what_a_whole_conversation_has_there(tok: HFTo
     before = tok.render([*asked, {"role": "assistant", "content": answer}], add_generation_prompt=False)
     follow = tok.follow(new)
     assert whole[-len(follow) :] == follow
-    assert follow[0] == tok.end_turn == [i for i in before if i in tok.spelt.control.values()][-1]
+    assert follow[0] == tok.end_turn == [i for i in before if i in tok.tokens.control.values()][-1]
     assert tok.thinking is not None and tok.follow(new, thinking=True)[-1] == tok.thinking.opening[-1]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -14,9 +15,8 @@ from mercury_jax import hub
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.cli import main
 from mercury_jax.config import ModelConfig
-from mercury_jax.hub import writing
-from mercury_jax.hub.reading import open_folder
-from mercury_jax.hub.unread import Ids
+from mercury_jax.hub.load import open_folder
+from mercury_jax.hub.tokenizer import IdTokenizer, unpack
 from tests.hub.goldens_of import GOLDENS, forward, golden, logits_of
 from tests.tiny import tiny
 
@@ -80,7 +80,7 @@ def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
     rng = np.random.default_rng(1)
     noisy = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), lm.params)
     lm = dataclasses.replace(lm, params=noisy)
-    folder = writing.to_hf(tmp_path / "hf", lm)
+    folder = hub.save_hf(tmp_path / "hf", lm)
     read = hub.load(folder, dtype="float32")
     assert read.card["family"] == "tiny-A2D" and not read.model.config.zero_centred
     assert read.tokenizer.fingerprint == lm.tokenizer.fingerprint and (folder / "tokenizer.json").is_file()
@@ -102,15 +102,15 @@ def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
 
 def test_what_no_family_holds_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model is 'causal_encoder \(block \d+\), transformer"):
-        writing.to_hf(tmp_path / "a", tiny("causal_encoder"))
+        hub.save_hf(tmp_path / "a", tiny("causal_encoder"))
     with pytest.raises(ValueError, match="family is 'Dream'; allowed: tiny-A2D"):
-        writing.to_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")
+        hub.save_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")
     with pytest.raises(ValueError, match="family is 'Mamba'; allowed: DiffusionGemma, LLaDA"):
-        writing.to_hf(tmp_path / "c", tiny("bidirectional"), family="Mamba")
+        hub.save_hf(tmp_path / "c", tiny("bidirectional"), family="Mamba")
     for kind in ("int8", "fp8"):
         small = hub.load(GOLDENS / "llama3", quantise=kind)
         with pytest.raises(ValueError, match=f"params is '{kind}'"):
-            writing.to_hf(tmp_path / "d", small)
+            hub.save_hf(tmp_path / "d", small)
         with pytest.raises(ValueError, match=f"params is '{kind}'"):
             hub.save(tmp_path / "e", small, None)
 
@@ -124,8 +124,10 @@ def test_a_recipe_may_take_the_config_of_a_loaded_model():
 
 def test_ids_alone_are_kept_by_a_conversion():
     config = golden("llama3").opened.config
-    again = Ids.of(Ids(config).proto)
-    assert again.ends == (config.eos, *config.ends) and again.fingerprint == Ids(config).fingerprint
+    again = unpack(IdTokenizer.of(config).proto)
+    assert (
+        again.ends == (config.eos, *config.ends) and again.fingerprint == IdTokenizer.of(config).fingerprint
+    )
 
 
 def test_what_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
@@ -145,7 +147,7 @@ def test_the_embedded_model_goes_by_its_name_unless_a_folder_has_it(tmp_path, mo
 
 
 def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
-    monkeypatch.setattr("mercury_jax.hub.assemble.params", None)
+    monkeypatch.setattr(sys.modules["mercury_jax.hub.load"], "load_params", None)
     assert main(["info", str(GOLDENS / "llada2"), "--mask", "70", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["family"] == "LLaDA2.0, 2.1" and row["mask"] == 70 and row["experts"] and row["block"] == 32

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from mercury_jax.hub.tokenizer import HFTokenizer
-from mercury_jax.hub.tokenizer_json import files_of
+from mercury_jax.hub.tokenizer_files import own_files
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from tests.test_tokenizer import NASTY, TEXTS, _random_text
 
@@ -17,7 +17,7 @@ def tok() -> Tokenizer:
 
 
 def test_every_text_has_the_same_ids_there(tok: Tokenizer):
-    files = files_of(tok)
+    files = own_files(tok)
     theirs, rng = HFTokenizer.of(files), random.Random(0)
     plain = Library.from_str(files["tokenizer.json"].decode())
     for text in [*NASTY, *TEXTS[:5], *(_random_text(rng) for _ in range(300))]:
@@ -30,7 +30,7 @@ def test_every_text_has_the_same_ids_there(tok: Tokenizer):
 
 
 def test_conversations_are_written_alike(tok: Tokenizer):
-    theirs = HFTokenizer.of(files_of(tok))
+    theirs = HFTokenizer.of(own_files(tok))
     chat = [
         {"role": role, "content": f"def {role} <|eos|>"} for role in ("system", "user", "assistant", "tool")
     ]

@@ -11,7 +11,6 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import cli, hub, models, noise
 from mercury_jax.config import ModelConfig, NoiseConfig
-from mercury_jax.hub import writing
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.train import data, loop, optim, step as steps
 from mercury_jax.train.objectives import masked_elbo
@@ -31,7 +30,7 @@ def recipe(folder, out, **changes):
 
 
 def test_a_training_starts_from_a_checkpoint_of_others(tmp_path):
-    folder = writing.to_hf(tmp_path / "hf", tiny("bidirectional"))
+    folder = hub.save_hf(tmp_path / "hf", tiny("bidirectional"))
     result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
     lm = mj.load(tmp_path / "run" / "model")
@@ -68,7 +67,7 @@ def qwen3(tmp_path_factory):
     )  # fmt: skip
     model = models.build(config)
     lm = mj.LM(model, model.init(jax.random.key(0)), tok, noise.uniform(PADDED))
-    return writing.to_hf(tmp_path_factory.mktemp("qwen3") / "hf", lm, family="Qwen3"), tok
+    return hub.save_hf(tmp_path_factory.mktemp("qwen3") / "hf", lm, family="Qwen3"), tok
 
 
 RECIPE = """
