@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.sample import sample
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import stream
-    from mercury_jax.load import load
+    from mercury_jax.hub.load import load
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -49,6 +49,7 @@ _PUBLIC = {
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("stream",),
     "hub": ("hub",),
+    "hub.load": ("load",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
@@ -79,15 +80,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """`mj.load` and `mj.train` stay functions when the import system binds the submodules of the same names."""
-
-    @property
-    def load(self) -> Any:
-        return importlib.import_module("mercury_jax.load").load
-
-    @load.setter
-    def load(self, module: ModuleType) -> None:
-        del module  # `from mercury_jax.load import load` finds it in sys.modules
+    """`mj.train` stays a function when the import system binds the submodule of the same name."""
 
     @property
     def train(self) -> Any:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mercury_jax import hub, models
-from mercury_jax.chat import example
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
@@ -33,6 +32,6 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
         for _ in range(200):
             problem = generators.ALL[source.name].problem(rng)
             thinking = problem.thinking if source.thinking else None
-            prompt, answer = example(tokenizer, problem.input, problem.output, thinking)
+            prompt, answer = tokenizer.example(problem.input, problem.output, thinking)
             laid = model.layout(np.asarray(prompt + answer), len(prompt), tokenizer.eos)
             assert len(laid.tokens) <= config.row, (source.name, problem)

@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import kernels
-from mercury_jax.hub import reading
+from mercury_jax.hub.load import open_config
 from mercury_jax.models import cache, turbo
 from tests.hub.goldens_of import GOLDENS
 from tests.tiny import tiny
@@ -131,7 +131,7 @@ def test_a_dropped_token_is_not_written():
 
 @pytest.mark.parametrize("name", ["qwen3", "dream", "mdlm", "gemma4_moe", "gemma4_ple"])
 def test_every_kind_of_model_takes_such_a_cache(name):
-    model = reading.open_config(GOLDENS / name / "config.json", mask=5).model
+    model = open_config(GOLDENS / name / "config.json", mask=5).model
     small, one = cache.bits(model, 4), jax.ShapeDtypeStruct((2,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
     empty = jax.eval_shape(lambda: small.empty_cache(2, 16))
