@@ -56,7 +56,15 @@ def check_message(message: object, name: str) -> str:
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the text between the marks of a tool call, such as '{"name": "f", "arguments": {}}'."""
+    """Writes a tool call.
+
+    Args:
+        name: Of the function.
+        arguments: JSON-ready.
+
+    Returns:
+        The text between the marks of the call, such as '{"name": "f", "arguments": {}}'.
+    """
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 

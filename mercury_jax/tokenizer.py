@@ -52,73 +52,74 @@ class Fim(NamedTuple):
     middle: int
 
 
-class AnyTokenizer(Protocol):
-    """What training, decoding and serving rely on in a tokenizer.
+if TYPE_CHECKING:
 
-    Attributes:
-        mask: Id of the mask token, or None.
-        pad: Id that fills rows of a batch.
-        eos: Id that ends a text.
-        ends: All ids that end an answer; `eos` is the first.
-        begin: Ids that stand before a text that is not a conversation.
-        end_turn: Id that closes a turn of a conversation.
-        thinking: Tokens around thinking; None if the vocabulary has none.
-        fim: Tokens of fill-in-the-middle; None if the vocabulary has none.
-        vocab_size: One more than the largest id that has a text.
-        fingerprint: SHA-256 in hex; equal tokenizers have equal ones.
-        proto: The whole tokenizer as bytes, as it is saved with a model.
-        files: Files for other libraries, by name.
-        pieces: [vocab_size] UTF-8 bytes of each id; empty for ids that an answer does not show.
+    class AnyTokenizer(Protocol):
+        """What training, decoding and serving rely on in a tokenizer.
 
-    `encode`, `decode`, `render`, `follow`, `example` and `split_answer` are documented at `Tokenizer`.
-    """
+        Attributes:
+            mask: Id of the mask token, or None.
+            pad: Id that fills rows of a batch.
+            eos: Id that ends a text.
+            ends: All ids that end an answer; `eos` is the first.
+            begin: Ids that stand before a text that is not a conversation.
+            end_turn: Id that closes a turn of a conversation.
+            thinking: Tokens around thinking; None if the vocabulary has none.
+            fim: Tokens of fill-in-the-middle; None if the vocabulary has none.
+            vocab_size: One more than the largest id that has a text.
+            fingerprint: SHA-256 in hex; equal tokenizers have equal ones.
+            proto: The whole tokenizer as bytes, as it is saved with a model.
+            files: Files for other libraries, by name.
+            pieces: [vocab_size] UTF-8 bytes of each id; empty for ids that an answer does not show.
 
-    @property
-    def mask(self) -> int | None: ...
-    @property
-    def pad(self) -> int: ...
-    @property
-    def eos(self) -> int: ...
-    @property
-    def ends(self) -> tuple[int, ...]: ...
-    @property
-    def begin(self) -> tuple[int, ...]: ...
-    @property
-    def end_turn(self) -> int: ...
-    @property
-    def thinking(self) -> Thinking | None: ...
-    @property
-    def fim(self) -> Fim | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def proto(self) -> bytes: ...
-    @property
-    def files(self) -> Mapping[str, bytes]: ...
-    @property
-    def pieces(self) -> tuple[bytes, ...]: ...
-    def with_mask(self, mask: int) -> AnyTokenizer: ...
-    def byte_lengths(self) -> np.ndarray: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
-    def render(
-        self,
-        messages: Messages,
-        thinking: bool = False,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        at_once: bool = False,
-    ) -> list[int]: ...
-    def follow(self, messages: Messages, thinking: bool = False) -> list[int]: ...
-    def example(
-        self, prompt: str, answer: str, thinking: str | None = None
-    ) -> tuple[list[int], list[int]]: ...
-    def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]: ...
+        `encode`, `decode`, `render`, `follow`, `example` and `split_answer` are documented at `Tokenizer`.
+        """
 
+        @property
+        def mask(self) -> int | None: ...
+        @property
+        def pad(self) -> int: ...
+        @property
+        def eos(self) -> int: ...
+        @property
+        def ends(self) -> tuple[int, ...]: ...
+        @property
+        def begin(self) -> tuple[int, ...]: ...
+        @property
+        def end_turn(self) -> int: ...
+        @property
+        def thinking(self) -> Thinking | None: ...
+        @property
+        def fim(self) -> Fim | None: ...
+        @property
+        def vocab_size(self) -> int: ...
+        @property
+        def fingerprint(self) -> str: ...
+        @property
+        def proto(self) -> bytes: ...
+        @property
+        def files(self) -> Mapping[str, bytes]: ...
+        @property
+        def pieces(self) -> tuple[bytes, ...]: ...
+        def with_mask(self, mask: int) -> AnyTokenizer: ...
+        def byte_lengths(self) -> np.ndarray: ...
+        def encode(self, text: str) -> list[int]: ...
+        def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
+        def render(
+            self,
+            messages: Messages,
+            thinking: bool = False,
+            add_generation_prompt: bool = True,
+            tools: Sequence[Mapping[str, Any]] | None = None,
+            at_once: bool = False,
+        ) -> list[int]: ...
+        def follow(self, messages: Messages, thinking: bool = False) -> list[int]: ...
+        def example(
+            self, prompt: str, answer: str, thinking: str | None = None
+        ) -> tuple[list[int], list[int]]: ...
+        def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]: ...
 
-if not TYPE_CHECKING:
+else:
     AnyTokenizer = Any  # a runtime check of the protocol (beartype in tests) would compute every property
 
 
@@ -317,7 +318,11 @@ class Tokenizer:
         return np.array([len(piece) for piece in self.pieces], np.int32)
 
     def with_mask(self, mask: int) -> Tokenizer:
-        """Returns this tokenizer; ValueError for another mask id than its own, which is fixed."""
+        """Returns this tokenizer, whose mask is fixed.
+
+        Raises:
+            ValueError: `mask` is another id than its own.
+        """
         if mask != self.mask:
             raise refuse("mask", mask, f"{self.mask}, as in the tokenizer")
         return self

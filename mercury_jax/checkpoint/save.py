@@ -61,7 +61,15 @@ def latest(folder: str | Path) -> int | None:
 
 
 def path_of(folder: str | Path, step: int) -> Path:
-    """Returns the folder of a step."""
+    """Names the folder of a step.
+
+    Args:
+        folder: The folder of the run.
+        step: The step's number.
+
+    Returns:
+        The step's folder, whether it exists or not.
+    """
     return Path(folder) / f"{step:08d}"
 
 
@@ -141,7 +149,11 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises `SaveFailed` if a save in the background has failed; never waits."""
+        """Reports an error of the background work; never waits.
+
+        Raises:
+            SaveFailed: A save has failed since the last call.
+        """
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -1,23 +1,24 @@
-"""Chat templates of checkpoints: messages -> text -> ids, and the ids of an answer -> thinking and answer.
+"""Chat templates of checkpoints: messages -> text.
 
 `ChatTemplate` renders a jinja2 template as transformers' `apply_chat_template` does
 (https://huggingface.co/docs/transformers/chat_templating), in the sandbox of `template_sandbox.py`. The text that it
-returns knows which characters the template wrote (`special_tokens.TracedText`). `ChatFormat` combines the templates
-of a checkpoint with its tokens. Whatever a template does wrong is a ValueError that says what.
+returns knows which characters the template wrote (`special_tokens.TracedText`); `tokenizer.HFTokenizer` encodes it.
+Whatever a template does wrong is a ValueError that says what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any
 
 from mercury_jax import install
 from mercury_jax.chat import check_message
 from mercury_jax.config import refuse
-from mercury_jax.hub.special_tokens import ControlTokens, joined, mask_of, own
-from mercury_jax.tokenizer import Messages, Thinking, valid
+from mercury_jax.hub.special_tokens import joined, own
+from mercury_jax.tokenizer import Messages, valid
 
 MAX_DEPTH = 48  # lists within lists in the data that a template is given
 THINKING_KEYS = (
@@ -72,9 +73,9 @@ class ChatTemplate:
         _ = self._code
 
     @cached_property
-    def _code(self) -> Any:
-        environment = _sandbox()()
-        return _explained(lambda: environment.compile(self.source))
+    def _code(self) -> CodeType:
+        compile_template, _ = _sandbox()
+        return _explained(lambda: compile_template(self.source))
 
     def render(self, messages: Messages, names: Mapping[str, str] | None = None, **variables: Any) -> str:
         """Renders a conversation.
@@ -107,10 +108,9 @@ class ChatTemplate:
         return _explained(lambda: self._run(given))
 
     def _run(self, given: Mapping[str, Any]) -> str:
-        limits = self.limits
-        sandbox = _sandbox()(limits.steps, limits.units, limits.seconds)
-        parts, left = [], limits.output
-        for part in sandbox.run(self._code, given):
+        most, parts = self.limits, []
+        left, (_, render) = most.output, _sandbox()
+        for part in render(self._code, given, steps=most.steps, units=most.units, seconds=most.seconds):
             parts.append(part)
             left -= len(part)
             if left < 0:
@@ -118,15 +118,15 @@ class ChatTemplate:
         return valid(joined(parts), "its text")
 
 
-def _sandbox() -> Callable[..., Any]:
-    """The class `Sandbox`; jinja2 is imported when there is a template to compile."""
+def _sandbox() -> tuple[Callable[[str], CodeType], Callable[..., Iterator[str]]]:
+    """(compile_template, render_template); jinja2 is imported when there is a template to compile."""
     try:
-        from mercury_jax.hub.template_sandbox import Sandbox
+        from mercury_jax.hub.template_sandbox import compile_template, render_template
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "jinja2":
             raise
         raise refuse("chat_template", "jinja2 is not installed", install.command("hub")) from error
-    return Sandbox
+    return compile_template, render_template
 
 
 _EXPLANATIONS = {
@@ -179,186 +179,14 @@ class _PlainData:
         raise refuse(name, type(value).__name__, "plain data, as in JSON")
 
 
-# --- conversations of a checkpoint
-
-# What opens thinking and what is written behind that; what closes it and what is written behind that.
-THINKING = (
-    ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
-    ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
-    ("<seed:think>", "\n", "</seed:think>", "\n"),
-    ("[THINK]", "", "[/THINK]", ""),
-    ("<|think|>", "", "<|end_think|>", ""),  # ours, by `tokenizer_files.own_files`
-)
-
-
-class _ThinkingMarks(NamedTuple):
-    opening: tuple[int, ...]  # the opening token and the ids of `lead`
-    close: int
-    lead: str  # text behind the opening token
-    tail: str  # text behind the closing token
-
-
-class ChatFormat:
-    """The chat templates of a checkpoint over its tokens.
-
-    Args:
-        templates: Sources by name.
-        named: Texts of special tokens by the names under which templates know them.
-        tokens: The tokenizer.
-        ends: Ids that end an answer; the first is the end of text.
-    """
-
-    def __init__(
-        self,
-        templates: Mapping[str, str],
-        named: Mapping[str, str],
-        tokens: ControlTokens,
-        ends: tuple[int, ...],
-    ):
-        self.templates, self.named, self.tokens, self.ends = templates, named, tokens, ends
-        self._compiled: dict[str, ChatTemplate] = {}
-
-    @cached_property
-    def _marks(self) -> _ThinkingMarks | None:
-        ids, encode = self.tokens.control, self.tokens.encode
-        for first, lead, last, tail in THINKING:
-            if first in ids and last in ids:
-                return _ThinkingMarks((ids[first], *encode(lead)), ids[last], lead, tail)
-        return None
-
-    @property
-    def thinking(self) -> Thinking | None:
-        """Tokens around thinking; None if the vocabulary has none."""
-        return None if self._marks is None else Thinking(self._marks.opening, self._marks.close)
-
-    @cached_property
-    def end_turn(self) -> int:
-        """Id that the template writes behind an answer; the end of text if there is no template."""
-        try:
-            behind = self._encoded(self._text_behind_answer([], None, False), [])
-        except ValueError:  # no template, or one that does not allow for it
-            return self.ends[0]
-        control = set(self.tokens.control.values())
-        return next((i for i in behind if i in control), self.ends[0])
-
-    def render(
-        self, messages: Messages, thinking: bool, add_generation_prompt: bool, tools: Messages | None = None,
-        at_once: bool = False,
-    ) -> list[int]:  # fmt: skip
-        """Encodes a conversation; arguments as of `HFTokenizer.render`."""
-        thinks = True if thinking else False if at_once else None
-        ids = self._encoded(self._text(messages, thinks, add_generation_prompt, tools), [messages, tools])
-        if not add_generation_prompt or thinks is None:
-            return ids
-        if thinks:
-            return self._with_thinking_open(ids)
-        # Without thinking: close what the template may have opened, with nothing in it.
-        marks = self._marks
-        at = len(ids) if marks is None else self._thinking_start(ids, marks)
-        if marks is None or at == len(ids):
-            return ids
-        encode, line = self.tokens.encode, "\n" if marks.tail else ""
-        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
-
-    def follow(self, messages: Messages, thinking: bool) -> list[int]:
-        """Encodes the end of an answer's turn and the messages behind it, open for the next answer."""
-        ids = self._encoded(self._text_behind_answer(messages, thinking or None, True), messages)
-        return self._with_thinking_open(ids) if thinking else ids
-
-    def example(self, prompt: str, answer: str, thinking: str | None) -> tuple[list[int], list[int]]:
-        """Encodes a training example as (prompt ids, response ids)."""
-        asked, encode = self.render([{"role": "user", "content": prompt}], False, True), self.tokens.encode
-        end = self.end_turn if self.end_turn in self.ends else self.ends[0]
-        if thinking is None:
-            return asked, [*encode(answer), end]
-        marks = self._required_marks()
-        # Thinking that starts on a line of its own also ends on one.
-        inside = encode(marks.lead + thinking + ("\n" if marks.lead else ""))
-        return asked, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
-
-    def split(self, ids: Iterable[int], decode: Callable[[list[int]], str]) -> tuple[str | None, str]:
-        """Splits sampled ids, up to the first that ends the answer, into (thinking or None, answer)."""
-        shown: list[int] = []
-        for i in map(int, ids):
-            if i in self.ends or i == self.end_turn:
-                break
-            shown.append(i)
-        marks = self._marks
-        if marks is None or not {marks.opening[0], marks.close} & set(shown):
-            return None, decode(shown)
-        close = shown.index(marks.close) if marks.close in shown else len(shown)
-        thinking = decode([i for i in shown[:close] if i != marks.opening[0]])
-        return thinking.removeprefix(marks.lead).strip("\n"), decode(shown[close + 1 :]).lstrip("\n")
-
-    def _required_marks(self) -> _ThinkingMarks:
-        if self._marks is None:
-            known = ", ".join(f"{first} {last}" for first, _, last, _ in THINKING)
-            allowed = f"none: this checkpoint's tokenizer has no tokens for it ({known})"
-            raise refuse("thinking", True, allowed)
-        return self._marks
-
-    def _with_thinking_open(self, ids: list[int]) -> list[int]:
-        marks = self._required_marks()
-        return [*ids[: self._thinking_start(ids, marks)], *marks.opening]
-
-    def _thinking_start(self, ids: list[int], marks: _ThinkingMarks) -> int:
-        """Where thinking is opened: at the end of the prompt if the template did so, else behind the prompt."""
-        last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
-        at = last.get(marks.opening[0], -1)
-        opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
-        return at if opened else len(ids)
-
-    def _text(
-        self, messages: Messages, thinking: bool | None, prompt: bool, tools: Messages | None = None
-    ) -> str:
-        """Renders the text; `thinking` is passed to the template, None: the template decides."""
-        if thinking:
-            self._required_marks()
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            has = f"; it has {', '.join(self.templates)}" if self.templates else ""
-            raise refuse("messages", "a conversation", f"a text: this checkpoint has no chat template{has}")
-        if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self.templates[name])
-        more = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-        return self._compiled[name].render(
-            messages, self.named, tools=tools, documents=None, add_generation_prompt=prompt, **more
-        )
-
-    def _text_behind_answer(self, messages: Messages, thinking: bool | None, prompt: bool) -> str:
-        """What the template writes behind an answer; a placeholder answer shows where that starts."""
-        held = list(_strings(list(messages)))
-        placeholders = (f"Answer{n}here" for n in range(len(held) + 1))
-        answer = next(p for p in placeholders if not any(p in text for text in held))
-        before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
-        text = self._text([*before, *messages], thinking, prompt)
-        if text.count(answer) != 1:
-            allowed = "a whole conversation: this chat template cannot continue one behind an answer"
-            raise refuse("messages", f"{len(messages)} messages", allowed)
-        return text[text.index(answer) + len(answer) :]
-
-    def _encoded(self, text: str, given: Any) -> list[int]:
-        """Encodes a rendered text.
-
-        A control token that is neither the template's own nor part of a given text was put together by the template in
-        a way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
-        """
-        if 0 in mask_of(text):
-            held = list(_strings(given))
-            for token in self.tokens.foreign(text):
-                if not any(token in x for x in held):
-                    raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
-        return self.tokens.encode_traced(text)
-
-
-def _strings(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
     """Yields every text in plain data, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inside in value.items():
-            yield from _strings(key)
-            yield from _strings(inside)
+            yield from strings_in(key)
+            yield from strings_in(inside)
     elif isinstance(value, list | tuple):
         for inside in value:
-            yield from _strings(inside)
+            yield from strings_in(inside)

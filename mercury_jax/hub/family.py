@@ -13,9 +13,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
+from mercury_jax.config.model import ComputeType
 
 Json = Mapping[str, Any]
 Types = tuple[type, ...]
@@ -103,6 +104,38 @@ def need(config: Json, *keys: str) -> Any:
         if config.get(key) is not None:
             return config[key]
     raise refuse(f"config.json: {keys[0]}", None, "a value: this family cannot be built without it")
+
+
+def special_ids(config: Json) -> dict[str, Any]:
+    """Returns mask, pad, eos and further ends; without padding, `eos` pads."""
+    ends = listed_ids(config.get("eos_token_id")) or [0]
+    pad = config.get("pad_token_id")
+    pad = ends[0] if pad is None or pad < 0 else pad
+    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]))
+
+
+def listed_ids(value: Any) -> list[int]:
+    """Returns `eos_token_id` as a list: it is one id, several, or none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(x, int) for x in found):
+        raise refuse("config.json: eos_token_id", value, "an id, or a list of ids")
+    return found
+
+
+def dtype_of(config: Json) -> Any:
+    """Returns the dtype that the checkpoint names, under either name of the key.
+
+    Raises:
+        ValueError: We cannot compute in this dtype.
+    """
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in get_args(ComputeType):
+        raise refuse("config.json: dtype", name, ", ".join(get_args(ComputeType)))
+    return name
 
 
 class TensorSource(NamedTuple):
@@ -209,7 +242,15 @@ class Family(NamedTuple):
         return self.config(config)
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
-        """Whether a tensor of the file should be read."""
+        """Says whether a tensor should be read.
+
+        Args:
+            tensor: Its name in the file.
+            config: Our config.
+
+        Returns:
+            False if the family ignores it.
+        """
         patterns = self.ignored(config) if callable(self.ignored) else self.ignored
         return not any(re.search(pattern, tensor) for pattern in patterns)
 

@@ -386,7 +386,18 @@ def opened_params(
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Any:
-    """Reads the parameters of an opened checkpoint; arguments as of `params.load_params`."""
+    """Reads the parameters of an opened checkpoint onto their devices, one at a time.
+
+    Args:
+        opened: From `open_folder`.
+        dtype: Of parameters that are not quantised. Default: as stored.
+        quantise: As of `load`.
+        mesh: As of `load`.
+        progress: As of `load`.
+
+    Returns:
+        The tree of parameters.
+    """
     sources, shapes = opened.family.names(opened.config), shapes_of(opened.model)
     read = lambda path: to_ours(sources[path], shapes[path].shape, opened.folder.read)
     return load_params(opened.model, read, dtype=dtype, quantise=quantise, mesh=mesh, progress=progress)
@@ -445,7 +456,20 @@ def load_native(
 ) -> LM:
     """Loads a folder of ours after verifying the SHA-256 of every file.
 
-    Parameters become fp32 (fp64) where the arithmetic is; otherwise, or `as_stored`, they keep their dtype.
+    Args:
+        folder: What `export.save` wrote.
+        dtype: Of the arithmetic. Default: the config's.
+        quantise: As of `load`.
+        mask: As of `load`.
+        mesh: As of `load`.
+        as_stored: Keep the dtype of the parameters. Default: fp32 (fp64) where the arithmetic is.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ValueError: Tokenizer and model do not belong together, or the model does not fit into memory.
     """
     found = checkpoint.load_exported(folder)
     data = found.config

@@ -35,7 +35,13 @@ def shapes_of(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def insert(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Sets tree["a"]["b"] = value for the path "a/b"."""
+    """Sets tree["a"]["b"] = value for the path "a/b".
+
+    Args:
+        tree: Nested dict; missing levels are added.
+        path: The parameter's path.
+        value: What to put there.
+    """
     *stems, last = path.split("/")
     for stem in stems:
         tree = tree.setdefault(stem, {})
@@ -184,7 +190,11 @@ def load_params(
 
 
 def check_quantise(quantise: str | None) -> None:
-    """Raises ValueError unless it is a kind of quantisation or None."""
+    """Checks the argument `quantise`.
+
+    Raises:
+        ValueError: It is neither a kind of quantisation nor None.
+    """
     if quantise is not None and quantise not in KINDS:
         raise refuse("quantise", quantise, f"{', '.join(map(repr, KINDS))}, or None")
 
@@ -252,12 +262,29 @@ def per_device(
 
 
 def abstract_mesh(devices: int, axis: str = "tensor") -> AbstractMesh:
-    """Returns a mesh of `devices` along one axis; no device is needed for it."""
+    """Makes a mesh without devices, for computing sizes.
+
+    Args:
+        devices: How many it stands for.
+        axis: The axis along which they lie.
+
+    Returns:
+        The mesh.
+    """
     return AbstractMesh(tuple(devices if name == axis else 1 for name in AXES), AXES)
 
 
 def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> dict[int, MemoryNeed]:
-    """Returns bytes per device on 1, 2, 4 and 8 devices, along the axis that splits the parameters best."""
+    """Computes the memory that 1, 2, 4 and 8 devices need.
+
+    Args:
+        model: The model.
+        dtype: Of parameters that are not quantised.
+        quantise: "int8", "fp8" or None.
+
+    Returns:
+        Bytes per device by number of devices, along the axis that splits the parameters best.
+    """
     axes = ("tensor",) if model.config.experts is None else ("tensor", "expert")
     each = lambda n, axis: per_device(model, abstract_mesh(n, axis), dtype, quantise)._replace(axis=axis)
     return {n: min((each(n, axis) for axis in axes), key=lambda need: need.params) for n in (1, 2, 4, 8)}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import refuse
-from mercury_jax.hub.tokenizer_files import AddedToken, Vocabulary
+from mercury_jax.hub.tokenizer_files import AddedToken, TokenizerData
 
 # A conversion such as %s or %5d, or an escaped percent sign.
 _PERCENT = re.compile(r"%(?:%|[-+ #0]*\d*(?:\.\d+)?[a-zA-Z])")
@@ -80,21 +80,27 @@ class TracedText(str):
         return joined([*parts, self[at:]])
 
     def strip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
         return self.lstrip(chars).rstrip(chars)
 
     def lstrip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
         return self[len(self) - len(super().lstrip(chars)) :]
 
     def rstrip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
         return self[: len(super().rstrip(chars))]
 
-    def removeprefix(self, prefix: str, /) -> TracedText:
-        return self[len(prefix) :] if self.startswith(prefix) else self
-
-    def removesuffix(self, suffix: str, /) -> TracedText:
-        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
-
     def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Any]:
+        """As of `str`; splitting at whitespace returns plain texts.
+
+        Args:
+            sep: The separator. Default: whitespace.
+            maxsplit: Most splits. Default: all.
+
+        Returns:
+            The parts.
+        """
         if not sep:
             return super().split(sep, maxsplit)
         parts, at = [], 0
@@ -104,25 +110,33 @@ class TracedText(str):
         return parts
 
     def replace(self, old: str, new: str, count: int = -1, /) -> Any:
+        """As of `str`.
+
+        Args:
+            old: What is replaced; if empty, the result is plain.
+            new: Its replacement.
+            count: Most replacements. Default: all.
+
+        Returns:
+            The text.
+        """
         return joined(self.split(old, count), new) if old else super().replace(old, new, count)
 
     def join(self, parts: Iterable[str], /) -> Any:
+        """As of `str`."""
         return joined(parts, self)
 
-    def lower(self) -> Any:
-        return self._remapped(super().lower())
 
-    def upper(self) -> Any:
-        return self._remapped(super().upper())
-
-    def title(self) -> Any:
-        return self._remapped(super().title())
-
-    def capitalize(self) -> Any:
-        return self._remapped(super().capitalize())
-
-    def _remapped(self, text: str) -> str:
+def _keeping_the_mask(name: str) -> Any:
+    def method(self: TracedText) -> str:
+        text = getattr(str, name)(self)
         return TracedText(text, self.mask) if len(text) == len(self) else text
+
+    return method
+
+
+for _name in ("lower", "upper", "title", "capitalize"):
+    setattr(TracedText, _name, _keeping_the_mask(_name))
 
 
 def own(text: str) -> TracedText:
@@ -136,7 +150,15 @@ def mask_of(text: str) -> bytes:
 
 
 def joined(parts: Iterable[str], between: str = "") -> str:
-    """Returns `between.join(parts)`, traced if a part or `between` is."""
+    """Joins texts.
+
+    Args:
+        parts: The texts.
+        between: What is written between two of them.
+
+    Returns:
+        `between.join(parts)`, traced if a part or `between` is.
+    """
     parts = list(parts)
     text = str.join(between, parts)
     if not any(isinstance(part, TracedText) for part in (*parts, between)):
@@ -219,11 +241,11 @@ class ControlTokens(NamedTuple):
         return self.core.encode(text, add_special_tokens=False).ids if text else []
 
 
-def respell(vocabulary: Vocabulary, used: Iterable[str]) -> ControlTokens:
+def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
     """Builds the tokenizer of a checkpoint under the new spelling.
 
     Args:
-        vocabulary: What the checkpoint's files say.
+        data: What the checkpoint's files say.
         used: Texts of tokens that are control tokens because we use them.
 
     Returns:
@@ -233,18 +255,18 @@ def respell(vocabulary: Vocabulary, used: Iterable[str]) -> ControlTokens:
         ValueError: The `tokenizers` library is not installed.
         CheckpointError: It cannot build the tokenizer, or an added token has an id that its vocabulary does not fit.
     """
-    written, used = "\0".join(vocabulary.templates.values()), set(used)
+    written, used = "\0".join(data.templates.values()), set(used)
     control = {
         i: token
-        for i, token in vocabulary.added.items()
+        for i, token in data.added.items()
         if token.special
         or token.text in used
         or _TOKEN_FORM.fullmatch(token.text)
         or (token.text in written and len(token.text) > 2 and _MARKUP.search(token.text))
     }
-    mark = _unused_character(vocabulary)
-    core = _build(json.dumps(_respelled_json(vocabulary, control, mark), ensure_ascii=False))
-    for i, token in vocabulary.added.items():
+    mark = _unused_character(data)
+    core = _build(json.dumps(_respelled_json(data, control, mark), ensure_ascii=False))
+    for i, token in data.added.items():
         text = mark + token.text if i in control else token.text
         if core.token_to_id(text) != i:
             raise CheckpointError(
@@ -257,19 +279,19 @@ def respell(vocabulary: Vocabulary, used: Iterable[str]) -> ControlTokens:
     return ControlTokens(core, mark, texts, pattern)
 
 
-def _unused_character(vocabulary: Vocabulary) -> str:
+def _unused_character(data: TokenizerData) -> str:
     """A noncharacter of Unicode (U+FDD0 to U+FDEF) that no entry of the vocabulary contains."""
-    vocab = vocabulary.data["model"].get("vocab") or ()
-    texts = [str(entry) for entry in vocab] + [token.text for token in vocabulary.added.values()]
+    vocab = data.json["model"].get("vocab") or ()
+    texts = [str(entry) for entry in vocab] + [token.text for token in data.added.values()]
     taken = {character for text in texts if "\ufdcf" < max(text, default="") for character in text}
     return next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in taken)
 
 
-def _respelled_json(vocabulary: Vocabulary, control: Mapping[int, AddedToken], mark: str) -> dict[str, Any]:
+def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark: str) -> dict[str, Any]:
     """The contents of tokenizer.json under the new spelling."""
-    model = dict(vocabulary.data["model"])
+    model = dict(data.json["model"])
     texts = {token.text for token in control.values()}
-    spelled = {i: mark + t.text if i in control else t.text for i, t in vocabulary.added.items()}
+    spelled = {i: mark + t.text if i in control else t.text for i, t in data.added.items()}
     if isinstance(model.get("vocab"), dict):
         vocab = {text: i for text, i in model["vocab"].items() if not (text in texts and i in control)}
         if len(vocab) < len(model["vocab"]) and isinstance(model.get("merges"), list):
@@ -288,9 +310,9 @@ def _respelled_json(vocabulary: Vocabulary, control: Mapping[int, AddedToken], m
         # A control token matches wherever the template wrote it, in whatever surroundings.
         {"id": i, "content": spelled[i], "single_word": t.single_word and i not in control, "lstrip": t.lstrip,
          "rstrip": t.rstrip, "normalized": t.normalized and i not in control, "special": t.special}
-        for i, t in vocabulary.added.items()
+        for i, t in data.added.items()
     ]  # fmt: skip
-    return {**vocabulary.data, "model": model, "added_tokens": added, "truncation": None, "padding": None}
+    return {**data.json, "model": model, "added_tokens": added, "truncation": None, "padding": None}
 
 
 def _build(text: str) -> Any:

@@ -128,14 +128,47 @@ class _Generation(Extension):
         return nodes.Scope(inside).set_lineno(line)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one render.
+def compile_template(source: str) -> CodeType:
+    """Compiles a template.
 
     Args:
-        steps: Turns of loops and operations that it may take.
-        units: Characters and bytes of lists that it may make.
-        seconds: Time that it may take, from now on.
+        source: Its text.
+
+    Returns:
+        The compiled template, for `render_template`.
+
+    Raises:
+        Exception: Of jinja2 or of Python, for what is not a template of the allowed kind.
     """
+    return _Sandbox().compile(source)
+
+
+def render_template(
+    code: CodeType, variables: Mapping[str, Any], *, steps: int, units: int, seconds: float
+) -> Iterator[str]:
+    """Renders a template within a budget.
+
+    Args:
+        code: From `compile_template`.
+        variables: What the template may read.
+        steps: Turns of loops and operations that it may take.
+        units: Characters, and bytes of lists, that it may make.
+        seconds: Time that it may take, from now on.
+
+    Yields:
+        Its text, piece by piece.
+
+    Raises:
+        LimitExceeded: The budget is used up, or a value is too large.
+        Exception: Whatever the template causes.
+    """
+    sandbox = _Sandbox(steps, units, seconds)
+    template = sandbox.template_class.from_code(sandbox, code, sandbox.globals)
+    yield from template.root_render_func(template.new_context(dict(variables)))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one render; arguments as of `render_template`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})  # the other operators cannot make large values
 
@@ -158,7 +191,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "tojson": _tojson,
         }
         self.filters = {name: self._checked(f) for name, f in checked.items()}
-        self.filters |= {OWN: own, EACH: self.each, MADE: self.made, CONCAT: self.concat}
+        self.filters |= {OWN: own, EACH: self._each, MADE: self._made, CONCAT: self.concat}
         self.globals = {
             "range": safe_range,
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
@@ -167,17 +200,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
-    def run(self, code: CodeType, variables: Mapping[str, Any]) -> Iterator[str]:
-        """Renders a template that `compile` compiled; yields its text piece by piece."""
-        template = self.template_class.from_code(self, code, self.globals)
-        return template.root_render_func(template.new_context(dict(variables)))
-
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_Rewriter().visit(source), *args, **kwargs)
 
     # --- the budget
 
-    def spend(self, units: int = 0) -> None:
+    def _spend(self, units: int = 0) -> None:
         """Takes one step and `units` from the budget; raises `LimitExceeded` where it is used up."""
         self.steps -= 1
         self.units -= units
@@ -188,7 +216,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if time.monotonic() > self.until:
             raise LimitExceeded("takes too long")
 
-    def weigh(self, *values: Any) -> int:
+    def _weigh(self, *values: Any) -> int:
         """Counts characters and items of values, as deep as they go; raises `LimitExceeded` beyond the limits."""
         total, items = 0, len(values)
         stack = [(value, 0) for value in values]
@@ -204,36 +232,36 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise LimitExceeded("makes lists too large or too deep")
         return total
 
-    def made(self, value: Any) -> Any:
+    def _made(self, value: Any) -> Any:
         """Charges for a value that the template has made, and returns it."""
         if isinstance(value, Iterator):
-            return self.each(value)
-        if isinstance(value, int) and value.bit_length() > MAX_BITS:
-            raise LimitExceeded("computes with huge numbers")
+            return self._each(value)
         if isinstance(value, str):
-            self.spend(len(value))
+            self._spend(len(value))
         elif isinstance(value, CONTAINERS):
-            self.weigh(value)
-            self.spend(POINTER * len(value))
+            self._weigh(value)
+            self._spend(POINTER * len(value))
+        elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise LimitExceeded("computes with huge numbers")
         else:
-            self.spend()
+            self._spend()
         return value
 
-    def each(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
         """Yields the items, one step each."""
         for value in values:
-            self.spend()
+            self._spend()
             yield value
 
     def concat(self, parts: Iterable[Any]) -> str:
         """Joins the texts of values: the operator `~`, and the output of macros and blocks."""
         texts = [self._text(None, part) for part in parts]
-        self.spend(sum(map(len, texts)))
+        self._spend(sum(map(len, texts)))
         return joined(texts)
 
     @pass_context  # so that jinja2 does not try to compute outputs while compiling
     def _text(self, context: Context | None, value: Any) -> str:
-        return value if isinstance(value, str) else self.made(str(value))
+        return value if isinstance(value, str) else self._made(str(value))
 
     # --- operators, attributes and calls
 
@@ -246,10 +274,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise LimitExceeded("computes with huge numbers")
         if operator == "*" and numbers == 1:
             count, what = (left, right) if isinstance(left, int) else (right, left)
-            self.spend(0 if isinstance(what, float) else POINTER * self.weigh(what) * max(count, 0))
+            self._spend(0 if isinstance(what, float) else POINTER * self._weigh(what) * max(count, 0))
         if operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
             raise SecurityError("a format of such a width is not allowed")
-        return self.made(self.binop_table[operator](left, right))
+        return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may read an attribute."""
@@ -276,12 +304,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Calls a macro, a method or a function."""
         target = getattr(__obj, "__self__", None)
         if isinstance(__obj, Macro):  # which may put its arguments into a tuple, `varargs`
-            __self.weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
+            __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
         elif isinstance(target, str) and __obj.__name__ in _METHOD_SIZES:
-            args = tuple(list(__self.each(a)) if isinstance(a, Iterator) else a for a in args)
+            args = tuple(list(__self._each(a)) if isinstance(a, Iterator) else a for a in args)
             named = {k: v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")}
-            __self.spend(_METHOD_SIZES[__obj.__name__](target, *args, **named))
-        return __self.made(super().call(__context, __obj, *args, **kwargs))
+            __self._spend(_METHOD_SIZES[__obj.__name__](target, *args, **named))
+        return __self._made(super().call(__context, __obj, *args, **kwargs))
 
     # --- filters
 
@@ -289,31 +317,31 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)  # keeps jinja2's mark of filters whose first argument is the context
         def run(*args: Any, **kwargs: Any) -> Any:
             for text in (a for a in args if isinstance(a, str)):
-                self.spend(OBJECT * len(text) if function in (library.do_list, library.do_sort) else 0)
-            return self.made(function(*args, **kwargs))
+                self._spend(OBJECT * len(text) if function in (library.do_list, library.do_sort) else 0)
+            return self._made(function(*args, **kwargs))
 
         return run
 
     def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
         pick = (lambda x: x) if attribute is None else library.make_attrgetter(self, attribute)
-        parts, between = [self._text(None, pick(x)) for x in self.each(value)], self._text(None, d)
-        self.spend(sum(map(len, parts)) + len(between) * len(parts))
+        parts, between = [self._text(None, pick(x)) for x in self._each(value)], self._text(None, d)
+        self._spend(sum(map(len, parts)) + len(between) * len(parts))
         return joined(parts, between)
 
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
         value, old, new = (self._text(None, x) for x in (value, old, new))
-        self.spend(_METHOD_SIZES["replace"](value, old, new))
+        self._spend(_METHOD_SIZES["replace"](value, old, new))
         return value.replace(old, new, -1 if count is None else count)
 
     def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
         if (len(width) if isinstance(width, str) else width) > 64:
             raise SecurityError("indent takes a width of at most 64")
         text = self._text(None, value)
-        self.spend(64 * text.count("\n"))
+        self._spend(64 * text.count("\n"))
         return library.do_indent(text, width, first, blank)
 
     def _sum(self, values: Iterable[Any], start: Any = 0) -> Any:
-        for value in self.each(values):
+        for value in self._each(values):
             start = self.call_binop(None, "+", start, value)
         return start
 

@@ -16,17 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.hub.chat_template import THINKING, ChatFormat
-from mercury_jax.hub.special_tokens import ControlTokens, respell
-from mercury_jax.hub.tokenizer_files import MAX_BYTES, Vocabulary, read_files, token_bytes, vocabulary_of
+from mercury_jax.hub.chat_template import ChatTemplate, strings_in
+from mercury_jax.hub.special_tokens import ControlTokens, mask_of, respell
+from mercury_jax.hub.tokenizer_files import MAX_BYTES, TokenizerData, read_files, token_bytes, tokenizer_data
 from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokenizer, lazy, valid
 
+# What opens thinking and what is written behind that; what closes it and what is written behind that.
+THINKING = (
+    ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
+    ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
+    ("<seed:think>", "\n", "</seed:think>", "\n"),
+    ("[THINK]", "", "[/THINK]", ""),
+    ("<|think|>", "", "<|end_think|>", ""),  # ours, by `tokenizer_files.own_files`
+)
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5, Dream-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -39,13 +47,20 @@ IDS = "ids.json"  # the ids beside the files, in `HFTokenizer.proto`
 ID_TOKENIZER = b"ids only "  # how `IdTokenizer.proto` starts
 
 
+class _ThinkingMarks(NamedTuple):
+    opening: tuple[int, ...]  # the opening token and the ids of `lead`
+    close: int
+    lead: str  # text behind the opening token
+    tail: str  # text behind the closing token
+
+
 @dataclass(frozen=True, eq=False)
 class HFTokenizer:
     """A checkpoint's tokenizer; made by `load` or `of`.
 
     Attributes:
         files: The tokenizer files by name.
-        vocabulary: What they say.
+        data: What they say.
         tokens: The tokenizer, with control tokens that user text cannot produce.
         mask: Id of the mask token, or None.
         eos: Id that ends a text.
@@ -55,7 +70,7 @@ class HFTokenizer:
     """
 
     files: Mapping[str, bytes] = field(repr=False)
-    vocabulary: Vocabulary = field(repr=False)
+    data: TokenizerData = field(repr=False)
     tokens: ControlTokens = field(repr=False)
     mask: int | None
     eos: int
@@ -107,7 +122,7 @@ class HFTokenizer:
             CheckpointError: A file is damaged.
             ValueError: An id is out of range, or there is no end of text.
         """
-        words = vocabulary_of(files, [i for i in (mask, eos, pad, *ends) if i is not None])
+        words = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
         tokens = respell(words, USED)
         named = {
             name: tokens.control.get(words.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
@@ -116,7 +131,7 @@ class HFTokenizer:
         if first is None:
             raise refuse("eos", None, "an id: tokenizer_config.json names no eos_token")
         made = cls(
-            files, words._replace(data={"decoder": words.data.get("decoder")}), tokens,
+            files, words._replace(json={"decoder": words.json.get("decoder")}), tokens,
             mask=named["mask"] if mask is None else mask, eos=first,
             pad=next(i for i in (pad, named["pad"], first) if i is not None),
             ends=tuple(dict.fromkeys((first, *ends))), vocab=vocab,
@@ -178,14 +193,14 @@ class HFTokenizer:
     @cached_property
     def _hidden(self) -> frozenset[int]:
         """Ids that an answer does not show: special ones, and those that end it."""
-        special = {i for i, token in self.vocabulary.added.items() if token.special}
+        special = {i for i, token in self.data.added.items() if token.special}
         return frozenset({*special, *self.ends, self.pad, *(() if self.mask is None else (self.mask,))})
 
     @lazy
     def pieces(self) -> tuple[bytes, ...]:
         """[vocab_size] the bytes of each id; empty for ids that an answer does not show."""
-        added = {i: token.text for i, token in self.vocabulary.added.items()}
-        found = token_bytes(self.vocabulary.data["decoder"], self._ids, added)
+        added = {i: token.text for i, token in self.data.added.items()}
+        found = token_bytes(self.data.json["decoder"], self._ids, added)
         return tuple(b"" if i in self._hidden else piece for i, piece in enumerate(found))
 
     def byte_lengths(self) -> np.ndarray:
@@ -195,9 +210,9 @@ class HFTokenizer:
     @lazy
     def begin(self) -> tuple[int, ...]:
         """Ids before a text that is not a conversation: the beginning-of-text token, where the files ask for it."""
-        bos = self.tokens.control.get(self.vocabulary.named.get("bos_token", ""))
-        if self.vocabulary.adds_bos is not None:
-            return (bos,) if self.vocabulary.adds_bos and bos is not None else ()
+        bos = self.tokens.control.get(self.data.named.get("bos_token", ""))
+        if self.data.adds_bos is not None:
+            return (bos,) if self.data.adds_bos and bos is not None else ()
         whole = self.tokens.core.encode("a", add_special_tokens=True).ids
         plain = self.tokens.encode("a")
         starts = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]
@@ -238,29 +253,36 @@ class HFTokenizer:
                 found.append(i)
         return self.tokens.decode(found)
 
-    # --- conversations
-
-    @cached_property
-    def chat(self) -> ChatFormat:
-        """The chat templates over these tokens."""
-        words = self.vocabulary
-        return ChatFormat(words.templates, words.named, self.tokens, (*self.ends, self.pad))
-
     @lazy
     def fim(self) -> Fim | None:
         """The tokens of fill-in-the-middle; None if the vocabulary has none."""
         ids = self.tokens.control
         return next((Fim(*(ids[text] for text in row)) for row in FIM if set(row) <= set(ids)), None)
 
+    # --- conversations
+
+    @cached_property
+    def _marks(self) -> _ThinkingMarks | None:
+        ids, encode = self.tokens.control, self.tokens.encode
+        for first, lead, last, tail in THINKING:
+            if first in ids and last in ids:
+                return _ThinkingMarks((ids[first], *encode(lead)), ids[last], lead, tail)
+        return None
+
     @property
     def thinking(self) -> Thinking | None:
         """Tokens around thinking; None if the vocabulary has none."""
-        return self.chat.thinking
+        return None if self._marks is None else Thinking(self._marks.opening, self._marks.close)
 
-    @property
+    @lazy
     def end_turn(self) -> int:
-        """Id that the chat template writes behind an answer."""
-        return self.chat.end_turn
+        """Id that the chat template writes behind an answer; the end of text if there is no template."""
+        try:
+            behind = self._encoded(self._text_behind_answer([], None, False), [])
+        except ValueError:  # no template, or one that does not allow for it
+            return self.eos
+        control = set(self.tokens.control.values())
+        return next((i for i in behind if i in control), self.eos)
 
     def render(
         self,
@@ -285,19 +307,134 @@ class HFTokenizer:
         Raises:
             ValueError: A message is malformed, or the template failed; the message says how.
         """
-        return self.chat.render(messages, thinking, add_generation_prompt, tools, at_once)
+        thinks = True if thinking else False if at_once else None
+        ids = self._encoded(self._text(messages, thinks, add_generation_prompt, tools), [messages, tools])
+        if not add_generation_prompt or thinks is None:
+            return ids
+        if thinks:
+            return self._with_thinking_open(ids)
+        # Without thinking: close what the template may have opened, with nothing in it.
+        marks = self._marks
+        at = len(ids) if marks is None else self._thinking_start(ids, marks)
+        if marks is None or at == len(ids):
+            return ids
+        encode, line = self.tokens.encode, "\n" if marks.tail else ""
+        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
 
     def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
-        """Encodes what continues a conversation after an answer; see `Tokenizer.follow`."""
-        return self.chat.follow(messages, thinking)
+        """Encodes what continues a conversation after an answer: the end of its turn, then further messages.
+
+        Args:
+            messages: As for `render`.
+            thinking: As for `render`.
+
+        Returns:
+            Ids, open for the next answer.
+        """
+        ids = self._encoded(self._text_behind_answer(messages, thinking or None, True), messages)
+        return self._with_thinking_open(ids) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
-        """Encodes a training example as (prompt ids, response ids); see `Tokenizer.example`."""
-        return self.chat.example(prompt, answer, thinking)
+        """Encodes a training example.
+
+        Args:
+            prompt: Text of the user's turn.
+            answer: Text of the answer.
+            thinking: Text of the thinking before it. Default: none.
+
+        Returns:
+            (prompt ids, response ids): the user's turn with the start of the answer, and the answer with its end.
+        """
+        asked, encode = self.render([{"role": "user", "content": prompt}]), self.tokens.encode
+        end = self.end_turn if self.end_turn in (*self.ends, self.pad) else self.eos
+        if thinking is None:
+            return asked, [*encode(answer), end]
+        marks = self._required_marks()
+        # Thinking that starts on a line of its own also ends on one.
+        inside = encode(marks.lead + thinking + ("\n" if marks.lead else ""))
+        return asked, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
-        """Splits sampled ids into (thinking or None, answer), without the line breaks between the two."""
-        return self.chat.split(ids, self.decode)
+        """Splits sampled ids, up to the first that ends the answer, into (thinking or None, answer).
+
+        Line breaks between the two belong to neither.
+        """
+        shown: list[int] = []
+        for i in map(int, ids):
+            if i in (*self.ends, self.pad, self.end_turn):
+                break
+            shown.append(i)
+        marks = self._marks
+        if marks is None or not {marks.opening[0], marks.close} & set(shown):
+            return None, self.decode(shown)
+        close = shown.index(marks.close) if marks.close in shown else len(shown)
+        thinking = self.decode(i for i in shown[:close] if i != marks.opening[0])
+        return thinking.removeprefix(marks.lead).strip("\n"), self.decode(shown[close + 1 :]).lstrip("\n")
+
+    def _required_marks(self) -> _ThinkingMarks:
+        if self._marks is None:
+            known = ", ".join(f"{first} {last}" for first, _, last, _ in THINKING)
+            allowed = f"none: this checkpoint's tokenizer has no tokens for it ({known})"
+            raise refuse("thinking", True, allowed)
+        return self._marks
+
+    def _with_thinking_open(self, ids: list[int]) -> list[int]:
+        marks = self._required_marks()
+        return [*ids[: self._thinking_start(ids, marks)], *marks.opening]
+
+    def _thinking_start(self, ids: list[int], marks: _ThinkingMarks) -> int:
+        """Where thinking is opened: at the end of the prompt if the template did so, else behind the prompt."""
+        last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
+        at = last.get(marks.opening[0], -1)
+        opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
+        return at if opened else len(ids)
+
+    @cached_property
+    def _compiled(self) -> dict[str, ChatTemplate]:
+        return {}
+
+    def _text(
+        self, messages: Messages, thinking: bool | None, prompt: bool, tools: Messages | None = None
+    ) -> str:
+        """Renders the text; `thinking` is passed to the template, None: the template decides."""
+        if thinking:
+            self._required_marks()
+        templates = self.data.templates
+        name = "tool_use" if tools and "tool_use" in templates else "default"
+        if name not in templates:
+            has = f"; it has {', '.join(templates)}" if templates else ""
+            raise refuse("messages", "a conversation", f"a text: this checkpoint has no chat template{has}")
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(templates[name])
+        more = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        return self._compiled[name].render(
+            messages, self.data.named, tools=tools, documents=None, add_generation_prompt=prompt, **more
+        )
+
+    def _text_behind_answer(self, messages: Messages, thinking: bool | None, prompt: bool) -> str:
+        """What the template writes behind an answer; a placeholder answer shows where that starts."""
+        held = list(strings_in(list(messages)))
+        placeholders = (f"Answer{n}here" for n in range(len(held) + 1))
+        answer = next(p for p in placeholders if not any(p in text for text in held))
+        before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
+        text = self._text([*before, *messages], thinking, prompt)
+        if text.count(answer) != 1:
+            allowed = "a whole conversation: this chat template cannot continue one behind an answer"
+            raise refuse("messages", f"{len(messages)} messages", allowed)
+        return text[text.index(answer) + len(answer) :]
+
+    def _encoded(self, text: str, given: Any) -> list[int]:
+        """Encodes a rendered text.
+
+        A control token that is neither the template's own nor part of a given text was put together by the template in
+        a way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
+        """
+        if 0 in mask_of(text):
+            held = list(strings_in(given))
+            for token in self.tokens.foreign(text):
+                if not any(token in x for x in held):
+                    raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
+        return self.tokens.encode_traced(text)
 
 
 class IdTokenizer:
@@ -349,35 +486,34 @@ class IdTokenizer:
         return np.zeros(self.vocab_size, np.int32)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Returns the ids as decimal numbers."""
+        """Writes ids as text.
+
+        Args:
+            ids: Any iterable of integers.
+            skip_special: No effect: which ids are special is unknown.
+
+        Returns:
+            Decimal numbers, with spaces between them.
+        """
         return " ".join(str(int(i)) for i in ids)
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
         """Returns (None, the ids as decimal numbers)."""
         return None, self.decode(ids)
 
-    def encode(self, text: object) -> NoReturn:
-        """Raises ValueError: ids are needed."""
-        raise refuse("prompt", text, "ids: the checkpoint has no tokenizer.json beside it")
+    def encode(self, *given: object, **options: object) -> NoReturn:
+        """Raises ValueError, as do `render`, `follow` and `example`: ids are needed.
 
-    def render(
-        self,
-        messages: Messages,
-        thinking: bool = False,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        at_once: bool = False,
-    ) -> NoReturn:
-        """Raises ValueError: ids are needed."""
-        self.encode(messages)
+        Args:
+            *given: Texts or messages.
+            **options: Of the other tokenizers.
 
-    def follow(self, messages: Messages, thinking: bool = False) -> NoReturn:
-        """Raises ValueError: ids are needed."""
-        self.encode(messages)
+        Raises:
+            ValueError: Always.
+        """
+        raise refuse("prompt", given[0], "ids: the checkpoint has no tokenizer.json beside it")
 
-    def example(self, prompt: str, answer: str, thinking: str | None = None) -> NoReturn:
-        """Raises ValueError: ids are needed."""
-        self.encode(prompt)
+    render = follow = example = encode
 
 
 def unpack(proto: bytes) -> AnyTokenizer:

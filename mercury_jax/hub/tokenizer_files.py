@@ -7,7 +7,7 @@
     chat_template.jinja, additional_chat_templates/*.jinja, chat_template.json      chat templates
 
 They come from the internet: they are read up to a limited size and checked, and no code in them is run.
-`special_tokens.respell` builds a tokenizer from a `Vocabulary`.
+`special_tokens.respell` builds a tokenizer from a `TokenizerData`.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class AddedToken(NamedTuple):
     normalized: bool = False
 
 
-class Vocabulary(NamedTuple):
+class TokenizerData(NamedTuple):
     """What all tokenizer files of a checkpoint say together.
 
     Attributes:
-        data: tokenizer.json without its added tokens.
+        json: tokenizer.json without its added tokens.
         added: Added tokens by id.
         named: Texts of special tokens by name ("bos_token").
         templates: Sources of chat templates by name.
@@ -73,7 +73,7 @@ class Vocabulary(NamedTuple):
         adds_bos: `add_bos_token` of tokenizer_config.json; None if it is not there.
     """
 
-    data: dict[str, Any]
+    json: dict[str, Any]
     added: dict[int, AddedToken]
     named: dict[str, str]
     templates: dict[str, str]
@@ -114,7 +114,7 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
     return found
 
 
-def vocabulary_of(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Vocabulary:
+def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> TokenizerData:
     """Combines the tokenizer files of a checkpoint.
 
     Args:
@@ -122,7 +122,7 @@ def vocabulary_of(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Vocab
         used: Ids that the model uses as special ones; where their text has the form of a token, it becomes special.
 
     Returns:
-        The vocabulary.
+        The data.
 
     Raises:
         CheckpointError: Names the file that is damaged.
@@ -155,7 +155,7 @@ def vocabulary_of(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Vocab
     code = str(config.get("auto_map") or "")[:200]
     notes = (f"tokenizer_config.json: auto_map names code to run ({code}); it is ignored",) if code else ()
     adds_bos = config.get("add_bos_token")
-    return Vocabulary(
+    return TokenizerData(
         {**data, "model": model, "added_tokens": []}, dict(sorted(added.items())), named, _templates(files, config),
         notes, adds_bos if isinstance(adds_bos, bool) else None,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -48,7 +49,9 @@ def test_what_leads_out_of_a_checkpoints_folder_is_refused(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match="tokenizer.model' leads to"):
         checkpoint.load_exported(folder)
     monkeypatch.setattr(
-        "mercury_jax.checkpoint.restore._read_arrays", lambda *a: pytest.fail("Orbax was asked")
+        sys.modules["mercury_jax.checkpoint.restore"],
+        "_read_arrays",
+        lambda *a: pytest.fail("Orbax was asked"),
     )
     saver = checkpoint.Saver(tmp_path / "run")
     saver.save(3, {"w": jnp.ones(2)}, {})

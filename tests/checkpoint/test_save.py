@@ -95,7 +95,9 @@ def files(folder):
 @pytest.mark.parametrize("harm", [missing, truncated, flipped])
 def test_every_damaged_file_is_refused_by_name_before_orbax_opens_any(saved, harm, monkeypatch):
     monkeypatch.setattr(
-        "mercury_jax.checkpoint.restore._read_arrays", lambda *a: pytest.fail("Orbax was asked")
+        sys.modules["mercury_jax.checkpoint.restore"],
+        "_read_arrays",
+        lambda *a: pytest.fail("Orbax was asked"),
     )
     victims = files(checkpoint.path_of(saved, 3))
     assert len(victims) > 6

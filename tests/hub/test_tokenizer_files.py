@@ -58,7 +58,7 @@ def test_tokens_that_only_the_configs_know_get_their_ids():
     assert tok.tokens.control["<|late|>"] == 400 and tok.tokens.control["<MASK>"] == 405
     assert tok.encode("plainly") == [402] and tok.vocab_size == 406 and tok.pieces[403] == b""
     assert 400 not in tok.encode("<|late|>") and tok.decode([400], False) == "<|late|>"
-    assert any("evil.py" in note for note in tok.vocabulary.notes)
+    assert any("evil.py" in note for note in tok.data.notes)
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
@@ -103,7 +103,7 @@ def test_templates_come_from_files_configs_and_by_name():
     ]:
         tok = HFTokenizer.of({**bare, **files})
         assert tok.decode(tok.render(CHAT)) == text
-        if "tool_use" in tok.vocabulary.templates:
+        if "tool_use" in tok.data.templates:
             assert tok.decode(tok.render(CHAT, tools=[{"name": "f<|im_end|>"}])) == "bf<|im_end|>"
 
 

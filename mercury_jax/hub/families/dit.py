@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub.families.qwen_llama import dtype_of
 from mercury_jax.hub.family import (
     BOOL,
     COMMON,
@@ -20,6 +19,7 @@ from mercury_jax.hub.family import (
     Family,
     Json,
     TensorSource,
+    dtype_of,
     need,
 )
 from mercury_jax.models.dit import DiTConfig
@@ -147,21 +147,6 @@ def _export(architecture: str, kind: str, config: ModelConfig) -> dict[str, Any]
     )  # fmt: skip
 
 
-def _export_mdlm(config: ModelConfig) -> dict[str, Any]:
-    return _export("MDLM", "mdlm", config) | dict(time_conditioning=config.timed)
-
-
-def _export_bd3lm(config: ModelConfig) -> dict[str, Any]:
-    more = dict(
-        block_size=config.block, cross_attn=config.pattern == "block_causal", adaln=True, causal=False
-    )
-    return _export("BD3LM", "bd3lm", config) | more | dict(time_conditioning=config.timed)
-
-
-def _export_duo(config: ModelConfig) -> dict[str, Any]:
-    return _export("DUO", "DUO", config) | dict(causal=False)
-
-
 MDLM = Family(
     name="MDLM",
     architectures=("MDLM",),
@@ -172,7 +157,7 @@ MDLM = Family(
     noise=NoiseConfig(kind="absorbing"),
     about="DiT, GPT-2's tokens, masked diffusion (arXiv 2406.07524)",
     ignored=CONSTANTS,
-    export=_export_mdlm,
+    export=lambda c: _export("MDLM", "mdlm", c) | dict(time_conditioning=c.timed),
     licence="Apache-2.0",
 )
 BD3LM = Family(
@@ -186,7 +171,16 @@ BD3LM = Family(
     block="4, 8, 16",
     about="DiT, GPT-2's tokens, masked diffusion block by block (arXiv 2503.09573)",
     ignored=CONSTANTS,
-    export=_export_bd3lm,
+    export=lambda c: (
+        _export("BD3LM", "bd3lm", c)
+        | dict(
+            block_size=c.block,
+            cross_attn=c.pattern == "block_causal",
+            adaln=True,
+            causal=False,
+            time_conditioning=c.timed,
+        )
+    ),
     licence="Apache-2.0",
 )
 DUO = Family(
@@ -199,7 +193,7 @@ DUO = Family(
     noise=NoiseConfig(kind="uniform"),
     about="DiT, GPT-2's tokens, uniform diffusion (arXiv 2506.10892)",
     ignored=CONSTANTS,
-    export=_export_duo,
+    export=lambda c: _export("DUO", "DUO", c) | dict(causal=False),
     licence="Apache-2.0",
 )
 

@@ -24,6 +24,8 @@ from mercury_jax.hub.family import (
     Family,
     Json,
     TensorSource,
+    dtype_of,
+    listed_ids,
     need,
 )
 from mercury_jax.models.gemma import GemmaConfig
@@ -55,15 +57,12 @@ _PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": NUMBER, "fa
 _LAYER = ConfigKeys(used={"head_dim": INT, "num_key_value_heads": INT})
 
 
-def _global_rope(found: Json) -> ConfigKeys:
-    return _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE
-
-
-def _layers(found: Json) -> ConfigKeys:
-    return ConfigKeys(nested={index: lambda _: _LAYER for index in found if index.isdecimal()})
-
-
-ROPES = ConfigKeys(nested={"sliding_attention": lambda _: _ROPE, "full_attention": _global_rope})
+ROPES = ConfigKeys(
+    nested={
+        "sliding_attention": lambda _: _ROPE,
+        "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
+    }
+)
 TEXT_KEYS = COMMON.plus(
     ConfigKeys(
         used={
@@ -77,7 +76,10 @@ TEXT_KEYS = COMMON.plus(
             "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
             "use_bidirectional_attention": ("vision", None),
         },
-        nested={"rope_parameters": lambda _: ROPES, "per_layer_config": _layers},
+        nested={
+            "rope_parameters": lambda _: ROPES,
+            "per_layer_config": lambda found: ConfigKeys(nested={i: lambda _: _LAYER for i in found if i.isdecimal()}),
+        },
     )
 )  # fmt: skip
 # DiffusionGemma lacks some options of Gemma 4's text model.
@@ -141,7 +143,7 @@ def _fields(config: Json, **ours: Any) -> dict[str, Any]:
         head_dim=need(text, "head_dim"), ffn=need(text, "intermediate_size"), tied=True,
         global_layers=_global_layers(text, layers), window=need(text, "sliding_window"),
         activation=ACTIVATIONS[activation], norm_eps=text.get("rms_norm_eps", 1e-6),
-        context=text.get("max_position_embeddings", 131_072), dtype=qwen_llama.dtype_of({**text, **{k: v for k, v in
+        context=text.get("max_position_embeddings", 131_072), dtype=dtype_of({**text, **{k: v for k, v in
         config.items() if k in ("dtype", "torch_dtype")}}), **_rope_fields(text), **_special_ids(config),
     )  # fmt: skip
     return found | ours
@@ -213,7 +215,7 @@ def _rope_fields(text: Json) -> dict[str, float]:
 def _special_ids(config: Json) -> dict[str, Any]:
     """Ids of the text model's config, and further ends of the whole checkpoint's."""
     text = _text_of(config)
-    found = [id for some in (text, config) for id in qwen_llama.listed_ids(some.get("eos_token_id"))]
+    found = [id for some in (text, config) for id in listed_ids(some.get("eos_token_id"))]
     ends = list(dict.fromkeys(found)) or [1]
     pad = text.get("pad_token_id")
     return dict(mask=None, pad=0 if pad is None else pad, eos=ends[0], ends=tuple(ends[1:]))

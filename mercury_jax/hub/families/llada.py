@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
-from mercury_jax.hub.families import qwen_llama
 from mercury_jax.hub.family import (
     BOOL,
     COMMON,
@@ -16,7 +15,9 @@ from mercury_jax.hub.family import (
     Family,
     Json,
     TensorSource,
+    dtype_of,
     need,
+    special_ids,
 )
 
 # Options of the reference that no published model uses; each would change the arithmetic.
@@ -49,7 +50,7 @@ _MLP = dict(gate="ff_proj", up="up_proj", down="ff_out")
 
 def _config(config: Json) -> ModelConfig:
     heads, width = need(config, "n_heads"), need(config, "d_model")
-    ids = qwen_llama.special_ids({"mask_token_id": 126336, **config})
+    ids = special_ids({"mask_token_id": 126336, **config})
     return ModelConfig(
         # The embedding may have more rows than the vocabulary.
         vocab=need(config, "embedding_size", "vocab_size"), width=width, layers=need(config, "n_layers"),
@@ -58,7 +59,7 @@ def _config(config: Json) -> ModelConfig:
         pattern="bidirectional", block=32, rope_theta=float(config.get("rope_theta", 10_000.0)), qk_norm=False,
         tied=bool(config.get("weight_tying", False)), zero_centred=False, scale_embed=False,
         norm_eps=config.get("rms_norm_eps", 1e-5), context=need(config, "max_sequence_length"),
-        dtype=qwen_llama.dtype_of(config), **ids,
+        dtype=dtype_of(config), **ids,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

@@ -7,10 +7,9 @@ The families of such diffusion models (Dream, SDAR, Fast-dLLM v2, A2D, LLaDA2) u
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, RopeScaling, refuse
-from mercury_jax.config.model import ComputeType
 from mercury_jax.hub.family import (
     BOOL,
     COMMON,
@@ -23,7 +22,9 @@ from mercury_jax.hub.family import (
     Family,
     Json,
     TensorSource,
+    dtype_of,
     need,
+    special_ids,
 )
 
 # No parameters: rotary frequencies follow from the config, and a tied head repeats the embedding.
@@ -164,36 +165,20 @@ def _window_fields(config: Json) -> dict[str, Any]:
 
 
 def check_layer_types(kinds: list[Any], layers: int) -> None:
-    """Raises ValueError for a list of another length, and for kinds of attention that we do not build."""
+    """Checks `layer_types`.
+
+    Args:
+        kinds: One kind of attention a layer.
+        layers: The number of layers.
+
+    Raises:
+        ValueError: The list has another length, or a kind that we do not build.
+    """
     if len(kinds) != layers:
         raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise refuse("config.json: layer_types", kind, f"{FULL}, {SLIDING}")
-
-
-def special_ids(config: Json) -> dict[str, Any]:
-    """Returns mask, pad, eos and further ends; without padding, `eos` pads."""
-    ends = listed_ids(config.get("eos_token_id")) or [0]
-    pad = config.get("pad_token_id")
-    pad = ends[0] if pad is None or pad < 0 else pad
-    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]))
-
-
-def listed_ids(value: Any) -> list[int]:
-    """Returns `eos_token_id` as a list: it is one id, several, or none."""
-    found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-    if not all(isinstance(x, int) for x in found):
-        raise refuse("config.json: eos_token_id", value, "an id, or a list of ids")
-    return found
-
-
-def dtype_of(config: Json) -> Any:
-    """Returns the dtype that the checkpoint names, under either name of the key."""
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in get_args(ComputeType):
-        raise refuse("config.json: dtype", name, ", ".join(get_args(ComputeType)))
-    return name
 
 
 def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
@@ -323,14 +308,32 @@ def _attention_names(c: ModelConfig, ours: str, theirs: str) -> dict[str, Tensor
 
 
 def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSource]:
-    """Returns gate, up and down of a dense layer; `ours` and `theirs` precede the names."""
+    """Returns where gate, up and down of a dense layer are.
+
+    Args:
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+        bias: Whether they have biases.
+
+    Returns:
+        Sources by path.
+    """
     parts = ("gate", "up", "down")
     found = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
     return found | ({f"{ours}{p}/b": TensorSource(f"{theirs}{p}_proj.bias") for p in parts} if bias else {})
 
 
 def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
-    """Returns the router, and gate, up and down of each expert; `ours` and `theirs` precede the names."""
+    """Returns where the router and gate, up and down of each expert are.
+
+    Args:
+        e: The experts.
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+
+    Returns:
+        Sources by path.
+    """
     each = f"{theirs}experts.{{e}}."
     return {
         f"{ours}router": TensorSource(f"{theirs}gate.weight", 1),
