@@ -26,8 +26,10 @@ contains no special token. A tool turn without `tool_call_id` answers no call: i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from mercury_jax.config import refuse
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -53,6 +55,32 @@ def check_message(message: object, name: str) -> str:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"{name}.content: {content!r}; must be a str")
     return role
+
+
+def join_parts(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
+    """Joins a content that is given as parts, with a line break between two.
+
+    Args:
+        parts: {"type": "text", "text": ...} each, as OpenAI's clients write a content; other keys have no effect.
+        name: What errors call the content, such as "messages[0].content".
+        refuse: Makes the error of (field, value, what is allowed); the server has its own.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: Or what `refuse` makes, for a part that is not a text: an image, audio, a file.
+    """
+    texts = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise refuse(f"{name}[{i}]", part, "an object with type and text")
+        if part.get("type") != "text":
+            raise refuse(f"{name}[{i}].type", part.get("type"), "text (this model reads text only)")
+        if not isinstance(part.get("text"), str):
+            raise refuse(f"{name}[{i}].text", part.get("text"), "a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:

@@ -15,6 +15,17 @@ A new family is one file in families/ and one entry of `families.FAMILIES`.
 
 from mercury_jax.hub.export import convert, save, save_hf
 from mercury_jax.hub.info import info
-from mercury_jax.hub.load import NANO, config_of, folder_of, is_native, load
+from mercury_jax.hub.load import NANO, config_of, folder_of, is_native, load, takes_mask
 
-__all__ = ["NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "save", "save_hf"]
+__all__ = [
+    "NANO",
+    "config_of",
+    "convert",
+    "folder_of",
+    "info",
+    "is_native",
+    "load",
+    "save",
+    "save_hf",
+    "takes_mask",
+]

@@ -24,6 +24,7 @@ from mercury_jax.hub.folder import CONFIG, SHARD, find, read_json, write_folder
 from mercury_jax.hub.load import (
     HEAD,
     Opened,
+    check_mask,
     folder_of,
     is_native,
     load_native,
@@ -81,6 +82,7 @@ def convert(
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     folder = folder_of(source)
+    check_mask(folder, mask)
     if is_native(folder):
         lm, noise, opened = load_native(folder, mask=mask, as_stored=True), native_noise(folder), None
     else:

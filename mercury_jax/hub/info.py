@@ -13,7 +13,7 @@ from mercury_jax import models
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import to_dict
-from mercury_jax.hub.load import folder_of, is_native, native_config, open_config, open_folder
+from mercury_jax.hub.load import check_mask, folder_of, is_native, native_config, open_config, open_folder
 from mercury_jax.hub.params import count_parameters, free_memory, memory_plan
 from mercury_jax.types import Model
 
@@ -34,6 +34,7 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
     """
     alone = Path(source).suffix == ".json" and Path(source).is_file()
     folder = Path(source) if alone else folder_of(source)
+    check_mask(folder, mask)
     if not alone and is_native(folder):
         data = manifest.read_json(folder / CONFIG)["config"]
         config = native_config(data, mask=mask)

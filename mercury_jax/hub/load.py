@@ -69,7 +69,7 @@ def load(
         dtype: "float32", "bfloat16", "float16", or "float64" under x64. Default: the checkpoint's own.
         quantise: "int8" or "fp8" stores each weight matrix so, with one scale per output. Default: not quantised.
         kv: "int8", "4bit" or "3bit" stores the KV cache so. Default: the dtype of the arithmetic.
-        mask: The mask id, where the checkpoint does not name it or names it wrongly.
+        mask: The mask id of a masked diffusion model, where the checkpoint does not name it or names it wrongly.
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
         progress: Called with the number of bytes of each parameter that was loaded.
 
@@ -77,7 +77,8 @@ def load(
         The model with its parameters, tokenizer and noise process. Nothing in a checkpoint is ever executed.
 
     Raises:
-        ValueError: The architecture is not supported, or the model does not fit into memory.
+        ValueError: The architecture is not supported, the model does not fit into memory, or it has no use for `mask`
+            (it is autoregressive, or its noise has none).
         CheckpointError: A file or tensor is missing, damaged, or has another shape; the message names it.
 
     Example:
@@ -88,6 +89,7 @@ def load(
     check_quantise(quantise)
     source = NANO if source is None else source
     folder = folder_of(source)
+    check_mask(folder, mask)
     if is_native(folder):
         lm = load_native(folder, dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
     else:
@@ -127,6 +129,42 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
         if name not in names:
             raise refuse("config", name, ", ".join(names))
     return dataclasses.replace(found, **({} if mask is None else {"mask": mask}), **changes)
+
+
+def takes_mask(source: str | Path, mask: int) -> bool:
+    """Says whether a checkpoint is one of masked diffusion, once the mask id is known; nothing is loaded.
+
+    Args:
+        source: As of `load`, or a config.json in Hugging Face's form.
+        mask: The mask id.
+
+    Returns:
+        False for an autoregressive model, and for one whose noise has no mask. A recipe can make a diffusion model
+        of the former (`config_of`).
+    """
+    path = Path(source) if Path(source).is_file() else folder_of(source)
+    if is_native(path):
+        return native_config(manifest.read_json(path / CONFIG)["config"]).mask is not None
+    opened = open_config(path, mask=mask) if path.is_file() else open_folder(path, mask=mask)
+    return opened.config.mask == mask
+
+
+def check_mask(path: Path, mask: int | None) -> None:
+    """Refuses a mask id that a model would not use.
+
+    Args:
+        path: As of `takes_mask`.
+        mask: The mask id; None is always allowed.
+
+    Raises:
+        ValueError: The model is autoregressive, or its noise has no mask.
+    """
+    if mask is not None and not takes_mask(path, mask):
+        raise refuse(
+            "mask", mask, "None: this model is autoregressive, or its noise has no mask. A recipe makes a masked "
+            f"diffusion model of an autoregressive one: model=hub.config_of({str(path)!r}, mask={mask}, "
+            "pattern='bidirectional', predicts_next=False), and mercury train --init"
+        )  # fmt: skip
 
 
 def folder_of(source: str | Path) -> Path:
@@ -482,6 +520,8 @@ def load_native(
         raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
     if tokenizer.fingerprint != data["tokenizer"]:
         raise refuse("tokenizer", tokenizer.fingerprint, f"{data['tokenizer']}, the one it was trained with")
+    if mask is not None:
+        tokenizer = tokenizer.with_mask(mask)
     model = models.build(config)
     wide = config.dtype in ("float32", "float64") and not as_stored
     check_memory(model, mesh, config.dtype, quantise, data["name"])

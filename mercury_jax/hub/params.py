@@ -297,13 +297,17 @@ def free_memory(devices: Sequence[Any]) -> int | None:
         return min(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats)
     if devices[0].platform != "cpu":
         return None
+    return _host_memory() // len(devices)
+
+
+def _host_memory() -> int:
+    """Bytes of host memory that are free or can be freed."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
-        host = int(lines["MemAvailable"].split()[0]) * 1024
+        return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return host // len(devices)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory_stats(device: Any) -> dict[str, int] | None:
