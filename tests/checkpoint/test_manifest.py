@@ -1,4 +1,4 @@
-"""A checkpoint's folder may be a stranger's: nothing in it leads out of it."""
+"""A checkpoint's folder may come from an attacker: no file or link in it leads out of it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def relinked(folder, name, to):
     (folder / name).symlink_to(to)
 
 
-def test_what_leads_out_of_a_checkpoints_folder_is_refused(tmp_path, monkeypatch):
+def test_files_outside_of_a_checkpoints_folder_are_refused(tmp_path, monkeypatch):
     """By a name in the manifest, or by a link, whether the manifest knows it or not; the sums may all be right."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret")

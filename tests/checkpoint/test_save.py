@@ -1,19 +1,17 @@
-"""Laws of checkpoints: what is saved comes back, damage is named, an older step survives a failure."""
+"""Steps of a run and exported models: what is saved is restored, damage is named, a failed save keeps older steps."""
 
 import os
 import signal
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mercury_jax import checkpoint, sharding
-from mercury_jax.checkpoint import CheckpointError, manifest, tensors
+from mercury_jax.checkpoint import CheckpointError, manifest
 
 
 def tree():
@@ -39,7 +37,7 @@ def saved(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_step_comes_back_with_its_config_and_only_the_newest_stay(saved):
+def test_a_step_is_restored_with_its_config_and_only_the_newest_are_kept(saved):
     assert checkpoint.steps(saved) == [2, 3] and checkpoint.latest(saved) == 3
     back = checkpoint.restore(saved, jax.eval_shape(tree))
     assert (back.step, back.config, back.extra) == (3, {"width": 4}, {"data": [3]})
@@ -52,7 +50,7 @@ def test_a_part_can_be_restored_alone(saved):
     assert same(checkpoint.restore(saved, part).tree, part)
 
 
-def test_arrays_come_back_onto_another_mesh(tmp_path):
+def test_arrays_are_restored_onto_another_mesh(tmp_path):
     before, after = sharding.mesh(data=1, fsdp=4), sharding.mesh(data=2, tensor=2)
     rules = ((r"w$", ("fsdp", "tensor")),)
     value = {"w": jnp.arange(32.0).reshape(8, 4)}
@@ -65,7 +63,7 @@ def test_arrays_come_back_onto_another_mesh(tmp_path):
     assert same(back, value) and back["w"].sharding == where["w"]
 
 
-def test_donating_what_is_being_saved_changes_nothing(tmp_path):
+def test_donating_arrays_that_are_being_saved_is_safe(tmp_path):
     value = {"w": jnp.arange(200_000.0)}
     saver = checkpoint.Saver(tmp_path)
     saver.save(1, value, {})
@@ -120,7 +118,7 @@ def test_another_models_arrays_are_refused_by_name(saved):
         checkpoint.restore(saved, {"params": {"b": jnp.ones(4, jnp.bfloat16)}})
 
 
-def test_a_step_that_is_not_there_is_refused(saved, tmp_path):
+def test_a_missing_step_is_refused(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"step is 9; allowed: one of \[2, 3\]"):
         checkpoint.restore(saved, tree(), step=9)
     with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -157,7 +155,7 @@ except checkpoint.SaveFailed as error:
 """
 
 
-def test_a_full_disk_stops_the_save_and_the_older_step_stands(tmp_path):
+def test_a_full_disk_fails_the_save_and_keeps_the_older_step(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, env=env)
     said = [line for line in run.stdout.splitlines() if line.startswith("REFUSED")]
@@ -166,77 +164,6 @@ def test_a_full_disk_stops_the_save_and_the_older_step_stands(tmp_path):
     checkpoint.clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
     assert same(checkpoint.restore(tmp_path, {"w": jnp.zeros(1000)}).tree, {"w": jnp.arange(1000.0)})
-
-
-def test_an_exported_model_comes_back(tmp_path):
-    params = {"block_0": {"q": {"w": jnp.arange(6.0).reshape(2, 3)}}, "ids": jnp.arange(3)}
-    for dtype in (None, jnp.bfloat16, jnp.float16):
-        folder = checkpoint.export(tmp_path / str(dtype), params, {"width": 3}, dtype, tokenizer=b"\0bytes")
-        back = checkpoint.load_exported(folder)
-        assert (back.config, back.tokenizer) == ({"width": 3}, b"\0bytes")
-        stored = back.tensors["block_0/q/w"]
-        assert (stored.dtype, stored.shape) == (dtype or jnp.float32, (2, 3))
-        assert back.params["block_0"]["q"]["w"].dtype == stored.dtype and back.read("ids").dtype == np.int32
-        again = checkpoint.load_exported(folder, jnp.float32)
-        assert same(again.params, params) and again.read("block_0/q/w", slice(1, 2)).tolist() == [[3, 4, 5]]
-        with pytest.raises(CheckpointError, match="has no array 'block_0/k/w'"):
-            back.read("block_0/k/w")
-
-
-def test_an_export_holds_one_array_at_a_time(tmp_path):
-    million, on = 1_000_000, sharding.mesh(data=1, fsdp=4)
-    split = sharding.shardings({"w": jnp.zeros((8, 4))}, ((r"w$", ("fsdp", None)),), on)["w"]
-    params = {f"{i}": {"w": jax.device_put(jnp.full((million // 4, 4), float(i)), split)} for i in range(8)}
-    jax.block_until_ready(params)
-    tracemalloc.start()  # numpy tells it what it allocates
-    folder = checkpoint.export(tmp_path / "m", params, {}, jnp.bfloat16)
-    kept, most = tracemalloc.get_traced_memory()
-    assert most < 4 * million * 2.5 and kept < million  # of 32 million: one as fp32 and as bfloat16
-    tracemalloc.reset_peak()
-    found = checkpoint.load_exported(folder)
-    assert all((found.read(name) == int(name[0])).all() for name in found.tensors)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 2 * million * 2.5  # of 16 million
-
-
-def test_arrays_named_inside_each_other_are_refused(tmp_path):
-    folder = checkpoint.export(tmp_path / "m", {"w": jnp.ones(2)}, {})
-    one = np.ones(1, np.float32)
-    for names in (("a", "a/b"), ("a/b/c", "a/b"), ("a", "a/b/c")):
-        tensors.write(
-            folder / "params.safetensors",
-            [tensors.LazyTensor(n, (1,), np.float32, lambda: one) for n in names],
-        )
-        manifest.write(folder)
-        with pytest.raises(CheckpointError, match="params.safetensors: the array 'a/b.* inside another"):
-            checkpoint.load_exported(folder).params  # noqa: B018
-    with pytest.raises(ValueError, match="name of a tensor is 'a/b'"):
-        checkpoint.export(tmp_path / "n", {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}, {})
-
-
-@pytest.mark.parametrize("harm", [missing, truncated, flipped])
-def test_a_damaged_export_is_refused_by_name(tmp_path, harm):
-    folder = checkpoint.export(tmp_path / "m", {"w": jnp.ones((40, 40))}, {}, tokenizer=b"abc")
-    for path in files(folder):
-        whole = path.read_bytes()
-        harm(path)
-        with pytest.raises(CheckpointError) as error:
-            checkpoint.load_exported(folder)
-        assert path.name == "manifest.json" or str(path) in str(error.value)
-        path.write_bytes(whole)
-
-
-def test_an_export_replaces_only_an_export_and_only_when_asked(tmp_path):
-    folder = checkpoint.export(tmp_path / "m", {"w": jnp.ones(2)}, {})
-    with pytest.raises(ValueError, match="overwrite=True"):
-        checkpoint.export(folder, {"w": jnp.zeros(2)}, {})
-    checkpoint.export(folder, {"w": jnp.zeros(2)}, {}, overwrite=True)
-    assert not checkpoint.load_exported(folder).params["w"].any()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("...")
-    with pytest.raises(ValueError, match="earlier export"):
-        checkpoint.export(tmp_path / "mine", {"w": jnp.zeros(2)}, {}, overwrite=True)
 
 
 KILLED = """
@@ -249,7 +176,7 @@ for step in range(1, 100):
 """
 
 
-def test_being_killed_while_saving_leaves_whole_steps(tmp_path):
+def test_a_process_killed_while_saving_leaves_complete_steps(tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, env=env

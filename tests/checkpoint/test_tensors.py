@@ -48,7 +48,7 @@ def file(tmp_path_factory):
     return path
 
 
-def test_every_type_and_shape_comes_back(file, monkeypatch):
+def test_every_dtype_and_shape_round_trips(file, monkeypatch):
     found = tensors.header(file)
     assert safe_open(file, "numpy").metadata() == {"format": "pt"} and set(found) == set(arrays())
     assert all(same(tensors.read(file, found[name]), a) for name, a in arrays().items())
@@ -58,7 +58,7 @@ def test_every_type_and_shape_comes_back(file, monkeypatch):
     assert small.read_bytes() == file.read_bytes()
 
 
-def test_rows_of_the_first_axis_are_read_alone(file):
+def test_rows_of_the_first_axis_can_be_read_alone(file):
     entry, whole = tensors.header(file)["transposed"], arrays()["transposed"]
     for rows in (slice(0, 7), slice(100, 2500), slice(5, 5), slice(None)):
         assert same(tensors.read(file, entry, rows), whole[rows])
@@ -74,7 +74,7 @@ def test_rows_of_the_first_axis_are_read_alone(file):
         tensors.read(file, tensors.header(file)["scalar"], slice(0, 1))
 
 
-def test_a_file_of_the_formats_own_library_reads(tmp_path):
+def test_a_file_that_the_package_wrote_is_read(tmp_path):
     path = tmp_path / "official"
     data = (
         np.array([7, -8], np.int32).tobytes()
@@ -93,14 +93,14 @@ def test_a_file_of_the_formats_own_library_reads(tmp_path):
     }
 
 
-def test_what_is_written_lies_aligned(file):
+def test_written_tensors_are_aligned(file):
     found = tensors.header(file)
     length = int.from_bytes(file.read_bytes()[:8], "little")
     assert length % 8 == 0 and min(e.start for e in found.values()) == 8 + length
     assert all(e.start % e.dtype.itemsize == 0 for e in found.values())
 
 
-def test_one_array_is_held_at_a_time(tmp_path):
+def test_writing_keeps_one_array_in_memory_at_a_time(tmp_path):
     alive = []
 
     def make(i):
@@ -131,7 +131,7 @@ def fail():
         (("\ud800", (2,), np.float32, lambda: None), "surrogates"),
     ],
 )
-def test_a_write_that_fails_leaves_the_file_that_was(tmp_path, bad, words):
+def test_a_failed_write_keeps_the_earlier_file(tmp_path, bad, words):
     path = tmp_path / "a"
     path.write_bytes(b"older")
     with pytest.raises((ValueError, KeyError), match=words):
@@ -260,7 +260,7 @@ def test_the_longest_header_takes_a_bounded_amount_of_memory(tmp_path):
     assert found["extra"] < 500 and "at most 64 axes" in found["error"]
 
 
-def test_what_is_no_file_or_no_tensor_is_refused(tmp_path):
+def test_missing_files_and_invalid_booleans_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none", "/dev/zero"):
         with pytest.raises(CheckpointError, match="missing or not a file"):
             tensors.header(path)

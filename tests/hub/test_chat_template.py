@@ -1,4 +1,4 @@
-"""Laws of chat templates: what transformers' environment writes, and no more than the sandbox allows."""
+"""Chat templates: they render as in transformers, and the sandbox limits what they may do."""
 
 import random
 import sys
@@ -22,7 +22,9 @@ QUICK = RenderLimits(steps=20_000, units=8_000_000, seconds=2.0)
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [False, True])
-def test_the_text_is_that_of_transformers_and_the_contents_are_not_the_templates(name: str, prompt: bool):
+def test_rendered_text_equals_transformers_and_contents_are_not_marked_as_the_templates(
+    name: str, prompt: bool
+):
     source = TEMPLATES[name]
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     for messages in (CHAT[1:2], CHAT, CHAT[1:]):
@@ -61,7 +63,7 @@ def test_the_text_is_that_of_transformers_and_the_contents_are_not_the_templates
         "{{ [1, 2] | sum }}{{ [[1], [2]] | sum(start=[]) }}{{ ['b', 'a', 'b'] | unique | list }}{{ 'x' | safe }}",
     ],
 )  # fmt: skip
-def test_what_templates_use_does_what_jinja_does(source: str):
+def test_the_features_that_templates_use_work_as_in_jinja2(source: str):
     assert ChatTemplate(source).render(CHAT) == reference(source, CHAT)
 
 
@@ -99,7 +101,7 @@ def test_what_templates_use_does_what_jinja_does(source: str):
         ("{% if", "not a jinja2"),
     ],
 )  # fmt: skip
-def test_a_template_that_does_not_end_is_ended(source: str, words: str):
+def test_a_template_that_exceeds_a_limit_is_stopped(source: str, words: str):
     began = time.monotonic()
     with pytest.raises(ValueError, match=words):
         ChatTemplate(source, QUICK).render(CHAT)
@@ -143,7 +145,7 @@ def test_a_namespace_that_holds_itself_is_printed_without_its_contents():
         "{{ {}.get(n.t) }}",
     ],
 )
-def test_a_small_list_that_holds_itself_many_times_is_not_looked_through(use: str):
+def test_a_small_value_that_contains_itself_many_times_is_refused_when_made(use: str):
     twice = "{% for i in range(60) %}{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}{% endfor %}"
     template = ChatTemplate(
         "{% set n = namespace(t=(1,), u=(1,)) %}" + twice + use, RenderLimits(seconds=20.0)
@@ -152,7 +154,7 @@ def test_a_small_list_that_holds_itself_many_times_is_not_looked_through(use: st
         template.render(CHAT)
 
 
-def test_time_is_bounded_in_the_same_thread():
+def test_time_is_limited_without_another_thread():
     slow = ChatTemplate(
         "{% for i in range(99999) %}{{ messages | tojson | length }}{% endfor %}", RenderLimits(seconds=0.2)
     )
@@ -193,12 +195,12 @@ def test_time_is_bounded_in_the_same_thread():
         "{{ dict().__class__ }}",
     ],
 )
-def test_a_template_that_reaches_for_attributes_is_refused(source: str):
+def test_private_and_mutating_attributes_are_refused(source: str):
     with pytest.raises(ValueError, match="chat_template: .*(reaches beyond|No filter|not given)"):
         ChatTemplate(source).render(CHAT)
 
 
-def test_what_a_template_says_itself_is_passed_on():
+def test_an_error_that_a_template_raises_is_passed_on():
     with pytest.raises(ValueError, match="messages: the chat template refuses them: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(CHAT)
     assert len(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)) == 10
@@ -218,12 +220,12 @@ def test_what_a_template_says_itself_is_passed_on():
         ([{"role": "user", "content": "x" * 9_000_000}], "more than 8000000 characters"),
     ],
 )
-def test_bad_messages_are_refused_in_words(messages, words: str):
+def test_malformed_messages_are_refused_by_name(messages, words: str):
     with pytest.raises(ValueError, match=words):
         ChatTemplate("{{ messages }}").render(messages)
 
 
-def test_data_and_templates_are_bounded():
+def test_the_sizes_of_data_and_templates_are_limited():
     deep: list = []
     for _ in range(60):
         deep = [deep]
@@ -235,7 +237,7 @@ def test_data_and_templates_are_bounded():
         ChatTemplate(3)
 
 
-def test_without_jinja2_the_extra_is_named(monkeypatch):
+def test_without_jinja2_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     for name in [n for n in sys.modules if n.startswith(("jinja2.", "mercury_jax.hub.template_sandbox"))]:
         monkeypatch.delitem(sys.modules, name)
@@ -243,7 +245,7 @@ def test_without_jinja2_the_extra_is_named(monkeypatch):
         ChatTemplate("x")
 
 
-def test_traced_text_is_the_text_and_keeps_who_wrote_it():
+def test_traced_text_equals_the_text_and_keeps_its_mask():
     rng = random.Random(0)
     pieces = ["<|a|>", "\n", " x ", "%", "é", "ab", ""]
     for _ in range(300):

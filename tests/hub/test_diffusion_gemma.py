@@ -53,7 +53,7 @@ def told(g, conditioned):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_canvas_logits_are_transformers(name):
+def test_canvas_logits_equal_transformers(name):
     g = golden(name)
     bare, conditioned = (limit(g.said[key]) for key in ("fp64_diff", "fp64_diff_conditioned"))
     assert np.abs(told(g, False)[1] - g.said["logits"]).max() <= bare
@@ -62,7 +62,7 @@ def test_canvas_logits_are_transformers(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_encoder_predicts_as_transformers_does(name):
+def test_encoder_logits_equal_transformers(name):
     g = golden(name)
     assert np.abs(told(g, False)[0] - g.said["encoder_logits"]).max() <= limit(g.said["fp64_diff_encoder"])
 
@@ -88,7 +88,7 @@ def model_of(dtype):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_two_canvases_sampled_freely_are_those_of_generate(bits):
+def test_two_sampled_canvases_equal_those_of_generate(bits):
     """Nothing is injected on our side: the reference was given the noise that this very call draws."""
     said = recorded()
     with jax.enable_x64(bits == 64):
@@ -112,7 +112,7 @@ def first_difference(out, said, bits, row):
     return f"row {row}: every step agrees"
 
 
-def test_each_step_given_the_references_canvas_yields_its_next_one():
+def test_each_step_from_the_references_canvas_gives_its_next_canvas():
     """Its canvas, its self-conditioning and its noise in; its draws, its acceptance and its next canvas out."""
     g, said = golden("diffusion_gemma"), recorded()
     steps = 0

@@ -1,4 +1,4 @@
-"""Theirs -> ours -> theirs is exact for every family, and ours -> theirs -> ours too."""
+"""Reading a checkpoint and writing it again changes nothing, for every family and both layouts."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from tests.hub.goldens_of import GOLDENS, NAMES, golden
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_theirs_to_ours_to_theirs_is_exact(name, tmp_path):
+def test_a_checkpoint_that_is_read_and_written_is_unchanged(name, tmp_path):
     g = golden(name)
     config = g.opened.config
     same = g.opened.family.export is not None  # Gemma 4 with other senses is written as its text model alone
@@ -36,7 +36,7 @@ def test_theirs_to_ours_to_theirs_is_exact(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["diffusion_gemma", "gemma4_ple", "bd3lm", "qwen2_tied"])
-def test_tensors_that_no_model_of_ours_reads_are_kept_by_a_conversion(name, tmp_path):
+def test_a_conversion_keeps_tensors_that_our_model_does_not_read(name, tmp_path):
     theirs = folders.scan(GOLDENS / name)
     out = tmp_path / "out"
     assert main(["convert", str(GOLDENS / name), str(out), "--to", "hf"]) == 0
@@ -48,7 +48,7 @@ def test_tensors_that_no_model_of_ours_reads_are_kept_by_a_conversion(name, tmp_
     assert all((out / x).read_bytes() == (GOLDENS / name / x).read_bytes() for x in beside)
 
 
-def test_a_conversion_to_another_dtype_keeps_unread_tensors_as_they_are(tmp_path):
+def test_a_conversion_to_another_dtype_keeps_the_dtype_of_unread_tensors(tmp_path):
     out = hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf", dtype="bfloat16")
     written = folders.scan(out)
     kinds = {name: place.entry.dtype.name for name, place in written.tensors.items()}
@@ -69,7 +69,7 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     assert all(writing_them[i + 1] == "written" for i, what in enumerate(writing_them) if what == "read")
 
 
-def test_shards_are_as_small_as_asked(tmp_path):
+def test_shards_have_at_most_the_requested_size(tmp_path):
     g = golden("qwen3")
     arrays = lazy_tensors(g.opened.family.names(g.opened.config), g.params)
     folders.write_folder(tmp_path / "x", {}, arrays, shard=30_000)
@@ -87,7 +87,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_through_a_folder_of_ours_and_back_a_config_says_the_same(name, tmp_path):
+def test_a_config_survives_a_conversion_to_our_layout_and_back(name, tmp_path):
     case = next(case for case in mutations.CASES if case.name == name)
     hub.convert(mutations.write(tmp_path / "theirs", case), tmp_path / "ours")
     hub.convert(tmp_path / "ours", tmp_path / "again", to="hf")

@@ -1,4 +1,4 @@
-"""A config.json that differs in a key or two: our logits are transformers', or the file is refused in words."""
+"""A config.json that differs in a key or two: logits equal those of transformers, or the key is refused by name."""
 
 import functools
 
@@ -32,20 +32,20 @@ def logits_of(folder, case):
 
 
 @pytest.mark.parametrize("case", LOADED, ids=name_of)
-def test_what_is_loaded_has_transformers_logits(case, tmp_path):
+def test_logits_of_a_changed_config_equal_transformers(case, tmp_path):
     got, want = logits_of(mutations.write(tmp_path, case), case), said()[case.name]
     assert want.std() > 1.0
     assert np.abs(got - want).max() <= limit(said()[f"{case.name}, fp64_diff"])
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=name_of)
-def test_what_is_refused_is_refused_by_its_key_and_value(case, tmp_path):
+def test_an_unsupported_key_is_refused_by_name_and_value(case, tmp_path):
     with pytest.raises(ValueError) as error:
         logits_of(mutations.write(tmp_path, case), case)
     assert all(word in str(error.value) for word in case.refused), str(error.value)
 
 
-def test_there_are_at_least_47_and_most_of_them_matter():
+def test_there_are_at_least_47_mutations_and_most_change_logits():
     assert len(mutations.CASES) >= 47 and set(said()) >= {case.name for case in LOADED}
     base = {case.base: said()[case.name] for case in reversed(LOADED) if not case.change}
     moved = [c.name for c in LOADED if np.abs(said()[c.name] - base[c.base]).max() > 0.01]

@@ -1,4 +1,4 @@
-"""Laws of checkpoint folders: one map of tensors however many files, and nothing read from outside the folder."""
+"""Checkpoint folders: tensors are found in any number of files, and nothing outside of the folder is read."""
 
 import json
 import os
@@ -54,13 +54,13 @@ def check(folder):
         (1, [*(f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]),
     ],
 )
-def test_a_written_folder_comes_back_from_any_number_of_files(tmp_path, shard, names):
+def test_a_written_folder_is_read_back_from_any_number_of_files(tmp_path, shard, names):
     folder = whole(tmp_path / "model", shard)
     assert sorted(os.listdir(folder)) == ["config.json", *names] and os.listdir(tmp_path) == ["model"]
     check(folder)
 
 
-def test_the_index_is_what_transformers_writes(sharded):
+def test_the_index_equals_that_of_transformers(sharded):
     about = json.loads((sharded / folders.INDEX).read_text())
     assert about["metadata"] == {"total_size": 5 * 48, "total_parameters": 60}
     assert about["weight_map"] == {
@@ -69,7 +69,7 @@ def test_the_index_is_what_transformers_writes(sharded):
     assert safe_open(sharded / "model-00003-of-00003.safetensors", "numpy").metadata() == {"format": "pt"}
 
 
-def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
     lies = [*sources(), tensors.LazyTensor("last", (2,), np.float32, lambda: np.ones(3, np.float32))]
     twice = [*sources(), *sources()]
     for bad, words in ((lies, "tensor 'last'"), (twice, "name of a tensor is 'model.layers.0.w'")):
@@ -83,7 +83,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
         whole(folder)
 
 
-def test_code_that_a_config_names_is_not_run_but_noted(tmp_path):
+def test_code_that_a_config_names_is_noted_and_not_run(tmp_path):
     folder = folders.write_folder(
         tmp_path / "m",
         CONFIG | {"auto_map": {"AutoModel": "evil.Model"}},
@@ -106,7 +106,7 @@ OUTSIDE += ["..", "", "config.json", ".safetensors", 3, None, ["model.safetensor
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=repr)
-def test_an_index_names_bare_files_of_its_folder_only(sharded, name):
+def test_an_index_may_only_name_files_of_its_folder(sharded, name):
     (sharded.parent / "secret.safetensors").write_bytes(b"")
     index(sharded, model_layers_1_w=name)
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_an_index_names_bare_files_of_its_folder_only(sharded, name):
         folders.scan(sharded)
 
 
-def test_an_index_that_disagrees_with_its_files_is_refused(sharded):
+def test_an_index_that_contradicts_its_files_is_refused(sharded):
     last = "model-00003-of-00003.safetensors"
     index(sharded, model_layers_9_w=last)
     with pytest.raises(CheckpointError, match=last + " has no tensor 'model.layers.9.w'"):
@@ -140,7 +140,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(sharded):
             folders.scan(sharded)
 
 
-def test_a_tensor_in_two_files_is_refused_even_if_the_index_is_silent(sharded):
+def test_a_tensor_in_two_files_is_refused_even_if_the_index_omits_it(sharded):
     index(sharded, model_layers_1_w=...)
     last = sharded / "model-00003-of-00003.safetensors"
     tensors.write(last, sources({k: ARRAYS[k] for k in ("model.layers.4.w", "model.layers.1.w")}))
@@ -203,13 +203,13 @@ def cached(root, shard=folders.SHARD, sub=""):
 
 
 @pytest.mark.parametrize("sub", ["", "text"])
-def test_a_snapshot_of_hugging_faces_cache_reads(tmp_path, sub):
+def test_a_snapshot_of_hugging_faces_cache_is_read(tmp_path, sub):
     check(cached(tmp_path / "models--org--name", 100, sub))
     (tmp_path / "cache").symlink_to(tmp_path / "models--org--name")
     check(tmp_path / "cache" / "snapshots" / "0a1b2c" / sub)
 
 
-def test_a_snapshot_reaches_only_its_own_blobs(tmp_path):
+def test_a_snapshot_may_only_link_to_its_own_blobs(tmp_path):
     other = cached(tmp_path / "models--org--other")
     snapshot = cached(tmp_path / "models--org--name")
     secret = tmp_path / "models--org--name" / "refs"
@@ -221,19 +221,19 @@ def test_a_snapshot_reaches_only_its_own_blobs(tmp_path):
 
 
 @pytest.mark.parametrize("root", ["elsewhere", "models--a--b/elsewhere"])
-def test_blobs_are_reached_from_a_repositorys_snapshot_only(tmp_path, root):
+def test_links_to_blobs_are_only_allowed_in_a_repository(tmp_path, root):
     with pytest.raises(CheckpointError, match="config.json is a symbolic link to"):
         folders.scan(cached(tmp_path / root))  # no `models--org--name` above `snapshots`
 
 
-def test_blobs_are_reached_from_snapshots_and_no_other_folder(tmp_path):
+def test_links_to_blobs_are_only_allowed_in_snapshots(tmp_path):
     snapshot = cached(tmp_path / "models--org--name")
     snapshot.parent.rename(snapshot.parents[1] / "copies")
     with pytest.raises(CheckpointError, match="config.json is a symbolic link to"):
         folders.scan(snapshot.parents[1] / "copies" / snapshot.name)
 
 
-def test_blobs_that_are_a_link_themselves_are_no_way_out(tmp_path):
+def test_a_blobs_folder_that_is_a_link_is_refused(tmp_path):
     root = tmp_path / "models--org--name"
     snapshot = cached(root)
     (root / "blobs").rename(tmp_path / "outside")
@@ -275,7 +275,7 @@ def test_pickles_and_empty_folders_are_refused(tmp_path):
     ],
     ids=range(8),
 )
-def test_a_config_that_is_no_plain_object_is_refused(tmp_path, text, words, monkeypatch):
+def test_a_config_that_is_not_a_strict_json_object_is_refused(tmp_path, text, words, monkeypatch):
     folder = whole(tmp_path / "model")
     (folder / "config.json").write_bytes(text)
     if len(text) < 5000:
@@ -284,7 +284,7 @@ def test_a_config_that_is_no_plain_object_is_refused(tmp_path, text, words, monk
         folders.scan(folder)
 
 
-def test_a_shard_with_a_wrong_header_is_refused_by_its_name(sharded):
+def test_a_shard_with_a_malformed_header_is_refused_by_name(sharded):
     path = sharded / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="00002-of-00003.safetensors is no valid safetensors file"):

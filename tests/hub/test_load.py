@@ -1,4 +1,4 @@
-"""What is refused before a parameter is read, each in words; and what a loaded model may be asked for."""
+"""What is refused before a parameter is read, with its message; quantised and split parameters."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
         (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"]),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
+def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, change, words):
     rewrite(folder, change)
     with pytest.raises(CheckpointError) as error:
         open_folder(folder)
@@ -77,7 +77,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, words):
         ({"num_hidden_layers": 9, "layer_types": None}, ["model.layers.", "is missing", "more"]),
     ],
 )
-def test_configs_that_we_do_not_build_are_refused(folder, changes, words):
+def test_unsupported_configs_are_refused(folder, changes, words):
     reconfigure(folder, **changes)
     with pytest.raises(ValueError) as error:
         open_folder(folder)
@@ -85,7 +85,7 @@ def test_configs_that_we_do_not_build_are_refused(folder, changes, words):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_family_refuses_a_key_that_it_does_not_know(name, tmp_path):
+def test_every_family_refuses_an_unknown_key(name, tmp_path):
     config = json.loads((GOLDENS / name / "config.json").read_text())
     nested = [
         k for k in ("text_config", "rope_parameters", "rope_scaling", "per_layer_config") if config.get(k)
@@ -103,7 +103,7 @@ def test_every_family_refuses_a_key_that_it_does_not_know(name, tmp_path):
             assert hub.info(tmp_path / "config.json")["vocab"]
 
 
-def test_a_config_that_two_families_share_says_so(tmp_path, capsys):
+def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):
     about = GOLDENS / "open_dcoder"
     assert main(["info", str(about), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -114,32 +114,32 @@ def test_a_config_that_two_families_share_says_so(tmp_path, capsys):
     assert len(hub.info(GOLDENS / "qwen2")["notes"]) == 0
 
 
-def test_the_mask_may_be_given_and_is_asked_for_where_nobody_knows_it():
+def test_the_mask_may_be_given_and_is_required_where_it_is_unknown():
     with pytest.raises(ValueError, match="pass mask="):
         open_folder(GOLDENS / "a2d_qwen3")
     assert open_folder(GOLDENS / "a2d_qwen3", mask=7).config.mask == 7
 
 
-def test_the_tokenizer_tells_the_mask(tmp_path):
+def test_the_mask_is_read_from_the_tokenizer(tmp_path):
     shutil.copytree(GOLDENS / "a2d_qwen3", tmp_path / "m")
     about = {"mask_token": "<|mask|>", "added_tokens_decoder": {"9": {"content": "<|mask|>"}}}
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(about))
     assert open_folder(tmp_path / "m").config.mask == 9
 
 
-def test_further_ends_come_from_the_generation_config(folder):
+def test_further_ends_are_read_from_the_generation_config(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     config = open_folder(folder).config
     assert {config.eos, *config.ends} >= {5, 6}
 
 
-def test_llada_moe_is_told_from_llada_by_its_architecture():
+def test_llada_moe_is_recognised_by_its_architecture():
     kinds = {n: open_folder(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
     assert kinds == {"llada": "LLaDA", "llada_moe": "LLaDA-MoE"}
     assert len({f.name for f in FAMILIES}) == len(FAMILIES)
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
+def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monkeypatch):
     model = golden("qwen3").opened.model
     need = params.per_device(model, params.abstract_mesh(1), jnp.float32).params
     assert need == 4 * params.count_parameters(model)[0]
@@ -155,7 +155,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     "name, kind, most", [("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
                          ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)]
 )  # fmt: skip
-def test_weights_of_8_bits_say_nearly_the_same(name, kind, most):
+def test_8_bit_weights_change_logits_little(name, kind, most):
     g = golden(name)
     small = opened_params(g.opened, dtype=jnp.float32, quantise=kind)
     kept = [
@@ -171,7 +171,7 @@ def test_weights_of_8_bits_say_nearly_the_same(name, kind, most):
 
 
 @pytest.mark.parametrize("name", ["sdar_moe", "gemma4_dense"])
-def test_four_devices_hold_a_part_each_and_say_the_same(name):
+def test_parameters_split_over_four_devices_give_the_same_logits(name):
     if len(jax.devices()) < 4:
         pytest.fail("conftest.py makes four devices")
     g = golden(name)

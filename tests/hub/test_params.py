@@ -1,4 +1,4 @@
-"""Memory: what a model needs is told from shapes, and loading takes little beyond the parameters themselves."""
+"""Memory that a model needs is computed from shapes, and loading needs little beyond the parameters."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def hollow(folder: Path, config: dict) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-def test_loading_takes_the_parameters_and_little_more(tmp_path):
+def test_loading_needs_little_memory_beyond_the_parameters(tmp_path):
     largest = hollow(tmp_path / "m", SIZES)
     run = subprocess.run(
         [sys.executable, "-c", LOAD, str(tmp_path / "m")], capture_output=True, text=True, check=True
@@ -87,7 +87,7 @@ def test_the_26b_model_is_built_abstractly_as_published():
 
 @pytest.mark.parametrize("axis", ["tensor", "expert", "fsdp"])
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_every_rule_of_the_26b_model_fits_its_array(devices, axis):
+def test_every_sharding_rule_of_the_26b_model_fits_its_array(devices, axis):
     model = model_26b()
     mesh = params.abstract_mesh(devices, axis)
     for path, like in params.shapes_of(model).items():
@@ -96,7 +96,7 @@ def test_every_rule_of_the_26b_model_fits_its_array(devices, axis):
             assert name is None or size % mesh.shape[name] == 0
 
 
-def test_a_description_needs_no_tensor_and_says_what_is_asked_first():
+def test_info_describes_a_config_without_tensors():
     found = hub.info(CONFIG_26B)
     assert found["family"] == "DiffusionGemma" and found["block"] == 256 and found["mask"] is None
     assert (

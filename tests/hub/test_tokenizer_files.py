@@ -1,4 +1,4 @@
-"""Laws of the files around a tokenizer: what they say is taken together, what is damaged is refused in words."""
+"""The files of a tokenizer: they are combined as in transformers, and damaged files raise errors that name them."""
 
 import dataclasses
 import json
@@ -10,15 +10,17 @@ from tokenizers import Tokenizer
 from mercury_jax import noise
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.hub.tokenizer import HFTokenizer, unpack
-from mercury_jax.hub.tokenizer_files import MAX_BYTES
+from mercury_jax.hub.tokenizer_files import MAX_BYTES, own_files
+from mercury_jax.tokenizer import SPECIAL, Tokenizer as Ours
 from tests.hub.tiny_tokenizers import byte_level, sentencepiece
+from tests.test_tokenizer import NASTY, TEXTS, _random_text
 from tests.tiny import tokenizer as ours
 
 NAMES = json.loads(byte_level()["tokenizer_config.json"])
 CHAT = [{"role": "user", "content": "  def value "}]
 
 
-def test_the_ids_are_the_models_or_those_that_the_files_name():
+def test_special_ids_are_the_models_or_those_of_the_files():
     tok = HFTokenizer.of(sentencepiece())
     assert (tok.pad, tok.eos, tok.mask, tok.begin) == (0, 1, 4, (2,))
     assert tok.end_turn == tok.tokens.control["<end_of_turn>"]
@@ -40,7 +42,7 @@ def test_the_ids_are_the_models_or_those_that_the_files_name():
     )
 
 
-def test_tokens_that_only_the_configs_know_get_their_ids():
+def test_tokens_that_only_the_config_files_list_get_their_ids():
     late = {"400": {"content": "<|late|>", "special": True}, "402": {"content": "plainly", "special": False}}
     about = {
         **NAMES,
@@ -62,7 +64,7 @@ def test_tokens_that_only_the_configs_know_get_their_ids():
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
-def test_vocab_and_merges_are_enough_for_a_byte_level_bpe(kind: str):
+def test_a_byte_level_bpe_is_built_from_vocab_and_merges(kind: str):
     data = json.loads(byte_level()["tokenizer.json"])
     vocab, merges = data["model"]["vocab"], data["model"]["merges"]
     files = {
@@ -80,7 +82,7 @@ def test_vocab_and_merges_are_enough_for_a_byte_level_bpe(kind: str):
         HFTokenizer.of({**files, "tokenizer_config.json": strange})
 
 
-def test_templates_come_from_files_configs_and_by_name():
+def test_templates_are_read_from_files_and_configs_by_name():
     bare = {k: v for k, v in byte_level().items() if not k.endswith(".jinja")}
     about = NAMES
     with pytest.raises(
@@ -107,7 +109,7 @@ def test_templates_come_from_files_configs_and_by_name():
             assert tok.decode(tok.render(CHAT, tools=[{"name": "f<|im_end|>"}])) == "bf<|im_end|>"
 
 
-def test_a_folder_is_read_and_written_whole(tmp_path):
+def test_tokenizer_files_are_read_and_written_unchanged(tmp_path):
     files = {**byte_level(), "additional_chat_templates/tool_use.jinja": b"x"}
     HFTokenizer.of(files).save(tmp_path)
     (tmp_path / "evil.py").write_text("raise SystemExit")
@@ -131,7 +133,7 @@ def test_a_folder_is_read_and_written_whole(tmp_path):
     ],
     ids=lambda model: model["type"],
 )  # fmt: skip
-def test_a_vocabulary_that_can_spell_a_special_token_in_words_does_not(model):
+def test_a_special_token_is_not_assembled_from_ordinary_pieces(model):
     data = {"model": model, "added_tokens": [{"id": 1, "content": "<mask>", "special": True}]}
     data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     files = {"tokenizer.json": json.dumps(data).encode(), "tokenizer_config.json": b'{"unk_token": "<unk>"}'}
@@ -141,14 +143,14 @@ def test_a_vocabulary_that_can_spell_a_special_token_in_words_does_not(model):
     assert 1 not in tok.encode("fox <mask> <mask>") and tok.decode([1], skip_special=False) == "<mask>"
 
 
-def test_an_id_beyond_all_vocabularies_is_refused():
+def test_an_id_that_is_too_large_is_refused():
     data = json.loads(byte_level()["tokenizer.json"])
     data["model"]["vocab"]["far"] = 4_000_000_000
     with pytest.raises(CheckpointError, match="id 4000000000; allowed: 0..3999999"):
         HFTokenizer.of({**byte_level(), "tokenizer.json": json.dumps(data).encode()})
 
 
-def test_a_folder_without_a_tokenizer_or_out_of_bounds_is_refused(tmp_path):
+def test_a_missing_or_too_large_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"no tokenizer; allowed: tokenizer.json, or vocab.json and merges.txt$"
     ):
@@ -166,7 +168,7 @@ def test_a_folder_without_a_tokenizer_or_out_of_bounds_is_refused(tmp_path):
         HFTokenizer.load(tmp_path)
 
 
-def test_a_bad_template_spoils_conversations_only():
+def test_a_bad_template_only_affects_conversations():
     tok = HFTokenizer.of({**byte_level(), "chat_template.jinja": b"{% for i in range(10**9) %}{% endfor %}"})
     assert tok.decode(tok.encode("fox")) == "fox"
     with pytest.raises(ValueError, match="chat_template: "):
@@ -182,7 +184,7 @@ def used(files) -> str:
         return str(error)
 
 
-def test_damaged_files_are_refused_in_words_or_read():
+def test_damaged_tokenizer_files_raise_an_error_or_are_read():
     rng = random.Random(0)
     for files in (byte_level(), sentencepiece()):
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -203,3 +205,37 @@ def test_damaged_files_are_refused_in_words_or_read():
     ):
         with pytest.raises(ValueError, match="tokenizer.json"):
             HFTokenizer.of({**byte_level(), "tokenizer.json": odd})
+
+
+# --- our own tokenizer, written for other libraries
+
+
+@pytest.fixture(scope="module")
+def own() -> Ours:
+    return Ours.train(TEXTS, 370)
+
+
+def test_our_tokenizer_has_the_same_ids_in_the_tokenizers_library(own: Ours):
+    files = own_files(own)
+    theirs, rng = HFTokenizer.of(files), random.Random(0)
+    plain = Tokenizer.from_str(files["tokenizer.json"].decode())
+    for text in [*NASTY, *TEXTS[:5], *(_random_text(rng) for _ in range(300))]:
+        ids = own.encode(text)
+        assert theirs.encode(text) == ids and theirs.decode(ids) == text
+        if "<|" not in text:  # others take a special token from anyone
+            assert plain.encode(text).ids == ids
+    assert theirs.pieces == own.pieces
+    assert plain.token_to_id("<|think|>") == SPECIAL.think
+
+
+def test_our_chat_template_renders_as_our_tokenizer(own: Ours):
+    theirs = HFTokenizer.of(own_files(own))
+    chat = [
+        {"role": role, "content": f"def {role} <|eos|>"} for role in ("system", "user", "assistant", "tool")
+    ]
+    for thinking in (False, True):
+        assert theirs.render(chat, thinking=thinking) == own.render(chat, thinking=thinking)
+        assert theirs.follow(chat, thinking=thinking) == own.follow(chat, thinking=thinking)
+    assert theirs.example("a", "b", "c") == own.example("a", "b", "c")
+    names = ("mask", "pad", "eos", "ends", "end_turn", "thinking", "fim", "begin", "vocab_size")
+    assert [getattr(theirs, n) for n in names] == [getattr(own, n) for n in names]

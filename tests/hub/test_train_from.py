@@ -1,4 +1,4 @@
-"""A training may start from a checkpoint of others, and leaves a model that loads and samples."""
+"""Training from a published checkpoint leaves a model that loads and samples."""
 
 import dataclasses
 import gc
@@ -29,7 +29,7 @@ def recipe(folder, out, **changes):
     return dataclasses.replace(made, **changes)
 
 
-def test_a_training_starts_from_a_checkpoint_of_others(tmp_path):
+def test_training_starts_from_a_checkpoint(tmp_path):
     folder = hub.save_hf(tmp_path / "hf", tiny("bidirectional"))
     result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
@@ -86,9 +86,7 @@ def config():
 
 
 @pytest.mark.parametrize("to", ["hf", "ours"])
-def test_an_autoregressive_checkpoint_becomes_a_diffusion_model_on_the_command_line(
-    qwen3, tmp_path, to, capsys
-):
+def test_training_makes_a_diffusion_model_of_an_autoregressive_checkpoint(qwen3, tmp_path, to, capsys):
     folder, tok = qwen3
     mask = tok.vocab_size  # the first id that stands for nothing
     if to == "ours":
@@ -113,7 +111,7 @@ def alive(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_the_initial_parameters_lie_on_the_mesh_and_are_freed(tmp_path, monkeypatch, resume):
+def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypatch, resume):
     hub.save(tmp_path / "first", tiny("bidirectional"), NoiseConfig())
     found, given = [], []
 

@@ -1,4 +1,4 @@
-"""Laws of a checkpoint's tokenizer: its own ids for its own texts, and no token of control from anybody else's."""
+"""A checkpoint's tokenizer: its own ids for ordinary text, and no control token from user text."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def random_text(rng: random.Random, pool: list[str]) -> str:
     return "".join(rng.choice([*pool, *wild]) for _ in range(rng.randrange(40)))
 
 
-def test_a_benign_conversation_has_the_ids_of_the_library(name: str, tok: HFTokenizer):
+def test_an_ordinary_conversation_has_the_ids_of_the_tokenizers_library(name: str, tok: HFTokenizer):
     for messages in CHATS:
         for prompt in (False, True):
             text = reference(
@@ -92,7 +92,7 @@ def test_a_benign_conversation_has_the_ids_of_the_library(name: str, tok: HFToke
             )
 
 
-def test_no_content_writes_a_token_of_control(name: str, tok: HFTokenizer):
+def test_no_message_content_is_encoded_as_a_control_token(name: str, tok: HFTokenizer):
     rng = random.Random(1)
     control = set(tok.tokens.control.values())
     words = [*SPECIAL, *CONTROL, *GEMMA]
@@ -118,7 +118,7 @@ def test_no_content_writes_a_token_of_control(name: str, tok: HFTokenizer):
             )
 
 
-def test_a_template_may_split_an_answer_at_a_token_that_only_it_can_write():
+def test_a_template_may_split_an_answer_at_a_control_token():
     tok = HFTokenizer.of(byte_level("thinking"))
     ids = tok.tokens.control
     chat = [*CHATS[0], {"role": "assistant", "content": "<think>\nfox <think>\n</think>\n\nthe </think>"}]
@@ -129,7 +129,7 @@ def test_a_template_may_split_an_answer_at_a_token_that_only_it_can_write():
     assert tok.render(chat).count(ids["</think>"]) == 1
 
 
-def test_what_looks_like_control_and_nobody_wrote_is_refused():
+def test_a_control_token_that_a_template_assembles_from_parts_is_refused():
     template = (
         b"{% for m in messages %}{{ ['<|im_', 'start|>'] | string | replace(\"', '\", '') }}{% endfor %}"
     )
@@ -141,7 +141,7 @@ def test_what_looks_like_control_and_nobody_wrote_is_refused():
 @pytest.mark.parametrize(
     "files", [byte_level(normal=False), sentencepiece()], ids=["byte_level", "sentencepiece"]
 )
-def test_every_text_comes_back_and_holds_no_control(files):
+def test_every_text_round_trips_without_control_tokens(files):
     tok, library, rng = HFTokenizer.of(files), theirs(files), random.Random(0)
     control, lengths = set(tok.tokens.control.values()), tok.byte_lengths()
     pool = [*" \n\t\u2581\0aé<|>", "return", "\n\n", "    ", "<table>", "日本", *SPECIAL, *GEMMA, *CONTROL]
@@ -158,7 +158,7 @@ def test_every_text_comes_back_and_holds_no_control(files):
         assert tok.encode(word) == [library.token_to_id(word)]
 
 
-def test_half_a_character_is_shown_as_such_and_bad_input_is_refused():
+def test_half_a_character_is_replaced_and_bad_input_is_refused():
     for files in (byte_level(), sentencepiece()):
         tok = HFTokenizer.of(files, vocab=500)
         assert tok.decode(tok.encode("a🙂")[:-1]).startswith("a\ufffd")
@@ -172,7 +172,7 @@ def test_half_a_character_is_shown_as_such_and_bad_input_is_refused():
             tok.encode(3)
 
 
-def test_an_example_splits_into_what_made_it(tok: HFTokenizer):
+def test_an_example_splits_into_thinking_and_answer(tok: HFTokenizer):
     assert tok.thinking is not None
     for thinking in (None, "the fox"):
         prompt, response = tok.example("2+2?", "4 <|im_end|>", thinking)
@@ -186,7 +186,7 @@ def test_an_example_splits_into_what_made_it(tok: HFTokenizer):
             assert tok.split_answer(response[: response.index(tok.thinking.close)]) == (thinking, "")
 
 
-def test_what_follows_an_answer_is_what_a_whole_conversation_has_there(tok: HFTokenizer):
+def test_follow_equals_the_end_of_the_whole_conversation(tok: HFTokenizer):
     new = [{"role": "user", "content": "fox <|im_end|>"}]
     asked, answer = CHATS[0], "print(value)"
     whole = tok.render([*asked, {"role": "assistant", "content": answer}, *new])
@@ -203,7 +203,7 @@ def test_a_template_that_opens_the_thinking_itself_is_not_opened_twice():
     assert tok.render(CHATS[0]) == tok.render(CHATS[0], thinking=True)
 
 
-def test_decoding_takes_any_tokenizer_and_refuses_what_it_has_no_tokens_for():
+def test_decoding_works_with_a_checkpoints_tokenizer_and_refuses_missing_tokens():
     tok = HFTokenizer.of(_small("chatml"), mask=4, eos=3, pad=0)
     lm = dataclasses.replace(tiny(), tokenizer=tok)
     chat, raw = CHATS[0], dataclasses.replace(lm, tokenizer=HFTokenizer.of(sentencepiece(), vocab=420))

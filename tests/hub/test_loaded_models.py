@@ -1,4 +1,4 @@
-"""A loaded checkpoint is a model like our own: it samples, converts both ways, and starts a training."""
+"""A loaded checkpoint can be sampled, scored, converted both ways, and described."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_the_score_of_an_autoregressive_model_is_its_likelihood(name):
         mj.score(lm, "", [3, 4])
 
 
-def test_an_autoregressive_model_says_what_a_plain_loop_says():
+def test_an_autoregressive_model_samples_as_a_plain_loop():
     lm = mj.load(GOLDENS / "llama3")
     out = mj.sample(lm, PROMPT, max_tokens=6)
     assert out.tokens[0].tolist() == greedy("llama3", PROMPT, 6)
@@ -92,7 +92,7 @@ def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
 
 
 @pytest.mark.parametrize("name", ["dream", "fast_dllm"])
-def test_a_shifted_model_is_read_where_it_speaks(name):
+def test_a_shifted_model_is_read_at_the_previous_position(name):
     g = golden(name)
     mask = g.opened.config.mask
     lm = mj.load(GOLDENS / name, mask=mask)
@@ -102,7 +102,7 @@ def test_a_shifted_model_is_read_where_it_speaks(name):
     assert mj.sample(lm, PROMPT, max_tokens=1).tokens[0].tolist() == [int(said.argmax())]
 
 
-def test_any_of_several_ends_ends_an_answer():
+def test_each_of_several_end_ids_ends_an_answer():
     lm = mj.load(GOLDENS / "llama3")
     third = greedy("llama3", PROMPT, 6)[2]
     model = lm.model._replace(config=dataclasses.replace(lm.model.config, ends=(third,)))
@@ -110,7 +110,7 @@ def test_any_of_several_ends_ends_an_answer():
     assert out.tokens[0].tolist() == greedy("llama3", PROMPT, 2) and out.finish == ["stop"]
 
 
-def test_converted_to_ours_it_is_the_same_model(tmp_path, capsys):
+def test_a_checkpoint_converted_to_our_layout_is_the_same_model(tmp_path, capsys):
     assert main(["convert", str(GOLDENS / "llama3"), str(tmp_path / "ours"), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     theirs, ours = mj.load(GOLDENS / "llama3"), mj.load(tmp_path / "ours")
@@ -150,7 +150,7 @@ def test_a_model_of_our_own_build_is_written_with_the_same_logits(tmp_path):
     np.testing.assert_allclose(both[0], both[1], atol=1e-5)
 
 
-def test_what_no_family_holds_is_refused(tmp_path):
+def test_a_model_that_no_family_can_hold_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model is 'causal_encoder \(block \d+\), transformer"):
         hub.save_hf(tmp_path / "a", tiny("causal_encoder"))
     with pytest.raises(ValueError, match="family is 'Dream'; allowed: tiny-A2D"):
@@ -172,7 +172,7 @@ def test_a_recipe_may_take_the_config_of_a_loaded_model():
         hub.config_of(GOLDENS / "qwen3", patern="bidirectional")
 
 
-def test_ids_alone_are_kept_by_a_conversion():
+def test_a_conversion_keeps_an_id_tokenizer():
     config = golden("llama3").opened.config
     again = unpack(IdTokenizer.of(config).proto)
     assert (
@@ -180,7 +180,7 @@ def test_ids_alone_are_kept_by_a_conversion():
     )
 
 
-def test_what_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
+def test_a_source_that_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="does not exist"):
         mj.load("not a model")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -189,14 +189,14 @@ def test_what_is_neither_folder_nor_id_is_refused(tmp_path, monkeypatch):
         mj.load("org/name-that-nobody-has")
 
 
-def test_the_embedded_model_goes_by_its_name_unless_a_folder_has_it(tmp_path, monkeypatch):
+def test_nano_names_the_embedded_model_unless_it_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert hub.folder_of("nano") == hub.NANO and hub.info("nano")["name"] == "nano"
     (tmp_path / "nano").mkdir()
     assert hub.folder_of("nano") == Path("nano")
 
 
-def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
+def test_info_describes_a_checkpoint_without_loading_it(capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["mercury_jax.hub.load"], "load_params", None)
     assert main(["info", str(GOLDENS / "llada2"), "--mask", "70", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -206,7 +206,7 @@ def test_info_tells_a_checkpoint_without_loading_it(capsys, monkeypatch):
     assert "memory of each device" in capsys.readouterr().out
 
 
-def test_the_command_line_reads_a_checkpoint_as_it_is_told(capsys, monkeypatch):
+def test_the_command_line_passes_its_options_to_load(capsys, monkeypatch):
     seen = {}
     monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: seen.update(how) or golden_lm())
     argv = ["infill", "a[[4]]", "--model", "x", "--quantise", "int8", "--mask", "7"]
