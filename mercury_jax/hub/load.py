@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import DTypeLike
 
 from mercury_jax import checkpoint, models, noise
 from mercury_jax.checkpoint import CheckpointError, manifest
@@ -41,7 +42,7 @@ from mercury_jax.hub.params import (
 from mercury_jax.hub.tokenizer import HFTokenizer, IdTokenizer, unpack
 from mercury_jax.models import cache
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.types import LM, Model
+from mercury_jax.types import LM, Model, Params
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"  # the embedded model, which "nano" names everywhere
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?")
@@ -419,11 +420,11 @@ def load_opened(
 def opened_params(
     opened: Opened,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     quantise: str | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Any:
+) -> Params:
     """Reads the parameters of an opened checkpoint onto their devices, one at a time.
 
     Args:

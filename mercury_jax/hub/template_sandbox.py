@@ -7,13 +7,12 @@ loop, `x | center(10**9)` and `[x, x]` nested forty times all run until memory e
 - Only the methods, filters and functions that chat templates use, and a size check before those whose result may be
   much larger than their arguments (`*`, `**`, `%`, replace, join, split, indent, round).
 - A budget of steps, characters and seconds for each render. Every turn of a loop and every value that the template
-makes
-  is charged. Values have a limited size and depth, so each single operation is short.
+  makes is charged. Values have a limited size and depth, so each single operation is short.
 - Text that the template wrote is marked as such (`special_tokens.TracedText`).
 
-A rewrite of the syntax tree inserts the charges, as filters whose names no template can spell. There is one
-environment a render, which holds its budget; the compiled template is shared. `chat_template.py` imports this module,
-and with it jinja2, when there is a template to compile.
+A rewrite of the syntax tree inserts the charges, as filters. Each render has an environment of its own, which holds its
+budget; the compiled template is shared. `chat_template.py` imports this module, and with it jinja2, when there is a
+template to compile.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ FILTERS = """
     reject rejectattr reverse select selectattr sort string title trim truncate unique upper
 """
 CONTAINERS = list | tuple | dict | type({}.keys()) | type({}.values()) | type({}.items())
-OWN, EACH, MADE, CONCAT = " own", " each", " made", " concat"  # filters that only the rewritten tree can name
+OWN, EACH, MADE, CONCAT = " own", " each", " made", " concat"  # filters of the rewritten tree
 
 
 class LimitExceeded(Exception):
@@ -191,6 +190,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "tojson": _tojson,
         }
         self.filters = {name: self._checked(f) for name, f in checked.items()}
+        self.tests = self.tests | {
+            "divisibleby": lambda value, num: self.call_binop(None, "%", value, num) == 0
+        }
         self.filters |= {OWN: own, EACH: self._each, MADE: self._made, CONCAT: self.concat}
         self.globals = {
             "range": safe_range,
@@ -275,8 +277,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*" and numbers == 1:
             count, what = (left, right) if isinstance(left, int) else (right, left)
             self._spend(0 if isinstance(what, float) else POINTER * self._weigh(what) * max(count, 0))
-        if operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
-            raise SecurityError("a format of such a width is not allowed")
+        if operator == "%" and isinstance(left, str):
+            if re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
+                raise SecurityError("a format of such a width is not allowed")
+            self._spend(
+                left.count("%") * self._weigh(right)
+            )  # "%(name)s" may write the same value many times
         return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -378,8 +384,8 @@ def _tojson(
 
 
 def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
-    if abs(precision) > 16:
-        raise SecurityError("round takes a precision of at most 16")
+    if not isinstance(value, int | float) or abs(precision) > 16:
+        raise SecurityError("round takes a number and a precision of at most 16")
     return library.do_round(value, precision, method)
 
 

@@ -90,6 +90,9 @@ def test_the_features_that_templates_use_work_as_in_jinja2(source: str):
         ("{% set n = namespace(x=[1] * 9) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] | sum(start=[]) %}"
          "{% endfor %}", "too"),
         ("{{ '%99999999d' % 1 }}", "width"),
+        ("{{ '%99999999d' is divisibleby(1) }}", "width"),
+        ("{{ ('a' * 999) | round(9, 'ceil') }}", "round"),
+        ("{{ ('%(a)s' * 9999)[0:] | trim | string | replace('', '') % {'a': 'a' * 9999} }}", "too much text"),
         ("{{ 'a' | center(10**9) }}", "No filter named 'center'"),
         ("{{ strftime_now('%99999999d') }}", "strftime_now"),
         ("{{ 'x' | indent(10**9) }}", "indent"),
