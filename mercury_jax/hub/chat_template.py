@@ -21,11 +21,8 @@ from mercury_jax.hub.special_tokens import joined, own
 from mercury_jax.tokenizer import Messages, valid
 
 MAX_DEPTH = 48  # lists within lists in the data that a template is given
-THINKING_KEYS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names under which a message may have its thinking
+# Names under which a message may have its thinking.
+THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,8 +196,7 @@ class Family(NamedTuple):
         architectures: Entries of config.json's list that it takes, if `fits` says yes to the rest.
         checkpoints: Ids on the Hugging Face hub.
         keys: What may occur in their config.json; a function of it where its classes differ.
-        config: Their config.json -> our config; ValueError for what we do not build. Call `read`, which checks the
-            keys.
+        config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
         names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
         noise: How it was trained; None for an autoregressive model.
         block: Block sizes of its published models, for tables.

@@ -320,11 +320,9 @@ def _write_shards(folder: Path, arrays: list[LazyTensor], limit: int) -> None:
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
-    one = len(shards) == 1
+    count = len(shards)
     files = (
-        [SINGLE]
-        if one
-        else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
     )
     weight_map: dict[str, str] = {}
     for file, shard in zip(files, shards):
@@ -333,7 +331,7 @@ def _write_shards(folder: Path, arrays: list[LazyTensor], limit: int) -> None:
                 raise refuse("name of a tensor", tensor.name, "each name once")
     for file, shard in zip(files, shards):
         tensors.write(folder / file, shard, {"format": "pt"})  # transformers wants to see this
-    if not one:
+    if count > 1:
         total = {
             "total_size": sum(t.nbytes for t in arrays),
             "total_parameters": sum(math.prod(t.shape) for t in arrays),

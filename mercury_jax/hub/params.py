@@ -173,17 +173,12 @@ def load_params(
         if quantise is not None and matrix is not None:
             small = KINDS[quantise](host, *matrix)
             # Scales are small: every device holds all of them.
-            scale = (
-                small.scale
-                if mesh is None
-                else jax.device_put(small.scale, NamedSharding(mesh, PartitionSpec()))
-            )
-            value: Any = Scaled(_placed(small.values, path, model, mesh), jnp.asarray(scale))
+            whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+            value: Any = Scaled(_placed(small.values, path, model, mesh), jax.device_put(small.scale, whole))
         else:
             value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
-        insert(
-            tree, path, jax.block_until_ready(value)
-        )  # a copy in progress would keep the host's array alive
+        # Wait for the copy: while it is in progress it keeps the host's array alive.
+        insert(tree, path, jax.block_until_ready(value))
         del host
         progress(sum(x.nbytes for x in jax.tree.leaves(value)))
     return tree

@@ -5,11 +5,10 @@ characters. Two things keep them apart:
 
 - `TracedText` is a `str` that knows which of its characters the template wrote. Rendering a template produces one.
 - `ControlTokens` is a copy of the checkpoint's tokenizer in which every control token is spelled with a mark in front,
-a
-  noncharacter of Unicode. The `tokenizers` library finds added tokens wherever their text stands; under the new
-  spelling user text never matches, and the template's own tokens are respelled before encoding. Everything else is as
-  in the checkpoint's own tokenizer (normalisation, pre-tokenisation, merges, spaces that an added token swallows),
-  because the whole text is encoded in one call.
+  a noncharacter of Unicode. The `tokenizers` library matches added tokens anywhere in a text; under the new spelling
+  user text never matches, and the template's own tokens are respelled before encoding. Everything else is as in the
+  checkpoint's own tokenizer (normalisation, pre-tokenisation, merges, spaces that an added token absorbs), because
+  the whole text is encoded in one call.
 """
 
 from __future__ import annotations
@@ -222,9 +221,8 @@ class ControlTokens(NamedTuple):
             return whole(ids)
         if self.mark not in whole([i for i in ids if i not in known]):
             return whole(ids).replace(self.mark, "")
-        runs = itertools.groupby(
-            ids, lambda i: known.get(i, "")
-        )  # a text contains the mark: decode run by run
+        # A text contains the mark itself: decode run by run.
+        runs = itertools.groupby(ids, lambda i: known.get(i, ""))
         return "".join(text * len(list(run)) if text else whole(list(run)) for text, run in runs)
 
     def _respelled(self, text: str, mask: bytes) -> str:

@@ -280,9 +280,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             if re.search(r"%[^a-zA-Z%]*(\d{4}|\*)", left):
                 raise SecurityError("a format of such a width is not allowed")
-            self._spend(
-                left.count("%") * self._weigh(right)
-            )  # "%(name)s" may write the same value many times
+            # "%(name)s" may write the same value many times.
+            self._spend(left.count("%") * self._weigh(right))
         return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

@@ -31,13 +31,8 @@ from mercury_jax.hub.family import (
 from mercury_jax.models.gemma import GemmaConfig
 
 PATTERN = 6  # without `layer_types` every sixth layer is global
-OTHER_MODALITIES = (
-    r"vision_tower",
-    r"embed_vision",
-    r"audio_tower",
-    r"embed_audio",
-    r"^lm_head\.weight$",
-)  # text only
+# Only the text model is read.
+OTHER_MODALITIES = (r"vision_tower", r"embed_vision", r"audio_tower", r"embed_audio", r"^lm_head\.weight$")
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 _NORMS = {
     "attention_norm": "input_layernorm",

@@ -1,7 +1,7 @@
 """Qwen2.5, Qwen3 and Llama 3: autoregressive, and what many diffusion models are made from.
 
-The families of such diffusion models (Dream, SDAR, Fast-dLLM v2, A2D, LLaDA2) use the tables of keys, the config fields
-(`sizes`), the tensor names (`names`) and the export (`export`) of this file.
+The families of such diffusion models (Dream, SDAR, Fast-dLLM v2, A2D, LLaDA2) use the tables of keys, `config_fields`,
+`tensor_names` and `export_config` of this file.
 """
 
 from __future__ import annotations
