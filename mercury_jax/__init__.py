@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import StreamOutput, stream
-    from mercury_jax.load import load
+    from mercury_jax.hub.load import load
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -142,7 +142,7 @@ class _Package(ModuleType):
 
     @load.setter
     def load(self, module: ModuleType) -> None:
-        del module  # `from mercury_jax.load import load` finds it in sys.modules
+        del module  # `from mercury_jax.hub.load import load` finds it in sys.modules
 
     @property
     def train(self) -> Any:

@@ -28,7 +28,7 @@ def test_every_public_name_is_there_and_no_other():
 
 @pytest.mark.parametrize(
     "first",
-    ["", "from mercury_jax.train import data; ", "import mercury_jax.api; ", "import mercury_jax.load; "],
+    ["", "from mercury_jax.train import data; ", "import mercury_jax.api; ", "import mercury_jax.hub.load; "],
 )
 def test_load_and_train_are_functions_whatever_was_imported_before(first):
     code = "import mercury_jax as mj; from mercury_jax.train import loop; print(mj.load.__name__, mj.train.__name__)"

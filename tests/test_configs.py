@@ -7,8 +7,8 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import hub, models
-from mercury_jax.chat import example
 from mercury_jax.decode import defaults
+from mercury_jax.hub.load import native_noise
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
@@ -35,7 +35,7 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
         for _ in range(200):
             problem = generators.ALL[source.name].problem(rng)
             thinking = problem.thinking if source.thinking else None
-            prompt, answer = example(tokenizer, problem.input, problem.output, thinking)
+            prompt, answer = tokenizer.example(problem.input, problem.output, thinking)
             laid = model.layout(np.asarray(prompt + answer), len(prompt), tokenizer.eos)
             assert len(laid.tokens) <= config.row, (source.name, problem)
 
@@ -44,8 +44,8 @@ def test_the_embedded_model_is_what_its_recipe_makes():
     """Of the recipe's own model, noise, seed and steps, decoded by its sampler: no other stage, no other mixture."""
     lm, recipe = mj.load(), load_recipe(RECIPES[0].with_name("nano.py"))
     assert dict(lm.card) == {"recipe": recipe.name, "seed": recipe.seed, "steps": recipe.steps}
-    assert lm.model.config == recipe.model and hub.native.noise_of(hub.NANO) == recipe.noise
-    assert lm.decoding == defaults.described(recipe.sampler)
+    assert lm.model.config == recipe.model and native_noise(hub.NANO) == recipe.noise
+    assert lm.decoding == defaults.rule_settings(recipe.sampler)
     card = (hub.NANO / "README.md").read_text().splitlines()
     shares = [
         (f"{share:.0%}", getattr(source, "name", "python-stdlib")) for source, share in recipe.mixture.sources

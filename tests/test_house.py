@@ -19,9 +19,8 @@ MAY_IMPORT = (
     dict.fromkeys(CORE, CORE)
     | {"kernels": CORE, "models": CORE - {"noise"} | {"kernels"}, "hub": CORE | {"kernels", "models"}}
     | {"decode": CORE, "train": CORE}
-    | {"load": CORE | {"hub"}}  # no trainer: `mj.load()` is what a sampler or a server starts with
-    | dict.fromkeys(TOP, BELOW | TOP | {"__init__", "load"})
-    | dict.fromkeys(["__init__", "api", "cli", "__main__"], BELOW | TOP | {"__init__", "api", "load", "cli"})
+    | dict.fromkeys(TOP, BELOW | TOP | {"__init__"})
+    | dict.fromkeys(["__init__", "api", "cli", "__main__"], BELOW | TOP | {"__init__", "api", "cli"})
 )
 
 
@@ -75,7 +74,7 @@ def test_the_package_keeps_the_dependency_rule():
         ("kernels/flash.py", "import mercury_jax.models.layers", "kernels -> models"),
         ("types.py", "from .decode import decoder", "types -> decode"),
         ("evaluate/runner.py", "from mercury_jax.cli import main", "evaluate -> cli"),
-        ("hub/llada.py", "from flax import linen as nn", "hub -> flax.linen"),
+        ("hub/families/llada.py", "from flax import linen as nn", "hub -> flax.linen"),
         ("train/optim.py", "import flax\n\ndense = flax.linen.Dense", "train -> flax.linen"),
         ("utils.py", "", "utils is no room of the house"),
     ],

@@ -23,8 +23,9 @@ from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.sample import sample
 from mercury_jax.decode.sampler import Sampler
 from mercury_jax.evaluate import card
-from mercury_jax.hub import memory, writing
-from mercury_jax.hub.unread import Ids
+from mercury_jax.hub import save_hf
+from mercury_jax.hub.params import count_parameters
+from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.types import LM
 
@@ -63,7 +64,11 @@ def model_of(size: Size, seed: int = 0) -> LM:
     config = config_of(size)
     model = models.build(config)
     return LM(
-        model, jax.jit(model.init)(jax.random.key(seed)), Ids(config), noise.uniform(config.vocab), "random"
+        model,
+        jax.jit(model.init)(jax.random.key(seed)),
+        IdTokenizer.of(config),
+        noise.uniform(config.vocab),
+        "random",
     )
 
 
@@ -83,7 +88,7 @@ def compare(
 def _row(name: str, lm: LM, steps: int, pairs: int, python: str) -> dict[str, Any]:
     prompt = np.random.default_rng(0).integers(2, lm.model.config.vocab, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        writing.to_hf(Path(folder) / "model", lm)
+        save_hf(Path(folder) / "model", lm)
         with _worker(python, Path(folder) / "model", prompt) as ask:
             ours = lambda: _ours(lm, prompt, steps)
             passes = (int(ours().forwards[0]), int(ask(steps)["passes"]))
@@ -96,7 +101,7 @@ def _row(name: str, lm: LM, steps: int, pairs: int, python: str) -> dict[str, An
     return {
         "bench": "peer",
         "size": name,
-        "parameters": memory.parameters(lm.model),
+        "parameters": count_parameters(lm.model)[0],
         "prompt": PROMPT,
         "canvas": CANVAS,
         "steps": passes[0],

@@ -17,8 +17,9 @@ from mercury_jax.bench import known
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse
-from mercury_jax.hub import assemble, native, reading
-from mercury_jax.hub.unread import Ids
+from mercury_jax.hub.load import native_config, open_config, open_folder
+from mercury_jax.hub.params import insert, quantised_axes, shapes_of
+from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
 from mercury_jax.sharding import partition_spec
 from mercury_jax.train.recipe import TrainConfig, load_recipe
@@ -58,19 +59,20 @@ def _found(name: str) -> Source:
     if path.is_dir() or name == hub.NANO.name:
         if hub.is_native(folder):
             return _native(folder)
-        opened = reading.open_folder(folder)
+        opened = open_folder(folder)
     else:
-        opened = reading.open_config(folder)
+        opened = open_config(folder)
     title = str(opened.folder.config.get("_name_or_path") or folder.resolve().stem)
-    return Source(title, opened.config, opened.noise, opened.stored, reading.decoding(opened))
+    return Source(title, opened.config, opened.noise, opened.stored_dtype, opened.decoding)
 
 
 def _native(folder: Path) -> Source:
     """A folder of ours: its config, and the dtype that `load` would give its parameters."""
     data = manifest.read_json(folder / CONFIG)["config"]
-    config = native.read_config(data)
+    config = native_config(data)
     kinds = [entry.dtype for entry in tensors.header(folder / PARAMS).values()]
-    stored = native.WIDE.get(config.dtype, max(set(kinds), key=kinds.count))
+    wide = config.dtype in ("float32", "float64")
+    stored = config.dtype if wide else max(set(kinds), key=kinds.count)
     described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
     return Source(data["name"], config, described, jnp.dtype(stored), data.get("decoding", {}))
 
@@ -81,7 +83,7 @@ def lm(found: Source, mesh: Mesh, quantise: str | None = None) -> LM:
     model = models.build(c)
     corruption = noise.build(found.noise or NoiseConfig(kind="uniform"), c.vocab, c.mask)
     params = shapes(model, mesh, found.stored, quantise)
-    return LM(model, params, Ids(c), corruption, found.name, decoding=found.decoding)
+    return LM(model, params, IdTokenizer.of(c), corruption, found.name, decoding=found.decoding)
 
 
 def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
@@ -89,14 +91,14 @@ def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) ->
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
     tree: dict[str, Any] = {}
-    for path, like in assemble.shapes_of(model).items():
+    for path, like in shapes_of(model).items():
         where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
-        matrix = None if quantise is None else assemble.inputs_of(path)
+        matrix = None if quantise is None else quantised_axes(path)
         if quantise is None or matrix is None:
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
         else:
             value = _scaled(like.shape, quantise, matrix, where)
-        assemble.insert(tree, path, value)
+        insert(tree, path, value)
     return tree
 
 

@@ -1,22 +1,13 @@
-"""Checkpoints of a run (`Saver`, `restore`) and plain folders for inference (`export`, `load_exported`).
+"""Checkpoints of a run (`Saver`, `restore`) and folders of a saved model (`export`, `load_exported`).
 
-Both carry their configuration and a manifest of SHA-256 sums that is verified before anything is
-read; damage is refused as `CheckpointError`, by the file's name.
+Both carry their configuration and a manifest of SHA-256 checksums that is verified before anything else is read. Damage
+raises `CheckpointError`, which names the file.
 """
 
 from mercury_jax.checkpoint.export import Exported, export, load_exported
 from mercury_jax.checkpoint.manifest import CheckpointError, verify
-from mercury_jax.checkpoint.saver import (
-    Restored,
-    SaveFailed,
-    Saver,
-    clean,
-    inspect,
-    latest,
-    path_of,
-    restore,
-    steps,
-)
+from mercury_jax.checkpoint.restore import Restored, inspect, restore
+from mercury_jax.checkpoint.save import SaveFailed, Saver, clean, latest, path_of, steps
 
 __all__ = [
     "CheckpointError",

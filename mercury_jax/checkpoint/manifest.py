@@ -1,7 +1,7 @@
-"""A manifest of a folder: size and SHA-256 of every file. Written last, verified first.
+"""The manifest of a folder: size and SHA-256 of every file. It is written last and verified first.
 
-A stranger may have written folder and manifest alike: what leads out of the folder, by a name or by a link, is
-refused.
+A downloaded folder and its manifest may both come from an attacker, so a file name or a symbolic link that leads out
+of the folder is refused whatever the checksums say.
 """
 
 from __future__ import annotations
@@ -18,36 +18,61 @@ FORMAT = 1
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or a saved model is incomplete, damaged, or not the one that was asked for."""
+    """A checkpoint or a saved model is incomplete, damaged, or does not belong to the model that asks for it."""
 
 
 def write(folder: Path) -> None:
-    """Sum up every file below `folder` and put the manifest there, on the disk for good."""
-    files = {str(p.relative_to(folder)): _entry(p) for p in _files(folder)}
+    """Writes the manifest of all files below `folder` and flushes them to the disk.
+
+    Args:
+        folder: A complete folder; an earlier manifest in it is replaced.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / NAME):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(folder))] = {"size": path.stat().st_size, "sha256": sha256(path)}
     write_json(folder / NAME, {"format": FORMAT, "files": files})
     sync_folder(folder)
 
 
 def verify(folder: str | Path, only: str | None = None) -> None:
-    """Raise CheckpointError, naming the file, unless all is as the manifest says.
+    """Checks the files of a folder against its manifest. Files that the manifest does not list are ignored.
 
-    only: check this one file. Files that the manifest does not know are nobody's business.
+    Args:
+        folder: The folder.
+        only: Check the checksum of this file alone. Default: of all files.
+
+    Raises:
+        CheckpointError: Names the file that is missing, truncated, changed, or outside of the folder.
     """
     folder = Path(folder)
-    files = _read(folder)
-    links = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())
-    for name in (*files, *links):
+    path = folder / NAME
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the folder is incomplete or not a checkpoint")
+    about = read_json(path)
+    files = about.get("files")
+    if about.get("format") != FORMAT or not isinstance(files, dict):
+        raise CheckpointError(
+            f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
+        )
+    for name in (*files, *(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())):
         _check_inside(folder, name)
     if only is not None and only not in files:
-        raise CheckpointError(f"{folder / NAME} does not list {only}: the folder is damaged or not ours")
+        raise CheckpointError(f"{path} does not list {only}: the folder is damaged or not ours")
     for name in files if only is None else [only]:
-        _check(folder / name, files[name])
+        _check_file(folder / name, files[name])
 
 
-def places(root: Path) -> list[Path]:
-    """Where the files of a folder may lie: in it, or, of a snapshot in Hugging Face's cache, among its blobs.
+def allowed_roots(root: Path) -> list[Path]:
+    """The folders in which the files of a checkpoint folder may lie.
 
-    root: resolved. The blobs are `models--org--name/blobs`, if it is, or lies in, `models--org--name/snapshots/x`.
+    Args:
+        root: The checkpoint folder, resolved.
+
+    Returns:
+        The folder itself. Of a snapshot in the cache of `huggingface_hub` (`models--org--name/snapshots/x`, or a
+        folder in it) also the repository's `blobs`, to which its links lead.
     """
     for place in (root, *root.parents):
         repository = place.parent.parent
@@ -57,30 +82,21 @@ def places(root: Path) -> list[Path]:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    root, path = folder.resolve(), folder / name
     try:
-        real = path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop was a RuntimeError until Python 3.13; a NUL
+        real = (folder / name).resolve()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a loop of links (RuntimeError before 3.13), a NUL byte
         raise CheckpointError(f"{folder}: {name[:200]!r} leads nowhere: {error}") from None
-    if not any(real.is_relative_to(place) for place in places(root)):
+    if not any(real.is_relative_to(place) for place in allowed_roots(folder.resolve())):
         raise CheckpointError(
             f"{folder}: {name[:200]!r} leads to {str(real)!r}; allowed: a file of the folder"
         )
 
 
-def _read(folder: Path) -> Mapping[str, Any]:
-    path = folder / NAME
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the folder is incomplete or not a checkpoint")
-    about = read_json(path)
-    if about.get("format") != FORMAT or not isinstance(about.get("files"), dict):
-        raise CheckpointError(
-            f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
-        )
-    return about["files"]
-
-
-def _check(path: Path, entry: Any) -> None:
+def _check_file(path: Path, entry: object) -> None:
     size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the manifest lists it with {size} bytes")
@@ -90,18 +106,28 @@ def _check(path: Path, entry: Any) -> None:
         raise CheckpointError(f"{path} is {how}: {actual} bytes, the manifest says {size}")
     if sha256(path) != digest:
         raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is not the manifest's; its bytes changed after saving"
+            f"{path} is damaged: its SHA-256 differs from the manifest; it changed after saving"
         )
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256, in hex."""
+    """Returns the file's SHA-256 in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that `path` holds; a file that is no JSON object is refused as damaged."""
+    """Reads a JSON object.
+
+    Args:
+        path: A file that this library wrote.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: The file is not a JSON object.
+    """
     try:
         about = json.loads(path.read_bytes())
     except ValueError as error:
@@ -112,7 +138,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: Mapping[str, Any]) -> None:
-    """Write and flush to the disk: a rename must never overtake the contents."""
+    """Writes a JSON object and flushes it to the disk, so that no later rename can overtake its contents.
+
+    Args:
+        path: The file.
+        about: JSON-ready values.
+    """
     with path.open("w", encoding="utf-8") as file:
         json.dump(about, file, indent=1)
         file.flush()
@@ -120,19 +151,9 @@ def write_json(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    """Flushes the directory entries of a folder, so that a rename in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / NAME)
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "sha256": sha256(path)}

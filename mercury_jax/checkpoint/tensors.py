@@ -1,4 +1,15 @@
-"""Safetensors files, one array in memory at a time: the format is in `header.py`."""
+"""Safetensors files, read and written one tensor at a time.
+
+    8 bytes   n, little-endian
+    n bytes   JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}, padded with spaces
+    the rest  the tensors, little-endian, row-major, without gaps between them
+
+The `safetensors` package parses and checks every header. Three things remain here because the package does not do them:
+
+- A bound on the header's length. The package allows 100 MB and then needs up to 20 times as much memory.
+- Reading the bytes. Its numpy interface has no fp8, and a memory-mapped file would count as memory of this process.
+- Writing. The package wants all tensors of a file in memory at the same time.
+"""
 
 from __future__ import annotations
 
@@ -7,113 +18,128 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
 
-from mercury_jax.checkpoint.header import DTYPES, METADATA, MOST_HEADER, Entry, Header, parse, wrong
 from mercury_jax.checkpoint.manifest import CheckpointError
 from mercury_jax.config import refuse
 
-__all__ = ["DTYPES", "Entry", "Header", "Source", "header", "parse", "read", "write"]
-
+MAX_HEADER = 16_000_000  # bytes, about 150,000 tensors; published files have headers below 2 MB
+MAX_AXES, MAX_ELEMENTS = 64, 2**60  # limits of numpy
+WRITE_CHUNK = 64_000_000  # bytes: a non-contiguous tensor is copied in pieces of this size
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "BOOL": np.dtype(np.bool_),
+    "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32), "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8),
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK = 64_000_000  # bytes written at a time: an array in another order is copied by as much
 
 
-class Source(NamedTuple):
-    """A tensor to write; `make` returns it, and is called when its turn comes."""
+class TensorEntry(NamedTuple):
+    """One tensor of a file: its dtype, its shape, and the position of its first byte in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class LazyTensor(NamedTuple):
+    """A tensor to write. `make` returns the array of this shape and dtype; it is called when the tensor is written."""
 
     name: str
     shape: Sequence[int]
-    dtype: Any
-    make: Callable[[], Any]
+    dtype: DTypeLike
+    make: Callable[[], object]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-def header(path: str | Path) -> Header:
-    """What a file holds, checked against its size. Raises CheckpointError; reads no tensor."""
+def header(path: str | Path) -> dict[str, TensorEntry]:
+    """Reads and checks the header of a safetensors file; no tensor is read.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensors by name, in the order of their bytes.
+
+    Raises:
+        CheckpointError: The file is missing, is a Git LFS pointer, has a malformed header, or a dtype or shape that
+            numpy does not have. The message begins with the path.
+    """
     with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(8)
-        if head == b"version " and size < 1024:
-            allowed = "the file itself (git lfs pull)"
-            raise CheckpointError(f"{path} is a Git LFS pointer; allowed: {allowed}")
-        length = int.from_bytes(head, "little")
-        head += file.read(length) if length <= min(MOST_HEADER, size) else b""
-    return parse(head, size, path)
+        start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if start == b"version " and Path(path).stat().st_size < 1024:
+        raise CheckpointError(f"{path} is a Git LFS pointer; allowed: the file itself (git lfs pull)")
+    if length > MAX_HEADER and length < Path(path).stat().st_size:
+        raise CheckpointError(
+            f"{path}: length of the header is {length}; allowed: {MAX_HEADER} bytes at most"
+        )
+    entries: dict[str, TensorEntry] = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            # The package has checked that the tensors fill the file without gaps, so their order gives their offsets.
+            at = 8 + length
+            for name in file.offset_keys():
+                about = file.get_slice(name)
+                entries[name] = _entry(
+                    about.get_dtype(), about.get_shape(), at, f"{path}: tensor {name[:200]!r}"
+                )
+                at += entries[name].nbytes
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no valid safetensors file: {str(error)[:300]}") from None
+    return entries
 
 
-def read(path: str | Path, entry: Entry, rows: slice | None = None) -> np.ndarray:
-    """One tensor, or the rows [a, b) of its first axis, in memory of its own.
+def _entry(dtype: str, shape: list[int], start: int, where: str) -> TensorEntry:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
+    # An axis of size 0 makes any shape empty, but numpy multiplies the other axes all the same.
+    if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
+        allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
+        raise CheckpointError(f"{where}: shape is {str(shape)[:200]}; allowed: {allowed}")
+    return TensorEntry(DTYPES[dtype], tuple(shape), start)
 
-    Not mapped: the pages of a mapped file count as this process's memory. Raises CheckpointError
-    where the file ends early, ValueError for rows that the tensor lacks.
+
+def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.ndarray:
+    """Reads one tensor into newly allocated memory.
+
+    Args:
+        path: The file that `entry` belongs to.
+        entry: From `header`.
+        rows: Only the rows [start, stop) of the first axis. Default: all.
+
+    Returns:
+        The array, of shape `entry.shape` or with `stop - start` rows.
+
+    Raises:
+        CheckpointError: The file ends early, a byte of a BOOL tensor is neither 0 nor 1, or memory does not suffice.
+        ValueError: `rows` is out of range or has a step.
     """
-    shape, skip = _part(entry, rows)
+    shape, start = entry.shape, entry.start
+    if rows is not None:
+        count = shape[0] if shape else -1
+        first, last = rows.start or 0, count if rows.stop is None else rows.stop
+        if rows.step not in (None, 1) or not 0 <= first <= last <= count:
+            raise refuse("rows", rows, f"a slice of the first axis of shape {shape}, without a step")
+        start += first * math.prod(shape[1:]) * entry.dtype.itemsize
+        shape = (last - first, *shape[1:])
     size = math.prod(shape) * entry.dtype.itemsize
-    data = _bytes(path, entry.start + skip, size)
-    if entry.dtype == np.bool_ and size and data.max() > 1:
-        wrong(path, "a byte of a BOOL tensor", int(data.max()), "0 or 1")
-    return data.view(entry.dtype).reshape(shape)
-
-
-def write(
-    path: str | Path,
-    arrays: Iterable[Source | tuple[str, Sequence[int], Any, Callable[[], Any]]],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write (name, shape, dtype, make) tuples to a file that appears whole or not at all.
-
-    `make` is called in the order of the file, widest types first, so that each array lies at a
-    multiple of its items' size. Raises ValueError, naming the tensor, for a name that stands twice,
-    a type that the format lacks, and an array that is not as announced.
-    """
-    path = Path(path)
-    sources = in_order(arrays)
-    head = _head(sources, metadata, path)
-    work = path.with_name(path.name + ".tmp")
-    try:
-        with work.open("wb") as file:
-            file.write(head)
-            for source in sources:
-                _put(file, source)
-            file.flush()
-            os.fsync(file.fileno())
-        work.replace(path)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
-
-
-def in_order(
-    arrays: Iterable[Source | tuple[str, Sequence[int], Any, Callable[[], Any]]],
-) -> list[Source]:
-    """The tensors in the order in which `write` asks for them: widest types first."""
-    return sorted((Source(*a) for a in arrays), key=lambda source: -np.dtype(source.dtype).itemsize)
-
-
-def _open(path: str | Path) -> BinaryIO:
-    if not Path(path).is_file():  # a pipe would wait, a device never end
-        raise CheckpointError(f"{path} is missing or not a file")
-    try:
-        return Path(path).open("rb")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _part(entry: Entry, rows: slice | None) -> tuple[tuple[int, ...], int]:
-    """The shape that is asked for, and how many bytes of the tensor lie before it."""
-    if rows is None:
-        return entry.shape, 0
-    most = entry.shape[0] if entry.shape else -1
-    first, last = rows.start or 0, most if rows.stop is None else rows.stop
-    if rows.step not in (None, 1) or not 0 <= first <= last <= most:
-        raise refuse("rows", rows, f"a slice of the first axis of shape {entry.shape}, without a step")
-    rest = entry.shape[1:]
-    return (last - first, *rest), first * math.prod(rest) * entry.dtype.itemsize
-
-
-def _bytes(path: str | Path, start: int, size: int) -> np.ndarray:
     with _open(path) as file:
         try:
             data = np.empty(size, np.uint8)
@@ -125,37 +151,75 @@ def _bytes(path: str | Path, start: int, size: int) -> np.ndarray:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if got != size:
         raise CheckpointError(f"{path} is truncated: {got} bytes at {start}, its header says {size}")
-    return data
+    if entry.dtype == np.bool_ and size and data.max() > 1:
+        raise CheckpointError(f"{path}: {refuse('a byte of a BOOL tensor', int(data.max()), '0 or 1')}")
+    return data.view(entry.dtype).reshape(shape)
 
 
-def _head(sources: Sequence[Source], metadata: Mapping[str, str] | None, path: Path) -> bytes:
-    about: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+def write(path: str | Path, tensors: Iterable[LazyTensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file with one tensor in memory at a time.
+
+    The file appears when it is complete; an error leaves an earlier file of that name as it was.
+
+    Args:
+        path: The file.
+        tensors: Written in the order of `in_order`, so that each starts at a multiple of its item size.
+        metadata: Texts by name for the header.
+
+    Raises:
+        ValueError: A name occurs twice, a dtype is not in the format, or `make` returns another shape or dtype than
+            announced. The message names the tensor.
+    """
+    path, ordered = Path(path), in_order(tensors)
+    about: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
-    for name, shape, dtype, _ in sources:
-        if name in about or name == METADATA:
-            raise refuse("name of a tensor", name, f"each name once, and not {METADATA}")
-        if np.dtype(dtype) not in NAMES:
-            raise refuse(f"dtype of tensor {name!r}", str(np.dtype(dtype)), ", ".join(map(str, NAMES)))
-        start, at = at, at + math.prod(shape) * np.dtype(dtype).itemsize
-        about[name] = {
-            "dtype": NAMES[np.dtype(dtype)],
-            "shape": [*map(int, shape)],
-            "data_offsets": [start, at],
-        }
-    text = json.dumps(about, separators=(",", ":")).encode()
+    for tensor in ordered:
+        name, dtype = tensor.name, np.dtype(tensor.dtype)
+        if name in about or name == "__metadata__":
+            raise refuse("name of a tensor", name, "each name once, and not __metadata__")
+        if dtype not in NAMES:
+            raise refuse(f"dtype of tensor {name!r}", str(dtype), ", ".join(map(str, NAMES)))
+        offsets = [at, at + tensor.nbytes]
+        about[name] = {"dtype": NAMES[dtype], "shape": [*map(int, tensor.shape)], "data_offsets": offsets}
+        at = offsets[1]
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    parse(head, len(head) + at, path)  # what we could not read again is not written
-    return head
+    work = path.with_name(path.name + ".tmp")
+    try:
+        with work.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in ordered:
+                _write_tensor(file, tensor)
+            file.flush()
+            os.fsync(file.fileno())
+        header(work)  # never keep a file that could not be read again
+        work.replace(path)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
 
 
-def _put(file: BinaryIO, source: Source) -> None:
-    array = np.asarray(source.make())
-    have, want = (array.dtype, array.shape), (np.dtype(source.dtype), tuple(source.shape))
+def in_order(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
+    """The tensors in the order in which `write` makes them: widest dtypes first, otherwise as given."""
+    return sorted(tensors, key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
+
+
+def _write_tensor(file: BinaryIO, tensor: LazyTensor) -> None:
+    array = np.asarray(tensor.make())
+    have, want = (array.dtype, array.shape), (np.dtype(tensor.dtype), tuple(tensor.shape))
     if have != want:
-        raise refuse(f"tensor {source.name!r}", [str(have[0]), *have[1]], f"{[str(want[0]), *want[1]]}")
+        raise refuse(f"tensor {tensor.name!r}", [str(have[0]), *have[1]], f"{[str(want[0]), *want[1]]}")
     array = np.atleast_1d(array)
-    step = max(1, CHUNK // max(1, array[:1].nbytes))
+    step = max(1, WRITE_CHUNK // max(1, array[:1].nbytes))
     for first in range(0, len(array), step):
         part = np.ascontiguousarray(array[first : first + step])
         file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def _open(path: str | Path) -> BinaryIO:
+    if not Path(path).is_file():  # reading a pipe would block, and a device such as /dev/zero never ends
+        raise CheckpointError(f"{path} is missing or not a file")
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

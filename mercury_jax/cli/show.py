@@ -83,7 +83,7 @@ def waiting(text: str) -> Iterator[None]:
 def load(folder: str | None, **how: Any) -> LM:
     """The model to talk to; `how`: further arguments of `mercury_jax.load`."""
     with waiting("loading the model"):
-        from mercury_jax.load import load
+        from mercury_jax.hub import load
 
         return load(folder, **how)
 

@@ -347,7 +347,9 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         rows = Rows(blank, none, zero, zero + 1, zero, none, zero, zero + 1, zero)  # type: ignore[arg-type]
         state = first_state(config, jax.tree.map(lambda x: x[None], params), rows)
         row = jax.tree.map(lambda x: x[0], state._replace(cache=(), self_cond=()))
-        raw = jnp.zeros((config.window, model_config.vocab), accumulation_dtype(jnp.dtype(model_config.dtype)))
+        raw = jnp.zeros(
+            (config.window, model_config.vocab), accumulation_dtype(jnp.dtype(model_config.dtype))
+        )
         seen = observe(config, row, params)
         logits = process_row(config, row, seen, raw, params)
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)

@@ -120,7 +120,7 @@ def _join_content(index: int, message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
-    return {**message, "content": chat.joined(content, f"messages[{index}].content")}
+    return {**message, "content": chat.join_parts(content, f"messages[{index}].content")}
 
 
 def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:

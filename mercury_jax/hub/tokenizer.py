@@ -1,8 +1,9 @@
-"""The tokenizer of a checkpoint: tokenizer.json and its chat template, with the face of our own.
+"""Tokenizers of published checkpoints, under the protocol of `mercury_jax.tokenizer`.
 
-User text never turns into a token of control, and a template's own always does: `spelling.py` says how.
-What a checkpoint does not have (a chat template, tokens for thinking or for fill-in-the-middle) is None,
-or refused in words by the call that needs it.
+`HFTokenizer` is tokenizer.json and the chat template of a checkpoint. User text is never encoded as a control token,
+and what the template writes always is (`special_tokens.py`). What a checkpoint lacks (a chat template, tokens for
+thinking or for fill-in-the-middle) is None, or a ValueError from the call that needs it. `IdTokenizer` stands for a
+checkpoint without a tokenizer: ids go in and come out.
 """
 
 from __future__ import annotations
@@ -15,46 +16,83 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mercury_jax.checkpoint import CheckpointError
-from mercury_jax.config import refuse
-from mercury_jax.hub import bytes_of, vocabulary
-from mercury_jax.hub.conversation import THINKING, Conversation
-from mercury_jax.hub.spelling import Spelt, respell
-from mercury_jax.hub.vocabulary import Vocabulary
-from mercury_jax.tokenizer import AnyTokenizer, Fim, Thinking, Tokenizer, lazy, valid
+from mercury_jax.config import ModelConfig, refuse
+from mercury_jax.hub.chat_template import ChatTemplate, strings_in
+from mercury_jax.hub.special_tokens import ControlTokens, mask_of, respell
+from mercury_jax.hub.tokenizer_files import MAX_BYTES, TokenizerData, read_files, token_bytes, tokenizer_data
+from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokenizer, lazy, valid
 
+# What opens thinking and what is written behind that; what closes it and what is written behind that.
+THINKING = (
+    ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
+    ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
+    ("<seed:think>", "\n", "</seed:think>", "\n"),
+    ("[THINK]", "", "[/THINK]", ""),
+    ("<|think|>", "", "<|end_think|>", ""),  # ours, by `tokenizer_files.own_files`
+)
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5, Dream-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed-Coder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
 )
-_USED = {text for row in FIM for text in row} | {text for row in THINKING for text in row[::2]}
-MOST_IDS = 4_000_000  # the largest known vocabularies have 262,144
-_IDS = "ids.json"  # in `proto`, beside the files
+USED = {text for row in FIM for text in row} | {text for row in THINKING for text in row[::2]}
+MAX_IDS = 4_000_000  # the largest known vocabularies have 262,144
+IDS = "ids.json"  # the ids beside the files, in `HFTokenizer.proto`
+ID_TOKENIZER = b"ids only "  # how `IdTokenizer.proto` starts
+
+
+class _ThinkingMarks(NamedTuple):
+    opening: tuple[int, ...]  # the opening token and the ids of `lead`
+    close: int
+    lead: str  # text behind the opening token
+    tail: str  # text behind the closing token
 
 
 @dataclass(frozen=True, eq=False)
 class HFTokenizer:
-    """Made by `load` or `of`. vocab: the model's, whose last ids may have no text; None: the tokenizer's."""
+    """A checkpoint's tokenizer; made by `load` or `of`.
+
+    Attributes:
+        files: The tokenizer files by name.
+        data: What they say.
+        tokens: The tokenizer, with control tokens that user text cannot produce.
+        mask: Id of the mask token, or None.
+        eos: Id that ends a text.
+        pad: Id that fills rows of a batch.
+        ends: Ids that end an answer; `eos` is the first.
+        vocab: Size of the model's vocabulary, whose last ids may have no text. None: the tokenizer's.
+    """
 
     files: Mapping[str, bytes] = field(repr=False)
-    words: Vocabulary = field(repr=False)
-    spelt: Spelt = field(repr=False)
+    data: TokenizerData = field(repr=False)
+    tokens: ControlTokens = field(repr=False)
     mask: int | None
     eos: int
     pad: int
-    ends: tuple[int, ...]  # ids that end an answer, the eos first
+    ends: tuple[int, ...]
     vocab: int | None = None
 
     @classmethod
     def load(cls, folder: str | Path, **ids: Any) -> HFTokenizer:
-        """Read a folder in Hugging Face's layout; `ids` as of `of`. CheckpointError naming the file at fault."""
-        return cls.of(vocabulary.read(folder), **ids)
+        """Reads the tokenizer of a folder in Hugging Face's layout.
+
+        Args:
+            folder: The folder.
+            **ids: As of `of`.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            CheckpointError: Names the file that is missing or damaged.
+        """
+        return cls.of(read_files(folder), **ids)
 
     @classmethod
     def of(
@@ -67,49 +105,57 @@ class HFTokenizer:
         ends: Sequence[int] = (),
         vocab: int | None = None,
     ) -> HFTokenizer:
-        """From files by name. mask, eos, pad: the model's ids (None: as the files name them; no pad: the eos).
+        """Builds a tokenizer from its files.
 
-        ends: further ids that end an answer. vocab: size of the model's vocabulary (None: not known).
-        CheckpointError for files that are damaged, ValueError for an id that is out of range or missing.
+        Args:
+            files: Contents by name.
+            mask: The model's mask id. Default: as the files name it.
+            eos: The model's end of text. Default: as the files name it.
+            pad: The model's padding. Default: as the files name it, else `eos`.
+            ends: Further ids that end an answer.
+            vocab: Size of the model's vocabulary. Default: unknown.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            CheckpointError: A file is damaged.
+            ValueError: An id is out of range, or there is no end of text.
         """
-        given = [i for i in (mask, eos, pad, *ends) if i is not None]
-        words = vocabulary.with_ids(vocabulary.vocabulary(files), given)
-        spelt = respell(words, _USED)
+        words = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
+        tokens = respell(words, USED)
         named = {
-            name: spelt.control.get(words.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
+            name: tokens.control.get(words.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
         }
         first = next((i for i in (eos, named["eos"], *ends) if i is not None), None)
         if first is None:
             raise refuse("eos", None, "an id: tokenizer_config.json names no eos_token")
         made = cls(
-            files, words._replace(data=bytes_of.needed(words.data)), spelt,
+            files, words._replace(json={"decoder": words.json.get("decoder")}), tokens,
             mask=named["mask"] if mask is None else mask, eos=first,
             pad=next(i for i in (pad, named["pad"], first) if i is not None),
             ends=tuple(dict.fromkeys((first, *ends))), vocab=vocab,
         )  # fmt: skip
-        made._check()
+        if made.vocab_size > MAX_IDS:
+            raise CheckpointError(f"tokenizer.json: id {made.vocab_size - 1}; allowed: 0..{MAX_IDS - 1}")
+        size = max(vocab or 0, made.vocab_size)
+        given = {"mask": made.mask, "pad": made.pad} | {f"ends[{n}]": i for n, i in enumerate(made.ends)}
+        for name, i in given.items():
+            # The mask may be the id behind the last token that has a text.
+            most = size if name == "mask" and vocab is None else size - 1
+            if i is not None and not 0 <= i <= most:
+                raise refuse(name, i, f"an id in 0..{most}")
         return made
 
     def with_mask(self, mask: int) -> HFTokenizer:
-        """The same tokenizer with another mask id: what an autoregressive checkpoint lacks."""
+        """Returns the same tokenizer with another mask id, which an autoregressive checkpoint lacks."""
         if mask == self.mask:
             return self
         given = {"eos": self.eos, "pad": self.pad, "ends": self.ends, "vocab": self.vocab}
         return HFTokenizer.of(self.files, mask=mask, **given)
 
-    def _check(self) -> None:
-        if self.vocab_size > MOST_IDS:
-            raise CheckpointError(f"tokenizer.json: id {self.vocab_size - 1}; allowed: 0..{MOST_IDS - 1}")
-        size = max(self.vocab or 0, self.vocab_size)
-        given = {"mask": self.mask, "pad": self.pad} | {f"ends[{n}]": i for n, i in enumerate(self.ends)}
-        for name, i in given.items():
-            # The mask may stand behind the last token that has a text.
-            most = size if name == "mask" and self.vocab is None else size - 1
-            if i is not None and not 0 <= i <= most:
-                raise refuse(name, i, f"an id in 0..{most}")
-
     def save(self, folder: str | Path) -> None:
-        """Write the files as they were read."""
+        """Writes the files as they were read."""
         for name, data in self.files.items():
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,17 +163,17 @@ class HFTokenizer:
 
     @lazy
     def proto(self) -> bytes:
-        """The files and the ids as one archive, which `unpack` reads."""
+        """The files and the ids as one zip archive, which `unpack` reads."""
         ids = {name: getattr(self, name) for name in ("mask", "eos", "pad", "ends", "vocab")}
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
-            for name, data in sorted({**self.files, _IDS: json.dumps(ids).encode()}.items()):
-                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # of no date
+            for name, data in sorted({**self.files, IDS: json.dumps(ids).encode()}.items()):
+                archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # without a date
         return out.getvalue()
 
     @lazy
     def fingerprint(self) -> str:
-        """sha256 of the files and the ids, in hex: two tokenizers with the same one are the same."""
+        """SHA-256 of the files and the ids in hex."""
         found = hashlib.sha256(repr((self.mask, self.eos, self.pad, self.ends, self.vocab)).encode())
         for name, data in sorted(self.files.items()):
             found.update(f"{name} {len(data)}\n".encode() + data)
@@ -142,45 +188,62 @@ class HFTokenizer:
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return self.spelt.core.get_vocab(with_added_tokens=True)
+        return self.tokens.core.get_vocab(with_added_tokens=True)
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
         """Ids that an answer does not show: special ones, and those that end it."""
-        special = {i for i, token in self.words.added.items() if token.special}
+        special = {i for i, token in self.data.added.items() if token.special}
         return frozenset({*special, *self.ends, self.pad, *(() if self.mask is None else (self.mask,))})
 
     @lazy
     def pieces(self) -> tuple[bytes, ...]:
-        """[vocab_size] the bytes that each id stands for; empty for those that are not shown."""
-        added = {i: token.text for i, token in self.words.added.items()}
-        found = bytes_of.pieces(self.words.data, self._ids, added)
+        """[vocab_size] the bytes of each id; empty for ids that an answer does not show."""
+        added = {i: token.text for i, token in self.data.added.items()}
+        found = token_bytes(self.data.json["decoder"], self._ids, added)
         return tuple(b"" if i in self._hidden else piece for i, piece in enumerate(found))
 
     def byte_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: the bytes of each id, 0 for those that are not shown."""
+        """Returns int32 [vocab_size]: the number of bytes of each id, 0 for ids that an answer does not show."""
         return np.array([len(piece) for piece in self.pieces], np.int32)
 
     @lazy
     def begin(self) -> tuple[int, ...]:
-        """What stands before a text that is no conversation: the beginning of text, where it is wanted."""
-        bos = self.spelt.control.get(self.words.named.get("bos_token", ""))
-        if self.words.adds_bos is not None:
-            return (bos,) if self.words.adds_bos and bos is not None else ()
-        whole = self.spelt.core.encode("a", add_special_tokens=True).ids
-        plain = self.spelt.encode("a")
+        """Ids before a text that is not a conversation: the beginning-of-text token, where the files ask for it."""
+        bos = self.tokens.control.get(self.data.named.get("bos_token", ""))
+        if self.data.adds_bos is not None:
+            return (bos,) if self.data.adds_bos and bos is not None else ()
+        whole = self.tokens.core.encode("a", add_special_tokens=True).ids
+        plain = self.tokens.encode("a")
         starts = [k for k in range(len(whole)) if whole[k : k + len(plain)] == plain]
         return tuple(whole[: starts[0]]) if starts else ()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none of them of control. ValueError for a lone surrogate, which no UTF-8 text has."""
-        return self.spelt.encode(valid(text))
+        """Encodes a text.
+
+        Args:
+            text: Any text; what looks like a control token is encoded as ordinary characters.
+
+        Returns:
+            Ids, none of them of a control token.
+
+        Raises:
+            ValueError: The text contains a lone surrogate.
+        """
+        return self.tokens.encode(valid(text))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of `ids` by the checkpoint's own decoder; bytes that are no UTF-8 show as U+FFFD.
+        """Decodes ids by the checkpoint's own decoder.
 
-        skip_special: leave out what an answer does not show. The model's ids beyond the tokenizer's have
-        no text. ValueError for an id that the model cannot have.
+        Args:
+            ids: Any iterable of integers. Ids of the model beyond the tokenizer's have no text.
+            skip_special: Leave out what an answer does not show.
+
+        Returns:
+            The text. Bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: An id is outside of the model's vocabulary.
         """
         found = []
         for i in map(int, ids):
@@ -188,79 +251,297 @@ class HFTokenizer:
                 raise ValueError(f"ids: {i}; must be in 0..{max(self.vocab or 0, self.vocab_size) - 1}")
             if i < self.vocab_size and not (skip_special and i in self._hidden):
                 found.append(i)
-        return self.spelt.decode(found)
+        return self.tokens.decode(found)
+
+    @lazy
+    def fim(self) -> Fim | None:
+        """The tokens of fill-in-the-middle; None if the vocabulary has none."""
+        ids = self.tokens.control
+        return next((Fim(*(ids[text] for text in row)) for row in FIM if set(row) <= set(ids)), None)
 
     # --- conversations
 
     @cached_property
-    def chat(self) -> Conversation:
-        """The chat template over these tokens."""
-        return Conversation(self.words.templates, self.words.named, self.spelt, (*self.ends, self.pad))
-
-    @lazy
-    def fim(self) -> Fim | None:
-        """The tokens of fill-in-the-middle; None where the vocabulary has none."""
-        ids = self.spelt.control
-        return next((Fim(*(ids[text] for text in row)) for row in FIM if set(row) <= set(ids)), None)
+    def _marks(self) -> _ThinkingMarks | None:
+        ids, encode = self.tokens.control, self.tokens.encode
+        for first, lead, last, tail in THINKING:
+            if first in ids and last in ids:
+                return _ThinkingMarks((ids[first], *encode(lead)), ids[last], lead, tail)
+        return None
 
     @property
     def thinking(self) -> Thinking | None:
-        """What opens and closes thinking; None where the vocabulary has no tokens for it."""
-        return self.chat.thinking
+        """Tokens around thinking; None if the vocabulary has none."""
+        return None if self._marks is None else Thinking(self._marks.opening, self._marks.close)
 
-    @property
+    @lazy
     def end_turn(self) -> int:
-        """What the chat template writes behind an answer."""
-        return self.chat.end_turn
+        """Id that the chat template writes behind an answer; the end of text if there is no template."""
+        try:
+            behind = self._encoded(self._text_behind_answer([], None, False), [])
+        except ValueError:  # no template, or one that does not allow for it
+            return self.eos
+        control = set(self.tokens.control.values())
+        return next((i for i in behind if i in control), self.eos)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         thinking: bool = False,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         at_once: bool = False,
     ) -> list[int]:
-        """Ids of a conversation by the chat template, open for an answer unless told otherwise.
+        """Encodes a conversation by the chat template.
 
-        thinking: also open the thinking, so that the answer must begin with it; without it the template
-        decides, but with `at_once` it is told that there is none, and what it opens all the same is closed.
-        tools: what the model may call, as JSON schemas. ValueError naming the message that does not fit, or
-        saying what the template did.
+        Args:
+            messages: As of `Tokenizer.render`; a template may read further keys.
+            thinking: Also open the thinking, so that the answer starts with it. Otherwise the template decides.
+            add_generation_prompt: End with the start of an assistant's turn.
+            tools: What the model may call, as JSON schemas.
+            at_once: Without `thinking`: tell the template that there is none, and close it where it opens it anyway.
+
+        Returns:
+            Ids.
+
+        Raises:
+            ValueError: A message is malformed, or the template failed; the message says how.
         """
-        return self.chat.render(messages, thinking, add_generation_prompt, tools, at_once)
+        thinks = True if thinking else False if at_once else None
+        ids = self._encoded(self._text(messages, thinks, add_generation_prompt, tools), [messages, tools])
+        if not add_generation_prompt or thinks is None:
+            return ids
+        if thinks:
+            return self._with_thinking_open(ids)
+        # Without thinking: close what the template may have opened, with nothing in it.
+        marks = self._marks
+        at = len(ids) if marks is None else self._thinking_start(ids, marks)
+        if marks is None or at == len(ids):
+            return ids
+        encode, line = self.tokens.encode, "\n" if marks.tail else ""
+        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
 
-    def follow(self, messages: Sequence[Mapping[str, Any]], thinking: bool = False) -> list[int]:
-        """Ids that go on behind an answer: the end of its turn, then the messages, open for the next answer."""
-        return self.chat.follow(messages, thinking)
+    def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
+        """Encodes what continues a conversation after an answer: the end of its turn, then further messages.
+
+        Args:
+            messages: As for `render`.
+            thinking: As for `render`.
+
+        Returns:
+            Ids, open for the next answer.
+        """
+        ids = self._encoded(self._text_behind_answer(messages, thinking or None, True), messages)
+        return self._with_thinking_open(ids) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
-        """(prompt ids, response ids) to train on: a user turn open for the answer; the answer and its end."""
-        return self.chat.example(prompt, answer, thinking)
+        """Encodes a training example.
+
+        Args:
+            prompt: Text of the user's turn.
+            answer: Text of the answer.
+            thinking: Text of the thinking before it. Default: none.
+
+        Returns:
+            (prompt ids, response ids): the user's turn with the start of the answer, and the answer with its end.
+        """
+        asked, encode = self.render([{"role": "user", "content": prompt}]), self.tokens.encode
+        end = self.end_turn if self.end_turn in (*self.ends, self.pad) else self.eos
+        if thinking is None:
+            return asked, [*encode(answer), end]
+        marks = self._required_marks()
+        # Thinking that starts on a line of its own also ends on one.
+        inside = encode(marks.lead + thinking + ("\n" if marks.lead else ""))
+        return asked, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
-        """(thinking or None, answer) of sampled ids, up to the first that ends them; line ends between the two
-        belong to neither."""
-        return self.chat.split(ids, self.decode)
+        """Splits sampled ids, up to the first that ends the answer, into (thinking or None, answer).
+
+        Line breaks between the two belong to neither.
+        """
+        shown: list[int] = []
+        for i in map(int, ids):
+            if i in (*self.ends, self.pad, self.end_turn):
+                break
+            shown.append(i)
+        marks = self._marks
+        if marks is None or not {marks.opening[0], marks.close} & set(shown):
+            return None, self.decode(shown)
+        close = shown.index(marks.close) if marks.close in shown else len(shown)
+        thinking = self.decode(i for i in shown[:close] if i != marks.opening[0])
+        return thinking.removeprefix(marks.lead).strip("\n"), self.decode(shown[close + 1 :]).lstrip("\n")
+
+    def _required_marks(self) -> _ThinkingMarks:
+        if self._marks is None:
+            known = ", ".join(f"{first} {last}" for first, _, last, _ in THINKING)
+            allowed = f"none: this checkpoint's tokenizer has no tokens for it ({known})"
+            raise refuse("thinking", True, allowed)
+        return self._marks
+
+    def _with_thinking_open(self, ids: list[int]) -> list[int]:
+        marks = self._required_marks()
+        return [*ids[: self._thinking_start(ids, marks)], *marks.opening]
+
+    def _thinking_start(self, ids: list[int], marks: _ThinkingMarks) -> int:
+        """Where thinking is opened: at the end of the prompt if the template did so, else behind the prompt."""
+        last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
+        at = last.get(marks.opening[0], -1)
+        opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
+        return at if opened else len(ids)
+
+    @cached_property
+    def _compiled(self) -> dict[str, ChatTemplate]:
+        return {}
+
+    def _text(
+        self, messages: Messages, thinking: bool | None, prompt: bool, tools: Messages | None = None
+    ) -> str:
+        """Renders the text; `thinking` is passed to the template, None: the template decides."""
+        if thinking:
+            self._required_marks()
+        templates = self.data.templates
+        name = "tool_use" if tools and "tool_use" in templates else "default"
+        if name not in templates:
+            has = f"; it has {', '.join(templates)}" if templates else ""
+            raise refuse("messages", "a conversation", f"a text: this checkpoint has no chat template{has}")
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(templates[name])
+        more = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        return self._compiled[name].render(
+            messages, self.data.named, tools=tools, documents=None, add_generation_prompt=prompt, **more
+        )
+
+    def _text_behind_answer(self, messages: Messages, thinking: bool | None, prompt: bool) -> str:
+        """What the template writes behind an answer; a placeholder answer shows where that starts."""
+        held = list(strings_in(list(messages)))
+        placeholders = (f"Answer{n}here" for n in range(len(held) + 1))
+        answer = next(p for p in placeholders if not any(p in text for text in held))
+        before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
+        text = self._text([*before, *messages], thinking, prompt)
+        if text.count(answer) != 1:
+            allowed = "a whole conversation: this chat template cannot continue one behind an answer"
+            raise refuse("messages", f"{len(messages)} messages", allowed)
+        return text[text.index(answer) + len(answer) :]
+
+    def _encoded(self, text: str, given: Any) -> list[int]:
+        """Encodes a rendered text.
+
+        A control token that is neither the template's own nor part of a given text was put together by the template in
+        a way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
+        """
+        if 0 in mask_of(text):
+            held = list(strings_in(given))
+            for token in self.tokens.foreign(text):
+                if not any(token in x for x in held):
+                    raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
+        return self.tokens.encode_traced(text)
+
+
+class IdTokenizer:
+    """Stands for the tokenizer that a checkpoint does not have: ids are written as decimal numbers, text is refused.
+
+    Args:
+        vocab: Size of the model's vocabulary.
+        mask: Id of the mask token, or None.
+        pad: Id that fills rows of a batch.
+        ends: Ids that end an answer.
+    """
+
+    begin: tuple[int, ...] = ()
+    thinking = None
+    fim = None
+    files: Mapping[str, bytes] = {}
+
+    def __init__(self, vocab: int, mask: int | None, pad: int, ends: Sequence[int]):
+        self.vocab_size, self.mask, self.pad, self.ends = vocab, mask, pad, tuple(ends)
+        self.eos = self.end_turn = self.ends[0]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> IdTokenizer:
+        """Returns the tokenizer of a model."""
+        return cls(config.vocab, config.mask, config.pad, (config.eos, *config.ends))
+
+    def with_mask(self, mask: int) -> IdTokenizer:
+        """Returns the same ids with another mask."""
+        return IdTokenizer(self.vocab_size, mask, self.pad, self.ends)
+
+    @property
+    def proto(self) -> bytes:
+        """The ids as bytes, which `unpack` reads."""
+        given = {"vocab": self.vocab_size, "mask": self.mask, "pad": self.pad, "ends": self.ends}
+        return ID_TOKENIZER + json.dumps(given).encode()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of `proto` in hex."""
+        return hashlib.sha256(self.proto).hexdigest()
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]:
+        """[vocab_size] empty bytes: what an id stands for is unknown."""
+        return (b"",) * self.vocab_size
+
+    def byte_lengths(self) -> np.ndarray:
+        """Returns int32 [vocab_size] zeros."""
+        return np.zeros(self.vocab_size, np.int32)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Writes ids as text.
+
+        Args:
+            ids: Any iterable of integers.
+            skip_special: No effect: which ids are special is unknown.
+
+        Returns:
+            Decimal numbers, with spaces between them.
+        """
+        return " ".join(str(int(i)) for i in ids)
+
+    def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
+        """Returns (None, the ids as decimal numbers)."""
+        return None, self.decode(ids)
+
+    def encode(self, *given: object, **options: object) -> NoReturn:
+        """Raises ValueError, as do `render`, `follow` and `example`: ids are needed.
+
+        Args:
+            *given: Texts or messages.
+            **options: Of the other tokenizers.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise refuse("prompt", given[0], "ids: the checkpoint has no tokenizer.json beside it")
+
+    render = follow = example = encode
 
 
 def unpack(proto: bytes) -> AnyTokenizer:
-    """The tokenizer that a `proto` holds: ours, or a checkpoint's. ValueError for anything else."""
+    """Reads a tokenizer from the bytes that are saved with a model.
+
+    Args:
+        proto: The `proto` of a `Tokenizer`, an `HFTokenizer` or an `IdTokenizer`.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: The bytes are something else or damaged.
+    """
+    if proto.startswith(ID_TOKENIZER):
+        return IdTokenizer(**json.loads(proto.removeprefix(ID_TOKENIZER)))
     if proto[:2] != b"PK":
         return Tokenizer(proto)
+    files: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(proto)) as archive:
-            files = {i.filename: archive.read(i) for i in archive.infolist() if _sane(i)}
-        ids = json.loads(files.pop(_IDS))
+            for entry in archive.infolist():
+                limit = MAX_BYTES.get(entry.filename, MAX_BYTES["chat_template.jinja"])
+                if entry.file_size > limit:
+                    found = f"{entry.filename[:80]!r} has {entry.file_size} bytes"
+                    raise CheckpointError(f"tokenizer: {found}; allowed: {limit}")
+                files[entry.filename] = archive.read(entry)
+        ids = json.loads(files.pop(IDS))
         return HFTokenizer.of(files, **{**ids, "ends": tuple(ids["ends"])})
     except (zipfile.BadZipFile, LookupError, TypeError, OSError) as error:
         raise CheckpointError(f"tokenizer: the archive is damaged: {error}") from None
-
-
-def _sane(entry: zipfile.ZipInfo) -> bool:
-    most = vocabulary.MOST_BYTES.get(entry.filename, vocabulary.MOST_BYTES["chat_template.jinja"])
-    if entry.file_size > most:
-        raise CheckpointError(
-            f"tokenizer: {entry.filename[:80]!r} has {entry.file_size} bytes; allowed: {most}"
-        )
-    return True

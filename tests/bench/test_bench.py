@@ -303,7 +303,7 @@ def test_the_bare_loop_ends_on_the_logits_of_its_last_pass():
     def forward(tokens, cache, start):
         n = jnp.asarray([width])
         hidden, cache = model.forward(
-            lm.params, Pass(tokens, cache, start, n, start + n, start < 0, like.carry)
+            lm.params, Pass(tokens, cache, start, n, start + n, start < 0, like.self_cond)
         )
         return model.head(lm.params, hidden), cache
 

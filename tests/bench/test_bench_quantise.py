@@ -20,7 +20,9 @@ def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
         at = np.flatnonzero(laid.editable)
         hidden, weight = np.zeros((4, len(laid.tokens)), bool), np.zeros((4, len(laid.tokens)))
         hidden[:, at], weight[:, at] = piece.hidden, piece.weight
-        want = score.weighted_nats(nano, [score.Masked(laid, hidden, weight)]).mean() / len(piece.canvas)
+        want = score.weighted_nats(nano, [score.MaskedDocument(laid, hidden, weight)]).mean() / len(
+            piece.canvas
+        )
         assert abs(quantise.nats(nano, piece) - want) < 1e-4
 
 

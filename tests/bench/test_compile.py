@@ -22,7 +22,8 @@ from mercury_jax.bench import (
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import size, table
 from mercury_jax.decode import abstract
-from mercury_jax.hub import assemble, reading
+from mercury_jax.hub.load import open_config
+from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
 
 CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
@@ -56,13 +57,13 @@ def test_every_gpu_has_a_description_whose_numbers_are_the_chip_s():
 
 
 def test_the_26b_configuration_is_that_of_its_config_json():
-    assert known.find("diffusiongemma-26b-a4b").config() == reading.open_config(CONFIG_26B).config
+    assert known.find("diffusiongemma-26b-a4b").config() == open_config(CONFIG_26B).config
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])
 def test_a_known_name_has_the_parameters_that_it_says(name, billions):
     model = weightless.models.build(known.find(name).config())
-    total = sum(np.prod(x.shape) for x in assemble.shapes_of(model).values())
+    total = sum(np.prod(x.shape) for x in shapes_of(model).values())
     assert total == pytest.approx(billions * 1e9, rel=0.02)
 
 

@@ -84,10 +84,10 @@ def test_the_best_token_is_the_one_that_the_pass_showed(pattern):
             )  # fmt: skip
             best = top.best(lm, canvas)
             assert best.exact and abs(best.p[0] - moment.confidence[index]) < 1e-4
-            if not moment.settled[index]:
+            if not moment.accepted[index]:
                 assert best.ids[0] == moment.tokens[index]
             seen += 1
-        before, held, start = moment.tokens, moment.settled, moment.start
+        before, held, start = moment.tokens, moment.accepted, moment.start
     assert seen >= 8
 
 

@@ -70,6 +70,7 @@ def test_a_rule_treats_a_batch_as_its_rows_and_repeats(name):
 @pytest.mark.parametrize("name", list(mj.rules.ALL))
 def test_a_rule_that_draws_follows_its_seed(name):
     sampler = complete_sampler(made(name), model_for(made(name)).corruption)
+    assert sampler.temperature is not None
     draws = sampler.temperature > 0 or name in ("random", "dream_origin")
     _, _, text, total, _, _ = run(name)
     _, _, other, total_other, _, _ = run(name, seed=6)

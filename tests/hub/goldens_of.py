@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.checkpoint import tensors
-from mercury_jax.hub import assemble
-from mercury_jax.hub.reading import Opened, open_folder
+from mercury_jax.hub.load import Opened, open_folder, opened_params
 from mercury_jax.types import Pass
 
 GOLDENS = Path(__file__).with_name("goldens")
@@ -30,10 +29,7 @@ def golden(name: str) -> Golden:
     said = read_all(folder / "golden.safetensors")
     mask = int(said["mask_id"][0]) if "mask_id" in said else None
     opened = open_folder(folder, mask=mask, dtype="float32")
-    names = opened.family.names(opened.config)
-    return Golden(
-        name, opened, assemble.params(opened.model, names, opened.folder.read, dtype=jnp.float32), said
-    )
+    return Golden(name, opened, opened_params(opened, dtype=jnp.float32), said)
 
 
 def limit(own: np.ndarray) -> float:

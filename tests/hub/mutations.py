@@ -1,6 +1,6 @@
 """Mutations of config.json: small random checkpoints whose config.json differs from a plain one in a key or two.
 
-Read by `tests/hub/test_mutations.py`, and by `tests/hub/parity/mutated.py`, where transformers computes the logits.
+Read by `tests/hub/test_family.py`, and by `tests/hub/parity/mutated.py`, where transformers computes the logits.
 The weights come from a seed, so only the logits are committed. torch is not needed here.
 """
 
@@ -122,7 +122,8 @@ def write(folder: Path, case: Case) -> Path:
         embed = next(name for name in arrays if name.endswith("embed_tokens.weight"))
         arrays["lm_head.weight"] = arrays[embed]
     tensors.write(
-        folder / "model.safetensors", [(n, a.shape, a.dtype, lambda a=a: a) for n, a in arrays.items()]
+        folder / "model.safetensors",
+        [tensors.LazyTensor(n, a.shape, a.dtype, lambda a=a: a) for n, a in arrays.items()],
     )
     return folder
 

@@ -9,10 +9,9 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
-from mercury_jax.decode.token_stats import draw
-from mercury_jax.hub import assemble
-from mercury_jax.hub.reading import corruption, decoding, open_folder
-from mercury_jax.hub.unread import Ids
+from mercury_jax.decode.token_stats import draw, token_stats
+from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.types import LM, Pass
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
@@ -54,7 +53,7 @@ def told(g, conditioned):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_canvas_logits_are_transformers(name):
+def test_canvas_logits_equal_transformers(name):
     g = golden(name)
     bare, conditioned = (limit(g.said[key]) for key in ("fp64_diff", "fp64_diff_conditioned"))
     assert np.abs(told(g, False)[1] - g.said["logits"]).max() <= bare
@@ -63,7 +62,7 @@ def test_canvas_logits_are_transformers(name):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_encoder_predicts_as_transformers_does(name):
+def test_encoder_logits_equal_transformers(name):
     g = golden(name)
     assert np.abs(told(g, False)[0] - g.said["encoder_logits"]).max() <= limit(g.said["fp64_diff_encoder"])
 
@@ -83,14 +82,13 @@ def model_of(dtype):
     """The checkpoint as an LM without a tokenizer; call under x64 for float64."""
     folder = GOLDENS / "diffusion_gemma"
     opened = open_folder(folder, dtype=dtype)
-    names = opened.family.names(opened.config)
-    params = assemble.params(opened.model, names, opened.folder.read, dtype=jnp.dtype(dtype))
-    noise = corruption(opened.noise, opened.config)
-    return LM(opened.model, params, Ids(opened.config), noise, decoding=decoding(opened))
+    params = opened_params(opened, dtype=jnp.dtype(dtype))
+    tokenizer = IdTokenizer.of(opened.config)
+    return LM(opened.model, params, tokenizer, opened.corruption, decoding=opened.decoding)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_two_canvases_sampled_freely_are_those_of_generate(bits):
+def test_two_sampled_canvases_equal_those_of_generate(bits):
     """Nothing is injected on our side: the reference was given the noise that this very call draws."""
     said = recorded()
     with jax.enable_x64(bits == 64):
@@ -114,7 +112,7 @@ def first_difference(out, said, bits, row):
     return f"row {row}: every step agrees"
 
 
-def test_each_step_given_the_references_canvas_yields_its_next_one():
+def test_each_step_from_the_references_canvas_gives_its_next_canvas():
     """Its canvas, its self-conditioning and its noise in; its draws, its acceptance and its next canvas out."""
     g, said = golden("diffusion_gemma"), recorded()
     steps = 0

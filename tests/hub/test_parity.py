@@ -1,4 +1,4 @@
-"""Our logits are those of each family's reference implementation, from checkpoints in the real files' format."""
+"""Logits equal those of each family's reference implementation, on checkpoints in the published files' format."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ PLAIN = [n for n in NAMES if not n.startswith(("diffusion_gemma", "mdlm", "bd3lm
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_logits_are_the_references(name):
+def test_logits_equal_the_references(name):
     g = golden(name)
     want = g.said["logits"]
     if (c := g.opened.config).alignment == "shifted" and c.pattern == "bidirectional":
@@ -23,7 +23,7 @@ def test_logits_are_the_references(name):
 
 
 @pytest.mark.parametrize("name", [n for n in PLAIN if n in ("llada2", "sdar", "sdar_moe", "fast_dllm")])
-def test_a_block_behind_a_cache_has_the_references_logits(name):
+def test_logits_of_a_block_behind_a_cache_equal_the_references(name):
     g = golden(name)
     model, tokens, canvas = g.opened.model, g.said["tokens"], g.said["canvas_tokens"]
     rows, block = canvas.shape

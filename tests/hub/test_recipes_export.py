@@ -19,7 +19,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_recipe_of_each_target_trains_and_converts_without_a_change_of_its_logits(name, tmp_path, capsys):
+def test_a_trained_recipe_of_each_target_converts_without_changing_logits(name, tmp_path, capsys):
     recipe = load_recipe(name)
     small = dataclasses.replace(recipe.model, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32)
     mj.train(
@@ -39,7 +39,7 @@ def test_a_recipe_of_each_target_trains_and_converts_without_a_change_of_its_log
     assert np.abs(got - want)[..., allowed].max() < 1e-5 * max(1.0, np.abs(want)[..., allowed].max())
 
 
-def test_what_has_no_counterpart_is_refused_with_what_has_one(tmp_path, capsys):
+def test_a_model_without_a_counterpart_is_refused_with_those_that_have_one(tmp_path, capsys):
     assert main(["convert", "nano", str(tmp_path / "out"), "--to", "hf"]) == 2
     told = capsys.readouterr().err
     assert "causal_encoder" in told and "nano_sdar" in told and not (tmp_path / "out").exists()

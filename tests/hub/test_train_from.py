@@ -1,4 +1,4 @@
-"""A training may start from a checkpoint of others, and leaves a model that loads and samples."""
+"""Training from a published checkpoint leaves a model that loads and samples."""
 
 import dataclasses
 import gc
@@ -11,7 +11,6 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import cli, hub, models, noise
 from mercury_jax.config import ModelConfig, NoiseConfig
-from mercury_jax.hub import writing
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.train import data, loop, optim, step as steps
 from mercury_jax.train.objectives import masked_elbo
@@ -30,8 +29,8 @@ def recipe(folder, out, **changes):
     return dataclasses.replace(made, **changes)
 
 
-def test_a_training_starts_from_a_checkpoint_of_others(tmp_path):
-    folder = writing.to_hf(tmp_path / "hf", tiny("bidirectional"))
+def test_training_starts_from_a_checkpoint(tmp_path):
+    folder = hub.save_hf(tmp_path / "hf", tiny("bidirectional"))
     result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
     lm = mj.load(tmp_path / "run" / "model")
@@ -68,7 +67,7 @@ def qwen3(tmp_path_factory):
     )  # fmt: skip
     model = models.build(config)
     lm = mj.LM(model, model.init(jax.random.key(0)), tok, noise.uniform(PADDED))
-    return writing.to_hf(tmp_path_factory.mktemp("qwen3") / "hf", lm, family="Qwen3"), tok
+    return hub.save_hf(tmp_path_factory.mktemp("qwen3") / "hf", lm, family="Qwen3"), tok
 
 
 RECIPE = """
@@ -87,9 +86,7 @@ def config():
 
 
 @pytest.mark.parametrize("to", ["hf", "ours"])
-def test_an_autoregressive_checkpoint_becomes_a_diffusion_model_on_the_command_line(
-    qwen3, tmp_path, to, capsys
-):
+def test_training_makes_a_diffusion_model_of_an_autoregressive_checkpoint(qwen3, tmp_path, to, capsys):
     folder, tok = qwen3
     mask = tok.vocab_size  # the first id that stands for nothing
     if to == "ours":
@@ -114,7 +111,7 @@ def alive(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_the_initial_parameters_lie_on_the_mesh_and_are_freed(tmp_path, monkeypatch, resume):
+def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypatch, resume):
     hub.save(tmp_path / "first", tiny("bidirectional"), NoiseConfig())
     found, given = [], []
 

@@ -15,7 +15,7 @@ from mercury_jax.decode.decoder import advance
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
-from mercury_jax.hub import assemble
+from mercury_jax.hub import params as hub_params
 from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import cache_shardings, mesh, model_parallel_mesh, with_mesh
@@ -73,8 +73,10 @@ def given(config, model):
 def passed(config, sizes, quantise):
     """(hidden and cache on one device, the same over a mesh, collectives of that pass, bytes of the largest)."""
     model, on = models.build(config), mesh(**{"data": 1} | sizes)
-    values = drawn(assemble.shapes_of(model))
-    one, many = (assemble.own(model, values.get, quantise=quantise, mesh=place) for place in (None, on))
+    values = drawn(hub_params.shapes_of(model))
+    one, many = (
+        hub_params.load_params(model, values.get, quantise=quantise, mesh=place) for place in (None, on)
+    )
     assert model_parallel_mesh(many) == on and model_parallel_mesh(one) is None
     run = given(config, model)
     want = jax.jit(model.forward)(one, run)
@@ -123,9 +125,9 @@ def test_an_answer_over_a_mesh_equals_that_of_one_device():
     """Where parameters lie apart all devices share every pass, each reading its own half of the vocabulary."""
     config = dataclasses.replace(GEMMA, layers=1, global_layers=(), per_layer_width=0, vocab=80, pad=0, eos=1)
     model, on = models.build(config), mesh(data=2, tensor=2)
-    values = drawn(assemble.shapes_of(model))
+    values = drawn(hub_params.shapes_of(model))
     one, many = (
-        LM(model, assemble.own(model, values.get, mesh=place), None, noise.uniform(80))
+        LM(model, hub_params.load_params(model, values.get, mesh=place), None, noise.uniform(80))
         for place in (None, on)
     )
     (want, soft), (ours, told) = answered(one, 20), answered(many, 20, on)

@@ -153,7 +153,7 @@ def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stands(tmp_path, mon
     monkeypatch.setattr(manifest, "write", full)
     slowly = lambda number: time.sleep(1.0 if number > 20 else 0)
     data = tiny.Data(slowly)
-    with pytest.raises(checkpoint.SaveFailed, match=r"step 20 .*disk is full.*steps \[10\] stand"):
+    with pytest.raises(checkpoint.SaveFailed, match=r"step 20 .*disk is full.*steps \[10\] are unchanged"):
         run(tmp_path, data, steps=10**6)
     assert data.number < 30 and saved(tmp_path) == [10]  # it did not wait for the next save to find out
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mercury_jax.bench.gpu.model import FEW, MANY, find
-from mercury_jax.hub.gemma4 import export_diffusion
+from mercury_jax.hub.families.gemma import export_diffusion
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 

@@ -61,7 +61,7 @@ def tool_format(tok: AnyTokenizer) -> ToolFormat:
     """The form in which the model of this tokenizer writes tool calls."""
     if not isinstance(tok, HFTokenizer):
         return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
-    templates, ids = tok.words.templates, tok.spelt.control
+    templates, ids = tok.data.templates, tok.tokens.control
     source = templates.get("tool_use", templates.get("default", ""))
     if "tools" in source and "call:" in source and set(GEMMA[:3]) <= set(ids):
         first, last, quote = (ids[text] for text in GEMMA[:3])

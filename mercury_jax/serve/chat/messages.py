@@ -85,7 +85,7 @@ def _content(content: Any, name: str) -> str:
         return data.text(content, name)
     if not isinstance(content, list):
         raise data.refuse(name, type(content).__name__, "a string, null, or a list of text parts")
-    return data.text(chat.joined(data.listed(content, name, 0, MOST_PARTS), name, data.refuse), name)
+    return data.text(chat.join_parts(data.listed(content, name, 0, MOST_PARTS), name, data.refuse), name)
 
 
 def _asked(message: Mapping[str, Any], name: str, calls: _Calls) -> list[dict[str, Any]]:

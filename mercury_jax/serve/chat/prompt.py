@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mercury_jax import chat
 from mercury_jax.serve.chat.formats import tool_format
 from mercury_jax.serve.chat.refused import Refused
 from mercury_jax.serve.chat.words import written
@@ -28,7 +27,7 @@ def render(
     if not tool_format(lm.tokenizer).native:
         messages, tools = written(messages, tools), None
     try:
-        return tuple(chat.render(lm.tokenizer, messages, thinking, tools=tools or None, at_once=not thinking))
+        return tuple(lm.tokenizer.render(messages, thinking, tools=tools or None, at_once=not thinking))
     except ValueError as error:
         raise Refused("messages", str(error)) from error
 

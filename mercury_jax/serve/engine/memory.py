@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.config import refuse
-from mercury_jax.hub.memory import room
+from mercury_jax.hub.params import free_memory
 from mercury_jax.serve.engine import knobs, shapes
 from mercury_jax.serve.engine.types import Settings
 from mercury_jax.types import LM
@@ -121,7 +121,7 @@ def free(lm: LM, settings: Settings) -> int | None:
     if settings.memory is not None:
         return settings.memory
     devices = sorted({d for leaf in jax.tree.leaves(lm.params) for d in _devices(leaf)}, key=lambda d: d.id)
-    have = room(devices or jax.devices()[:1])
+    have = free_memory(devices or jax.devices()[:1])
     return None if have is None else int(have * SHARE)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax import chat as template
 from mercury_jax.config import refuse
 from mercury_jax.train.data import read
 from mercury_jax.train.data.sources import Chat, Generated, Source, Split, Text
@@ -98,7 +97,7 @@ def _generated(source: Generated, setting: Setting) -> Stream:
         prefilled = setting.split == "train" and rng.random() < source.prefill
         if prefilled and thinking is None:
             thinking = ""
-        prompt, response = template.example(setting.tokenizer, p.input, p.output, thinking)
+        prompt, response = setting.tokenizer.example(p.input, p.output, thinking)
         given = len(prompt) + (_prefill(setting.tokenizer, response, rng) if prefilled else 0)
         return lay(
             setting,
@@ -130,7 +129,7 @@ def _chat(source: Chat, setting: Setting) -> Stream | None:
 
 def _conversation(tok: Any, place: str, messages: read.Messages) -> Example:
     try:
-        prompt = template.render(tok, messages[:-1])
+        prompt = tok.render(messages[:-1])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     ids = [*prompt, *tok.encode(messages[-1]["content"]), tok.eos]

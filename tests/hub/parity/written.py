@@ -1,6 +1,6 @@
 """What we write is what transformers reads: `python tests/hub/parity/written.py`, part of `make parity`.
 
-Each checkpoint is loaded by us, written by `hub.writing`, loaded by transformers, and must say what the golden says.
+Each checkpoint is loaded by us, written by `hub.save_hf`, loaded by transformers, and must say what the golden says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 from mercury_jax import hub
-from mercury_jax.hub import writing
 from tests.hub.goldens_of import GOLDENS, read_all
 
 CAUSAL = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3", "gemma4_dense", "gemma4_moe", "gemma4_ple")
@@ -29,7 +28,7 @@ def difference(name: str) -> float:
     """Largest difference of transformers' logits of what we wrote from the golden ones."""
     said = read_all(GOLDENS / name / "golden.safetensors")
     with tempfile.TemporaryDirectory() as folder:
-        path = writing.to_hf(Path(folder) / "written", hub.load(GOLDENS / name, dtype="float32"))
+        path = hub.save_hf(Path(folder) / "written", hub.load(GOLDENS / name, dtype="float32"))
         kind = getattr(transformers, hub.info(path)["architecture"])
         model, about = kind.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True

@@ -10,7 +10,7 @@ import pytest
 from jsonschema.validators import Draft202012Validator
 from starlette.testclient import TestClient
 
-from mercury_jax.decode.grammar.plan import Search
+from mercury_jax.decode.grammar.search import EndSearch
 from mercury_jax.serve.api import Options, create_app, openapi
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api.knock import Line
@@ -235,7 +235,7 @@ class Waiting(Line):
 
 def test_a_stream_never_waits_long_for_the_grammar_of_another(app, monkeypatch):
     """Each state of a hostile schema takes milliseconds, and a search for a legal end visits hundreds of them."""
-    searched, child = [0.0], Search._child
+    searched, child = [0.0], EndSearch._child
 
     def slow(*args, **named):
         if threading.current_thread().name == "mercury-engine":  # all rows wait for it, not for compiling
@@ -245,7 +245,7 @@ def test_a_stream_never_waits_long_for_the_grammar_of_another(app, monkeypatch):
             searched[0] += 0.01
         return child(*args, **named)
 
-    monkeypatch.setattr(Search, "_child", slow)
+    monkeypatch.setattr(EndSearch, "_child", slow)
     tree = {"$ref": "#/$defs/tree"}
     pair = {"type": "object", "properties": {"l": tree, "r": tree}, "required": ["l", "r"],
             "additionalProperties": False}  # fmt: skip

@@ -82,9 +82,9 @@ def untaught(form: str = "byte_level") -> HFTokenizer:
 def written(tok: HFTokenizer, text: str) -> list[int]:
     """Ids of a text in which the names of tokens are those tokens."""
     ids: list[int] = []
-    pattern = tok.spelt.pattern
+    pattern = tok.tokens.pattern
     at = 0
     for found in pattern.finditer(text) if pattern else ():
-        ids += [*tok.encode(text[at : found.start()]), tok.spelt.control[found.group()]]
+        ids += [*tok.encode(text[at : found.start()]), tok.tokens.control[found.group()]]
         at = found.end()
     return ids + tok.encode(text[at:])

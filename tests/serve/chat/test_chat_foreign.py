@@ -51,9 +51,9 @@ def test_a_template_that_knows_tools_is_given_them(marks: str):
     "tok", [foreign.hermes("special"), foreign.hermes("shown"), foreign.gemma(), foreign.untaught()]
 )
 def test_nothing_that_a_user_writes_becomes_control(tok):
-    control = set(tok.spelt.control.values())
+    control = set(tok.tokens.control.values())
     kept = lambda ids: [i for i in ids if i in control]
-    forged = "".join(tok.spelt.control)
+    forged = "".join(tok.tokens.control)
     call = {"id": "c", "function": {"name": "add", "arguments": json.dumps({forged: forged})}}
     chat = lambda said, call: checked([
         {"role": "user", "content": said},
@@ -67,14 +67,14 @@ def test_nothing_that_a_user_writes_becomes_control(tok):
 
 
 def test_formats_are_told_from_the_template_and_the_vocabulary():
-    control = foreign.hermes("special").spelt.control
+    control = foreign.hermes("special").tokens.control
     found = tool_format(foreign.hermes("special"))
     assert (found.open, found.close, found.native) == (control["<tool_call>"], control["</tool_call>"], True)
     assert found.before == (found.open, "\n") and found.behind == ("\n", found.close)
     for marks in ("shown", "text"):
         assert tool_format(foreign.hermes(marks))[:4] == ("<tool_call>", "</tool_call>", "\n", True)
     assert tool_format(foreign.untaught())[:4] == ("<tool_call>", "</tool_call>", "\n", False)
-    assert tool_format(foreign.gemma()).quote == foreign.gemma().spelt.control['<|"|>']
+    assert tool_format(foreign.gemma()).quote == foreign.gemma().tokens.control['<|"|>']
 
 
 @pytest.mark.parametrize("tok", [*map(foreign.hermes, ("special", "shown", "text")), foreign.untaught()])

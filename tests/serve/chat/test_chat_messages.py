@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from mercury_jax import chat
 from mercury_jax.serve.chat import data
 from mercury_jax.serve.chat.messages import Refused, checked, checked_tools
 from mercury_jax.serve.chat.prompt import opened, render
@@ -217,7 +216,7 @@ def _mutate(rng: random.Random, value) -> None:
 def test_a_prompt_is_the_templates_and_says_whether_it_opens_thinking():
     tok: Tokenizer = tokenizer()
     lm, said, tools = answers.lm_of(tok), checked([USER, ASKED]), checked_tools(tool())
-    assert render(lm, said, tools) == tuple(chat.render(tok, said, tools=tools))
+    assert render(lm, said, tools) == tuple(tok.render(said, tools=tools))
     assert render(lm, said, []) == render(lm, said)
     assert opened(lm, render(lm, said, thinking=True)) and not opened(lm, render(lm, said))
 

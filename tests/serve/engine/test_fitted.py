@@ -75,17 +75,17 @@ def test_what_the_user_named_is_kept_or_refused_with_the_numbers():
 
 
 def test_what_is_free_on_the_device_counts_where_no_memory_is_named(monkeypatch):
-    monkeypatch.setattr(memory, "room", lambda devices: 2**30)
+    monkeypatch.setattr(memory, "free_memory", lambda devices: 2**30)
     assert memory.free(tiny(), Settings()) == int(2**30 * memory.SHARE)
     with pytest.raises(ValueError, match="memory for 8 slots of 262144 tokens"):
         Engine(long(), Settings())
-    monkeypatch.setattr(memory, "room", lambda devices: None)  # a backend that does not tell
+    monkeypatch.setattr(memory, "free_memory", lambda devices: None)  # a backend that does not tell
     memory.check(long(), Settings())
 
 
 def test_mercury_serve_fits_the_device_or_refuses_with_the_numbers(monkeypatch, capsys):
     """On a device of one GiB, where 8 slots of the whole context take 1.37."""
-    monkeypatch.setattr("mercury_jax.hub.memory._host", lambda: 2**30)
+    monkeypatch.setattr("mercury_jax.hub.params._host_memory", lambda: 2**30)
     monkeypatch.setattr(serve.show, "load", lambda *args, **more: long())
     engines = []
     monkeypatch.setattr(

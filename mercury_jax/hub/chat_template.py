@@ -1,0 +1,189 @@
+"""Chat templates of checkpoints: messages -> text.
+
+`ChatTemplate` renders a jinja2 template as transformers' `apply_chat_template` does
+(https://huggingface.co/docs/transformers/chat_templating), in the sandbox of `template_sandbox.py`. The text that it
+returns knows which characters the template wrote (`special_tokens.TracedText`); `tokenizer.HFTokenizer` encodes it.
+Whatever a template does wrong is a ValueError that says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+from mercury_jax import install
+from mercury_jax.chat import check_message
+from mercury_jax.config import refuse
+from mercury_jax.hub.special_tokens import joined, own
+from mercury_jax.tokenizer import Messages, valid
+
+MAX_DEPTH = 48  # lists within lists in the data that a template is given
+# Names under which a message may have its thinking.
+THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderLimits:
+    """What rendering a template may take.
+
+    Attributes:
+        source: Characters of the template; the longest known ones have 20,000.
+        data: Characters and items of the messages.
+        output: Characters of the rendered text.
+        steps: Turns of loops and operations.
+        units: Characters, and bytes of lists, that it makes on its way.
+        seconds: Time.
+    """
+
+    source: int = 100_000
+    data: int = 8_000_000
+    output: int = 16_000_000
+    steps: int = 2_000_000
+    units: int = 256_000_000
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled chat template.
+
+    Attributes:
+        source: The jinja2 template.
+        limits: What rendering it may take.
+
+    Raises:
+        ValueError: The source is not a text, too long, not jinja2, or uses statements that are not allowed.
+    """
+
+    source: str
+    limits: RenderLimits = RenderLimits()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise refuse("chat_template", type(self.source).__name__, "a text")
+        if len(self.source) > self.limits.source:
+            allowed = f"at most {self.limits.source} characters"
+            raise refuse("chat_template", f"{len(self.source)} characters", allowed)
+        _ = self._code
+
+    @cached_property
+    def _code(self) -> CodeType:
+        compile_template, _ = _sandbox()
+        return _explained(lambda: compile_template(self.source))
+
+    def render(self, messages: Messages, names: Mapping[str, str] | None = None, **variables: Any) -> str:
+        """Renders a conversation.
+
+        Args:
+            messages: The conversation. Roles count as text of the template, all else as text of the user.
+            names: Texts of special tokens that the template knows by name (`bos_token`); they count as the template's.
+            **variables: What else it may read, plain data (`tools`, `add_generation_prompt`).
+
+        Returns:
+            The text, a `TracedText`.
+
+        Raises:
+            ValueError: A message is malformed, or the template failed, left its sandbox, or exceeded its limits.
+        """
+        if isinstance(messages, str | Mapping) or not messages:
+            raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
+        for i, message in enumerate(messages):
+            check_message(message, f"messages[{i}]")
+        copy = _PlainData(self.limits.data).copy
+        conversation = copy(list(messages), "messages")
+        for message in conversation:
+            message["role"] = own(message["role"])
+            thinking = next((message[k] for k in THINKING_KEYS if message.get(k) is not None), None)
+            if thinking is not None:  # as transformers does: templates differ in the name that they read
+                message |= {"thinking": thinking} | message | {"reasoning_content": thinking}
+        given: dict[str, Any] = {"messages": conversation}
+        given |= {name: copy(value, name) for name, value in variables.items()}
+        given |= {name: own(value) for name, value in (names or {}).items()}
+        return _explained(lambda: self._run(given))
+
+    def _run(self, given: Mapping[str, Any]) -> str:
+        most, parts = self.limits, []
+        left, (_, render) = most.output, _sandbox()
+        for part in render(self._code, given, steps=most.steps, units=most.units, seconds=most.seconds):
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise ValueError("writes too much text")
+        return valid(joined(parts), "its text")
+
+
+def _sandbox() -> tuple[Callable[[str], CodeType], Callable[..., Iterator[str]]]:
+    """(compile_template, render_template); jinja2 is imported when there is a template to compile."""
+    try:
+        from mercury_jax.hub.template_sandbox import compile_template, render_template
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "jinja2":
+            raise
+        raise refuse("chat_template", "jinja2 is not installed", install.command("hub")) from error
+    return compile_template, render_template
+
+
+_EXPLANATIONS = {
+    "SecurityError": "reaches beyond its sandbox: ",
+    "TemplateSyntaxError": "is not a jinja2 template: ",
+    "TemplateAssertionError": "is not a jinja2 template of the allowed kind: ",
+    "UndefinedError": "needs what it was not given: ",
+    "RecursionError": "calls itself too deeply: ",
+    "OverflowError": "computes with huge numbers: ",
+    "MemoryError": "needs too much memory: ",
+}
+
+
+def _explained(run: Callable[[], Any]) -> Any:
+    """Returns `run()`, or raises a ValueError that says what the template did; foreign code may raise anything."""
+    try:
+        return run()
+    except Exception as error:
+        kind = type(error).__name__
+        words = " ".join(str(error).split())[:300] or kind
+        if kind == "TemplateError":  # the template's own `raise_exception`
+            raise ValueError(f"messages: the chat template refuses them: {words}") from error
+        raise ValueError(f"chat_template: {_EXPLANATIONS.get(kind, '')}{words}") from error
+
+
+class _PlainData:
+    """Copies data for a template and counts its size; nothing but these copies reaches a template."""
+
+    def __init__(self, limit: int):
+        self.limit, self.total = limit, 0
+
+    def copy(self, value: Any, name: str, depth: int = 0) -> Any:
+        """Returns a copy of JSON-like data; ValueError names the part that is something else, too large or too deep."""
+        self.total += 1 + (len(value) if isinstance(value, str) else 0)
+        if self.total > self.limit:
+            raise refuse("messages", f"more than {self.limit} characters", "fewer, for a chat template")
+        if depth > MAX_DEPTH:
+            raise refuse(name, "lists within lists", f"at most {MAX_DEPTH} levels")
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, str):
+            return str.__str__(valid(value, name))
+        if isinstance(value, Mapping):
+            inner = lambda k: f"{name}.{k}"
+            return {
+                self.copy(k, name, depth + 1): self.copy(v, inner(k), depth + 1) for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.copy(v, f"{name}[{i}]", depth + 1) for i, v in enumerate(value)]
+        raise refuse(name, type(value).__name__, "plain data, as in JSON")
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yields every text in plain data, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from strings_in(key)
+            yield from strings_in(inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            yield from strings_in(inside)

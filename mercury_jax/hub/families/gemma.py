@@ -1,0 +1,442 @@
+"""DiffusionGemma, and the text models of Gemma 4 from which it is made, as transformers 5 names and stores them.
+
+Images and audio are refused; the tensors of their towers are not read. A conversion from Hugging Face's layout to
+itself copies them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
+from mercury_jax.hub.families import qwen_llama
+from mercury_jax.hub.family import (
+    BOOL,
+    COMMON,
+    INT,
+    LIST,
+    NULL,
+    NUMBER,
+    TEXT,
+    ConfigKeys,
+    Family,
+    Json,
+    TensorSource,
+    dtype_of,
+    listed_ids,
+    need,
+)
+from mercury_jax.models.gemma import GemmaConfig
+
+PATTERN = 6  # without `layer_types` every sixth layer is global
+# Only the text model is read.
+OTHER_MODALITIES = (r"vision_tower", r"embed_vision", r"audio_tower", r"embed_audio", r"^lm_head\.weight$")
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_MIXED = {
+    "mlp_branch_norm": "post_feedforward_layernorm_1",
+    "moe_norm": "pre_feedforward_layernorm_2",
+    "moe_branch_norm": "post_feedforward_layernorm_2",
+}
+
+
+_ROPE = ConfigKeys(used={"rope_type": TEXT, "rope_theta": NUMBER})
+_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": NUMBER, "factor": NUMBER}))
+_LAYER = ConfigKeys(used={"head_dim": INT, "num_key_value_heads": INT})
+
+
+ROPES = ConfigKeys(
+    nested={
+        "sliding_attention": lambda _: _ROPE,
+        "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
+    }
+)
+TEXT_KEYS = COMMON.plus(
+    ConfigKeys(
+        used={
+            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
+            "num_attention_heads": INT, "num_key_value_heads": INT, "head_dim": INT, "global_head_dim": INT,
+            "num_global_key_value_heads": INT + NULL, "sliding_window": INT, "layer_types": LIST + NULL,
+            "max_position_embeddings": INT, "rms_norm_eps": NUMBER, "num_experts": INT + NULL,
+            "top_k_experts": INT + NULL, "moe_intermediate_size": INT + NULL,
+        },
+        only={
+            "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
+            "use_bidirectional_attention": ("vision", None),
+        },
+        nested={
+            "rope_parameters": lambda _: ROPES,
+            "per_layer_config": lambda found: ConfigKeys(nested={i: lambda _: _LAYER for i in found if i.isdecimal()}),
+        },
+    )
+)  # fmt: skip
+# DiffusionGemma lacks some options of Gemma 4's text model.
+DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
+    ConfigKeys(
+        used={"final_logit_softcapping": NUMBER},
+        only={
+            "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
+        },
+        unused={"attention_k_eq_v": "keys are values in every global layer, by its class"},
+    )
+)  # fmt: skip
+GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
+    ConfigKeys(
+        used={
+            "final_logit_softcapping": NUMBER + NULL, "attention_k_eq_v": BOOL, "enable_moe_block": BOOL,
+            "hidden_size_per_layer_input": INT, "vocab_size_per_layer_input": INT, "num_kv_shared_layers": INT,
+            "use_double_wide_mlp": BOOL,
+        }
+    )
+)  # fmt: skip
+# Around a text model. Images and audio are refused, so no logit depends on these keys.
+MULTIMODAL = COMMON.plus(
+    ConfigKeys(
+        only={"tie_word_embeddings": (True,)},
+        unused=dict.fromkeys(
+            (
+                "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
+                "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
+            ),
+            "images and audio are not read",
+        ),
+    )
+)  # fmt: skip
+DIFFUSION_KEYS = MULTIMODAL.plus(
+    ConfigKeys(
+        used={"canvas_length": INT},
+        only={"model_type": ("diffusion_gemma",)},
+        nested={"text_config": lambda _: DIFFUSION_INNER_KEYS},
+    )
+)
+GEMMA4_KEYS = MULTIMODAL.plus(
+    ConfigKeys(only={"model_type": ("gemma4",)}, nested={"text_config": lambda _: GEMMA4_INNER_KEYS})
+)
+GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(ConfigKeys(only={"model_type": ("gemma4_text",)}))
+
+
+def _text_of(config: Json) -> Json:
+    """The text model's part of config.json; all of it if there is no other."""
+    return config.get("text_config") or config
+
+
+def _fields(config: Json, **ours: Any) -> dict[str, Any]:
+    """Fields of `GemmaConfig`; `ours` adds those in which DiffusionGemma and Gemma 4 differ."""
+    text = _text_of(config)
+    activation = text.get("hidden_activation", "gelu_pytorch_tanh")
+    layers = need(text, "num_hidden_layers")
+    found = dict(
+        vocab=need(text, "vocab_size"), width=need(text, "hidden_size"), layers=layers,
+        heads=need(text, "num_attention_heads"), kv_heads=need(text, "num_key_value_heads"),
+        head_dim=need(text, "head_dim"), ffn=need(text, "intermediate_size"), tied=True,
+        global_layers=_global_layers(text, layers), window=need(text, "sliding_window"),
+        activation=ACTIVATIONS[activation], norm_eps=text.get("rms_norm_eps", 1e-6),
+        context=text.get("max_position_embeddings", 131_072), dtype=dtype_of({**text, **{k: v for k, v in
+        config.items() if k in ("dtype", "torch_dtype")}}), **_rope_fields(text), **_special_ids(config),
+    )  # fmt: skip
+    return found | ours
+
+
+def _global_layers(text: Json, layers: int) -> tuple[int, ...]:
+    """Layers without a sliding window; the last layer never has one, whatever the list says."""
+    kinds = text.get("layer_types")
+    kinds = (
+        [qwen_llama.SLIDING if (i + 1) % PATTERN else qwen_llama.FULL for i in range(layers)]
+        if kinds is None
+        else kinds
+    )
+    qwen_llama.check_layer_types([*kinds[:-1], qwen_llama.FULL], layers)
+    return tuple(i for i in range(layers) if kinds[i] == qwen_llama.FULL or i == layers - 1)
+
+
+def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
+    """Head width and key heads of the global layers, the same for all.
+
+    `per_layer_config` lists them by layer; a layer that is not listed has the sizes of the sliding layers, and `{}` and
+    null list none. Without the key there is one size for all, of which `num_global_key_value_heads` counts
+    only with `own_heads`.
+    """
+    heads, width = need(text, "num_key_value_heads"), need(text, "head_dim")
+    if "per_layer_config" not in text:
+        wide = text.get("num_global_key_value_heads") if own_heads else None
+        return dict(
+            global_head_dim=text.get("global_head_dim", 512), global_kv_heads=heads if wide is None else wide
+        )
+    layers = need(text, "num_hidden_layers")
+    listed = {int(i): entry for i, entry in (text["per_layer_config"] or {}).items()}
+    size = lambda i: (
+        listed.get(i, {}).get("head_dim", width),
+        listed.get(i, {}).get("num_key_value_heads", heads),
+    )
+    seen = _global_layers(text, layers)
+    kinds = {size(i) for i in seen}
+    if len(kinds) != 1 or any(size(i) != (width, heads) for i in listed if i not in seen):
+        raise refuse(
+            "config.json: per_layer_config",
+            sorted(listed),
+            f"the same entry for each of the global layers {list(seen)}, and none for the others",
+        )
+    (global_width, global_heads) = kinds.pop()
+    return dict(global_head_dim=global_width, global_kv_heads=global_heads)
+
+
+def _rope_fields(text: Json) -> dict[str, float]:
+    """Rotary bases of sliding and global layers."""
+    found = text.get("rope_parameters")
+    if found is None:
+        found = {
+            "sliding_attention": {"rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        }
+    near, far = need(found, "sliding_attention"), need(found, "full_attention")
+    for name, rope, allowed in (("sliding", near, ("default",)), ("full", far, ("proportional", "default"))):
+        if rope.get("rope_type", "default") not in allowed:
+            where = f"config.json: rope_parameters.{name}_attention.rope_type"
+            raise refuse(where, rope["rope_type"], ", ".join(allowed))
+    fraction = far.get("partial_rotary_factor", 1.0) if far.get("rope_type") == "proportional" else 1.0
+    return dict(
+        rope_theta=float(need(near, "rope_theta")), global_rope_theta=float(need(far, "rope_theta")),
+        global_rope_fraction=float(fraction), global_rope_factor=float(far.get("factor", 1.0)),
+    )  # fmt: skip
+
+
+def _special_ids(config: Json) -> dict[str, Any]:
+    """Ids of the text model's config, and further ends of the whole checkpoint's."""
+    text = _text_of(config)
+    found = [id for some in (text, config) for id in listed_ids(some.get("eos_token_id"))]
+    ends = list(dict.fromkeys(found)) or [1]
+    pad = text.get("pad_token_id")
+    return dict(mask=None, pad=0 if pad is None else pad, eos=ends[0], ends=tuple(ends[1:]))
+
+
+def _experts(text: Json) -> Experts:
+    return Experts(
+        count=need(text, "num_experts"),
+        active=need(text, "top_k_experts"),
+        width=need(text, "moe_intermediate_size"),
+    )
+
+
+def _diffusion_config(config: Json) -> GemmaConfig:
+    """DiffusionGemma; by its class, logits are soft-capped and keys are values in every global layer."""
+    text = need(config, "text_config")
+    mixed = _experts(text) if text.get("num_experts") else None
+    return GemmaConfig(
+        **_fields(
+            config, experts=mixed, pattern="causal_encoder", block=config.get("canvas_length", 256),
+            **_global_sizes(text, own_heads=True),
+            softcap=text.get("final_logit_softcapping", 30.0), keys_as_values=True, self_conditioning=True,
+            encoder_scalars=True,
+        )
+    )  # fmt: skip
+
+
+def _gemma4_config(config: Json) -> GemmaConfig:
+    text = _text_of(config)
+    shared, same = text.get("num_kv_shared_layers", 0), text.get("attention_k_eq_v", False)
+    own = text.get("hidden_size_per_layer_input", 256)
+    doubled = 2 * need(text, "intermediate_size") if text.get("use_double_wide_mlp") and shared else None
+    return GemmaConfig(
+        **_fields(
+            config, experts=_experts(text) if text.get("enable_moe_block") else None, pattern="block_causal", block=1,
+            predicts_next=True, **_global_sizes(text, own_heads=same), softcap=text.get("final_logit_softcapping"),
+            keys_as_values=same, shared_kv=shared, shared_ffn=doubled,
+            per_layer_width=own, per_layer_vocab=text.get("vocab_size_per_layer_input", 262_144) if own else 0,
+        )
+    )  # fmt: skip
+
+
+def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
+    """Tensors that both models have; `stem` precedes every name."""
+    assert isinstance(c, GemmaConfig)
+    found = {
+        "embed": TensorSource(f"{stem}embed_tokens.weight"),
+        "norm/scale": TensorSource(f"{stem}norm.weight"),
+    }
+    if not c.tied:
+        found["head"] = TensorSource("lm_head.weight", 1)
+    if c.per_layer_width:
+        found |= {
+            "per_layer/embed": TensorSource(f"{stem}embed_tokens_per_layer.weight", fold=2),
+            "per_layer/projection/w": TensorSource(f"{stem}per_layer_model_projection.weight", 1),
+            "per_layer/norm/scale": TensorSource(f"{stem}per_layer_projection_norm.weight"),
+        }
+    for i in range(c.layers):
+        found |= _layer_names(c, i, f"block_{i}/", f"{stem}layers.{i}.")
+    return found
+
+
+def _layer_names(c: GemmaConfig, i: int, ours: str, theirs: str) -> dict[str, TensorSource]:
+    norms = _NORMS | (_MIXED if c.experts is not None else {})
+    found = {f"{ours}{mine}/scale": TensorSource(f"{theirs}{name}.weight") for mine, name in norms.items()}
+    found[f"{ours}scalar"] = TensorSource(f"{theirs}layer_scalar")
+    found |= _attention_names(c, i, f"{ours}attention/", f"{theirs}self_attn.")
+    found |= qwen_llama.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
+    if c.experts is not None:
+        found |= {
+            f"{ours}moe/router/scale": TensorSource(f"{theirs}router.scale"),
+            f"{ours}moe/router/w": TensorSource(f"{theirs}router.proj.weight", 1),
+            f"{ours}moe/router/expert_scale": TensorSource(f"{theirs}router.per_expert_scale"),
+            f"{ours}moe/gate_up": TensorSource(f"{theirs}experts.gate_up_proj", 1, c.experts.count),
+            f"{ours}moe/down": TensorSource(f"{theirs}experts.down_proj", 1, c.experts.count),
+        }
+    if c.per_layer_width:
+        found |= {
+            f"{ours}per_layer/gate/w": TensorSource(f"{theirs}per_layer_input_gate.weight", 1),
+            f"{ours}per_layer/projection/w": TensorSource(f"{theirs}per_layer_projection.weight", 1),
+            f"{ours}per_layer/norm/scale": TensorSource(f"{theirs}post_per_layer_input_norm.weight"),
+        }
+    return found
+
+
+def _attention_names(c: GemmaConfig, i: int, ours: str, theirs: str) -> dict[str, TensorSource]:
+    """A layer that uses another's keys and values has none; one whose keys are its values has no values."""
+    parts = "q" if c.source(i) != i else "qk" if c.keys_as_values and c.is_global(i) else "qkv"
+    found = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
+    found |= {f"{ours}{p}_norm/scale": TensorSource(f"{theirs}{p}_norm.weight") for p in parts if p != "v"}
+    return found | {f"{ours}o/w": TensorSource(f"{theirs}o_proj.weight", 2)}
+
+
+def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
+    """The decoder's tensors; the encoder has the same weights but for the layers' scalars."""
+    stem, conditioning = "model.decoder.", "model.decoder.self_conditioning."
+    found = _names(c, stem) | qwen_llama.mlp_names("self_conditioning/mlp/", conditioning)
+    found["self_conditioning/norm/scale"] = TensorSource(f"{conditioning}pre_norm.weight")
+    for i in range(c.layers):
+        found[f"block_{i}/encoder_scalar"] = TensorSource(
+            f"model.encoder.language_model.layers.{i}.layer_scalar"
+        )
+    return found
+
+
+def _ignored(c: ModelConfig) -> tuple[str, ...]:
+    """Other modalities, and keys and values that are stored for layers which use another layer's."""
+    assert isinstance(c, GemmaConfig)
+    shared = [str(i) for i in range(c.layers) if c.source(i) != i]
+    keys = (rf"layers\.({'|'.join(shared)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",) if shared else ()
+    return (*OTHER_MODALITIES, *keys)
+
+
+def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
+    """DiffusionGemma's generation_config.json; null means the reference's default."""
+    sampler = generation.get("sampler_config") or {}
+    value = lambda key, default: default if generation.get(key) is None else generation[key]
+    bound = sampler.get("entropy_bound")
+    return {
+        "rule": "entropy_bound",
+        "knobs": {"gamma": 0.1 if bound is None else bound},
+        "cooling": {"last": value("t_min", 0.4), "first": value("t_max", 0.8)},
+        "steady": {
+            "patience": value("stability_threshold", 1),
+            "entropy": value("confidence_threshold", 0.005),
+        },
+        "temperature": 1.0,
+        "steps": value("max_denoising_steps", 48),
+        "block": config.get("canvas_length") or 256,
+    }
+
+
+# --- our config -> config.json
+
+# The reference always builds a vision tower; this is the smallest one.
+VISION = dict(
+    model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=4, patch_size=2, position_embedding_size=4,
+)  # fmt: skip
+
+
+def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
+    """The text model's config.json, as far as both families have it."""
+    assert isinstance(c, GemmaConfig)
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation)
+    overrides = {"head_dim": c.global_head_dim, "num_key_value_heads": c.global_kv_heads}
+    found: dict[str, Any] = dict(
+        model_type=kind, vocab_size=c.vocab, hidden_size=c.width, intermediate_size=c.ffn, num_hidden_layers=c.layers,
+        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim,
+        hidden_activation=activation, max_position_embeddings=c.context, rms_norm_eps=c.norm_eps, pad_token_id=c.pad,
+        eos_token_id=[c.eos, *c.ends] if c.ends else c.eos, bos_token_id=2, tie_word_embeddings=True,
+        attention_bias=False, sliding_window=c.window, rope_parameters=_exported_rope(c), dtype=c.dtype,
+        layer_types=["full_attention" if c.is_global(i) else "sliding_attention" for i in range(c.layers)],
+        per_layer_config={str(i): overrides for i in c.global_layers},
+    )  # fmt: skip
+    if c.experts is not None:
+        e = c.experts
+        found |= dict(num_experts=e.count, top_k_experts=e.active, moe_intermediate_size=e.width)
+    return found
+
+
+def _exported_rope(c: GemmaConfig) -> dict[str, Any]:
+    far: dict[str, Any] = dict(
+        rope_type="proportional", rope_theta=c.global_rope_theta, partial_rotary_factor=c.global_rope_fraction
+    )
+    if c.global_rope_factor != 1.0:
+        far["factor"] = c.global_rope_factor
+    return dict(sliding_attention=dict(rope_type="default", rope_theta=c.rope_theta), full_attention=far)
+
+
+def export_diffusion(c: ModelConfig) -> dict[str, Any]:
+    """Converts our config to DiffusionGemma's config.json."""
+    assert isinstance(c, GemmaConfig)
+    return dict(
+        architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma", canvas_length=c.block,
+        text_config=_text_config(c, "diffusion_gemma_text") | {"final_logit_softcapping": c.softcap},
+        vision_config=VISION, tie_word_embeddings=True, dtype=c.dtype,
+    )  # fmt: skip
+
+
+def _export_text(c: ModelConfig) -> dict[str, Any]:
+    """Converts our config to the config.json of Gemma 4's text model alone."""
+    assert isinstance(c, GemmaConfig)
+    return _text_config(c, "gemma4_text") | dict(
+        architectures=["Gemma4ForCausalLM"], final_logit_softcapping=c.softcap, attention_k_eq_v=c.keys_as_values,
+        enable_moe_block=c.experts is not None, hidden_size_per_layer_input=c.per_layer_width,
+        vocab_size_per_layer_input=c.per_layer_vocab or c.vocab, num_kv_shared_layers=c.shared_kv,
+        use_double_wide_mlp=c.shared_ffn is not None,
+    )  # fmt: skip
+
+
+DIFFUSION_GEMMA = Family(
+    name="DiffusionGemma",
+    architectures=("DiffusionGemmaForBlockDiffusion",),
+    checkpoints=("google/diffusiongemma-26B-A4B-it",),
+    keys=DIFFUSION_KEYS,
+    config=_diffusion_config,
+    names=_diffusion_names,
+    noise=NoiseConfig(kind="uniform"),
+    block="256",
+    about="uniform noise, causal encoder, self-conditioning; text only, images are refused",
+    ignored=_ignored,
+    export=export_diffusion,
+    licence="Apache-2.0",
+    decoding=_decoding,
+)
+
+GEMMA4 = Family(
+    name="Gemma 4",
+    architectures=("Gemma4ForConditionalGeneration",),
+    checkpoints=("google/gemma-4-26B-A4B-it", "google/gemma-4-31B-it", "google/gemma-4-E4B-it"),
+    keys=GEMMA4_KEYS,
+    config=_gemma4_config,
+    names=functools.partial(_names, stem="model.language_model."),
+    noise=None,
+    about="autoregressive; text only, images and audio are refused",
+    ignored=_ignored,
+    licence="Apache-2.0",
+)
+
+GEMMA4_TEXT = GEMMA4._replace(
+    name="Gemma 4, text",
+    architectures=("Gemma4ForCausalLM",),
+    checkpoints=(),
+    keys=GEMMA4_TEXT_KEYS,
+    names=functools.partial(_names, stem="model."),
+    about="autoregressive, the text model alone",
+    export=_export_text,
+)

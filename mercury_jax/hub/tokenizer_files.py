@@ -1,0 +1,399 @@
+"""The files of a checkpoint's tokenizer: read from a folder, and written for our own tokenizer.
+
+    tokenizer.json                      the tokenizer, as the `tokenizers` library writes it; or, without it,
+    vocab.json, merges.txt              a byte-level BPE, of the classes in `BYTE_LEVEL`
+    tokenizer_config.json               flags of added tokens, special tokens by name, chat templates
+    added_tokens.json, special_tokens_map.json      the same in older checkpoints
+    chat_template.jinja, additional_chat_templates/*.jinja, chat_template.json      chat templates
+
+They come from the internet: they are read up to a limited size and checked, and no code in them is run.
+`special_tokens.respell` builds a tokenizer from a `TokenizerData`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.hub.folder import find
+from mercury_jax.tokenizer import SPECIAL, Tokenizer
+
+MAX_BYTES = {
+    "tokenizer.json": 128_000_000,  # the largest known, of 262,144 tokens, has 34 million
+    "vocab.json": 64_000_000,
+    "merges.txt": 64_000_000,
+    "tokenizer_config.json": 16_000_000,
+    "added_tokens.json": 16_000_000,
+    "special_tokens_map.json": 4_000_000,
+    "chat_template.jinja": 1_000_000,
+    "chat_template.json": 1_000_000,
+}
+MORE_TEMPLATES = "additional_chat_templates"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# How the text is split before the merges of vocab.json apply, and its normalizer. transformers has both in the class
+# that tokenizer_config.json names.
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {
+    "GPT2Tokenizer": (None, None),
+    "GPT2TokenizerFast": (None, None),
+    "Qwen2Tokenizer": (_QWEN, {"type": "NFC"}),
+    "Qwen2TokenizerFast": (_QWEN, {"type": "NFC"}),
+    "DreamTokenizer": (_QWEN, {"type": "NFC"}),  # Qwen2's under another name
+}
+
+
+class AddedToken(NamedTuple):
+    """A token that is matched in the text as a whole, before any other rule; fields as in tokenizer.json."""
+
+    text: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+class TokenizerData(NamedTuple):
+    """What all tokenizer files of a checkpoint say together.
+
+    Attributes:
+        json: tokenizer.json without its added tokens.
+        added: Added tokens by id.
+        named: Texts of special tokens by name ("bos_token").
+        templates: Sources of chat templates by name.
+        notes: What was ignored, for the user.
+        adds_bos: `add_bos_token` of tokenizer_config.json; None if it is not there.
+    """
+
+    json: dict[str, Any]
+    added: dict[int, AddedToken]
+    named: dict[str, str]
+    templates: dict[str, str]
+    notes: tuple[str, ...]
+    adds_bos: bool | None
+
+
+def read_files(folder: str | Path) -> dict[str, bytes]:
+    """Reads the tokenizer files of a folder.
+
+    Args:
+        folder: A checkpoint in Hugging Face's layout.
+
+    Returns:
+        Contents by name.
+
+    Raises:
+        CheckpointError: A file is too large or a link out of the folder, or there is no tokenizer.
+    """
+    folder = Path(folder)
+    names = list(MAX_BYTES)
+    if (folder / MORE_TEMPLATES).is_dir():
+        more = sorted(p.name for p in (folder / MORE_TEMPLATES).iterdir())[:64]
+        names += [f"{MORE_TEMPLATES}/{n}" for n in more if re.fullmatch(r"[A-Za-z0-9_-]{1,64}\.jinja", n)]
+    found = {}
+    for name in names:
+        path, limit = find(folder, name), MAX_BYTES.get(name, MAX_BYTES["chat_template.jinja"])
+        if path is not None:
+            with path.open("rb") as file:
+                found[name] = file.read(limit + 1)
+            if len(found[name]) > limit:
+                raise CheckpointError(f"{folder / name} has more than {limit} bytes; allowed: {limit}")
+    if "tokenizer.json" not in found and not {"vocab.json", "merges.txt"} <= set(found):
+        has = "; tokenizer.model is there: let transformers write tokenizer.json from it (save_pretrained)"
+        more = has if (folder / "tokenizer.model").exists() else ""
+        allowed = f"tokenizer.json, or vocab.json and merges.txt{more}"
+        raise CheckpointError(f"{folder} has no tokenizer; allowed: {allowed}")
+    return found
+
+
+def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> TokenizerData:
+    """Combines the tokenizer files of a checkpoint.
+
+    Args:
+        files: Contents by name.
+        used: Ids that the model uses as special ones; where their text has the form of a token, it becomes special.
+
+    Returns:
+        The data.
+
+    Raises:
+        CheckpointError: Names the file that is damaged.
+    """
+    config = _json(files, "tokenizer_config.json")
+    data = _json(files, "tokenizer.json") or _byte_level_json(files, config)
+    try:
+        added = _added_tokens(files, data, config)
+        model = _checked_model(data["model"])
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"tokenizer.json is not what the tokenizers library writes: {words}") from None
+    tables = (_json(files, "special_tokens_map.json"), config)
+    named = {name: text for table in tables for name in NAMED if (text := _text_of(table.get(name)))}
+    others = [
+        _text_of(token)
+        for key in ("additional_special_tokens", "extra_special_tokens")
+        for token in _entries(config.get(key))
+    ]
+    vocab = model["vocab"] if isinstance(model["vocab"], dict) else {}
+    _mark_special(added, {*named.values(), *others}, vocab)
+    texts = {i: text for text, i in vocab.items()}
+    for i in used:
+        if i in added:
+            added[i] = added[i]._replace(special=True)
+        elif re.fullmatch(r"<.+>|\[.+\]", str(texts.get(i, ""))):
+            added[i] = AddedToken(texts[i], special=True)
+    code = str(config.get("auto_map") or "")[:200]
+    notes = (f"tokenizer_config.json: auto_map names code to run ({code}); it is ignored",) if code else ()
+    adds_bos = config.get("add_bos_token")
+    return TokenizerData(
+        {**data, "model": model, "added_tokens": []}, dict(sorted(added.items())), named, _templates(files, config),
+        notes, adds_bos if isinstance(adds_bos, bool) else None,
+    )  # fmt: skip
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        data = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not readable as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{name} holds a {type(data).__name__}; allowed: a JSON object")
+    return data
+
+
+def _checked_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, if vocabulary and merges have the forms that `respell` changes; the library checks the rest."""
+    vocab, merges = model["vocab"], model.get("merges") or []
+    by_text = isinstance(vocab, dict) and all(type(i) is int for i in vocab.values())
+    scored = isinstance(vocab, list) and all(len(e) == 2 and isinstance(e[0], str) for e in vocab)
+    if not (by_text or scored):
+        raise ValueError("model.vocab has neither ids nor scores by text")
+    if not all(isinstance(m, str) or all(isinstance(part, str) for part in m) for m in merges):
+        raise ValueError("model.merges has no pairs of texts")
+    return dict(model)
+
+
+def _added_tokens(
+    files: Mapping[str, bytes], data: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[int, AddedToken]:
+    """Added tokens by id; tokenizer_config.json overrides the other files, as in transformers."""
+
+    def token(entry: Mapping[str, Any]) -> AddedToken:
+        return AddedToken(entry["content"], **{k: bool(entry.get(k)) for k in AddedToken._fields[1:]})
+
+    found = {int(e["id"]): token(e) for e in data.get("added_tokens") or ()}
+    for text, i in _json(files, "added_tokens.json").items():
+        found.setdefault(int(i), AddedToken(text))
+    for i, entry in (config.get("added_tokens_decoder") or {}).items():
+        found[int(i)] = token(entry)
+    if any(not e.text or not isinstance(e.text, str) or i < 0 for i, e in found.items()):
+        raise ValueError("an added token without a text")
+    return found
+
+
+def _text_of(token: Any) -> str:
+    found = token.get("content") if isinstance(token, Mapping) else token
+    return found if isinstance(found, str) else ""
+
+
+def _entries(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
+
+
+def _mark_special(added: dict[int, AddedToken], texts: set[str], vocab: Mapping[str, Any]) -> None:
+    """Makes tokens with a name special, even ordinary entries of the vocabulary."""
+    for i, token in added.items():
+        if token.text in texts:
+            added[i] = token._replace(special=True)
+    for text in sorted(texts - {token.text for token in added.values()}):
+        if isinstance(vocab.get(text), int):
+            added[vocab[text]] = AddedToken(text, special=True)
+
+
+def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; a .jinja file overrides the JSON files."""
+    found: dict[str, str] = {}
+    for table in (_json(files, "chat_template.json"), config):
+        given = table.get("chat_template")
+        for entry in [{"name": "default", "template": given}] if isinstance(given, str) else _entries(given):
+            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
+                found[str(entry.get("name"))] = entry["template"]
+    for name, data in files.items():
+        if name.endswith(".jinja"):
+            key = "default" if name == "chat_template.jinja" else Path(name).stem
+            found[key] = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    return found
+
+
+def _byte_level_json(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer.json of a byte-level BPE that comes as vocab.json and merges.txt."""
+    kind = config.get("tokenizer_class", "GPT2Tokenizer")
+    if kind not in BYTE_LEVEL:
+        raise CheckpointError(
+            f"tokenizer_config.json: tokenizer_class is {str(kind)[:80]!r}, and there is no tokenizer.json; "
+            f"allowed without one: {', '.join(BYTE_LEVEL)}"
+        )
+    pattern, normalizer = BYTE_LEVEL[kind]
+    prefix = bool(config.get("add_prefix_space"))
+    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
+    words: dict[str, Any] = {**level, "use_regex": pattern is None}
+    if pattern is not None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        words = {"type": "Sequence", "pretokenizers": [split, words]}
+    head, *lines = files["merges.txt"].decode("utf-8", "replace").split("\n")
+    merges = [line for line in ([] if head.startswith("#version") else [head]) + lines if line]
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+        "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": _json(files, "vocab.json"), "merges": merges,
+    }  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": normalizer,
+        "pre_tokenizer": words, "post_processor": None, "decoder": {**level, "use_regex": True}, "model": model,
+    }  # fmt: skip
+
+
+# --- the bytes of each token
+
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# GPT-2's alphabet of one character for each byte: printable bytes are themselves, the others U+0100 and up, in order.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(b): b for b in _PRINTABLE} | {
+    chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)
+}
+
+
+def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) -> tuple[bytes, ...]:
+    """Returns the bytes that each token stands for.
+
+    Args:
+        decoder: The decoder of tokenizer.json: ByteLevel, WordPiece, BPEDecoder, or that of SentencePiece.
+        ids: The vocabulary, ids by text.
+        added: Texts of added tokens by id; they stand for themselves.
+
+    Returns:
+        [V] bytes by id; empty where no token has the id.
+    """
+    parts = _flat_decoders(decoder or {})
+    kinds = {part.get("type"): part for part in parts}
+
+    def spelled(text: str) -> bytes:
+        if "ByteLevel" in kinds:
+            known = all(c in _BYTE_OF for c in text)  # other texts stand for themselves
+            return bytes(_BYTE_OF[c] for c in text) if known else text.encode()
+        if "WordPiece" in kinds:
+            prefix = str(kinds["WordPiece"].get("prefix", "##"))
+            return (text.removeprefix(prefix) if text.startswith(prefix) else f" {text}").encode()
+        if "BPEDecoder" in kinds:
+            suffix = str(kinds["BPEDecoder"].get("suffix", "</w>"))
+            return (text.removesuffix(suffix) + " " if text.endswith(suffix) else text).encode()
+        byte = _BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+        return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
+
+    found = [b""] * (1 + max(ids.values(), default=-1))
+    for text, i in ids.items():
+        found[i] = added[i].encode() if i in added else spelled(text)
+    return tuple(found)
+
+
+def _flat_decoders(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [decoder, *(d for inside in decoder.get("decoders") or () for d in _flat_decoders(inside))]
+
+
+# --- our own tokenizer for other libraries
+
+# `Tokenizer.render` in jinja2; that method also checks the messages.
+CHAT_TEMPLATE = """{%- set listed = '' -%}
+{%- if tools -%}
+    {%- set listed = '<|tool|>' + (tools | map(attribute='function') | list | tojson) -%}
+    {%- if messages[0]['role'] != 'system' -%}{{- '<|system|>' + listed + '<|end_turn|>' -}}{%- endif -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|' + message['role'] + '|>' -}}
+    {%- if message['role'] == 'tool' and message['tool_call_id'] -%}
+        {{- '<|tool_result|>' + message['content'] + '<|end_tool_result|>' -}}
+    {%- else -%}
+        {{- message['content'] or '' -}}
+    {%- endif -%}
+    {%- for call in message['tool_calls'] or [] -%}
+        {%- set made = {'name': call['function']['name'], 'arguments': call['function']['arguments']} -%}
+        {{- '<|tool_call|>' + (made | tojson) + '<|end_tool_call|>' -}}
+    {%- endfor -%}
+    {%- if loop.first and message['role'] == 'system' -%}{{- listed -}}{%- endif -%}
+    {{- '<|end_turn|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|assistant|>' -}}
+    {%- if enable_thinking is defined and enable_thinking -%}{{- '<|think|>' -}}{%- endif -%}
+{%- endif -%}
+"""
+
+
+def own_files(tok: Tokenizer) -> dict[str, bytes]:
+    """Writes our own tokenizer as the files that transformers, vLLM and SGLang read.
+
+    Args:
+        tok: The tokenizer.
+
+    Returns:
+        tokenizer.json, tokenizer_config.json, chat_template.jinja and our own tokenizer.model. Any text has the same
+        ids under both.
+    """
+    names = {f"{name}_token": f"<|{name}|>" for name in ("pad", "eos", "mask", "unk")}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    write = lambda data: (json.dumps(data, ensure_ascii=False, indent=1) + "\n").encode()
+    made = {"tokenizer.json": write(_own_json(tok)), "tokenizer_config.json": write(about)}
+    return {**made, "chat_template.jinja": CHAT_TEMPLATE.encode(), **tok.files}
+
+
+def _own_json(tok: Tokenizer) -> dict[str, Any]:
+    """The contents of tokenizer.json.
+
+    SentencePiece merges the neighbours that make its best-scored piece. A list of merges says the same: every way to
+    put a piece together, ordered by the pieces' scores. Spaces are written as they are, so that no text needs
+    normalisation and a literal U+2581 stays one.
+    """
+    model, texts = tok._model, dict[int, str]()
+    for i in range(tok.vocab_size):
+        if i < len(SPECIAL):
+            texts[i] = f"<|{SPECIAL._fields[i]}|>"
+        else:
+            texts[i] = model.id_to_piece(i) if model.is_byte(i) else tok.pieces[i].decode()
+    # Matched as a whole, before any merge: special tokens and runs of whitespace.
+    whole = [
+        i for i, t in texts.items()
+        if i < len(SPECIAL) or (not model.is_byte(i) and t != " " and t.isspace())
+    ]  # fmt: skip
+    pieces = {t for i, t in texts.items() if i >= len(SPECIAL) and not model.is_byte(i) and i not in whole}
+    score = {t: model.get_score(i) for i, t in texts.items()}
+    merges = sorted(
+        (-score[piece], cut, [piece[:cut], piece[cut:]])
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    )
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": None,
+        "post_processor": None, "decoder": {"type": "Sequence", "decoders": decoders},
+        "added_tokens": [{"id": i, "content": texts[i], "special": i < len(SPECIAL), **flags} for i in whole],
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": True, "ignore_merges": False,
+            "vocab": {t: i for i, t in texts.items()}, "merges": [pair for _, _, pair in merges],
+        },
+    }  # fmt: skip

@@ -1,0 +1,188 @@
+"""What is refused before a parameter is read, with its message; quantised and split parameters."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax import hub, sharding
+from mercury_jax.checkpoint import CheckpointError, tensors
+from mercury_jax.cli import main
+from mercury_jax.hub import params
+from mercury_jax.hub.families import FAMILIES
+from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.models.weight_quant import QuantisedWeight
+from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a small Qwen3 that a test may spoil."""
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "m")
+    return tmp_path / "m"
+
+
+def rewrite(folder, change):
+    """Change the tensors {name: array} of a folder."""
+    path = folder / "model.safetensors"
+    found = {name: tensors.read(path, entry) for name, entry in tensors.header(path).items()}
+    change(found)
+    tensors.write(path, [tensors.LazyTensor(n, a.shape, a.dtype, lambda a=a: a) for n, a in found.items()])
+
+
+def reconfigure(folder, **changes):
+    about = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(about))
+
+
+NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop(NORM), [NORM, "is missing"]),
+        (
+            lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
+            ["model.extra.weight", "no place"],
+        ),
+        (lambda t: t.update({NORM: t[NORM][:-1]}), ["shape of", NORM, "by config.json"]),
+        (lambda t: t.update({NORM: t[NORM].astype(np.int32)}), ["dtype of", NORM, "int32", "BF16"]),
+    ],
+)
+def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, change, words):
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ["architectures", "MambaForCausalLM", "DreamModel", "LlamaForCausalLM"],
+        ),
+        ({"architectures": None}, ["architectures", "[]"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
+        ({"rope_parameters": {"rope_type": "proportional"}}, ["rope_scaling", "proportional", "yarn"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "quantise='int8'"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers", "a value"]),
+        ({"num_attention_heads": 5}, ["kv_heads"]),
+        ({"num_hidden_layers": 9, "layer_types": None}, ["model.layers.", "is missing", "more"]),
+    ],
+)
+def test_unsupported_configs_are_refused(folder, changes, words):
+    reconfigure(folder, **changes)
+    with pytest.raises(ValueError) as error:
+        open_folder(folder)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_refuses_an_unknown_key(name, tmp_path):
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+    nested = [
+        k for k in ("text_config", "rope_parameters", "rope_scaling", "per_layer_config") if config.get(k)
+    ]
+    for path in [(), *((key,) for key in nested)]:
+        changed = json.loads(json.dumps(config))
+        inner = functools.reduce(dict.__getitem__, path, changed)
+        inner["some_scale"] = 0.25
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        where = rf"config.json .*: {'.'.join((*path, 'some_scale'))} is 0.25; allowed: "
+        with pytest.raises(ValueError, match=where):
+            hub.info(tmp_path / "config.json", mask=5)
+        if "mask_id" not in golden(name).said:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            assert hub.info(tmp_path / "config.json")["vocab"]
+
+
+def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):
+    about = GOLDENS / "open_dcoder"
+    assert main(["info", str(about), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["family"] == "Qwen2.5" and any("pass mask=" in x and "Open-dCoder" in x for x in row["notes"])
+    assert main(["info", str(about), "--mask", "94", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["family"] == "Open-dCoder" and not any("pass mask=" in x for x in row["notes"])
+    assert len(hub.info(GOLDENS / "qwen2")["notes"]) == 0
+
+
+def test_the_mask_may_be_given_and_is_required_where_it_is_unknown():
+    with pytest.raises(ValueError, match="pass mask="):
+        open_folder(GOLDENS / "a2d_qwen3")
+    assert open_folder(GOLDENS / "a2d_qwen3", mask=7).config.mask == 7
+
+
+def test_the_mask_is_read_from_the_tokenizer(tmp_path):
+    shutil.copytree(GOLDENS / "a2d_qwen3", tmp_path / "m")
+    about = {"mask_token": "<|mask|>", "added_tokens_decoder": {"9": {"content": "<|mask|>"}}}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(about))
+    assert open_folder(tmp_path / "m").config.mask == 9
+
+
+def test_further_ends_are_read_from_the_generation_config(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    config = open_folder(folder).config
+    assert {config.eos, *config.ends} >= {5, 6}
+
+
+def test_llada_moe_is_recognised_by_its_architecture():
+    kinds = {n: open_folder(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
+    assert kinds == {"llada": "LLaDA", "llada_moe": "LLaDA-MoE"}
+    assert len({f.name for f in FAMILIES}) == len(FAMILIES)
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monkeypatch):
+    model = golden("qwen3").opened.model
+    need = params.per_device(model, params.abstract_mesh(1), jnp.float32).params
+    assert need == 4 * params.count_parameters(model)[0]
+    monkeypatch.setattr(params, "free_memory", lambda devices: need)
+    params.check_memory(model, None, jnp.float32, None, "x")
+    monkeypatch.setattr(params, "free_memory", lambda devices: need - 1)
+    with pytest.raises(ValueError, match=r"memory for x is .* GB on each of 1 device.*allowed: up to"):
+        params.check_memory(model, None, jnp.float32, None, "x")
+    params.check_memory(model, None, jnp.float32, "int8", "x")  # as int8 it fits
+
+
+@pytest.mark.parametrize(
+    "name, kind, most", [("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
+                         ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)]
+)  # fmt: skip
+def test_8_bit_weights_change_logits_little(name, kind, most):
+    g = golden(name)
+    small = opened_params(g.opened, dtype=jnp.float32, quantise=kind)
+    kept = [
+        x
+        for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, QuantisedWeight))
+        if isinstance(x, QuantisedWeight)
+    ]
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert kept and size(small) < 0.6 * size(g.params)
+    assert size(small) == params.per_device(g.opened.model, params.abstract_mesh(1), jnp.float32, kind).params
+    exact, rough = logits_of(g, g.said["tokens"]), logits_of(g._replace(params=small), g.said["tokens"])
+    # The median: rounding may send a token to another expert, and that one's logits are others then.
+    assert 0 < np.median(np.abs(exact - rough)) < most * exact.std()
+    assert np.corrcoef(exact.ravel(), rough.ravel())[0, 1] > 1 - most / 3
+
+
+@pytest.mark.parametrize("name", ["sdar_moe", "gemma4_dense"])
+def test_parameters_split_over_four_devices_give_the_same_logits(name):
+    if len(jax.devices()) < 4:
+        pytest.fail("conftest.py makes four devices")
+    g = golden(name)
+    on = sharding.mesh(data=1, tensor=2, expert=2, devices=jax.devices()[:4])
+    split = opened_params(g.opened, dtype=jnp.float32, mesh=on)
+    whole = sum(x.nbytes for x in jax.tree.leaves(split))
+    first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(split))
+    assert first == params.per_device(g.opened.model, on, jnp.float32).params < 0.75 * whole
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(split), jax.device_get(g.params))
+    np.testing.assert_allclose(
+        logits_of(g._replace(params=split), g.said["tokens"]), logits_of(g, g.said["tokens"]), atol=1e-4
+    )
