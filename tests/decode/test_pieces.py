@@ -127,9 +127,9 @@ def test_a_part_of_the_logits_is_a_part_of_all(tied):
     hidden = jnp.flip(other)
     steered = guide.GuidedHidden(hidden, other, jnp.full((2, 3, 1), 0.7))
     for m, x in ((model, hidden), (guide.guided(model), steered)):
-        assert m.part is not None
+        assert m.head_chunk is not None
         np.testing.assert_allclose(
-            m.part(params, x, 30, 50), m.head(params, x)[..., 30:80], rtol=1e-5, atol=1e-6
+            m.head_chunk(params, x, 30, 50), m.head(params, x)[..., 30:80], rtol=1e-5, atol=1e-6
         )
 
 
