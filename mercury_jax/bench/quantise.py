@@ -136,7 +136,11 @@ def cut(lm: LM, count: int, samples: int, seed: int) -> list[Piece]:
     if not whole:
         raise refuse("model.block", block, "one of which three fit into a chunk of held-out code")
     laid = LaidOutDocument(
-        whole[0][:block], np.arange(block), None, np.ones(block, bool), np.zeros(block, int)
+        whole[0][:block],
+        np.arange(block),
+        np.zeros((block, 2, 2), np.int32),
+        np.ones(block, bool),
+        np.zeros(block, int),
     )
     return [Piece(ids[:-block], ids[-block:], *score.draw_masks(laid, samples, rng)) for ids in whole]
 

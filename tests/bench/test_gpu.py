@@ -325,7 +325,8 @@ for name, module in WORK.items():
 import mercury_jax as mj
 mj.sample, mj.logits
 from mercury_jax.train import objectives, optim, step
-from mercury_jax.kernels import hopper, grouped_hopper, interpret
+from mercury_jax.kernels import hopper, interpreter
+from mercury_jax.kernels.hopper import grouped_matmul
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -337,8 +338,8 @@ import sys
 from mercury_jax.bench.gpu import commands, cases, runner
 from mercury_jax.cli import bench_gpu, bench, app
 assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
-from mercury_jax.kernels import checked
-checked.key("x", "y"), checked.read("z")
+from mercury_jax.kernels import checks
+checks.entry_key("x", "y"), checks.read("z")
 import jax
 assert not jax._src.xla_bridge._backends
 """

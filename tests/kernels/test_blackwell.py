@@ -78,7 +78,7 @@ def test_a_blackwell_program_fits_into_its_memories(width, int8):
     t, s = program.tensor_memory(p, width, q.dtype), blackwell_attention._shared_memory(p, width, q.dtype)
     columns = [x.shape[1] * jnp.dtype(x.dtype).itemsize // 4 for x in (t.scores, t.weights, t.sum)]
     assert sum(columns) <= 512
-    held = [x for x in (s.q, s.edges, s.k, s.v, s.scales, t.out) if x is not None]
+    held = [x for x in (s.q, s.edges, s.k, s.v, s.int8, s.scales, t.out) if x is not None]
     assert sum(np.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in held) < 227 * 1024
     assert p.stages > 0
 

@@ -70,7 +70,7 @@ def test_the_tpu_kernel_equals_the_reference(name):
 
 
 def test_each_query_tile_visits_its_own_keys(monkeypatch):
-    monkeypatch.setattr(tpu, "ROWS", 16)
+    monkeypatch.setattr(tpu, "MAX_ROWS", 16)
     monkeypatch.setattr(tpu, "KEYS", (128,))
     q, k, v, ranges, _ = case(1, 40, 2, 2, 400, 64, 2, jnp.float32)
     ranges = (
@@ -106,11 +106,11 @@ def test_rows_are_in_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     ranges = jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32)
     planned: Any = lambda q, k: tpu._config(q, k, ranges, 1.0, None, False)
     q, k = shape(1, 256, 16, 256), shape(1, 4096, 8, 256)
-    monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 1))
+    monkeypatch.setattr(tpu, "_vmem_and_cores", lambda: (64 * 2**20, 1))
     assert planned(q, k).tiles == 1 and planned(q, k).rows == 512
-    monkeypatch.setattr(tpu, "_chip", lambda: (64 * 2**20, 2))
+    monkeypatch.setattr(tpu, "_vmem_and_cores", lambda: (64 * 2**20, 2))
     assert planned(q, k).tiles == 2  # one for each core
-    monkeypatch.setattr(tpu, "_chip", lambda: (16 * 2**20, 1))
+    monkeypatch.setattr(tpu, "_vmem_and_cores", lambda: (16 * 2**20, 1))
     p = planned(q, k)
     assert p.tiles > 1 and p.tiles * p.rows >= 512 and tpu._vmem_bytes(p, 2, 2) <= 16 * 2**20
     assert planned(shape(1, 256, 256, 512), shape(1, 4096, 256, 512)) is None
