@@ -9,7 +9,7 @@ import json
 import litellm
 import pytest
 
-from tests.clients.questions import ADD, MODEL, SOLVED, SUDOKU, SUM, user
+from tests.clients.questions import ADD, MODEL, SOLVED, SUDOKU, SUM, TOTAL, user
 
 litellm.num_retries = 0
 litellm.telemetry = False
