@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-@rule(fits=("uniform",))
+@rule(noise="uniform")
 def stranger(key, view, memory):
     """A rule that masked models cannot run."""
     return accept(view, view.masked), memory
@@ -230,7 +230,7 @@ def test_losing_nothing_is_two_conditions():
 
 
 def test_a_pass_of_twice_the_width_counts_twice():
-    @rule(blind=True)
+    @rule(leave_one_out=True)
     def wide(key, view, memory):
         return accept(view, view.masked), memory
 

@@ -218,7 +218,7 @@ def test_the_program_alone_is_timed_in_the_middle_of_answers(monkeypatch):
     monkeypatch.setattr(serve_bound.device, "run", lambda *args: seen.append(step(*args)) or seen[-1])
     part = serve_bound.alone(tiny(), 2, 64, ("confidence",))
     assert serve_bound.passes(part) > 0
-    assert [result.frames.n[0].tolist() for result in seen[1:]] == [[8, 8]] * 4
+    assert [result.frames.used[0].tolist() for result in seen[1:]] == [[8, 8]] * 4
     assert seen[-1].report.done.tolist() == [False, False] and int(seen[-1].used) == 1
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mercury_jax.config import ModelConfig, Pattern
 from mercury_jax.models import masks
-from mercury_jax.tokenizer import SPECIAL
+from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from mercury_jax.train import data
 from mercury_jax.train.data import packing, streams
 
@@ -23,6 +23,9 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         return [FIRST + byte for byte in text.encode()]
+
+    render, follow, example = Tokenizer.render, Tokenizer.follow, Tokenizer.example  # type: ignore[assignment]
+    _content_ids = Tokenizer._content_ids  # type: ignore[assignment]
 
 
 class Runs(Bytes):
