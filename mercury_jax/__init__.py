@@ -61,6 +61,7 @@ _PUBLIC = {
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
+    "hub.load": ("load",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
@@ -134,15 +135,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """`mj.load` and `mj.train` stay functions when the import system binds the submodules of the same names."""
-
-    @property
-    def load(self) -> Any:
-        return importlib.import_module("mercury_jax.load").load
-
-    @load.setter
-    def load(self, module: ModuleType) -> None:
-        del module  # `from mercury_jax.hub.load import load` finds it in sys.modules
+    """`mj.train` stays a function when the import system binds the subpackage of the same name."""
 
     @property
     def train(self) -> Any:
