@@ -1,4 +1,4 @@
-"""One engine for all of the server's tests: compiling it is what costs."""
+"""One engine for all tests of the server, since its compilation takes most of their time."""
 
 import pytest
 
@@ -13,11 +13,11 @@ def nano():
 
 @pytest.fixture(scope="session")
 def engine(nano):
-    """nano behind three slots, warm."""
+    """The embedded model with three slots, compiled."""
     from mercury_jax.serve.engine.engine import Engine
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
-    engine = Engine(nano, Settings(slots=3, queue=12, context=256, programs="one", rules=("confidence",)))
+    engine = Engine(nano, EngineConfig(slots=3, queue=12, context=256, programs="one", rules=("confidence",)))
     engine.start()
     yield engine
     engine.stop()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mercury_jax.serve.chat.fold import Fold, Reading
 from mercury_jax.serve.chat.formats import thinking_marks, tool_format
 from mercury_jax.serve.chat.talk import Call, CallDelta
-from mercury_jax.serve.engine.types import Snapshot
+from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM
 
@@ -87,7 +87,7 @@ class Reply:
         fold = self._fold
         if not self._closed:
             fold, ends = fold.fork(), fold.reading.ends
-            ids, settled = snapshot.tokens[snapshot.final :], snapshot.settled[snapshot.final :]
+            ids, settled = snapshot.tokens[snapshot.final :], snapshot.accepted[snapshot.final :]
             for i, sure in zip(ids.tolist(), settled.tolist(), strict=True):
                 if sure or i not in ends:
                     fold.take(i)

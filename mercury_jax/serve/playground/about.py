@@ -8,7 +8,7 @@ from typing import Any
 from mercury_jax.decode import rules
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.parts import Part
-from mercury_jax.serve.engine import knobs
+from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.playground.frames import Labels
 from mercury_jax.serve.playground.request import MOST_CHARACTERS, MOST_STEPS, MOST_TOKENS
 from mercury_jax.types import LM
@@ -40,7 +40,7 @@ GENERAL: list[dict[str, Any]] = [
 
 def info(lm: LM, context: int, block: int, locked: bool) -> dict[str, Any]:
     """What `GET /playground/info` answers."""
-    menu = knobs.menu(lm)
+    menu = sampling_params.rule_set(lm)
     offered = [_rule(part) for part in menu.rules]
     return {
         "model": lm.name,

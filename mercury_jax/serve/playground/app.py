@@ -22,7 +22,7 @@ from mercury_jax.serve.api.guard import key_of
 from mercury_jax.serve.api.kinds import REQUIRED, Field, Integer, Items, Record
 from mercury_jax.serve.api.options import Options
 from mercury_jax.serve.api.service import closing, told
-from mercury_jax.serve.engine.types import Job, Snapshot
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.serve.playground import about, frames, request as requests, top
 
 STATIC = Path(__file__).parent / "static"
@@ -57,7 +57,7 @@ class Playground:
 
     def __init__(self, engine: Any, options: Options):
         self.engine, self.lm, self.options = engine, engine.lm, options
-        self.block = engine.settings.block or self.lm.model.config.block
+        self.block = engine.config.block or self.lm.model.config.block
         self.fit = requests.Fit(engine.context, self.block)
         self.info = about.info(self.lm, engine.context, self.block, bool(options.keys))
         self.labels = frames.Labels(self.lm)
@@ -88,7 +88,7 @@ class Playground:
         job = await to_thread.run_sync(requests.with_grammar, self.lm, asked.job, read["schema"])
         began = time.perf_counter()
         try:
-            ticket = self.engine.submit(dataclasses.replace(job, salt=key_of(request.scope)))
+            ticket = self.engine.submit(dataclasses.replace(job, cache_salt=key_of(request.scope)))
         except Exception as error:
             raise told(error, self.engine.context) from None
         return sse.EventStream(self._events(ticket, asked, began), ticket.cancel, self.options.keep_alive)
@@ -137,7 +137,7 @@ class Playground:
             self.looking -= 1
         return Json(found, headers={"cache-control": "no-store"})
 
-    def _check(self, job: Job, read: Mapping[str, Any]) -> None:
+    def _check(self, job: EngineRequest, read: Mapping[str, Any]) -> None:
         """ApiError for a cell that no pass of this job could have looked at."""
         most, start, cells = requests.cells(job), read["start"], len(read["tokens"])
         if len(job.prompt) + most + len(job.suffix or ()) > self.engine.context:
@@ -151,7 +151,7 @@ class Playground:
         if not start <= read["index"] < end:
             raise refused("index", read["index"], f"a cell from {start} to {end - 1}")
 
-    def _top(self, job: Job, read: Mapping[str, Any]) -> dict[str, Any]:
+    def _top(self, job: EngineRequest, read: Mapping[str, Any]) -> dict[str, Any]:
         settled = [bool(x) for x in read["settled"]]
         seen = top.canvas(self.lm, job, read["tokens"], settled, read["start"], read["index"], self.block)
         best = top.best(self.lm, seen)

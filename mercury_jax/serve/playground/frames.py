@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mercury_jax.decode.output import decoded
-from mercury_jax.serve.engine.types import Snapshot
+from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.types import LM
 
 SETTLED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
@@ -35,7 +35,7 @@ def look(shown: Shown, snapshot: Snapshot) -> tuple[Shown, np.ndarray]:
     sure = np.rint(np.nan_to_num(snapshot.confidence) * PRECISION).astype(np.int64)
     kept = min(snapshot.start, seen, n)
     sure[:kept] = shown.confidence[:kept]
-    flags = SETTLED * snapshot.settled.astype(np.int64) + FORCED * snapshot.forced.astype(np.int64)
+    flags = SETTLED * snapshot.accepted.astype(np.int64) + FORCED * snapshot.forced.astype(np.int64)
     new = Shown(snapshot.tokens, flags, sure)
     changed = np.ones(n, bool)
     both = min(n, seen)

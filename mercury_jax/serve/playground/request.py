@@ -24,7 +24,7 @@ from mercury_jax.serve.api.kinds import (
     Text,
 )
 from mercury_jax.serve.api.numbers import room
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
 KINDS = ("chat", "text", "infill", "edit")
@@ -38,7 +38,7 @@ MOST_STRICT = 1000.0  # every rule has a scale of its own
 class Asked(NamedTuple):
     """A request as a job. chat: the answer may think. before, after: the text on either side of a hole."""
 
-    job: Job
+    job: EngineRequest
     chat: bool
     before: str
     after: str
@@ -99,7 +99,9 @@ def _answer(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     prompt = write(thinking > 0)
     left = room(fit.context, len(prompt), wanted, min(thinking, MOST_TOKENS), param)
     prompt = prompt if left.thinking or not thinking else write(False)
-    job = Job(prompt=prompt, max_tokens=wanted, thinking=left.thinking, **_knobs(lm, read, fit.block))
+    job = EngineRequest(
+        prompt=prompt, max_tokens=wanted, thinking=left.thinking, **_knobs(lm, read, fit.block)
+    )
     return Asked(job, chat, "", "")
 
 
@@ -122,7 +124,7 @@ def _hole(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     size = read["max_tokens"] or size
     if size > MOST_TOKENS:
         raise refused("selected", f"{size} tokens", f"at most {MOST_TOKENS}")
-    job = Job(prompt=prompt, suffix=tail, max_tokens=size, **_knobs(lm, read, fit.block))
+    job = EngineRequest(prompt=prompt, suffix=tail, max_tokens=size, **_knobs(lm, read, fit.block))
     return Asked(job, chat, before, after)
 
 
@@ -153,13 +155,13 @@ def _check_strictness(name: str, p: float) -> None:
         raise refused("p", p, f"of the rule {name}: {allowed}")
 
 
-def with_grammar(lm: LM, job: Job, schema: Mapping[str, Any] | None) -> Job:
+def with_grammar(lm: LM, job: EngineRequest, schema: Mapping[str, Any] | None) -> EngineRequest:
     """The job bound to a schema. Compiles the grammar, so not for the event loop's thread."""
     if schema is None:
         return job
     return dataclasses.replace(job, grammar=compiled(lm, JSONSchema(schema), "schema"))
 
 
-def cells(job: Job) -> int:
+def cells(job: EngineRequest) -> int:
     """The most cells that a job's answer may have, thinking and the end of it included."""
     return job.max_tokens + (job.thinking + 1 if job.thinking else 0)

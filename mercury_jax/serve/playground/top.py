@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.program import bucket
 from mercury_jax.decode.read import forbid
-from mercury_jax.serve.engine.fill import BEHIND, in_order
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
+from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.playground.request import cells as cells_of
 from mercury_jax.types import LM, Model, Params
 
@@ -42,14 +42,20 @@ class Best(NamedTuple):
 
 
 def canvas(
-    lm: LM, job: Job, tokens: Sequence[int], settled: Sequence[bool], start: int, index: int, block: int
+    lm: LM,
+    job: EngineRequest,
+    tokens: Sequence[int],
+    settled: Sequence[bool],
+    start: int,
+    index: int,
+    block: int,
 ) -> Canvas:
     """The text as it stood before a pass over the block at `start`; tokens, settled: what the pass before showed.
 
     Cells that were not settled are noise, as are those past the end of `tokens`. Nothing ends inside of a hole.
     """
     ends = (lm.model.config.eos, *lm.model.config.ends) if job.suffix is not None else ()
-    job, config = in_order(lm, job), lm.model.config
+    job, config = fim_order(lm, job), lm.model.config
     size = cells_of(job)
     cells = np.full(size, -1, np.int64)
     for i, token in enumerate(tokens[:size]):
@@ -59,7 +65,7 @@ def canvas(
     ):  # an answer is shown up to the end of text that settled
         cells[len(tokens)] = config.eos
     noise = _noise(lm, size)
-    before, behind = list(job.prompt), list(job.suffix or ())[:BEHIND]
+    before, behind = list(job.prompt), list(job.suffix or ())[:SUFFIX_TOKENS]
     text = np.concatenate([before, np.where(cells < 0, noise, cells), behind]).astype(np.int32)
     known = int(lm.model.encodable(jnp.asarray([len(before) + start]))[0])
     if config.pattern != "bidirectional" and not len(behind):
