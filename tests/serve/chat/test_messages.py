@@ -1,4 +1,4 @@
-"""Laws of checked messages: every form of OpenAI's clients becomes plain, whatever else is refused by its name."""
+"""Messages: every form of OpenAI's clients becomes plain, anything else is refused by the name of its field."""
 
 import json
 import random
@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from mercury_jax import chat
-from mercury_jax.serve.chat import data
-from mercury_jax.serve.chat.messages import Refused, checked, checked_tools
-from mercury_jax.serve.chat.prompt import opened, render
+from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools, invalid_field
+from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from tests.serve.chat import answers
 from tests.tiny import tokenizer
@@ -38,7 +37,7 @@ def test_messages_become_plain():
     ]
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
     go = {"id": "b", "type": "function", "function": {"name": "go", "arguments": {}}}
-    assert checked(given) == [
+    assert check_messages(given) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a\nb"},
         {"role": "user", "content": ""},
@@ -53,15 +52,17 @@ def test_messages_become_plain():
 def test_results_come_in_the_order_of_their_calls():
     calls = {**ASKED, "tool_calls": [{**CALL, "id": id} for id in "abc"]}
     result = lambda id: {"role": "tool", "content": f"of {id}", "tool_call_id": id}
-    said = checked([calls, result("c"), result("a"), USER, result("b"), calls, result("b"), result("a")])
+    said = check_messages(
+        [calls, result("c"), result("a"), USER, result("b"), calls, result("b"), result("a")]
+    )
     assert [m["content"] for m in said] == [None, "of a", "of c", "hi", "of b", None, "of a", "of b"]
 
 
-def test_the_older_form_of_functions_is_one_of_calls():
+def test_function_calls_of_the_older_form_become_tool_calls():
     older = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
-    said = checked([older, {"role": "function", "name": "add", "content": "3"}])
+    said = check_messages([older, {"role": "function", "name": "add", "content": "3"}])
     assert said[0]["tool_calls"][0]["id"] == said[1]["tool_call_id"]
-    alone = checked(
+    alone = check_messages(
         [{"role": "function", "name": "add", "content": "3"}, {"role": "function", "content": "4"}]
     )
     assert alone == [{"role": "tool", "content": "3", "name": "add"}, {"role": "tool", "content": "4"}]
@@ -100,10 +101,10 @@ def bad(message: dict, param: str, words: str):
         bad({"role": "function", "name": "a b"}, "messages[1].name", "1 to 64 of"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_its_name(messages, param: str, words: str):
-    with pytest.raises(Refused, match=words) as refused:
-        checked(messages)
-    assert refused.value.param == param and refused.value.message.startswith(param)
+def test_an_invalid_message_is_refused_by_field(messages, param: str, words: str):
+    with pytest.raises(InvalidField, match=words) as raised:
+        check_messages(messages)
+    assert raised.value.param == param and raised.value.message.startswith(param)
 
 
 @pytest.mark.parametrize(
@@ -111,25 +112,25 @@ def test_what_does_not_fit_is_refused_by_its_name(messages, param: str, words: s
     ["[1]", "x", "{", "3", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000, '{"a":' * 50 + "1" + "}" * 50,
      '{"a": ' + "9" * 5000 + "}", 3, [1]],
 )  # fmt: skip
-def test_arguments_are_the_json_text_of_an_object(arguments):
+def test_arguments_must_be_the_json_text_of_an_object(arguments):
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(Refused) as refused:
-        checked([{**ASKED, "tool_calls": [call]}])
-    assert refused.value.param == "messages[0].tool_calls[0].function.arguments"
-    assert len(refused.value.message) < 400
+    with pytest.raises(InvalidField) as raised:
+        check_messages([{**ASKED, "tool_calls": [call]}])
+    assert raised.value.param == "messages[0].tool_calls[0].function.arguments"
+    assert len(raised.value.message) < 400
 
 
 def test_tools_are_checked_and_made_plain():
     schema = {"type": "object", "properties": {"x": {"type": "number"}}}
     function = {"name": "a.b-C_1", "description": "adds", "parameters": schema, "strict": True, "other": 1}
     plain = {"name": "a.b-C_1", "description": "adds", "parameters": schema}
-    assert checked_tools([{"type": "function", "function": function}]) == [
+    assert check_tools([{"type": "function", "function": function}]) == [
         {"type": "function", "function": plain}
     ]
     least = [{"function": {"name": "f", "description": None, "parameters": None}}]
-    assert checked_tools(least) == [{"type": "function", "function": {"name": "f"}}]
-    assert checked_tools(None) == checked_tools([]) == []
-    assert checked_tools([{"function": {"name": "f", "parameters": {}}}])[0]["function"]["parameters"] == {}
+    assert check_tools(least) == [{"type": "function", "function": {"name": "f"}}]
+    assert check_tools(None) == check_tools([]) == []
+    assert check_tools([{"function": {"name": "f", "parameters": {}}}])[0]["function"]["parameters"] == {}
 
 
 def tool(**function):
@@ -156,14 +157,14 @@ def tool(**function):
         (tool(parameters=json.loads('{"a":' * 60 + "1" + "}" * 60)), "tools[0].function.parameters"),
     ],
 )
-def test_bad_tools_are_refused_by_their_name(tools, param: str):
-    for check in (checked_tools, lambda tools: checked([USER], tools)):
-        with pytest.raises(Refused) as refused:
+def test_an_invalid_tool_is_refused_by_field(tools, param: str):
+    for check in (check_tools, lambda tools: check_messages([USER], tools)):
+        with pytest.raises(InvalidField) as raised:
             check(tools)
-        assert refused.value.param == param
+        assert raised.value.param == param
 
 
-def test_whatever_json_comes_is_plain_or_refused_and_nothing_is_fetched(monkeypatch):
+def test_any_json_becomes_plain_or_is_refused_and_nothing_is_fetched(monkeypatch):
     def never(*_args, **_kwargs):
         raise AssertionError("a socket")
 
@@ -171,7 +172,7 @@ def test_whatever_json_comes_is_plain_or_refused_and_nothing_is_fetched(monkeypa
     monkeypatch.setattr(socket, "create_connection", never)
     rng, lm = random.Random(0), answers.lm_of(tokenizer())
     base = [USER, ASKED, {"role": "tool", "content": "1", "tool_call_id": "a"}]
-    read = lambda messages, tools: render(lm, checked(messages, tools), checked_tools(tools))
+    read = lambda messages, tools: render_prompt(lm, check_messages(messages, tools), check_tools(tools))
     plain, params = 0, set()
     for _ in range(1500):
         messages, tools = json.loads(json.dumps([base, tool(parameters={"type": "object"})]))
@@ -179,13 +180,13 @@ def test_whatever_json_comes_is_plain_or_refused_and_nothing_is_fetched(monkeypa
         try:
             assert read(messages, tools)[-1] == SPECIAL.assistant
             plain += 1
-        except Refused as refused:
-            params.add(refused.param.partition("[")[0])
+        except InvalidField as raised:
+            params.add(raised.param.partition("[")[0])
     assert 200 < plain < 1300 and params == {"messages", "tools"}
 
 
 def _mutate(rng: random.Random, value) -> None:
-    """Something deep inside becomes something else, or goes."""
+    """Replaces or deletes a random value."""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys:
@@ -214,13 +215,15 @@ def _mutate(rng: random.Random, value) -> None:
         value[key] = rng.choice(odd)
 
 
-def test_a_prompt_is_the_templates_and_says_whether_it_opens_thinking():
+def test_a_prompt_is_rendered_by_the_template_and_may_open_thinking():
     tok: Tokenizer = tokenizer()
-    lm, said, tools = answers.lm_of(tok), checked([USER, ASKED]), checked_tools(tool())
-    assert render(lm, said, tools) == tuple(chat.render(tok, said, tools=tools))
-    assert render(lm, said, []) == render(lm, said)
-    assert opened(lm, render(lm, said, thinking=True)) and not opened(lm, render(lm, said))
+    lm, said, tools = answers.lm_of(tok), check_messages([USER, ASKED]), check_tools(tool())
+    assert render_prompt(lm, said, tools) == tuple(chat.render(tok, said, tools=tools))
+    assert render_prompt(lm, said, []) == render_prompt(lm, said)
+    assert opens_thinking(lm, render_prompt(lm, said, thinking=True)) and not opens_thinking(
+        lm, render_prompt(lm, said)
+    )
 
 
 def test_a_refused_value_is_cut_short():
-    assert len(data.refuse("x", "a" * 10_000, "b").message) < 120
+    assert len(invalid_field("x", "a" * 10_000, "b").message) < 120

@@ -1,11 +1,11 @@
-"""Laws of replies: however snapshots come, their deltas are the answer; what is not final never goes out."""
+"""The output parser: its deltas add up to the answer, however the snapshots come, and only final text is sent."""
 
 import json
 import random
 
 import pytest
 
-from mercury_jax.serve.chat.reply import Reply
+from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import answers
 from tests.tiny import VOCAB, tokenizer
@@ -14,17 +14,17 @@ TOK = tokenizer()
 LM = answers.lm_of(TOK)
 
 
-def reply(**settings) -> Reply:
-    return Reply(LM, chat=True, **settings)
+def parser(**settings) -> OutputParser:
+    return OutputParser(LM, chat=True, **settings)
 
 
-def test_deltas_are_the_answer_however_snapshots_come():
+def test_deltas_add_up_to_the_answer_however_snapshots_come():
     rng = random.Random(0)
     for _ in range(150):
         thinking = rng.random() < 0.5
-        meant = answers.ours(TOK, rng, thinking)
+        meant = answers.random_answer(TOK, rng, thinking)
         stop = [s for s in (answers.text(rng, 4) for _ in range(rng.randrange(4))) if s]
-        made = reply(tools=True, stop=stop, thinking=thinking)
+        made = parser(tools=True, stop=stop, thinking=thinking)
         seen = answers.deltas(made, answers.snapshots(meant.ids, rng, VOCAB))
         thought, content, calls = answers.joined(seen)
         assert thought == meant.thinking
@@ -34,8 +34,8 @@ def test_deltas_are_the_answer_however_snapshots_come():
         asked = [] if stopped else meant.calls
         assert [(name, json.loads(arguments)) for name, arguments in calls.values()] == asked
         whole = made.message()
-        assert (whole.thinking, whole.content) == (thought, content)
-        assert [(c.name, c.arguments) for c in whole.calls] == list(calls.values())
+        assert (whole.reasoning, whole.content) == (thought, content)
+        assert [(c.name, c.arguments) for c in whole.tool_calls] == list(calls.values())
         if not stopped:
             assert whole.completion_tokens == len(meant.ids)
             ids = meant.ids
@@ -43,7 +43,7 @@ def test_deltas_are_the_answer_however_snapshots_come():
             assert whole.reasoning_tokens == close
 
 
-def test_any_ids_at_all_are_read_alike_and_never_crash():
+def test_any_ids_are_parsed_alike_however_they_are_cut():
     rng = random.Random(1)
     marks = [SPECIAL.think, SPECIAL.end_think, SPECIAL.tool_call, SPECIAL.end_tool_call, SPECIAL.mask]
     call = TOK.encode('{"name": "f", "arguments": {"a": [1, "é🙂"]}}')
@@ -56,41 +56,41 @@ def test_any_ids_at_all_are_read_alike_and_never_crash():
             ids += part
         stop = ("a", "\n}")
         settings = {"tools": rng.random() < 0.8, "stop": stop, "thinking": rng.random() < 0.3}
-        one, many = reply(**settings), reply(**settings)
+        one, many = parser(**settings), parser(**settings)
         at_once = answers.joined([one.feed(answers.snapshot(ids, finish="length"))])
         assert answers.joined(answers.deltas(many, answers.snapshots(ids, rng, VOCAB))) == at_once
         first, second = one.message(), many.message()
-        strip = lambda m: m._replace(calls=[c[1:] for c in m.calls])
+        strip = lambda m: m._replace(tool_calls=[c[1:] for c in m.tool_calls])
         assert strip(first) == strip(second)
-        assert (first.thinking, first.content) == at_once[:2]
+        assert (first.reasoning, first.content) == at_once[:2]
         assert not any(s in first.content for s in stop)
-        for c in first.calls:
+        for c in first.tool_calls:
             assert isinstance(json.loads(c.arguments), dict)
 
 
-def test_half_a_character_waits_and_a_lost_half_is_shown_as_such():
+def test_an_incomplete_character_is_held_back_and_then_replaced():
     ids = TOK.encode("🙂")  # four bytes
-    made = reply()
+    made = parser()
     assert [made.feed(answers.snapshot(ids[:n])).content for n in range(1, 5)] == ["", "", "", "🙂"]
-    made = reply()
+    made = parser()
     assert made.feed(answers.snapshot([*ids[:2], *TOK.encode("x")], finish="stop")).content == "\ufffdx"
-    made = reply()
+    made = parser()
     assert made.feed(answers.snapshot(ids[:3])).content == ""
     assert made.feed(answers.snapshot(ids[:3], finish="length")).content == "\ufffd"
     assert made.message().content == "\ufffd"
-    for mark in (SPECIAL.end_think, SPECIAL.tool_call):  # it does not wait for the other half beyond a mark
-        made = reply(thinking=mark == SPECIAL.end_think, tools=True)
+    for mark in (SPECIAL.end_think, SPECIAL.tool_call):  # a mark ends the wait for the other half
+        made = parser(thinking=mark == SPECIAL.end_think, tools=True)
         made.feed(answers.snapshot([*ids[:2], mark, *ids[2:], *TOK.encode("x")], finish="stop"))
-        assert made.message().thinking + made.message().content == "\ufffd\ufffd\ufffdx"
+        assert made.message().reasoning + made.message().content == "\ufffd\ufffd\ufffdx"
 
 
-def test_a_stop_sequence_over_several_tokens_never_goes_out():
+def test_a_stop_sequence_over_several_tokens_is_never_sent():
     ids = TOK.encode("value\n\ndef x")
-    made = reply(stop=("\n\ndef",))
+    made = parser(stop=("\n\ndef",))
     sent = [made.feed(answers.snapshot(ids[:n])).content for n in range(len(ids) + 1)]
     assert "".join(sent) == "value" == made.message().content
     assert made.stopped and made.message().completion_tokens < len(ids)
-    made = reply(stop=("\n\ndef",))
+    made = parser(stop=("\n\ndef",))
     assert made.feed(answers.snapshot(TOK.encode("value\n\nde"))).content == "value"
     assert made.feed(answers.snapshot(TOK.encode("value\n\nde"), finish="stop")).content == "\n\nde"
     assert not made.stopped
@@ -102,13 +102,13 @@ def test_a_call_streams_its_name_and_then_its_arguments():
         *TOK.encode('{"name": "add", "arguments": {"a": 1, "b": "x"}}'),
         SPECIAL.end_tool_call,
     ]
-    made = reply(tools=True)
-    sent = [call for n in range(len(ids) + 1) for call in made.feed(answers.snapshot(ids[:n])).calls]
+    made = parser(tools=True)
+    sent = [call for n in range(len(ids) + 1) for call in made.feed(answers.snapshot(ids[:n])).tool_calls]
     assert (sent[0].index, sent[0].name, sent[0].arguments) == (0, "add", "{")
     assert sent[0].id is not None and len(sent[0].id) == 29 and sent[0].id.startswith("call_")
     assert len(sent) > 5 and all(call[:3] == (0, None, None) for call in sent[1:])
     assert "".join(call.arguments for call in sent) == '{"a": 1, "b": "x"}'
-    assert made.message().calls[0].id == sent[0].id and made.message().content == ""
+    assert made.message().tool_calls[0].id == sent[0].id and made.message().content == ""
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_a_call_streams_its_name_and_then_its_arguments():
         ('\n {"other": {"name": "g"}, "name": "f", "arguments":{ "a" :[1e5,-0.5]}} ', '{ "a" :[1e5,-0.5]}'),
     ],
 )
-def test_calls_are_understood_in_all_their_spellings(written: str, arguments: str):
-    made = reply(tools=True)
+def test_calls_are_understood_in_all_their_forms(written: str, arguments: str):
+    made = parser(tools=True)
     made.feed(
         answers.snapshot([SPECIAL.tool_call, *TOK.encode(written), SPECIAL.end_tool_call], finish="stop")
     )
-    assert [(c.name, c.arguments) for c in made.message().calls] == [("f", arguments)]
+    assert [(c.name, c.arguments) for c in made.message().tool_calls] == [("f", arguments)]
     assert made.message().content == ""
 
 
@@ -154,8 +154,8 @@ def test_calls_are_understood_in_all_their_spellings(written: str, arguments: st
         '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
     ],
 )
-def test_what_is_no_call_is_content(written: str):
-    made = reply(tools=True)
+def test_a_malformed_call_is_content(written: str):
+    made = parser(tools=True)
     ids = [
         *TOK.encode("so: "),
         SPECIAL.tool_call,
@@ -167,54 +167,54 @@ def test_what_is_no_call_is_content(written: str):
         [made.feed(answers.snapshot(ids, n)) for n in range(0, len(ids) + 1, 1 + len(ids) // 90)]
     )
     made.feed(answers.snapshot(ids, finish="stop"))
-    assert made.message().calls == ()
+    assert made.message().tool_calls == ()
     assert made.message().content == f"so: {written} x"
-    for _, arguments in sent[2].values():  # what had gone out cannot be executed
+    for _, arguments in sent[2].values():  # what was sent cannot be executed
         with pytest.raises(ValueError):
             json.loads(arguments)
 
 
-def test_without_tools_or_outside_of_a_conversation_marks_mean_nothing():
+def test_marks_have_no_meaning_without_tools_or_outside_of_chat():
     ids = [SPECIAL.think, *TOK.encode("a"), SPECIAL.end_think, SPECIAL.tool_call, *TOK.encode("b")]
-    made = reply()
+    made = parser()
     made.feed(answers.snapshot(ids, finish="stop"))
-    assert (made.message().thinking, made.message().content) == ("a", "b")
-    made = Reply(LM, chat=False, tools=True, thinking=True)
+    assert (made.message().reasoning, made.message().content) == ("a", "b")
+    made = OutputParser(LM, chat=False, tools=True, thinking=True)
     made.feed(answers.snapshot([*ids, SPECIAL.end_turn, *TOK.encode("c")], finish="stop"))
     assert made.message() == ("abc", "", (), 0, len(ids) + 2)
 
 
-def test_what_stands_behind_an_end_does_not_count():
+def test_tokens_behind_an_end_are_ignored():
     for end in (SPECIAL.eos, SPECIAL.end_turn, SPECIAL.pad):
-        made = reply()
+        made = parser()
         assert made.feed(answers.snapshot([*TOK.encode("def x"), end, *TOK.encode("y")])).content == "def x"
         assert made.stopped and made.message().completion_tokens == len(TOK.encode("def x"))
 
 
-def test_shown_is_the_whole_text_with_what_may_still_change():
+def test_the_preview_contains_tokens_that_may_still_change():
     said, more, smile = TOK.encode("value ="), TOK.encode(" total"), TOK.encode("🙂")
-    made = reply(stop=("STOP",))
-    assert made.shown(answers.snapshot([*said, *more], len(said))) == "value = total"
-    assert made.shown(answers.snapshot([*said, *smile[:2], *more], len(said))) == "value = total"
-    assert made.shown(answers.snapshot([*said, *smile[:3]], len(said))) == "value ="
-    assert made.shown(answers.snapshot([*said, *TOK.encode("STOP"), *more], len(said))) == "value ="
-    assert made.shown(answers.snapshot([*said, SPECIAL.think, *more], len(said))) == "value ="
-    for settled, text in ((False, "value = total"), (True, "value =")):
-        ends = [True] * len(said) + [settled] + [False] * len(more)
-        assert made.shown(answers.snapshot([*said, SPECIAL.eos, *more], len(said), settled=ends)) == text
-    assert made.feed(answers.snapshot(said)).content == "value ="  # nothing of it went out
-    assert made.shown(answers.snapshot([*said, *smile[:2]], finish="length")) == "value =\ufffd"
+    made = parser(stop=("STOP",))
+    assert made.preview(answers.snapshot([*said, *more], len(said))) == "value = total"
+    assert made.preview(answers.snapshot([*said, *smile[:2], *more], len(said))) == "value = total"
+    assert made.preview(answers.snapshot([*said, *smile[:3]], len(said))) == "value ="
+    assert made.preview(answers.snapshot([*said, *TOK.encode("STOP"), *more], len(said))) == "value ="
+    assert made.preview(answers.snapshot([*said, SPECIAL.think, *more], len(said))) == "value ="
+    for accepted, text in ((False, "value = total"), (True, "value =")):
+        ends = [True] * len(said) + [accepted] + [False] * len(more)
+        assert made.preview(answers.snapshot([*said, SPECIAL.eos, *more], len(said), accepted=ends)) == text
+    assert made.feed(answers.snapshot(said)).content == "value ="  # the preview was not sent
+    assert made.preview(answers.snapshot([*said, *smile[:2]], finish="length")) == "value =\ufffd"
     assert made.message().content == "value =\ufffd"
 
 
-def test_shown_ends_as_the_message_and_leaves_calls_out():
+def test_the_preview_ends_as_the_message_and_leaves_calls_out():
     rng = random.Random(2)
     for _ in range(100):
-        meant = answers.ours(TOK, rng, False)
-        made, stop = reply(tools=True, stop=("{", "ab")), ["{", "ab"]
-        shown = [made.shown(s) for s in answers.snapshots(meant.ids, rng, VOCAB)]
+        meant = answers.random_answer(TOK, rng, False)
+        made, stop = parser(tools=True, stop=("{", "ab")), ["{", "ab"]
+        shown = [made.preview(s) for s in answers.snapshots(meant.ids, rng, VOCAB)]
         assert shown[-1] == made.message().content == answers.cut(meant.content, stop)
         assert not any(s in text for s in stop for text in shown)
     ids = [*TOK.encode("so "), SPECIAL.tool_call, *TOK.encode('{"name": "f", "arg'), *TOK.encode("garbage")]
     for final in range(len(ids)):
-        assert reply(tools=True).shown(answers.snapshot(ids, final)) == "so "
+        assert parser(tools=True).preview(answers.snapshot(ids, final)) == "so "

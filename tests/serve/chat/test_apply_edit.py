@@ -1,11 +1,20 @@
-"""Laws of merging: a snippet cut from an edited file gives back that file, or nothing at all."""
+"""Apply: a snippet cut from an edited file gives back that file, or is left to the model."""
 
 import random
 import time
 
 import pytest
 
-from mercury_jax.serve.chat.merge import merged
+from mercury_jax.serve.chat.apply_edit import (
+    apply_prompt,
+    apply_reply,
+    apply_update,
+    merge_update,
+    parse_apply,
+)
+from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.tokenizer import SPECIAL
+from tests.serve.chat.test_code_prompts import TOK, lm_of
 
 MARK = "# ... existing code ..."
 PYTHON = """\
@@ -84,8 +93,8 @@ def change(text: str, *pairs: tuple[str, str]) -> str:
         ("", "new\n# ... existing code ...", "new\n"),
     ],
 )  # fmt: skip
-def test_a_snippet_is_merged_as_a_reader_would(file: str, update: str, expected: str):
-    assert merged(file, update) == expected
+def test_a_snippet_is_merged_as_a_reader_would_merge_it(file: str, update: str, expected: str):
+    assert merge_update(file, update) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,13 +112,13 @@ def test_a_snippet_is_merged_as_a_reader_would(file: str, update: str, expected:
         ("a = 1\nb = 2\nc = 3\n", f"a = 1\nc = 4\n{MARK}"),  # b stands between
     ],
 )
-def test_what_is_ambiguous_is_left_to_the_model(file: str, update: str):
-    assert merged(file, update) is None
+def test_an_ambiguous_update_is_left_to_the_model(file: str, update: str):
+    assert merge_update(file, update) is None
 
 
-def test_a_guess_takes_a_line_that_looks_alike_for_a_new_one():
+def test_a_guess_takes_a_similar_line_for_a_new_one():
     update = "function f(x) {\n  log(z);\n  // ... existing code ..."
-    assert merged(SCRIPT, update, guess=True) == change(SCRIPT, ("f(x) {\n", "f(x) {\n  log(z);\n"))
+    assert merge_update(SCRIPT, update, guess=True) == change(SCRIPT, ("f(x) {\n", "f(x) {\n  log(z);\n"))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +129,9 @@ def test_a_guess_takes_a_line_that_looks_alike_for_a_new_one():
         "{/* ... existing */}", "// ... (existing code) ...", "# ... keep the rest ...", "// ... other methods",
     ],
 )  # fmt: skip
-def test_marks_come_in_many_spellings(mark: str):
+def test_marks_of_omitted_code_in_many_languages(mark: str):
     assert (
-        merged("a one\nb two\nc three\nd four", f"{mark}\nb two\nnew\n{mark}")
+        merge_update("a one\nb two\nc three\nd four", f"{mark}\nb two\nnew\n{mark}")
         == "a one\nb two\nnew\nc three\nd four"
     )
 
@@ -130,13 +139,13 @@ def test_marks_come_in_many_spellings(mark: str):
 @pytest.mark.parametrize(
     "line", ["...", "    ...", "x = ...", "# what exists ...", "print('... existing code ...')"]
 )
-def test_code_is_no_mark(line: str):
-    assert merged("a one\nc three", f"a one\n{line}\nc three") == f"a one\n{line}\nc three"
+def test_code_is_not_taken_for_a_mark(line: str):
+    assert merge_update("a one\nc three", f"a one\n{line}\nc three") == f"a one\n{line}\nc three"
 
 
-def test_a_mark_that_the_file_itself_has_is_a_line_of_it():
+def test_a_mark_that_the_file_contains_is_a_line_of_it():
     file, update = f"a one\n{MARK}\nb two\nc three", f"a one\n{MARK}\nc three"
-    assert merged(file, update) == update
+    assert merge_update(file, update) == update
 
 
 def test_snippets_of_random_edits_give_back_the_edited_file():
@@ -161,7 +170,7 @@ def test_snippets_of_random_edits_give_back_the_edited_file():
                 edited += new
                 at += gone
         update.append(MARK)
-        assert merged("\n".join(file), "\n".join(update)) == "\n".join(edited)
+        assert merge_update("\n".join(file), "\n".join(update)) == "\n".join(edited)
 
 
 def test_no_input_takes_long():
@@ -170,5 +179,35 @@ def test_no_input_takes_long():
     pairs = [(same, same), (same, f"x = 1\ny = 2\n{MARK}"), (spaces, spaces), (wide, f"{wide}\nq")]
     began = time.perf_counter()
     for file, update in [*pairs, (many, f"a0 = 1\n{new}{MARK}"), (many, f"{new}a9 = 1\n{new}a19 = 1{MARK}")]:
-        merged(file, update)
+        merge_update(file, update)
     assert time.perf_counter() - began < 20.0
+
+
+APPLY = "<|original_code|>\na = 1\nb = 2\n\n<|/original_code|>\n\n<|update_snippet|>\n{}\n<|/update_snippet|>"
+
+
+def test_apply_merges_without_a_model_where_the_update_is_unambiguous():
+    request = parse_apply(APPLY.format("# ... existing code ...\nb = 2\nc = 3"))
+    assert apply_update(request) == "a = 1\nb = 2\nc = 3\n"
+    fenced = parse_apply(APPLY.format("```python\n# ... existing code ...\nb = 2\nc = 3\n```"))
+    assert apply_update(fenced) == "a = 1\nb = 2\nc = 3\n"
+    unclear = parse_apply(APPLY.format("# ... existing code ...\nc = 3\n# ... existing code ..."))
+    assert apply_update(unclear) is None
+    asked = apply_prompt(lm_of(), unclear)
+    assert (
+        asked.chat and asked.prompt[0] == SPECIAL.system and TOK.decode(asked.prompt).endswith(unclear.text)
+    )
+    with pytest.raises(
+        InvalidField, match="does not say where its update_snippet belongs, and tiny does not merge"
+    ):
+        apply_prompt(lm_of(), unclear, instruct=False)
+    for written in ("```py\na\nb\n```", "a\nb", "a\nb\n", "<|original_code|>\na\nb\n<|/original_code|>"):
+        assert apply_reply(unclear, written) == "a\nb\n"
+    page = "# Title\n```py\ncode\n```\nmore\n"
+    held = parse_apply(
+        f"<|original_code|>\n{page}\n<|/original_code|>\n<|update_snippet|>\n{{}}\n<|/update_snippet|>"
+    )
+    assert apply_reply(held, page) == apply_reply(held, f"```md\n{page}```") == page
+    for missing in ("<|original_code|>a<|/original_code|>", "<|update_snippet|>a<|/update_snippet|>", "x"):
+        with pytest.raises(InvalidField, match="has no"):
+            parse_apply(missing)

@@ -1,4 +1,4 @@
-"""Small foreign tokenizers that know tools: Qwen's form, with marks as ids and as text, and Gemma's."""
+"""Small tokenizers in the form of other checkpoints: Qwen's tool calls, with marks as ids and as text, and Gemma's."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ GEMMA = """\
 def with_tokens(
     files: dict[str, bytes], template: str, *texts: str, special: bool = True
 ) -> dict[str, bytes]:
-    """The files with another template, and further tokens, which an answer shows unless they are special."""
+    """The files with another template and further tokens, which decode to text unless they are special."""
     data = json.loads(files["tokenizer.json"])
     known = {t["content"]: t for t in data["added_tokens"]}
     first = 1 + max([t["id"] for t in data["added_tokens"]] + list(data["model"]["vocab"].values()))
@@ -60,7 +60,7 @@ def with_tokens(
 
 @functools.cache
 def hermes(marks: str) -> HFTokenizer:
-    """marks: "special", "shown" (tokens that an answer shows, as in Qwen), or "text" (one of them is no token)."""
+    """marks: "special", "shown" (tokens that decode to text, as in Qwen), or "text" (not tokens)."""
     texts = () if marks == "text" else ("<tool_call>", "</tool_call>")
     return HFTokenizer.of(with_tokens(byte_level(normal=False), HERMES, *texts, special=marks == "special"))
 
@@ -72,15 +72,15 @@ def gemma() -> HFTokenizer:
 
 
 @functools.cache
-def untaught(form: str = "byte_level") -> HFTokenizer:
-    """Without tools in its template. form: "byte_level", or one of `sentencepiece`'s."""
+def without_tools(form: str = "byte_level") -> HFTokenizer:
+    """A template without tools. form: "byte_level", or a form of `sentencepiece`."""
     return HFTokenizer.of(
         byte_level("thinking", normal=False) if form == "byte_level" else sentencepiece(form=form)
     )
 
 
-def written(tok: HFTokenizer, text: str) -> list[int]:
-    """Ids of a text in which the names of tokens are those tokens."""
+def encode_with_control(tok: HFTokenizer, text: str) -> list[int]:
+    """Ids of a text in which the names of control tokens are those tokens."""
     ids: list[int] = []
     pattern = tok.spelt.pattern
     at = 0
