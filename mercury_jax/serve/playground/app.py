@@ -1,4 +1,7 @@
-"""The page and its routes on Starlette: one stream of frames, the top five of a cell, what there is to choose."""
+"""The routes of the playground: the page, a stream of frames, the most probable tokens of a cell, and the form's data.
+
+They are part of the server's app (`create_app`) and check no API key themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,16 @@ from starlette.staticfiles import StaticFiles
 from mercury_jax.serve.api import body, sse
 from mercury_jax.serve.api.errors import Json, invalid, refused, too_long, too_many, unavailable
 from mercury_jax.serve.api.guard import key_of
-from mercury_jax.serve.api.kinds import REQUIRED, Field, Integer, Items, Record
 from mercury_jax.serve.api.options import Options
 from mercury_jax.serve.api.service import closing, told
-from mercury_jax.serve.engine.request import EngineRequest, Snapshot
-from mercury_jax.serve.playground import about, frames, request as requests, top
+from mercury_jax.serve.engine.engine import Engine
+from mercury_jax.serve.engine.request import EngineRequest, RequestHandle, Snapshot
+from mercury_jax.serve.playground import frames, requests
+from mercury_jax.serve.playground.requests import PageRequest
 
 STATIC = Path(__file__).parent / "static"
-BEAT = 5.0  # seconds of silence after which the stream says that it lives
-LOOKS = 8  # clicks that may wait for their top five
+KEEP_ALIVE = 5.0  # seconds of silence after which the stream sends a comment
+MAX_WAITING = 8  # questions about cells that may wait
 ALIVE = b": alive\n\n"
 
 # Everything comes from this server, nothing may frame the page, and no text can become markup or script.
@@ -43,147 +47,151 @@ HEADERS = {
 }
 
 
-class Files(StaticFiles):
-    """Static files with the page's headers."""
+class PageFiles(StaticFiles):
+    """Static files with the headers of the page."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        made = super().file_response(*args, **kwargs)
-        made.headers.update(HEADERS)
-        return made
+        """The response of a file, with HEADERS."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
 
 class Playground:
-    """The routes of one engine."""
+    """The page of one engine.
 
-    def __init__(self, engine: Any, options: Options):
+    Args:
+        engine: The engine; it may still be starting.
+        options: Options of the server. If they hold API keys, the page asks for one.
+    """
+
+    def __init__(self, engine: Engine, options: Options = Options()):
         self.engine, self.lm, self.options = engine, engine.lm, options
-        self.block = engine.config.block or self.lm.model.config.block
-        self.fit = requests.Fit(engine.context, self.block)
-        self.info = about.info(self.lm, engine.context, self.block, bool(options.keys))
-        self.labels = frames.Labels(self.lm)
-        most = about.most_tokens(engine.context)
-        self.table = requests.table(tuple(r["name"] for r in self.info["rules"]), most)
-        self.look = _look(self.table, self.lm.model.config.vocab, 2 * most + requests.MOST_TOKENS)
-        self.looking, self.one = 0, CapacityLimiter(1)
+        block = engine.config.block or self.lm.model.config.block
+        self.limits = requests.SizeLimits(engine.context, block)
+        self.info = requests.page_info(self.lm, self.limits, bool(options.keys))
+        self.labels = frames.TokenLabels(self.lm)
+        rules = tuple(rule["name"] for rule in self.info["rules"])
+        self.fields = requests.request_fields(rules, self.limits)
+        self.cell_fields = requests.cell_fields(self.fields, self.lm.model.config.vocab, self.limits)
+        self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
     def routes(self) -> list[BaseRoute]:
+        """The page at `/`, its files under `/playground/static`, and `/playground/{info,stream,top}`."""
         return [
             Route("/", self.page, methods=["GET"]),
-            Mount("/playground/static", Files(directory=STATIC)),
-            Route("/playground/info", self.tell, methods=["GET"]),
+            Mount("/playground/static", PageFiles(directory=STATIC)),
+            Route("/playground/info", self.page_info, methods=["GET"]),
             Route("/playground/stream", self.stream, methods=["POST"]),
-            Route("/playground/top", self.best, methods=["POST"]),
+            Route("/playground/top", self.top, methods=["POST"]),
         ]
 
     async def page(self, request: Request) -> Response:
+        """The page."""
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
-    async def tell(self, request: Request) -> Response:
+    async def page_info(self, request: Request) -> Response:
+        """What the form needs to know about the model."""
         return Json(self.info, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
-        read = self.table.read(await body.read(request, self.options), "")
-        self._open()
-        asked = requests.asked(self.lm, read, self.fit)
-        job = await to_thread.run_sync(requests.with_grammar, self.lm, asked.job, read["schema"])
-        began = time.perf_counter()
+        """Events of one answer: a start, a frame per denoising pass, an end."""
+        fields = self.fields.read(await body.read(request, self.options), "")
+        self._check_ready()
+        page = requests.build_request(self.lm, fields, self.limits)
+        bound = await to_thread.run_sync(requests.with_grammar, self.lm, page.request, fields["schema"])
+        started = time.perf_counter()
         try:
-            ticket = self.engine.submit(dataclasses.replace(job, cache_salt=key_of(request.scope)))
+            handle = self.engine.submit(dataclasses.replace(bound, cache_salt=key_of(request.scope)))
         except Exception as error:
             raise told(error, self.engine.context) from None
-        return sse.EventStream(self._events(ticket, asked, began), ticket.cancel, self.options.keep_alive)
+        return sse.EventStream(self._events(handle, page, started), handle.cancel, self.options.keep_alive)
 
-    def _open(self) -> None:
-        """ApiError 503 while the engine takes nothing."""
+    async def top(self, request: Request) -> Response:
+        """The most probable tokens of a cell, as a pass of the stream saw it."""
+        fields = self.cell_fields.read(await body.read(request, self.options), "")
+        self._check_ready()
+        page = requests.build_request(self.lm, fields["request"], self.limits)
+        self._check_cell(page.request, fields)
+        if self.waiting >= MAX_WAITING:
+            raise too_many(1.0, "Too many questions about tokens are waiting. Please try again.")
+        self.waiting += 1
+        try:
+            found = await to_thread.run_sync(self._top_tokens, page, fields, limiter=self.one_at_a_time)
+        finally:
+            self.waiting -= 1
+        return Json(found, headers={"cache-control": "no-store"})
+
+    def _check_ready(self) -> None:
+        """Raises ApiError 503 while the engine accepts no requests."""
         if self.engine.closing:
             raise closing()
         if not self.engine.ready:
             raise unavailable("The model is warming up.", 5)
 
-    async def _events(self, ticket: Any, asked: requests.Asked, began: float) -> AsyncGenerator[bytes, None]:
-        job, shown, step = asked.job, frames.NOTHING, 0
-        since = lambda: time.perf_counter() - began
+    async def _events(
+        self, handle: RequestHandle, page: PageRequest, started: float
+    ) -> AsyncGenerator[bytes, None]:
+        request, shown, step = page.request, frames.NO_CELLS, 0
+        seconds = lambda: time.perf_counter() - started
         yield sse.event({
-            "type": "start", "model": self.lm.name, "prompt_tokens": len(job.prompt), "max_tokens": job.max_tokens,
-            "thinking": job.thinking, "block": self.block, "rule": job.rule, "p": job.p, "steps": job.steps,
-            "seed": job.seed, "before": asked.before, "after": asked.after,
+            "type": "start", "model": self.lm.name, "prompt_tokens": len(request.prompt),
+            "max_tokens": request.max_tokens, "thinking": request.thinking, "block": self.limits.block,
+            "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed,
+            "before": page.before, "after": page.after,
         })  # fmt: skip
-        async with contextlib.aclosing(_beating(aiter(ticket))) as snapshots:
+        async with contextlib.aclosing(_with_keep_alive(aiter(handle))) as snapshots:
             async for snapshot in snapshots:
                 if snapshot is None:
                     yield ALIVE
                     continue
-                shown, changed = frames.look(shown, snapshot)
+                shown, changed = frames.changed_cells(shown, snapshot)
                 if snapshot.finish is None or len(changed):
                     step += 1
-                    more = {"step": step, "ms": round(1000 * since(), 3)}
-                    yield sse.event(frames.frame(self.labels, shown, changed, snapshot) | more)
+                    event = frames.frame_event(self.labels, shown, changed, snapshot)
+                    yield sse.event(event | {"step": step, "ms": round(1000 * seconds(), 3)})
                 if snapshot.finish is not None:
-                    yield sse.event(frames.ending(self.lm, snapshot, asked.chat, since()))
+                    yield sse.event(frames.end_event(self.lm, snapshot, page.chat, seconds()))
 
-    async def best(self, request: Request) -> Response:
-        read = self.look.read(await body.read(request, self.options), "")
-        self._open()
-        job = requests.asked(self.lm, read["request"], self.fit).job
-        self._check(job, read)
-        if self.looking >= LOOKS:
-            raise too_many(1.0, "Too many tokens are being looked at. Please try again.")
-        self.looking += 1
-        try:
-            found = await to_thread.run_sync(self._top, job, read, limiter=self.one)
-            # What a grammar took back after a pass is in no trace.
-            found["exact"] &= read["request"]["schema"] is None
-        finally:
-            self.looking -= 1
-        return Json(found, headers={"cache-control": "no-store"})
+    def _check_cell(self, request: EngineRequest, fields: Mapping[str, Any]) -> None:
+        """Raises ApiError 400 for a cell that no pass of this request can have seen."""
+        most, start, count = request.max_output, fields["start"], len(fields["tokens"])
+        if request.max_length + len(request.suffix or ()) > self.limits.context:
+            raise too_long(self.limits.context)
+        if len(fields["settled"]) != count:
+            raise invalid("settled", f"settled has {len(fields['settled'])} entries; allowed: {count}")
+        if start > count:
+            raise refused("start", start, f"at most {count}, the number of cells that were shown")
+        whole = self.lm.model.config.pattern == "bidirectional" or request.suffix is not None
+        end = most if whole else min(most, start + self.limits.block)
+        if not start <= fields["index"] < end:
+            raise refused("index", fields["index"], f"a cell from {start} to {end - 1}")
 
-    def _check(self, job: EngineRequest, read: Mapping[str, Any]) -> None:
-        """ApiError for a cell that no pass of this job could have looked at."""
-        most, start, cells = requests.cells(job), read["start"], len(read["tokens"])
-        if len(job.prompt) + most + len(job.suffix or ()) > self.engine.context:
-            raise too_long(self.engine.context)
-        if len(read["settled"]) != cells:
-            raise invalid("settled", f"settled has {len(read['settled'])} entries; allowed: {cells}")
-        if start > cells:
-            raise refused("start", start, f"at most {cells}, the cells that stood there")
-        whole = self.lm.model.config.pattern == "bidirectional" or job.suffix is not None
-        end = most if whole else min(most, start + self.block)
-        if not start <= read["index"] < end:
-            raise refused("index", read["index"], f"a cell from {start} to {end - 1}")
-
-    def _top(self, job: EngineRequest, read: Mapping[str, Any]) -> dict[str, Any]:
-        settled = [bool(x) for x in read["settled"]]
-        seen = top.canvas(self.lm, job, read["tokens"], settled, read["start"], read["index"], self.block)
-        best = top.best(self.lm, seen)
-        named = [(i, p, *self.labels.of(i)) for i, p in zip(best.ids, best.p, strict=True)]
-        return {
-            "top": [{"id": i, "text": text, "kind": kind, "p": p} for i, p, text, kind in named],
-            "exact": best.exact,
-        }
+    def _top_tokens(self, page: PageRequest, fields: Mapping[str, Any]) -> dict[str, Any]:
+        accepted = [bool(x) for x in fields["settled"]]
+        read = frames.pass_input(
+            self.lm, page.request, fields["tokens"], accepted, fields["start"], fields["index"], self.limits.block
+        )  # fmt: skip
+        top = frames.top_tokens(self.lm, read)
+        cells = []
+        for token, p in zip(top.ids, top.p, strict=True):
+            text, kind = self.labels.label(token)
+            cells.append({"id": token, "text": text, "kind": kind, "p": p})
+        # Frames do not show what a grammar has taken back after a pass.
+        return {"top": cells, "exact": top.exact and fields["request"]["schema"] is None}
 
 
-def _look(request: Record, vocab: int, most: int) -> Record:
-    """The fields of a look at one cell."""
-    return Record((
-        Field("request", request, REQUIRED, "what the trace was asked with"),
-        Field("tokens", Items(Integer(0, vocab - 1), 0, most), REQUIRED, "what stood there before the pass"),
-        Field("settled", Items(Integer(0, 1), 0, most), REQUIRED, "which of them were settled"),
-        Field("start", Integer(0, most), REQUIRED, "first cell of the block of that pass"),
-        Field("index", Integer(0, most), REQUIRED, "the cell"),
-    ))  # fmt: skip
-
-
-async def _beating(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:
-    """The snapshots, and None after every BEAT seconds without one."""
-    nothing: Any = object()
+async def _with_keep_alive(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:
+    """The snapshots, and None after every KEEP_ALIVE seconds without one."""
+    ended: Any = object()
     while True:
-        following = asyncio.ensure_future(anext(snapshots, nothing))
+        following = asyncio.ensure_future(anext(snapshots, ended))
         try:
-            while not (await asyncio.wait({following}, timeout=BEAT))[0]:
+            while not (await asyncio.wait({following}, timeout=KEEP_ALIVE))[0]:
                 yield None
         finally:
             if not following.done():
                 following.cancel()
-        if following.result() is nothing:
+        if following.result() is ended:
             return
         yield following.result()
