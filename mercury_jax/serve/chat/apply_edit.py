@@ -275,8 +275,8 @@ def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int
     end = place.end + 1
     while end < len(file) and (not file[end].strip() or _indent(file[end]) > depth):
         end += 1
-    closes = closing is not None and not _distinctive(closing)  # by a bracket, say
-    if closes and end < len(file) and file[end].rstrip() == closing.rstrip():
+    bracket = "" if closing is None or _distinctive(closing) else closing.rstrip()
+    if bracket and end < len(file) and file[end].rstrip() == bracket:
         return end + 1
     while end > place.end + 1 and not file[end - 1].strip():
         end -= 1
