@@ -19,10 +19,10 @@ def main(asked: dict) -> int:
     from mercury_jax.serve.api.options import Options
     from mercury_jax.serve.api.server import Server, listen, settle
     from mercury_jax.serve.engine.engine import Engine
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
     logging.basicConfig(stream=sys.stderr)
-    engine = Engine(load(asked.get("model")), Settings(**asked.get("settings", {})))
+    engine = Engine(load(asked.get("model")), EngineConfig(**asked.get("settings", {})))
     app = create_app(engine, Options(**asked.get("options", {})))
     server = Server(app, engine, asked.get("drain", 30.0), settle)
     socket = listen("127.0.0.1", 0)

@@ -16,7 +16,7 @@ from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
     from mercury_jax.serve.api.options import Options
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
 KEYS = "MERCURY_API_KEYS"
 SLOTS = 8  # where memory allows
@@ -115,7 +115,7 @@ def run(argv: Sequence[str]) -> int:
     return _serve(args, socket, settings, told)
 
 
-def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Options) -> int:
+def _serve(args: argparse.Namespace, socket: Any, settings: EngineConfig, told: Options) -> int:
     import dataclasses
 
     from mercury_jax.serve.api import create_app
@@ -125,9 +125,9 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
 
     lm = show.load(args.model, mesh=mesh_of(args.mesh), **options.reading(args))
     told = dataclasses.replace(told, aliases=aliases(args.alias, lm.name))
-    settings = memory.fitted(lm, settings, slots=args.slots is None, context=args.context is None)
+    settings = memory.fit_config(lm, settings, slots=args.slots is None, context=args.context is None)
     engine = Engine(lm, settings)
-    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.told(memory.need(lm, settings))}")
+    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.engine_memory(lm, settings)}")
     began = time.perf_counter()
 
     def ready() -> None:
@@ -146,11 +146,11 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings; ValueError for a number that is none."""
     from mercury_jax.config.checks import at_least
     from mercury_jax.models.cache import check_kind
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
     given = {
         name: value for name in ("slots", "context", "block") if (value := getattr(args, name)) is not None
@@ -160,7 +160,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
     check_kind(args.kv)
-    return Settings(
+    return EngineConfig(
         slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,
         context=args.context,

@@ -111,7 +111,7 @@ def scripted(lm, request):
 def nano(lm) -> Iterator[Served]:
     """The embedded model behind the real engine."""
     from mercury_jax.serve.engine.engine import Engine
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
-    with Served(Engine(lm, Settings(slots=4, programs="one"))) as served:
+    with Served(Engine(lm, EngineConfig(slots=4, programs="one"))) as served:
         yield served

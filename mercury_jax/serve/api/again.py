@@ -20,11 +20,11 @@ from starlette.concurrency import run_in_threadpool
 from mercury_jax.decode import silent
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.output import LogProbs
-from mercury_jax.serve.chat.reply import Reply
-from mercury_jax.serve.engine.types import Busy, Job, Snapshot
+from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Snapshot
 from mercury_jax.types import LM
 
-Next = Callable[[Job, Snapshot], "tuple[Snapshot, Job] | None"]
+Next = Callable[[EngineRequest, Snapshot], "tuple[Snapshot, EngineRequest] | None"]
 
 
 class Again:
@@ -37,8 +37,8 @@ class Again:
         reply: A fresh parser of the reply, which says whether it is silent.
     """
 
-    def __init__(self, engine: Any, ticket: Any, then: Next, reply: Callable[[], Reply]):
-        self.job: Job = ticket.job
+    def __init__(self, engine: Any, ticket: Any, then: Next, reply: Callable[[], OutputParser]):
+        self.request: EngineRequest = ticket.request
         self._engine, self._ticket, self._then, self._reply = engine, ticket, then, reply
         self._cancelled = False
 
@@ -62,22 +62,22 @@ class Again:
                 return
             before = kept if before is None else joined(before, kept)
 
-    async def _followed(self, last: Snapshot, before: int, reply: Reply) -> Snapshot | None:
+    async def _followed(self, last: Snapshot, before: int, reply: OutputParser) -> Snapshot | None:
         """What stays of the job's reply where another job has taken over; None: it goes on, or was all.
 
         A reply may be over before its job is: an end of turn is no end to the engine. Log-probabilities come with
         the job's end alone.
         """
         over = last.finish in ("stop", "length") or (last.finish is None and reply.stopped)
-        wait = last.finish is None and self._ticket.job.logprobs is not None
-        if not over or wait or self._cancelled or not reply.silent:
+        wait = last.finish is None and self._ticket.request.logprobs is not None
+        if not over or wait or self._cancelled or not reply.empty:
             return None
-        found = self._then(self._ticket.job, cut(last, reply.message().completion_tokens - before))
+        found = self._then(self._ticket.request, cut(last, reply.message().completion_tokens - before))
         if found is None:
             return None
         try:
             ticket = await run_in_threadpool(self._engine.submit, found[1])
-        except (Busy, ValueError):  # the engine is closing
+        except (RequestRejected, ValueError):  # the engine is closing
             return None
         self._ticket.cancel()
         self._ticket = ticket
@@ -100,7 +100,7 @@ def continued(lm: LM, context: int, opened: bool) -> Next:
     """
     tok, marks = lm.tokenizer, lm.tokenizer.thinking
 
-    def then(job: Job, last: Snapshot) -> tuple[Snapshot, Job] | None:
+    def then(job: EngineRequest, last: Snapshot) -> tuple[Snapshot, EngineRequest] | None:
         if job.grammar is not None or job.visible:  # neither is silent
             return None
         said, inside = tuple(last.tokens.tolist()), opened or job.thinking > 0
@@ -127,7 +127,7 @@ def cut(snapshot: Snapshot, n: int) -> Snapshot:
     if logprobs is not None:
         logprobs = LogProbs(logprobs.tokens[:n], logprobs.top_ids[:n], logprobs.top[:n])
     return snapshot._replace(
-        tokens=snapshot.tokens[:n], settled=np.ones(n, bool), confidence=snapshot.confidence[:n],
+        tokens=snapshot.tokens[:n], accepted=np.ones(n, bool), confidence=snapshot.confidence[:n],
         forced=snapshot.forced[:n], final=n, start=n, logprobs=logprobs,
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def closed(snapshot: Snapshot, close: int) -> Snapshot:
         logprobs = LogProbs(np.zeros(1), np.full((1, k), close), np.zeros((1, k)))
     yes = np.ones(1, bool)
     end = snapshot._replace(
-        tokens=np.array([close], np.int32), settled=yes, confidence=yes.astype(np.float32), forced=yes, final=1,
+        tokens=np.array([close], np.int32), accepted=yes, confidence=yes.astype(np.float32), forced=yes, final=1,
         start=1, forwards=0, logprobs=logprobs,
     )  # fmt: skip
     return joined(snapshot, end)
@@ -152,7 +152,7 @@ def joined(before: Snapshot, snapshot: Snapshot) -> Snapshot:
     if logprobs is not None:
         logprobs = LogProbs(**_both(before.logprobs, logprobs, "tokens", "top_ids", "top"))
     return snapshot._replace(
-        **_both(before, snapshot, "tokens", "settled", "confidence", "forced"),
+        **_both(before, snapshot, "tokens", "accepted", "confidence", "forced"),
         final=n + snapshot.final, start=n + snapshot.start, cached=before.cached,
         forwards=before.forwards + snapshot.forwards, logprobs=logprobs,
     )  # fmt: skip

@@ -72,9 +72,9 @@ def _routes(table: dict[str, Handler], method: str, service: Service) -> list[Ba
 def _playground(engine: Any, options: Options) -> list[BaseRoute]:
     if not options.playground:
         return []
-    from mercury_jax.serve import playground
+    from mercury_jax.serve.playground.app import Playground
 
-    return playground.routes(engine, options)
+    return Playground(engine, options).routes()
 
 
 async def _no_such(request: Request, error: Exception) -> Response:

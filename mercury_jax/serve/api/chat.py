@@ -18,11 +18,10 @@ from mercury_jax.serve.api.numbers import Ask, Pace, Room
 from mercury_jax.serve.api.running import respond
 from mercury_jax.serve.api.service import Service
 from mercury_jax.serve.api.work import Work
-from mercury_jax.serve.chat.messages import checked, checked_tools
-from mercury_jax.serve.chat.prompt import opened, render
-from mercury_jax.serve.chat.refused import Refused
-from mercury_jax.serve.chat.reply import Reply
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools
+from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt
+from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
 
@@ -37,7 +36,9 @@ async def chat(service: Service, request: Request) -> Response:
     return await respond(service, request, lambda: prepare(service, ask, data, salt), ask["n"], size)
 
 
-def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> tuple[Work, Sequence[Job]]:
+def prepare(
+    service: Service, ask: Ask, data: Mapping[str, Any], salt: str
+) -> tuple[Work, Sequence[EngineRequest]]:
     """The jobs of a request. ApiError for what cannot be honoured. Takes a processor: not for the event loop."""
     messages, tools = _checked(service, data)
     offered = calls(ask, tools)
@@ -47,7 +48,7 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
         service.engine.lm, ask, offered
     )  # may take seconds: what is too long is refused before
     warmth, warning = numbers.temperature(ask, service.options.strict_temperature)
-    job = Job(
+    job = EngineRequest(
         prompt=prompt,
         max_tokens=room.answer,
         thinking=room.thinking,
@@ -58,7 +59,7 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
         seed=numbers.seed(ask),
         logprobs=_alternatives(ask),
         grammar=bound.grammar,
-        salt=salt,
+        cache_salt=salt,
         frames=ask["diffusing"] and ask["stream"],
         **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )
@@ -70,12 +71,12 @@ def prepare(service: Service, ask: Ask, data: Mapping[str, Any], salt: str) -> t
 def _work(lm: LM, ask: Ask, prompt: tuple[int, ...], tools: bool, bound: Constraint) -> Work:
     """How the answers to a conversation are read and told."""
     stops = () if bound.json else stop_texts(ask["stop"])
-    thinks = opened(lm, prompt)
+    thinks = opens_thinking(lm, prompt)
     return Work(
         form=wire.CHAT,
         model=ask["model"],
         prompt_tokens=len(prompt),
-        reply=lambda: Reply(lm, chat=True, tools=tools, stop=stops, thinking=thinks),
+        reply=lambda: OutputParser(lm, chat=True, tools=tools, stop=stops, thinking=thinks),
         copies=ask["n"],
         stream=ask["stream"],
         include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
@@ -87,7 +88,7 @@ def _work(lm: LM, ask: Ask, prompt: tuple[int, ...], tools: bool, bound: Constra
     )
 
 
-def copies(job: Job, n: int) -> list[Job]:
+def copies(job: EngineRequest, n: int) -> list[EngineRequest]:
     """The same job n times, each with a seed of its own."""
     return [dataclasses.replace(job, seed=(job.seed + i) % (1 << 31)) for i in range(n)]
 
@@ -99,9 +100,9 @@ def stop_texts(stop: Any) -> tuple[str, ...]:
 
 def _checked(service: Service, data: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        tools = checked_tools(data.get("tools"))
-        messages = checked(data["messages"], tools)
-    except Refused as refused:
+        tools = check_tools(data.get("tools"))
+        messages = check_messages(data["messages"], tools)
+    except InvalidField as refused:
         raise errors.invalid(refused.param, refused.message) from None
     numbers.check_size(service, sum(map(_size, messages)))
     return messages, tools
@@ -132,8 +133,8 @@ def _prompt(
     wanted = ask["max_completion_tokens"] or ask["max_tokens"]
     for thinking in sorted({pace.thinking, 0}, reverse=True):
         try:
-            ids = render(lm, messages, offered.tools or None, thinking=thinking > 0)
-        except Refused as refused:
+            ids = render_prompt(lm, messages, offered.tools or None, thinking=thinking > 0)
+        except InvalidField as refused:
             raise errors.invalid(refused.param, refused.message) from None
         room = numbers.room(context, len(ids), wanted, thinking)
         if room.thinking or not thinking:

@@ -14,8 +14,8 @@ from referencing.exceptions import Unresolvable
 from mercury_jax.decode import grammar as grammars
 from mercury_jax.serve.api import errors
 from mercury_jax.serve.api.errors import ApiError
-from mercury_jax.serve.chat.formats import ToolFormat, tool_format
-from mercury_jax.serve.chat.reply import Message
+from mercury_jax.serve.chat.output_parser import ParsedMessage
+from mercury_jax.serve.chat.tool_prompt import ToolFormat, tool_format
 from mercury_jax.types import LM
 
 # What a schema may refer to beside itself: nothing. jsonschema's own registry asks the network for what it lacks.
@@ -29,7 +29,7 @@ class Constraint(NamedTuple):
     JSON as a whole, so that no stop text may cut it."""
 
     grammar: Any = None
-    check: Callable[[Message], bool] | None = None
+    check: Callable[[ParsedMessage], bool] | None = None
     json: bool = False
 
 
@@ -96,7 +96,7 @@ def constraint(lm: LM, ask: Mapping[str, Any], offered: Calls) -> Constraint:
         raise errors.invalid("response_format", told)
     made = compiled(lm, grammars.CallsOr(_spec(form, offered), answer), where)
     called, valid = _called(offered), _validator(schema)
-    check = lambda message: called(message) if message.calls else _obeys(message.content, valid)
+    check = lambda message: called(message) if message.tool_calls else _obeys(message.content, valid)
     return Constraint(made, check, json=True)
 
 
@@ -112,15 +112,17 @@ def _of_calls(lm: LM, offered: Calls) -> Constraint:
     )
 
 
-def _called(offered: Calls) -> Callable[[Message], bool]:
+def _called(offered: Calls) -> Callable[[ParsedMessage], bool]:
     """Whether the calls of a message are those that were offered, and as many as may be."""
     valid = {
         t["function"]["name"]: _validator(t["function"].get("parameters") or None) for t in offered.tools
     }
 
-    def check(message: Message) -> bool:
-        obeyed = all(c.name in valid and _obeys(c.arguments, valid[c.name]) for c in message.calls)
-        return obeyed and offered.least <= len(message.calls) <= (offered.most or len(message.calls))
+    def check(message: ParsedMessage) -> bool:
+        obeyed = all(c.name in valid and _obeys(c.arguments, valid[c.name]) for c in message.tool_calls)
+        return obeyed and offered.least <= len(message.tool_calls) <= (
+            offered.most or len(message.tool_calls)
+        )
 
     return check
 

@@ -18,11 +18,10 @@ from mercury_jax.serve.api.running import respond
 from mercury_jax.serve.api.service import Service
 from mercury_jax.serve.api.texts import answer_room
 from mercury_jax.serve.api.work import Work
-from mercury_jax.serve.chat import code
-from mercury_jax.serve.chat.messages import checked
-from mercury_jax.serve.chat.refused import Refused
-from mercury_jax.serve.chat.reply import Reply
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.chat import apply_edit, code_prompts
+from mercury_jax.serve.chat.messages import InvalidField, check_messages
+from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
 Whole = Callable[[str, str], str]
@@ -49,23 +48,23 @@ async def _respond(service: Service, request: Request, table: Record, prepare: A
 def content(service: Service, data: Any) -> str:
     """The text of the one message."""
     try:
-        text = checked(data["messages"])[0]["content"]
-    except Refused as refused:
+        text = check_messages(data["messages"])[0]["content"]
+    except InvalidField as refused:
         raise errors.invalid(refused.param, refused.message) from None
     numbers.check_size(service, len(text))
     return text
 
 
-def prepare_edit(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work, Sequence[Job]]:
+def prepare_edit(service: Service, ask: Ask, text: str, salt: str) -> tuple[Work, Sequence[EngineRequest]]:
     """The reply is known at its end alone: whether anything changed decides how it begins."""
     lm = service.engine.lm
     instruct = instructed(lm)
     try:
-        request = code.edit_request(text)
-        asked = code.edit_ask(lm, request, instruct)
-    except Refused as refused:
+        request = code_prompts.parse_edit(text)
+        asked = code_prompts.edit_prompt(lm, request, instruct)
+    except InvalidField as refused:
         raise errors.invalid(refused.param, refused.message) from None
-    whole = lambda text, finish: code.edit_reply(request, text, instruct, finish)
+    whole = lambda text, finish: code_prompts.edit_reply(request, text, instruct, finish)
     return _work(service, ask, asked, whole), [_job(service, ask, asked, salt)]
 
 
@@ -74,14 +73,14 @@ def prepare_apply(service: Service, ask: Ask, text: str, salt: str) -> tuple[Wor
     lm = service.engine.lm
     instruct = instructed(lm)
     try:
-        request = code.apply_request(text)
-        merged = code.apply_merged(request, guess=not instruct)
+        request = apply_edit.parse_apply(text)
+        merged = apply_edit.apply_update(request, guess=not instruct)
         if merged is not None:
             return _ready(service, ask, text, merged)
-        asked = code.apply_ask(lm, request, instruct)
-    except Refused as refused:
+        asked = apply_edit.apply_prompt(lm, request, instruct)
+    except InvalidField as refused:
         raise errors.invalid(refused.param, refused.message) from None
-    whole = lambda text, finish: code.apply_reply(request, text)
+    whole = lambda text, finish: apply_edit.apply_reply(request, text)
     return _work(service, ask, asked, whole), [_job(service, ask, asked, salt)]
 
 
@@ -93,13 +92,13 @@ def instructed(lm: LM) -> bool:
     return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
 
 
-def _work(service: Service, ask: Ask, asked: code.Ask, whole: Whole | None) -> Work:
+def _work(service: Service, ask: Ask, asked: code_prompts.CodePrompt, whole: Whole | None) -> Work:
     lm = service.engine.lm
     return Work(
         form=wire.EDIT,
         model=ask["model"],
         prompt_tokens=len(asked.prompt) + len(asked.suffix or ()),
-        reply=lambda: Reply(lm, chat=asked.chat),
+        reply=lambda: OutputParser(lm, chat=asked.chat),
         stream=ask["stream"],
         include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
         whole=whole,
@@ -109,14 +108,14 @@ def _work(service: Service, ask: Ask, asked: code.Ask, whole: Whole | None) -> W
 def _ready(service: Service, ask: Ask, prompt: str, merged: str) -> tuple[Work, Sequence[Any]]:
     count = lambda text: len(service.engine.lm.tokenizer.encode(text))
     ready = Ready(merged, count(merged))
-    work = _work(service, ask, code.Ask((), None, None, False), None)
+    work = _work(service, ask, code_prompts.CodePrompt((), None, None, False), None)
     return work._replace(prompt_tokens=count(prompt), reply=lambda: ready), [ready]
 
 
-def _job(service: Service, ask: Ask, asked: code.Ask, salt: str) -> Job:
+def _job(service: Service, ask: Ask, asked: code_prompts.CodePrompt, salt: str) -> EngineRequest:
     pace = numbers.pace(service, None)
     warmth, _ = numbers.temperature(ask, False)
-    return Job(
+    return EngineRequest(
         prompt=asked.prompt,
         suffix=asked.suffix,
         max_tokens=answer_room(service, asked, ask["max_tokens"], "messages"),
@@ -125,6 +124,6 @@ def _job(service: Service, ask: Ask, asked: code.Ask, salt: str) -> Job:
         steps=pace.steps,
         temperature=warmth,
         seed=numbers.seed(ask),
-        salt=salt,
+        cache_salt=salt,
         **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )

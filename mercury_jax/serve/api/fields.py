@@ -18,11 +18,11 @@ from mercury_jax.serve.api.kinds import (
     Tagged,
     Text,
 )
-from mercury_jax.serve.chat import data
+from mercury_jax.serve.chat.messages import FUNCTION_NAME
 
 MOST_TOKENS = 1 << 20  # of an answer; what the context leaves is less, and larger wishes are cut to that
 MESSAGES, TOOLS, CHOICES, ALTERNATIVES = 2048, 128, 16, 20
-NAME = data.NAME.pattern
+NAME = FUNCTION_NAME.pattern
 
 MODEL = Field("model", Text(1, 256), REQUIRED, "The model, by its name or one of its aliases.")
 MAX_TOKENS = Integer(1, MOST_TOKENS)

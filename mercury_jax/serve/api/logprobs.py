@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mercury_jax.decode.output import LogProbs
-from mercury_jax.serve.chat.reply import Message
-from mercury_jax.serve.engine.types import Snapshot
+from mercury_jax.serve.chat.output_parser import ParsedMessage
+from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.types import LM
 
 LEAST = -9999.0  # what stands for a probability of nought, as with OpenAI
@@ -16,14 +15,15 @@ LEAST = -9999.0  # what stands for a probability of nought, as with OpenAI
 Json = dict[str, Any]
 
 
-def said(snapshot: Snapshot, message: Message) -> slice:
+def said(snapshot: Snapshot, message: ParsedMessage) -> slice:
     """The tokens of the answer without those of its thinking."""
     return slice(message.reasoning_tokens, message.completion_tokens)
 
 
-def chat(lm: LM, snapshot: Snapshot, message: Message, most: int) -> Json:
+def chat(lm: LM, snapshot: Snapshot, message: ParsedMessage, most: int) -> Json:
     """`{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}`."""
-    nats: LogProbs = snapshot.logprobs
+    nats = snapshot.logprobs
+    assert nats is not None
     part = said(snapshot, message)
     rows = zip(snapshot.tokens[part], nats.tokens[part], nats.top_ids[part], nats.top[part], strict=True)
     return {
@@ -35,9 +35,10 @@ def chat(lm: LM, snapshot: Snapshot, message: Message, most: int) -> Json:
     }
 
 
-def text(lm: LM, snapshot: Snapshot, message: Message, most: int) -> Json:
+def text(lm: LM, snapshot: Snapshot, message: ParsedMessage, most: int) -> Json:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`; offsets count characters."""
-    nats: LogProbs = snapshot.logprobs
+    nats = snapshot.logprobs
+    assert nats is not None
     part = said(snapshot, message)
     names = [_text(_bytes(lm, id)) for id in snapshot.tokens[part]]
     top = zip(nats.top_ids[part], nats.top[part], strict=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mercury_jax.serve.engine.types import Stats
+from mercury_jax.serve.engine.request import EngineStats
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 TOKENS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -52,7 +52,7 @@ class Engine:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats: Stats = self._engine.stats()
+        stats: EngineStats = self._engine.stats()
         for name, about in GAUGES.items():
             yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
         for name, about in COUNTS.items():

@@ -58,8 +58,8 @@ class Pace(NamedTuple):
 def pace(service: Service, name: str | None) -> Pace:
     """Of a named effort, else of the server's own; where there is none either, of the model's own rule."""
     name = name or service.options.effort
-    lm, plan = service.engine.lm, service.engine.plan
-    own, steps = plan.menu.names[0], lm.decoding.get("steps")
+    lm, engine = service.engine.lm, service.engine
+    own, steps = engine.rules.names[0], lm.decoding.get("steps")
     thinks = lm.tokenizer.thinking is not None
     if name is None:
         usual = EFFORTS["medium"].thinking
@@ -67,9 +67,9 @@ def pace(service: Service, name: str | None) -> Pace:
         return Pace(own, None, steps or 0, usual if fits else 0)
     effort = EFFORTS[name]
     thinking = effort.thinking if thinks else 0
-    if lm.corruption.mask is None or "threshold" not in plan.menu.names:
-        return Pace(own, None, _share(effort, steps or plan.block), thinking)
-    return Pace("threshold", effort.p, _share(effort, plan.block), thinking)
+    if lm.corruption.mask is None or "threshold" not in engine.rules.names:
+        return Pace(own, None, _share(effort, steps or engine.block), thinking)
+    return Pace("threshold", effort.p, _share(effort, engine.block), thinking)
 
 
 def _share(effort: Effort, steps: int) -> int:
@@ -83,10 +83,10 @@ def sampling(ask: Ask, vocab: int) -> dict[str, Any]:
         "top_p": ask["top_p"],
         "top_k": 0 if top_k < 1 or top_k >= vocab else top_k,
         "min_p": ask.get("min_p", 0.0),
-        "repetition": min(max(ask.get("repetition_penalty", 1.0), PENALTIES[0]), PENALTIES[1]),
-        "presence": ask["presence_penalty"],
-        "frequency": ask["frequency_penalty"],
-        "bias": _bias(ask.get("logit_bias"), vocab),
+        "repetition_penalty": min(max(ask.get("repetition_penalty", 1.0), PENALTIES[0]), PENALTIES[1]),
+        "presence_penalty": ask["presence_penalty"],
+        "frequency_penalty": ask["frequency_penalty"],
+        "logit_bias": _bias(ask.get("logit_bias"), vocab),
     }
 
 

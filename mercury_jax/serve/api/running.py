@@ -19,12 +19,12 @@ from mercury_jax.serve.api.ready import Ready
 from mercury_jax.serve.api.service import Flight, Service, closing
 from mercury_jax.serve.api.trace import REQUEST_ID, told_of
 from mercury_jax.serve.api.work import Answer, Json, Work, more, progress, usage
-from mercury_jax.serve.chat.reply import Delta, Reply
-from mercury_jax.serve.engine.types import Job, Snapshot
+from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 
 log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
-Prepare = Callable[[], tuple[Work, Sequence[Job | Ready]]]
+Prepare = Callable[[], tuple[Work, Sequence[EngineRequest | Ready]]]
 
 
 async def respond(
@@ -72,7 +72,8 @@ class Run:
     def body(self, answers: Sequence[Answer]) -> Json:
         work, form = self.work, self.work.form
         choices = [
-            wire.choice(form, i, a.text, a.message.calls, a.finish, a.logprobs) for i, a in enumerate(answers)
+            wire.choice(form, i, a.text, a.message.tool_calls, a.finish, a.logprobs)
+            for i, a in enumerate(answers)
         ]
         return wire.body(
             form, wire.head(form, work.model), choices, usage(work, answers), more(work, answers[0])
@@ -111,13 +112,13 @@ class Run:
         async with contextlib.aclosing(followed(ticket, reply)) as steps:
             async for snapshot, delta in steps:
                 first = first or time.perf_counter()
-                now = reply.shown(snapshot) if work.diffusing and snapshot.finish is None else shown
+                now = reply.preview(snapshot) if work.diffusing and snapshot.finish is None else shown
                 if now != shown:
                     shown, share = now, progress(snapshot, share)
                     yield wire.frame(form, i, shown), {"diffusion_meta": {"diffusion_progress": share}}
                 told = "" if work.diffusing or work.whole else delta.content
-                if told or delta.calls:
-                    yield wire.piece(form, i, told, delta.calls), {}
+                if told or delta.tool_calls:
+                    yield wire.piece(form, i, told, delta.tool_calls), {}
         answers[i] = answer = self._ended(reply, snapshot, first)
         if work.diffusing:
             yield wire.frame(form, i, answer.text), {"diffusion_meta": {"diffusion_progress": 1.0}}
@@ -132,7 +133,7 @@ class Run:
                 snapshot, first = step[0], first or time.perf_counter()
         return self._ended(reply, snapshot, first)
 
-    def _ended(self, reply: Reply | Ready, snapshot: Snapshot | None, first: float | None) -> Answer:
+    def _ended(self, reply: OutputParser | Ready, snapshot: Snapshot | None, first: float | None) -> Answer:
         """The answer, checked and counted. ApiError where the engine did not finish it."""
         work, message = self.work, reply.message()
         if snapshot is None or (snapshot.finish == "cancelled" and not reply.stopped):
@@ -143,7 +144,7 @@ class Run:
             log.error("request %s: the engine failed: %s", self.request_id, snapshot.message)
             raise errors.failed(self.request_id)
         finish = "stop" if reply.stopped or snapshot.finish is None else snapshot.finish
-        finish = "tool_calls" if message.calls else finish
+        finish = "tool_calls" if message.tool_calls else finish
         if work.check is not None and not work.check(message):
             self.service.metrics.broken.inc()
             log.error("request %s: an answer does not obey its schema", self.request_id)
@@ -161,7 +162,9 @@ class Run:
         self.service.metrics.timed(timing)
 
 
-async def followed(ticket: Any, reply: Reply | Ready) -> AsyncGenerator[tuple[Snapshot, Delta], None]:
+async def followed(
+    ticket: Any, reply: OutputParser | Ready
+) -> AsyncGenerator[tuple[Snapshot, OutputDelta], None]:
     """Each snapshot with what is new in it, up to the last one or a stop text, at which the job is cancelled.
 
     Where log-probabilities are wanted the job goes on: the last snapshot alone has them.
@@ -169,9 +172,9 @@ async def followed(ticket: Any, reply: Reply | Ready) -> AsyncGenerator[tuple[Sn
     stopped = False
     async with contextlib.aclosing(aiter(ticket)) as snapshots:
         async for snapshot in snapshots:
-            yield snapshot, Delta() if stopped else reply.feed(snapshot)
+            yield snapshot, OutputDelta() if stopped else reply.feed(snapshot)
             stopped = reply.stopped
-            if stopped and ticket.job.logprobs is None:
+            if stopped and ticket.request.logprobs is None:
                 ticket.cancel()
                 return
 

@@ -15,7 +15,7 @@ from mercury_jax.serve.api.errors import ApiError
 from mercury_jax.serve.api.metrics import Metrics, ready
 from mercury_jax.serve.api.options import Options, names
 from mercury_jax.serve.api.ready import Ready
-from mercury_jax.serve.engine.types import Busy, Job, TooLong
+from mercury_jax.serve.engine.request import ContextLengthExceeded, EngineRequest, RequestRejected
 
 THREADS = 2  # that render prompts, and that compile grammars; more would only take turns
 SMALL = 8 << 10  # bytes of a request whose grammar counts as small
@@ -28,7 +28,7 @@ class Service:
     def __init__(self, engine: Any, options: Options, metrics: Metrics):
         self.engine, self.options, self.metrics = engine, options, metrics
         self.names: Mapping[str, str] = names(engine.lm.name, options)
-        self.gate = Gate(engine.settings.slots, engine.settings.queue)
+        self.gate = Gate(engine.config.slots, engine.config.queue)
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(THREADS, "mercury-prepare")
         self._small = ThreadPoolExecutor(THREADS, "mercury-compile-small")
@@ -47,7 +47,10 @@ class Service:
             raise closing() if self.engine.closing else errors.unavailable("The model is warming up.", 5)
 
     async def flight(
-        self, jobs: Callable[[], tuple[T, Sequence[Job | Ready]]], count: int, grammar: int | None = None
+        self,
+        jobs: Callable[[], tuple[T, Sequence[EngineRequest | Ready]]],
+        count: int,
+        grammar: int | None = None,
     ) -> tuple[T, Flight]:
         """Prepare and submit `count` jobs in a thread: (what was prepared, the jobs in flight).
 
@@ -67,12 +70,14 @@ class Service:
             future.add_done_callback(lambda done: self._drop(done, count))
             raise
 
-    def _start(self, jobs: Callable[[], tuple[T, Sequence[Job | Ready]]], count: int) -> tuple[T, Flight]:
+    def _start(
+        self, jobs: Callable[[], tuple[T, Sequence[EngineRequest | Ready]]], count: int
+    ) -> tuple[T, Flight]:
         made, wanted = jobs()
         tickets: list[Any] = []
         try:
             for job in wanted:
-                tickets.append(self.engine.submit(job) if isinstance(job, Job) else job)
+                tickets.append(self.engine.submit(job) if isinstance(job, EngineRequest) else job)
         except Exception as error:
             for ticket in tickets:
                 ticket.cancel()
@@ -139,8 +144,8 @@ def closing() -> ApiError:
 
 def told(error: Exception, context: int) -> Exception:
     """What the engine said to a job, as the API says it; anything else stays what it is."""
-    if isinstance(error, Busy):
+    if isinstance(error, RequestRejected):
         return closing() if error.closing else errors.too_many(error.retry_after, f"{error}.")
-    if isinstance(error, TooLong):
+    if isinstance(error, ContextLengthExceeded):
         return errors.too_long(context)
     return errors.invalid(None, str(error)) if isinstance(error, ValueError) else error

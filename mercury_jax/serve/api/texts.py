@@ -16,10 +16,10 @@ from mercury_jax.serve.api.numbers import Ask
 from mercury_jax.serve.api.running import respond
 from mercury_jax.serve.api.service import Service
 from mercury_jax.serve.api.work import Work
-from mercury_jax.serve.chat import code
-from mercury_jax.serve.chat.refused import Refused
-from mercury_jax.serve.chat.reply import Reply
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.chat import code_prompts
+from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.engine.request import EngineRequest
 
 END_OF_TEXT = "<|endoftext|>"  # what an editor sends where nothing stands behind the gap
 
@@ -44,7 +44,9 @@ async def completions(service: Service, request: Request) -> Response:
     return await respond(service, request, lambda: prepare(service, ask, prompts, salt), count)
 
 
-def prepare(service: Service, ask: Ask, prompts: Sequence[str], salt: str) -> tuple[Work, Sequence[Job]]:
+def prepare(
+    service: Service, ask: Ask, prompts: Sequence[str], salt: str
+) -> tuple[Work, Sequence[EngineRequest]]:
     """The jobs of a request, prompt by prompt."""
     lm, n = service.engine.lm, ask.get("n", 1)
     suffix = ask["suffix"] or ""
@@ -55,7 +57,7 @@ def prepare(service: Service, ask: Ask, prompts: Sequence[str], salt: str) -> tu
         form=wire.TEXT,
         model=ask["model"],
         prompt_tokens=sum(len(job.prompt) + len(job.suffix or ()) for job in jobs[::n]),
-        reply=lambda: Reply(lm, chat=False, stop=stops),
+        reply=lambda: OutputParser(lm, chat=False, stop=stops),
         copies=n,
         stream=ask["stream"],
         include_usage=bool(ask["stream_options"] and ask["stream_options"]["include_usage"]),
@@ -64,12 +66,12 @@ def prepare(service: Service, ask: Ask, prompts: Sequence[str], salt: str) -> tu
     return work, jobs
 
 
-def _job(service: Service, ask: Ask, prompt: str, suffix: str, salt: str) -> Job:
+def _job(service: Service, ask: Ask, prompt: str, suffix: str, salt: str) -> EngineRequest:
     numbers.check_size(service, len(prompt) + len(suffix), "prompt")
     asked = fim_ask(service, prompt, suffix)
     pace = numbers.pace(service, None)
     warmth, _ = numbers.temperature(ask, False)
-    return Job(
+    return EngineRequest(
         prompt=asked.prompt,
         suffix=asked.suffix,
         max_tokens=answer_room(service, asked, ask["max_tokens"]),
@@ -79,19 +81,21 @@ def _job(service: Service, ask: Ask, prompt: str, suffix: str, salt: str) -> Job
         temperature=warmth,
         seed=numbers.seed(ask),
         logprobs=ask.get("logprobs"),
-        salt=salt,
+        cache_salt=salt,
         **numbers.sampling(ask, service.engine.lm.model.config.vocab),
     )
 
 
-def fim_ask(service: Service, prompt: str, suffix: str) -> code.Ask:
+def fim_ask(service: Service, prompt: str, suffix: str) -> code_prompts.CodePrompt:
     try:
-        return code.fim(service.engine.lm, prompt, suffix or None)
-    except Refused as refused:
+        return code_prompts.fim_prompt(service.engine.lm, prompt, suffix or None)
+    except InvalidField as refused:
         raise errors.invalid(refused.param, refused.message) from None
 
 
-def answer_room(service: Service, asked: code.Ask, wanted: int | None, param: str = "prompt") -> int:
+def answer_room(
+    service: Service, asked: code_prompts.CodePrompt, wanted: int | None, param: str = "prompt"
+) -> int:
     """Tokens for an answer without thinking: what was wished for, can be needed, and is left."""
     used = len(asked.prompt) + len(asked.suffix or ())
     room: Any = numbers.room(service.engine.context, used, wanted, 0, param)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mercury_jax.serve.chat.reply import Call, CallDelta
+from mercury_jax.serve.chat.output_parser import ParsedCall, ParsedCallDelta
 
 Json = dict[str, Any]
 
@@ -78,7 +78,7 @@ def _named(kind: str, head: Head) -> Json:
 
 
 def choice(
-    form: Form, index: int, text: str, calls: Sequence[Call], finish: str, logprobs: Json | None
+    form: Form, index: int, text: str, calls: Sequence[ParsedCall], finish: str, logprobs: Json | None
 ) -> Json:
     """One whole choice. A message that only calls tools has no content."""
     out: Json = {"index": index, "finish_reason": finish}
@@ -96,7 +96,7 @@ def opening(form: Form, index: int) -> Json | None:
     return _delta(index, {"role": "assistant"}) if form.message else None
 
 
-def piece(form: Form, index: int, text: str, calls: Sequence[CallDelta] = ()) -> Json:
+def piece(form: Form, index: int, text: str, calls: Sequence[ParsedCallDelta] = ()) -> Json:
     """What is new of a choice."""
     if not form.message:
         return {"index": index, "text": text, "finish_reason": None}
@@ -121,12 +121,12 @@ def _delta(index: int, delta: Json, finish: str | None = None) -> Json:
     return {"index": index, "delta": delta, "finish_reason": finish}
 
 
-def _call(index: int, call: Call) -> Json:
+def _call(index: int, call: ParsedCall) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": index, "id": call.id, "type": "function", "function": function}
 
 
-def _call_delta(call: CallDelta) -> Json:
+def _call_delta(call: ParsedCallDelta) -> Json:
     """The id, the type and the name stand in a call's first delta only."""
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from mercury_jax.serve.api import wire
 from mercury_jax.serve.api.again import Next
 from mercury_jax.serve.api.ready import Ready
-from mercury_jax.serve.chat.reply import Message, Reply
-from mercury_jax.serve.engine.types import Snapshot
+from mercury_jax.serve.chat.output_parser import OutputParser, ParsedMessage
+from mercury_jax.serve.engine.request import Snapshot
 
 Json = dict[str, Any]
 
@@ -26,7 +26,7 @@ class Work(NamedTuple):
     form: wire.Form
     model: str
     prompt_tokens: int
-    reply: Callable[[], Reply | Ready]
+    reply: Callable[[], OutputParser | Ready]
     copies: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -35,8 +35,8 @@ class Work(NamedTuple):
     thinks: bool = False
     warning: str | None = None
     whole: Callable[[str, str], str] | None = None
-    check: Callable[[Message], bool] | None = None
-    logprobs: Callable[[Snapshot, Message], Json] | None = None
+    check: Callable[[ParsedMessage], bool] | None = None
+    logprobs: Callable[[Snapshot, ParsedMessage], Json] | None = None
     then: Next | None = None
 
 
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     """One answer at its end."""
 
     text: str
-    message: Message
+    message: ParsedMessage
     finish: str
     snapshot: Snapshot
     logprobs: Json | None
@@ -65,7 +65,7 @@ def more(work: Work, answer: Answer) -> Json:
     out: Json = {} if work.warning is None else {"warning": work.warning}
     if not work.summary:
         return out
-    thought = answer.message.thinking
+    thought = answer.message.reasoning
     status = "complete" if thought else "unavailable" if work.thinks else "skipped"
     return out | {"reasoning_summary": {"content": thought or None, "status": status}}
 
@@ -74,5 +74,5 @@ def progress(snapshot: Snapshot, before: float) -> float:
     """Share of what stands that is settled; it never falls, and is 1 in the last snapshot alone."""
     if snapshot.finish is not None:
         return 1.0
-    share = float(snapshot.settled.mean()) if len(snapshot.settled) else 0.0
+    share = float(snapshot.accepted.mean()) if len(snapshot.accepted) else 0.0
     return round(min(0.99, max(before, share)), 4)

@@ -36,7 +36,7 @@ def test_the_reply_is_never_empty_and_all_of_it_is_counted(nano):
     assert body["reasoning_summary"] == {"content": "carry the one and go", "status": "complete"}
     usage = body["usage"]
     assert (usage["completion_tokens"], usage["cached_input_tokens"]) == (tokens, 4)
-    before, after = (ticket.job for ticket in engine.tickets)
+    before, after = (ticket.request for ticket in engine.tickets)
     assert usage["prompt_tokens"] == len(before.prompt) and after.prompt == (*before.prompt, *first)
     assert before.max_tokens == after.max_tokens == 6 and after.thinking > 6
     chunks = events(engine, TIGHT)
@@ -92,7 +92,7 @@ def test_a_silent_reply_is_followed_by_an_answer(nano, name, stream):
         [choice] = post(engine, ask)["choices"]
         content, finish = choice["message"]["content"].strip(), choice["finish_reason"]
     assert (content, finish, len(engine.tickets)) == ("932", "stop", 2)
-    before, after = (ticket.job for ticket in engine.tickets)
+    before, after = (ticket.request for ticket in engine.tickets)
     kept = [i for i in ids if i != SPECIAL.end_turn][: 2 if None in SILENT[name] else None]
     assert after.prompt == (*before.prompt, *kept, *[C] * shut)
     assert (after.max_tokens, after.thinking, after.seed) == (5, 0, before.seed)
@@ -108,7 +108,7 @@ def test_thinking_that_goes_on_in_silence_is_answered_too(nano):
     engine = Scripted(nano, script)
     body = post(engine, TIGHT)
     assert body["choices"][0]["message"]["content"] == "932" and len(engine.tickets) == 3
-    prompts = [ticket.job.prompt for ticket in engine.tickets]
+    prompts = [ticket.request.prompt for ticket in engine.tickets]
     assert prompts[1] == (*prompts[0], T, 300) and prompts[2] == (*prompts[1], 300, C)
 
 
@@ -124,7 +124,7 @@ def test_the_context_is_never_exceeded_and_always_has_room_for_an_answer(nano, f
             assert answer.json()["error"]["code"] == "context_length_exceeded" and context <= prompt
             continue
         for ticket in engine.tickets:
-            job = ticket.job
+            job = ticket.request
             assert len(job.prompt) + job.max_tokens + job.thinking + bool(job.thinking) <= context
         assert len(engine.tickets) >= 2 and answer.json()["choices"][0]["finish_reason"] == "stop"
 
@@ -143,7 +143,7 @@ def test_two_snapshots_are_one_of_the_whole_answer():
     nats = lambda n: LogProbs(np.full(n, -1.0), np.zeros((n, 2), int), np.full((n, 2), -1.0))
     one = snapshot([1, 2, 3], finish="length", logprobs=nats(3), cached=7, forwards=5)
     two = joined(one, snapshot([4, 5], final=1, logprobs=nats(2), forwards=2))
-    assert two.tokens.tolist() == [1, 2, 3, 4, 5] and two.settled.tolist() == [True] * 4 + [False]
+    assert two.tokens.tolist() == [1, 2, 3, 4, 5] and two.accepted.tolist() == [True] * 4 + [False]
     assert (two.final, two.start, two.cached, two.forwards, two.finish) == (4, 4, 7, 7, None)
     assert len(two.confidence) == len(two.forced) == len(two.logprobs.tokens) == len(two.logprobs.top) == 5
     assert joined(one, snapshot([], logprobs=None)).logprobs is None

@@ -106,7 +106,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(nano, content):
     asked = {"role": "assistant", "content": content, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "932"}
     post(engine, {**ASK, "messages": [*ASK["messages"], asked, result], "tools": [TOOL]})
-    prompt = nano.tokenizer.decode(engine.tickets[-1].job.prompt)
+    prompt = nano.tokenizer.decode(engine.tickets[-1].request.prompt)
     assert prompt.index("347+585=") < prompt.index('"a": 347') < prompt.index("932")
     call["function"]["arguments"] = json.dumps({"a": "1" * 100_000})
     answer = client_of(engine).post(
@@ -144,7 +144,7 @@ def test_the_same_seed_is_the_same_job_and_no_seed_is_a_fresh_one(talking):
     talking.tickets.clear()
     for ask in ({**ASK, "seed": 5}, {**ASK, "seed": 5}, {**ASK, "seed": -5}, ASK, ASK):
         post(talking, ask)
-    seeds = [ticket.job.seed for ticket in talking.tickets]
+    seeds = [ticket.request.seed for ticket in talking.tickets]
     assert seeds[0] == seeds[1] == 5 and len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
 
 
@@ -172,7 +172,7 @@ def test_fill_in_the_middle_has_its_own_shapes(nano):
     engine = Scripted(nano, saying(nano, "a, ", "a, b"))
     body = post(engine, FIM, "/v1/fim/completions", "TextCompletion")
     assert body["choices"] == [{"index": 0, "finish_reason": "stop", "text": "a, b"}]
-    assert body["id"].startswith("cmpl-") and engine.tickets[0].job.presence == 1.5
+    assert body["id"].startswith("cmpl-") and engine.tickets[0].request.presence_penalty == 1.5
     chunks = events(engine, FIM, "/v1/fim/completions", "TextChunk")
     assert (
         "".join(c["text"] for c in choices(chunks)) == "a, b"
@@ -180,7 +180,7 @@ def test_fill_in_the_middle_has_its_own_shapes(nano):
     )
     for empty in ("", None, "<|endoftext|>"):
         post(engine, {**FIM, "suffix": empty}, "/v1/fim/completions", "TextCompletion")
-        assert engine.tickets[-1].job.suffix is None
+        assert engine.tickets[-1].request.suffix is None
     stopped = post(Scripted(nano, saying(nano, "a\n\nb")), FIM, "/v1/fim/completions", "TextCompletion")
     assert stopped["choices"][0]["text"] == "a"
 
@@ -217,7 +217,7 @@ def test_what_the_context_cannot_hold_is_refused_in_the_vendors_words(nano):
         }  # fmt: skip
     for fields in ({}, {"max_tokens": 50000}, {"max_completion_tokens": 9000}):
         post(engine, {**ASK, **fields})
-        job = engine.tickets[-1].job
+        job = engine.tickets[-1].request
         assert len(job.prompt) + job.max_tokens == engine.context
 
 
@@ -226,7 +226,9 @@ def test_the_vendors_temperature_is_a_choice_of_the_server(nano):
                                  (0, True, 0.75), (0.6, True, 0.6)):  # fmt: skip
         engine = Scripted(nano, saying(nano, "932"))
         body = post(engine, {**ASK, "temperature": wanted}, strict_temperature=strict)
-        assert engine.tickets[0].job.temperature == used and ("warning" in body) == (strict and wanted == 0)
+        assert engine.tickets[0].request.temperature == used and ("warning" in body) == (
+            strict and wanted == 0
+        )
 
 
 def test_fields_of_extra_body_count_and_the_shorter_name_gives_way(nano):
@@ -235,7 +237,7 @@ def test_fields_of_extra_body_count_and_the_shorter_name_gives_way(nano):
         engine,
         {**ASK, "max_tokens": 7, "max_completion_tokens": 9, "extra_body": {"top_k": 3, "max_tokens": 5}},
     )
-    assert (engine.tickets[0].job.max_tokens, engine.tickets[0].job.top_k) == (9, 3)
+    assert (engine.tickets[0].request.max_tokens, engine.tickets[0].request.top_k) == (9, 3)
     bad = client_of(engine).post("/v1/chat/completions", json={**ASK, "extra_body": {"top_k": "3"}})
     assert bad.status_code == 400
 
@@ -247,7 +249,7 @@ def test_efforts_are_numbers_and_realtime_is_the_quickest(nano):
         more = {"realtime": True} if name == "realtime" else {"reasoning_effort": name}
         engine.tickets.clear()  # a reply that only thinks has a second job
         post(engine, {**ASK, "max_tokens": 100, **more})
-        job = engine.tickets[0].job
+        job = engine.tickets[0].request
         used[name] = (job.p, job.steps, job.thinking)
         assert job.max_tokens == 100
     assert used["realtime"] == used["instant"] == (0.7, 8, 0) and used["low"][:2] == (0.8, 16)

@@ -42,7 +42,7 @@
 19 a request chooses the model          here
 20 a remote $ref                        test_attacks_schemas;
                                         test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused
-21 special tokens in a user's text      here; test_chat_foreign: test_nothing_that_a_user_writes_becomes_control;
+21 special tokens in a user's text      here; test_tool_prompt: test_user_text_never_becomes_a_control_token;
                                         test_hf_tokenizer: test_every_text_comes_back_and_holds_no_control
 22 tensors and ids from a client        here
 23 an error tells of the inside         here; test_ends: test_what_is_not_foreseen_is_500_with_an_id_and_no_more,
@@ -53,7 +53,7 @@
                                         test_body: test_what_a_foreign_page_may_send_is_not_taken_for_json;
                                         test_server: test_an_open_address_needs_a_key,
                                         test_an_open_address_without_a_key_ends_the_command_before_a_model_is_loaded
-25 a cache shared between keys          here; test_engine: test_a_prompt_is_encoded_once_and_only_its_sender_shares_it
+25 a cache shared between keys          here; test_engine: test_the_prefix_cache_is_shared_by_requests_of_one_salt_only
 26 a poisoned package                   test_attacks_code
 """
 
@@ -64,8 +64,8 @@ import pytest
 
 from mercury_jax.serve.api import tables
 from mercury_jax.serve.api.errors import ApiError
-from mercury_jax.serve.chat.messages import Refused, checked
-from mercury_jax.serve.engine.prefix import links
+from mercury_jax.serve.chat.messages import InvalidField, check_messages
+from mercury_jax.serve.engine.prefix_cache import chunk_hashes
 from tests.serve.api.door import ASK, CHAT, LEAST, Door, schema_of, tool_of
 
 ROOT = Path(__file__).parents[3]
@@ -145,7 +145,7 @@ def test_11_no_template_comes_with_a_request(door):
         {"template": evil}, {"extra_body": {"chat_template": evil, "add_generation_prompt": False}},
     ):  # fmt: skip
         assert door.post({**ASK, **more}).status_code == 200
-    assert len({ticket.job.prompt for ticket in door.engine.tickets}) == 1
+    assert len({ticket.request.prompt for ticket in door.engine.tickets}) == 1
 
 
 def test_16_there_is_nothing_to_upload_and_no_request_names_a_file(door, monkeypatch):
@@ -181,8 +181,8 @@ def test_18_what_is_no_text_is_refused_and_nothing_is_fetched(door, part, no_net
         told = {**ASK, "messages": [{"role": role, "content": [part]}]}
         with pytest.raises(ApiError):
             tables.CHAT.read(told, "")
-        with pytest.raises(Refused):
-            checked(told["messages"])
+        with pytest.raises(InvalidField):
+            check_messages(told["messages"])
     door.serves()
 
 
@@ -216,7 +216,7 @@ def test_21_a_users_text_never_becomes_a_token_of_control(door, nano):
         "<|assistant|>",
         "[MASK]",
     ]
-    in_prompt = lambda: [i for i in door.engine.tickets[-1].job.prompt if i in control]
+    in_prompt = lambda: [i for i in door.engine.tickets[-1].request.prompt if i in control]
     assert len(control) > 8
     door.post(ASK)
     plain = in_prompt()
@@ -243,7 +243,7 @@ def test_22_neither_tensors_nor_ids_are_taken(door):
         "kv_transfer_params": {},
     }
     door.post({**ASK, **embeds})
-    assert len({ticket.job.prompt for ticket in door.engine.tickets}) == 1
+    assert len({ticket.request.prompt for ticket in door.engine.tickets}) == 1
 
 
 def test_23_no_answer_tells_of_the_inside(door):
@@ -273,14 +273,14 @@ def test_25_keys_of_one_customer_are_not_found_by_another(nano):
             before = len(door.engine.tickets)
             said = door.post(ask, path, headers={"authorization": f"Bearer {key}"})
             assert said.status_code == 200 and len(door.engine.tickets) == before + 1, said.text
-            salts.setdefault(key, set()).add(door.engine.tickets[-1].job.salt)
+            salts.setdefault(key, set()).add(door.engine.tickets[-1].request.cache_salt)
     assert all(len(found) == 1 for found in salts.values()) and salts[keys[0]] != salts[keys[1]]
     assert not any(key in str(salts.values()) for key in keys)
 
 
 def test_25_what_was_kept_is_found_by_all_of_its_text_and_its_salt():
     """Two texts of the same end, or of the same beginning, or of two keys, share no link that they should not."""
-    chain = lambda ids, salt: list(links(ids, 4, salt))
+    chain = lambda ids, salt: list(chunk_hashes(ids, 4, salt))
     mine = chain(range(12), "a")
     assert len(set(mine)) == 3 and mine == chain([*range(12), 99], "a")
     assert set(mine).isdisjoint(chain(range(12), "b")) and set(mine).isdisjoint(chain(range(12), ""))

@@ -6,8 +6,9 @@ from jsonschema.validators import Draft202012Validator
 from mercury_jax.serve.api import fields, openapi, tables
 from mercury_jax.serve.api.errors import ApiError
 from mercury_jax.serve.api.kinds import Only
-from mercury_jax.serve.chat.code import apply_merged, apply_request, edit_request
-from mercury_jax.serve.chat.messages import ROLES, checked
+from mercury_jax.serve.chat.apply_edit import apply_update, parse_apply
+from mercury_jax.serve.chat.code_prompts import parse_edit
+from mercury_jax.serve.chat.messages import ROLES, check_messages
 
 CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
 MORE = [
@@ -58,8 +59,8 @@ def test_every_example_is_a_right_request():
         assert Draft202012Validator(schema).is_valid(body["example"]), path
         assert openapi.POSTS[path][1].read(body["example"], "")["model"] == "nano"
     edit, apply = (asked[f"/v1/{kind}/completions"]["example"]["messages"] for kind in ("edit", "apply"))
-    assert edit_request(checked(edit)[0]["content"]).region == "    return width"
-    merged = apply_merged(apply_request(checked(apply)[0]["content"]))
+    assert parse_edit(check_messages(edit)[0]["content"]).region == "    return width"
+    merged = apply_update(parse_apply(check_messages(apply)[0]["content"]))
     assert merged == "def area(width, height):\n    side = width * height\n    return side"
     chat = tables.CHAT.read(asked["/v1/chat/completions"]["example"], "")
-    assert checked(chat["messages"], chat["tools"])
+    assert check_messages(chat["messages"], chat["tools"])

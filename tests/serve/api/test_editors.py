@@ -86,7 +86,7 @@ def test_half_an_edit_deletes_nothing(told):
 def test_a_model_without_instructions_fills_the_region_between_what_stands_around_it(nano):
     engine = Scripted(nano, saying(nano, NEW))
     assert zed(edits(engine, DOCS)) == kilo(edits(engine, EXAMPLE)) == NEW
-    job = engine.tickets[0].job
+    job = engine.tickets[0].request
     assert nano.tokenizer.decode(job.prompt) == "import os\n\n"
     assert nano.tokenizer.decode(job.suffix) == "\n\nprint(f(2))"
 

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from mercury_jax.serve.api import Options, create_app
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.types import Settings
+from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.tokenizer import SPECIAL
 
 EFFORTS = ("instant", "low", "medium", "high", None)
@@ -30,7 +30,7 @@ def restless():
     loud = jnp.zeros(lm.model.config.vocab).at[jnp.array(ENDING)].set(6.0)
     model = lm.model._replace(head=lambda params, hidden: head(params, hidden) + loud)
     lm = dataclasses.replace(lm, model=model)
-    settings = Settings(slots=8, queue=32, context=128, programs="one", rules=("confidence",))
+    settings = EngineConfig(slots=8, queue=32, context=128, programs="one", rules=("confidence",))
     engine = Engine(lm, settings)
     engine.start()
     yield engine

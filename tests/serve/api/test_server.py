@@ -169,14 +169,14 @@ def test_a_client_that_hangs_up_frees_its_slot(live, nano):
                f"Content-Length: {len(body)}\r\n\r\n".encode()  # fmt: skip
         with socket.create_connection(("127.0.0.1", one.port)) as line:
             line.sendall(head + body)
-            while not engine.tickets or engine.tickets[-1].over:
+            while not engine.tickets or engine.tickets[-1].finished:
                 time.sleep(0.01)
             ticket = engine.tickets[-1]
         until = time.monotonic() + 3
         while not ticket.cancelled and time.monotonic() < until:
             time.sleep(0.01)
         assert ticket.cancelled
-        while not ticket.over:
+        while not ticket.finished:
             time.sleep(0.01)
 
 
