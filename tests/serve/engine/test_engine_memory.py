@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from mercury_jax.cli import serve
+from mercury_jax.cli import main, serve
 from mercury_jax.serve.engine import memory
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig
@@ -84,6 +84,23 @@ def test_the_default_limit_is_the_free_memory_of_the_device(monkeypatch):
         Engine(long(), EngineConfig())
     monkeypatch.setattr(memory, "room", lambda devices: None)  # a backend that does not report its memory
     memory.check_memory(long(), EngineConfig())
+
+
+def test_mercury_serve_fits_the_device_or_refuses_with_the_sizes(monkeypatch, capsys):
+    """On a device of one GiB, where 8 slots of the whole context take 1.37."""
+    monkeypatch.setattr("mercury_jax.hub.memory._host", lambda: 2**30)
+    monkeypatch.setattr(serve.show, "load", lambda *args, **more: long())
+    engines = []
+    monkeypatch.setattr(
+        "mercury_jax.serve.api.server.Server.run", lambda self, sockets: engines.append(self.engine)
+    )
+    assert main(["serve", "--port", "0"]) == 0
+    [engine] = engines
+    assert engine.config.slots == 8 and 0 < engine.context < LONG
+    assert f"8 slots of {engine.context} tokens: " in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--slots", "8", "--context", str(LONG)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"memory for 8 slots of 262144 tokens is '[0-9.]+ GiB .*allowed: up to 0.90 GiB", error)
 
 
 def test_the_command_line_refuses_an_engine_that_does_not_fit(monkeypatch, capsys):
