@@ -121,7 +121,15 @@ def parse_apply(content: str) -> ApplyInput:
 
 
 def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
-    """The updated file; None where a model has to be asked. See `merge_update` for `guess`."""
+    """The updated file; None where a model has to be asked. See `merge_update` for `guess`.
+
+    Args:
+        request: The message.
+        guess: As for `merge_update`.
+
+    Returns:
+        The updated file; None if the snippet is ambiguous, so that a model has to be asked.
+    """
     return merge_update(request.original, unfenced(request.update, request.original)[0], guess)
 
 
@@ -132,6 +140,9 @@ def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodeProm
         lm: The model.
         request: The message.
         instruct: The model follows instructions.
+
+    Returns:
+        A prompt with the instructions and the message.
 
     Raises:
         InvalidField: If the model does not follow instructions: guessing would damage the file.
@@ -144,7 +155,15 @@ def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodeProm
 
 
 def apply_reply(request: ApplyInput, text: str) -> str:
-    """The file in a model's reply; it ends with a line end if the original does."""
+    """The file in a model's reply; it ends with a line end if the original does.
+
+    Args:
+        request: The message.
+        text: What the model wrote, with or without fences and tags.
+
+    Returns:
+        The file; it ends with a line end if the original does.
+    """
     code = without_tags(unfenced(without_tags(text.strip("\n"), ORIGINAL), request.original)[0], ORIGINAL)
     missing = request.original.endswith("\n") and code and not code.endswith("\n")
     return code + "\n" if missing else code

@@ -77,6 +77,14 @@ class EditInput(NamedTuple):
 def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
     """Fills the hole between prefix and suffix; without a suffix, continues the prefix.
 
+    Args:
+        lm: The model.
+        prefix: Text in front of the hole.
+        suffix: Text behind it. None, "" or NO_SUFFIX: there is none.
+
+    Returns:
+        The prompt; its answer is the text of the hole.
+
     Raises:
         InvalidField: If both are empty.
     """
@@ -132,6 +140,9 @@ def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
         edit: The message.
         instruct: The model follows instructions, and gets the message as a conversation. Any other model fills a hole
             in the file (`rewritten_span`), with a budget of half as many tokens again as stand there.
+
+    Returns:
+        The prompt; its answer goes through `edit_reply`.
 
     Raises:
         InvalidField: If a model without instructions would see no code around the hole.
@@ -196,7 +207,16 @@ def rewritten_span(edit: EditInput) -> tuple[int, int]:
 
 
 def instruction_prompt(lm: LM, instructions: str, text: str) -> CodePrompt:
-    """A conversation of instructions and a text, for models that follow instructions."""
+    """A conversation of instructions and a text, for models that follow instructions.
+
+    Args:
+        lm: The model.
+        instructions: The system message.
+        text: The user's message.
+
+    Returns:
+        The prompt of the conversation.
+    """
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": text}]
     return CodePrompt(render_prompt(lm, messages), chat=True)
 
@@ -209,6 +229,9 @@ def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tup
         name: Name of the tags.
         start: Where to begin.
         outer: Up to the last closing tag, so that a text about the tags is taken whole. False: up to the next one.
+
+    Returns:
+        Start and end of the text between the tags; None where a tag is missing.
     """
     opening, closing = f"<|{name}|>", f"<|/{name}|>"
     first = text.find(opening, start)
@@ -218,7 +241,15 @@ def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tup
 
 
 def tagged_text(text: str, name: str) -> str | None:
-    """The text between two tags, without the line ends that belong to them; None where a tag is missing."""
+    """The text between two tags, without the line ends that belong to them; None where a tag is missing.
+
+    Args:
+        text: The text.
+        name: Name of the tags.
+
+    Returns:
+        The text between the tags; None where a tag is missing.
+    """
     at = tagged_span(text, name)
     return None if at is None else _trimmed(text[slice(*at)])
 
@@ -243,7 +274,15 @@ def unfenced(text: str, original: str = "") -> tuple[str, bool]:
 
 
 def without_tags(text: str, name: str) -> str:
-    """A reply without the tags of the request around it."""
+    """A reply without the tags of the request around it.
+
+    Args:
+        text: The reply.
+        name: Name of the tags.
+
+    Returns:
+        The reply; unchanged where the model did not repeat the tags.
+    """
     for edge in (f"<|{name}|>\n", f"<|{name}|>"):
         text = text.removeprefix(edge)
     for edge in (f"\n<|/{name}|>", f"<|/{name}|>"):

@@ -43,7 +43,16 @@ class InvalidField(Exception):
 
 
 def invalid_field(param: str, value: object, allowed: str) -> InvalidField:
-    """An error that repeats a value, cut to MAX_SHOWN characters."""
+    """An error that repeats a value, cut to MAX_SHOWN characters.
+
+    Args:
+        param: The field.
+        value: Its value.
+        allowed: What is allowed.
+
+    Returns:
+        The error, to be raised.
+    """
     shown = repr(value)
     shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
     return InvalidField(param, f"{param} is {shown}; allowed: {allowed}")
@@ -59,11 +68,16 @@ def check_messages(messages: Any, tools: Any = None) -> list[dict[str, Any]]:
         messages: JSON data of the request.
         tools: JSON data of the request; only checked.
 
+    Returns:
+        Plain messages: a system or developer message has the role system, a result of a tool or function the role tool,
+        a content is a text (None for a message that only calls tools), and arguments are mappings.
+
     Raises:
         InvalidField: For the first field that does not fit.
     """
     check_tools(tools)
     calls = _EarlierCalls()
+    order = lambda result: calls.numbers[result["tool_call_id"]]
     plain: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []  # consecutive ones
     for i, message in enumerate(_list(messages, "messages", 1, MAX_MESSAGES)):
@@ -71,9 +85,9 @@ def check_messages(messages: Any, tools: Any = None) -> list[dict[str, Any]]:
         if "tool_call_id" in checked:
             results.append(checked)
             continue
-        plain += [*sorted(results, key=calls.order), checked]
+        plain += [*sorted(results, key=order), checked]
         results = []
-    return plain + sorted(results, key=calls.order)
+    return plain + sorted(results, key=order)
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]]:
@@ -119,10 +133,6 @@ class _EarlierCalls:
     functions: dict[str, str] = field(default_factory=dict)
     older_ids: dict[str, str] = field(default_factory=dict)
     count: int = 0
-
-    def order(self, result: Mapping[str, Any]) -> int:
-        """Number of the call that a result answers."""
-        return self.numbers[result["tool_call_id"]]
 
 
 def _message(message: Any, name: str, calls: _EarlierCalls) -> dict[str, Any]:
@@ -201,7 +211,7 @@ def _called_function(function: Any, name: str) -> dict[str, Any]:
         arguments = {}
     elif isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+            arguments = json.loads(arguments, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             raise invalid_field(name, arguments, "the JSON text of an object") from None
     if not isinstance(arguments, dict):
@@ -260,5 +270,10 @@ def _plain_json(value: Any, name: str) -> Any:
     return value
 
 
-def _refuse_constant(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
+    """For `json.loads(parse_constant=)`: NaN and Infinity are not JSON, though Python reads them.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(f"{constant} is not JSON")

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import codecs
 import copy
+import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from mercury_jax.serve.chat.stop_matcher import StopMatcher
-from mercury_jax.serve.chat.tool_calls import SPACE, CallParser, MalformedCall, new_call_id
+from mercury_jax.serve.chat.tool_calls import SPACE, CallParser, MalformedCall
 from mercury_jax.serve.chat.tool_prompt import ThinkingMarks, ToolFormat, thinking_marks, tool_format
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.tokenizer import AnyTokenizer
@@ -97,7 +98,15 @@ class ReasoningTrimmer:
         self._line_ends = ""  # at the end of the text so far
 
     def push(self, text: str, end: bool = False) -> str:
-        """Takes the next text, and returns what certainly belongs to the reasoning. end: the text ends with it."""
+        """Takes the next text, and returns what certainly belongs to the reasoning. end: the text ends with it.
+
+        Args:
+            text: The next text of the thinking.
+            end: The thinking ends behind it.
+
+        Returns:
+            Text that certainly belongs to the reasoning.
+        """
         if self._head is not None:
             self._head += text
             lead = self._marks.lead
@@ -331,7 +340,7 @@ class OutputParser:
             return
         first = not self._call_id
         if first:
-            self._call_id, self._call_index = new_call_id(), self._call_index + 1
+            self._call_id, self._call_index = f"call_{secrets.token_hex(12)}", self._call_index + 1
             delta = ParsedCallDelta(self._call_index, self._call_id, self._call.name, new)
             self._deltas[self._call_index] = delta
         elif new:
@@ -370,7 +379,16 @@ class OutputParser:
 
 
 def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
-    """How answers of a tokenizer are read; see `OutputParser` for the arguments."""
+    """How answers of a tokenizer are read; see `OutputParser` for the arguments.
+
+    Args:
+        tok: The tokenizer.
+        chat: As for `OutputParser`.
+        tools: As for `OutputParser`.
+
+    Returns:
+        The format.
+    """
     form = tool_format(tok) if chat and tools else None
     turn = (tok.end_turn, *(form.ends if form else ())) if chat else ()
     letter = tok.encode("a")

@@ -9,32 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
-from typing import NoReturn
 
-from mercury_jax.serve.chat.messages import FUNCTION_NAME
+from mercury_jax.serve.chat.messages import FUNCTION_NAME, refuse_constant
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # the latter in the form of Llama's models
 MAX_DEPTH = 100  # nested lists and objects: less than what `json.loads` recurses into
 MAX_HEAD = 256  # characters of Gemma's form in front of the arguments
 SPACE = " \t\n\r"
 _GEMMA_HEAD = re.compile(r"\s*call:\s*([A-Za-z0-9_.-]{1,64})\s*")
-_LETTERS = string.ascii_letters + string.digits
-
-
-def new_call_id() -> str:
-    """A random id of a tool call."""
-    return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
 
 
 class MalformedCall(ValueError):
     """The text is not a tool call."""
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    """NaN and Infinity are not JSON, though Python reads them."""
-    raise MalformedCall(name)
 
 
 class CallParser:
@@ -150,7 +136,7 @@ class CallParser:
             return
         self._expects = "key" if behind else "comma"
         text, self._value = "".join(self._value), []
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
         if self._member == "name" and self.name is None:
             if not isinstance(value, str) or not FUNCTION_NAME.fullmatch(value):
                 raise MalformedCall
@@ -158,7 +144,7 @@ class CallParser:
         elif is_arguments:
             if isinstance(value, str):  # the JSON text of an object; empty for no arguments
                 text, self.arguments = value or "{}", []
-                value = json.loads(text, parse_constant=_refuse_constant)
+                value = json.loads(text, parse_constant=refuse_constant)
             if not isinstance(value, dict):
                 raise MalformedCall
             self.arguments.append(text[-1] if self.arguments else text)
@@ -188,8 +174,20 @@ class GemmaTranslator:
         """
         if self._verbatim:
             return c
+        if not self._brackets and c != "{":
+            self._head += c
+            if len(self._head) > MAX_HEAD:
+                raise MalformedCall
+            return ""
         if not self._brackets:
-            return self._push_head(c)
+            if not self._head.strip():
+                self._verbatim = True
+                return c
+            head = _GEMMA_HEAD.fullmatch(self._head)
+            if head is None:
+                raise MalformedCall
+            self._brackets, self._key = "{", ""
+            return f'{{"name": {json.dumps(head.group(1))}, "arguments": {{'
         if self._string == "mark":
             return json.dumps(c, ensure_ascii=False)[1:-1]
         if self._string:
@@ -206,7 +204,18 @@ class GemmaTranslator:
                 self._key += c
                 return ""
             self._key = None  # the object is empty
-        return self._push_value(c)
+        if c == '"':
+            self._string = c
+        elif c in "{[":
+            self._brackets += c
+        elif c in "]}":
+            self._brackets = self._brackets[:-1]
+            if not self._brackets:
+                self._verbatim = True  # nothing may follow, and the parser refuses it
+                return c + "}"
+        if c in "{," and self._brackets.endswith("{"):
+            self._key = ""
+        return f"{c} " if c == "," else c
 
     def quote(self) -> str:
         """Translates the token on either side of a string.
@@ -220,32 +229,3 @@ class GemmaTranslator:
             return ""
         self._string = "" if self._string else "mark"
         return '"'
-
-    def _push_head(self, c: str) -> str:
-        if c != "{":
-            self._head += c
-            if len(self._head) > MAX_HEAD:
-                raise MalformedCall
-            return ""
-        if not self._head.strip():
-            self._verbatim = True
-            return c
-        head = _GEMMA_HEAD.fullmatch(self._head)
-        if head is None:
-            raise MalformedCall
-        self._brackets, self._key = "{", ""
-        return f'{{"name": {json.dumps(head.group(1))}, "arguments": {{'
-
-    def _push_value(self, c: str) -> str:
-        if c == '"':
-            self._string = c
-        elif c in "{[":
-            self._brackets += c
-        elif c in "]}":
-            self._brackets = self._brackets[:-1]
-            if not self._brackets:
-                self._verbatim = True  # nothing may follow, and the parser refuses it
-                return c + "}"
-        if c in "{," and self._brackets.endswith("{"):
-            self._key = ""
-        return f"{c} " if c == "," else c

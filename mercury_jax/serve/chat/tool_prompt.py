@@ -125,7 +125,15 @@ def render_prompt(
 
 
 def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
-    """Whether a prompt ends inside thinking. Some templates open it by themselves."""
+    """Whether a prompt ends inside thinking. Some templates open it by themselves.
+
+    Args:
+        lm: The model.
+        ids: The prompt.
+
+    Returns:
+        True if the last tokens open thinking and do not close it.
+    """
     marks = lm.tokenizer.thinking
     if marks is None:
         return False
@@ -141,6 +149,13 @@ def described_tools(
     The tools stand in the system message, or in front of the first user message where there is none, since some
     templates refuse the role system. Calls become text of the assistant. Results become text of the user; consecutive
     ones become one message, since some templates want the roles to alternate.
+
+    Args:
+        messages: As `messages.check_messages` returns them.
+        tools: As `messages.check_tools` returns them; None or empty for none.
+
+    Returns:
+        Messages with a role and a text.
     """
     plain: list[dict[str, str]] = []
     after_result = False

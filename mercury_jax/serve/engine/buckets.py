@@ -26,7 +26,7 @@ from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as 
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
 from mercury_jax.sharding import along, apart, caches, over
-from mercury_jax.types import LM, Params
+from mercury_jax.types import LM
 
 SMALLEST = 256  # positions per row of the smallest bucket; the next ones double
 PREFILL_WIDTH = 256  # tokens of a forward pass that encodes a long prompt; whole blocks of every block size
@@ -55,6 +55,8 @@ class Buckets(NamedTuple):
         rows: Numbers of rows, ascending: powers of four, and `config.slots`.
         capacities: Positions per row, ascending: SMALLEST times powers of two, and what the context needs.
         leave_one_out: A rule reads each position by a mask that cannot see its token, so each pass is twice as wide.
+        bidirectional: The canvas of the model is the whole sequence, so prompts are not prefilled.
+        mesh: The mesh that the model was loaded on. None: a single device.
     """
 
     lm: LM
@@ -65,16 +67,13 @@ class Buckets(NamedTuple):
     rows: tuple[int, ...]
     capacities: tuple[int, ...]
     leave_one_out: bool
+    bidirectional: bool
+    mesh: Mesh | None
 
     @property
     def largest(self) -> Bucket:
         """The bucket that fits every batch."""
         return Bucket(self.rows[-1], self.capacities[-1], sampling.TRUNCATION)
-
-    @property
-    def bidirectional(self) -> bool:
-        """Whether the canvas of the model is the whole sequence, so that prompts are not prefilled."""
-        return self.lm.model.config.pattern == "bidirectional"
 
     def capacity(self, tokens: int) -> int:
         """Positions of a row that holds so many tokens: a canvas more, since the last one is written past the end."""
@@ -92,7 +91,15 @@ class Buckets(NamedTuple):
         return config.block if block_causal else self.block
 
     def program(self, capacity: int, level: int) -> Program:
-        """The static sizes of the decoder; the number of rows is not part of them."""
+        """The static sizes of the decoder; the number of rows is not part of them.
+
+        Args:
+            capacity: Positions of a row.
+            level: Of the sampler.
+
+        Returns:
+            What a compiled step closes over.
+        """
         width = self.width(capacity)
         return Program(
             self.lm.model,
@@ -111,6 +118,9 @@ class Buckets(NamedTuple):
             capacity: Positions of the row.
             request: The request.
             cached: Tokens of its prompt whose keys and values the caller writes into the row.
+
+        Returns:
+            A state of one row, with a KV cache of `capacity` positions.
         """
         tokens, prompt = np.zeros((1, capacity), np.int32), len(request.prompt)
         tokens[0, :prompt] = request.prompt
@@ -128,7 +138,16 @@ class Buckets(NamedTuple):
         return programs.move_rows(one, order, bucket.capacity, self.width(bucket.capacity))
 
     def moved(self, state: State, order: list[int], bucket: Bucket) -> State:
-        """The rows `order` of a state in a state of another bucket, followed by idle rows."""
+        """The rows `order` of a state in a state of another bucket, followed by idle rows.
+
+        Args:
+            state: The old state.
+            order: Indices of rows of the old state.
+            bucket: The new bucket; it has at least as many rows.
+
+        Returns:
+            The new state, on the model's mesh.
+        """
         padded = np.full(bucket.rows, -1, np.int32)
         padded[: len(order)] = order
         moved = programs.move_rows(state, padded, bucket.capacity, self.width(bucket.capacity))
@@ -140,7 +159,7 @@ class Buckets(NamedTuple):
         Returns:
             None on a single device.
         """
-        mesh = mesh_of(self.lm.params)
+        mesh = self.mesh
         if mesh is None:
             return None
         rows = lambda leaf: NamedSharding(mesh, PartitionSpec(along(("data",), leaf.shape[0], mesh) or None))
@@ -155,6 +174,13 @@ class Buckets(NamedTuple):
 def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     """The sizes of an engine.
 
+    Args:
+        lm: The model.
+        config: Configuration of the engine.
+
+    Returns:
+        The sizes.
+
     Raises:
         ValueError: For a rule in `config.rules` that the model cannot decode with.
     """
@@ -162,6 +188,8 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     block = config.block or model.block
     if rules.own.verify is not None:
         block = min(block, rules.own.verify + 1)
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(lm.params))
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     buckets = Buckets(
         lm=dataclasses.replace(lm, model=over(lm.model, apart(lm.params))),
         rules=rules,
@@ -171,6 +199,8 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
         rows=(config.slots,),
         capacities=(),
         leave_one_out=any(rule.blind for rule in rules.rules),
+        bidirectional=model.pattern == "bidirectional",
+        mesh=next((mesh for mesh in meshes if mesh.size > 1), None),
     )
     most = buckets.capacity(buckets.context)
     if config.programs == "one":
@@ -180,28 +210,24 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     return buckets._replace(rows=tuple(sorted(rows)), capacities=tuple(sorted(capacities)))
 
 
-def mesh_of(params: Params) -> Mesh | None:
-    """The mesh that a model was loaded on; None for a single device."""
-    for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            return sharding.mesh  # type: ignore[return-value]
-    return None
-
-
 class CompiledPrograms:
     """`programs.run_passes` compiled for each bucket.
 
-    `start` and `stop` belong to the thread that starts the engine, `fitting` and `step` to the engine's thread.
+    `start` and `stop` belong to the thread that starts the engine, the rest to the engine's thread.
 
     Args:
         buckets: The sizes.
+
+    Attributes:
+        buckets: The sizes.
+        largest: The bucket that is compiled first.
+        steps: The compiled programs so far, (params, state, sampling, idle, limit) -> DispatchResult.
     """
 
     def __init__(self, buckets: Buckets):
         self.buckets = buckets
         self.largest = buckets.largest
-        self._compiled: dict[Bucket, Any] = {}
+        self.steps: dict[Bucket, Callable[..., programs.DispatchResult]] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -218,7 +244,7 @@ class CompiledPrograms:
         # Prefill compiles beside the step: each of the two takes about one core.
         prefill = threading.Thread(target=self._warm_up_row, args=(self.largest.capacity,))
         prefill.start()
-        self._compiled[self.largest] = self._compile(self.largest)
+        self.steps[self.largest] = self._compile(self.largest)
         prefill.join()
         if self._stop.is_set():
             return state
@@ -239,12 +265,12 @@ class CompiledPrograms:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to compile."""
-        return bool(self._compiled) and (self._thread is None or not self._thread.is_alive())
+        return bool(self.steps) and (self._thread is None or not self._thread.is_alive())
 
     def add(self, bucket: Bucket) -> None:
         """Compiles a bucket, and the moves of rows between it and the others; then it is used."""
         compiled, buckets = self._compile(bucket), self.buckets
-        known = {(other.rows, other.capacity): other for other in self._compiled}
+        known = {(other.rows, other.capacity): other for other in self.steps}
         if (bucket.rows, bucket.capacity) not in known:
             state = buckets.sharded(buckets.idle(bucket))
             size = programs.tree_bytes(state.cache)
@@ -253,19 +279,18 @@ class CompiledPrograms:
                 for other in known.values():
                     if size * other.rows * other.capacity <= WARM_UP_BYTES * bucket.rows * bucket.capacity:
                         buckets.moved(buckets.moved(state, [], other), [], bucket)
-        self._compiled[bucket] = compiled
+        self.steps[bucket] = compiled
 
     def fitting(self, need: Bucket) -> Bucket:
         """The cheapest compiled bucket that is at least as large in every respect."""
-        fits = [b for b in list(self._compiled) if all(have >= want for have, want in zip(b, need))]
+        fits = [b for b in list(self.steps) if all(have >= want for have, want in zip(b, need))]
         return min(fits, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
 
-    def step(self, bucket: Bucket) -> Callable[..., programs.DispatchResult]:
-        """The compiled program: (params, state, sampling, idle, limit) -> DispatchResult."""
-        return self._compiled[bucket]
-
     def _compile_others(self, on_complete: Callable[[], None]) -> None:
-        yield_to_requests()
+        # A low priority, which the compiler's threads inherit (Linux only). Otherwise XLA's compiler takes every core
+        # of a small machine, and running streams halt while it compiles.
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         buckets = self.buckets
         for level in (sampling.PLAIN, sampling.PROCESSORS):
             for capacity in buckets.capacities:
@@ -324,12 +349,3 @@ class CompiledPrograms:
             return row
         program = self.buckets.program(capacity, sampling.TRUNCATION)
         return programs.encode_prompt(program, self.buckets.lm.params, row, PREFILL_WIDTH, np.int32(0))
-
-
-def yield_to_requests() -> None:
-    """Lowers the priority of the calling thread, and of the compiler's threads, which inherit it (Linux only).
-
-    Otherwise XLA's compiler takes every core of a small machine, and running streams halt while it compiles.
-    """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -49,6 +49,13 @@ def sees_suffix(lm: LM) -> bool:
 def fim_order(lm: LM, request: EngineRequest) -> EngineRequest:
     """A request with a suffix as one without, in FIM order (arXiv 2207.14255), where the model needs that.
 
+    Args:
+        lm: The model.
+        request: Any request.
+
+    Returns:
+        The request; unchanged if it has no suffix, or if the model sees text behind a hole.
+
     Raises:
         ValueError: If the tokenizer has no tokens for FIM order.
     """

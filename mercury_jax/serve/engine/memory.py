@@ -58,7 +58,15 @@ class EngineMemory(NamedTuple):
 
 
 def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
-    """What an engine needs on each device of the model."""
+    """What an engine needs on each device of the model.
+
+    Args:
+        lm: The model, loaded.
+        config: Configuration of the engine.
+
+    Returns:
+        Bytes per device.
+    """
     buckets = make_buckets(lm, config)
     largest = buckets.largest
     state = jax.eval_shape(lambda: buckets.idle(largest))
@@ -92,6 +100,9 @@ def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> E
         slots: Whether the number of slots may be reduced.
         context: Whether the context may be reduced.
 
+    Returns:
+        The first configuration that fits, `config` itself if possible or if the free memory is unknown.
+
     Raises:
         ValueError: If nothing fits, with the sizes.
     """
@@ -108,6 +119,10 @@ def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> E
 
 def check_memory(lm: LM, config: EngineConfig) -> None:
     """Checks that the devices have memory for an engine.
+
+    Args:
+        lm: The model, loaded.
+        config: Configuration of the engine.
 
     Raises:
         ValueError: If they do not, with the sizes.
@@ -126,7 +141,15 @@ def check_memory(lm: LM, config: EngineConfig) -> None:
 
 
 def free_memory(lm: LM, config: EngineConfig) -> int | None:
-    """Bytes that an engine may take on each device; None where the backend does not report its memory."""
+    """Bytes that an engine may take on each device; None where the backend does not report its memory.
+
+    Args:
+        lm: The model, loaded.
+        config: `memory` takes precedence.
+
+    Returns:
+        Bytes; None where the backend does not report its memory.
+    """
     if config.memory is not None:
         return config.memory
     here = jax.process_index()

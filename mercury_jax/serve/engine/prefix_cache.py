@@ -40,6 +40,9 @@ def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
         ids: Token ids.
         size: Tokens of a chunk.
         salt: Start of the chain.
+
+    Yields:
+        32 bytes for each whole chunk.
     """
     link = hashlib.sha256(salt.encode()).digest()
     array = np.asarray(ids, np.int32)
@@ -64,6 +67,10 @@ class PrefixCache:
     def find(self, ids: Sequence[int], salt: str) -> tuple[list[Cache], int]:
         """The longest cached prefix of a prompt. Its last token is never part of it: it must be encoded.
 
+        Args:
+            ids: The prompt.
+            salt: Of the request.
+
         Returns:
             The chunks, and how many tokens they cover.
         """
@@ -77,7 +84,15 @@ class PrefixCache:
         return [self._chunks[link] for link in found], len(found) * self._size
 
     def insert(self, row: State, chunks: Sequence[Cache]) -> State:
-        """A row with these chunks in its KV cache, from position 0 on. The row is donated."""
+        """A row with these chunks in its KV cache, from position 0 on. The row is donated.
+
+        Args:
+            row: A state of one row.
+            chunks: As `find` returns them.
+
+        Returns:
+            The row.
+        """
         for i, chunk in enumerate(chunks):
             row = programs.insert_cache(row, chunk, np.int32(i * self._size))
         return row

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import machine
-from mercury_jax.decode.amend import Amend, amend
+from mercury_jax.decode.amend import amend
 from mercury_jax.decode.state import Frame, Knobs, Nats, Program, State, admit, begin
 from mercury_jax.types import Cache, Params
 
@@ -103,6 +103,9 @@ def start_row(program: Program, sampling: Knobs, tokens: Int[Array, "1 S"], size
         tokens: The prompt, padded.
         sizes: Length of the prompt; where thinking (without it, the answer) ends; tokens kept for an answer behind
             thinking; seed; tokens of the prompt whose keys and values are about to be written to the cache.
+
+    Returns:
+        The state of one row.
     """
     prompt, end, answer_budget, seed, cached = (sizes[i : i + 1] for i in range(5))
     given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
@@ -113,16 +116,27 @@ def start_row(program: Program, sampling: Knobs, tokens: Int[Array, "1 S"], size
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
 def encode_prompt(program: Program, params: Params, row: State, width: int, upto: Int[Array, ""]) -> State:
-    """Prefills a row up to position `upto` of its prompt, in forward passes of `width` tokens."""
+    """Prefills a row up to position `upto` of its prompt, in forward passes of `width` tokens.
+
+    Args:
+        program: Static sizes.
+        params: Parameters of the model.
+        row: A state of one row; donated.
+        width: Tokens of a forward pass.
+        upto: Position behind the last token that is encoded.
+
+    Returns:
+        The row with a longer committed KV cache.
+    """
     committed = row.known
     row = machine.prefill(program, params, row._replace(known=jnp.minimum(committed, upto)), width)
     return row._replace(known=committed)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def place_row(state: State, slot: Int[Array, ""], row: State) -> State:
-    """The state with a row of one request in a slot."""
-    return admit(state, slot, row)
+# (state, slot, row) -> the state with a row of one request in a slot; the state is donated.
+place_row = jax.jit(admit, donate_argnums=0)
+# (program, state, change, eos) -> the state with tokens that grammars have committed; the state is donated.
+write_tokens = jax.jit(amend, static_argnums=0, donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -134,6 +148,9 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
         order: For each new row the index of the old one; -1 for an idle row.
         capacity: Positions of a row.
         width: Positions of a canvas.
+
+    Returns:
+        A state of `len(order)` rows.
     """
 
     def resized(leaf: Array, size: int) -> Array:
@@ -162,31 +179,48 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
 
 @functools.partial(jax.jit, static_argnums=3)
 def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
-    """Keys and values of positions start..start + size of one row."""
+    """Keys and values of positions start..start + size of one row.
 
-    def cut(leaf: Array) -> Array:
-        row = jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
-        return jax.lax.dynamic_slice_in_dim(row, start, size)
+    Args:
+        cache: KV cache of all rows.
+        slot: The row.
+        start: First position.
+        size: Number of positions.
 
-    return jax.tree.map(cut, cache)
+    Returns:
+        A chunk whose leaves have the position as first axis.
+    """
+    row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
-    """A row with a chunk of `cut_cache` written to its cache at position `start`."""
+    """A row with a chunk of `cut_cache` written to its cache at position `start`.
+
+    Args:
+        row: A state of one row; donated.
+        chunk: Of `cut_cache`.
+        start: First position of the chunk.
+
+    Returns:
+        The row.
+    """
     insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
     return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def write_tokens(program: Program, state: State, change: Amend, eos: Int[Array, "B"]) -> State:
-    """The state with tokens that grammars have committed; see `decode.amend`."""
-    return amend(program, state, change, eos)
-
-
 @jax.jit
 def row_logprobs(state: State, slot: Int[Array, ""]) -> Nats:
-    """Log-probabilities of one row."""
+    """Log-probabilities of one row.
+
+    Args:
+        state: The slots.
+        slot: The row.
+
+    Returns:
+        Arrays without the batch axis.
+    """
     return jax.tree.map(lambda leaf: leaf[slot], state.nats)
 
 

@@ -225,6 +225,12 @@ class RequestHandle:
     Args:
         request: The request.
         on_cancel: Called when the request is cancelled before its end.
+
+    Attributes:
+        request: The request.
+        arrival_time: When it was submitted, in seconds of `time.monotonic`.
+        cancelled: `cancel` was called.
+        latest: The latest snapshot; None before the first.
     """
 
     def __init__(self, request: EngineRequest, on_cancel: Callable[[], None]):
@@ -233,19 +239,14 @@ class RequestHandle:
         self.cancelled = False
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
-        self._latest: Snapshot | None = None
+        self.latest: Snapshot | None = None
         self._backlog: deque[Snapshot] = deque(maxlen=BACKLOG)
         self._listeners: list[Callable[[], None]] = []
 
     @property
-    def latest(self) -> Snapshot | None:
-        """The latest snapshot; None before the first."""
-        return self._latest
-
-    @property
     def finished(self) -> bool:
         """Whether the last snapshot has been published."""
-        return self._latest is not None and self._latest.finish is not None
+        return self.latest is not None and self.latest.finish is not None
 
     def cancel(self) -> None:
         """Ends the request; its slot is free after the current step. Has no effect on a finished request."""
@@ -265,15 +266,15 @@ class RequestHandle:
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s")
-            assert self._latest is not None
-            return self._latest
+            assert self.latest is not None
+            return self.latest
 
     def publish(self, snapshot: Snapshot) -> None:
         """Hands a snapshot to all readers. Called by the engine; ignored after the last snapshot."""
         with self._changed:
             if self.finished:
                 return
-            self._latest = snapshot
+            self.latest = snapshot
             if self.request.frames:
                 self._backlog.append(snapshot)
             self._changed.notify_all()
@@ -298,7 +299,7 @@ class RequestHandle:
                         unread = list(self._backlog)
                         self._backlog.clear()
                     else:
-                        latest = self._latest
+                        latest = self.latest
                         unread = [] if latest is None or latest is seen else [latest]
                 for snapshot in unread:
                     yield snapshot

@@ -75,6 +75,9 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
         lm: The model.
         wanted: Names of rules beside the model's own. None: all of MASKED or UNIFORM, by the model's noise.
 
+    Returns:
+        The rules, the model's own first.
+
     Raises:
         ValueError: For a wanted rule that the model cannot decode with.
     """
@@ -114,6 +117,9 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int
         level: PLAIN, PROCESSORS or TRUNCATION; what the level lacks is ignored.
         vocab: Ids of the model.
 
+    Returns:
+        The sampler of one row; its numbers are Python floats and numpy arrays.
+
     Raises:
         ValueError: For a rule that is not offered, or a bias out of range.
     """
@@ -149,6 +155,13 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int
 def bias_processor(biases: Mapping[int, float], vocab: int) -> Part:
     """A logits processor that adds biases; its arrays have the same shape for every table.
 
+    Args:
+        biases: Added logit by token id.
+        vocab: Ids of the model.
+
+    Returns:
+        The processor, with unused entries of id -1.
+
     Raises:
         ValueError: For more than MAX_BIASES ids, an id outside of the vocabulary, or a value that is not finite.
     """
@@ -174,6 +187,9 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
         level: Of the sampler.
         lm: The model.
         block: Positions of a block.
+
+    Returns:
+        The parameters, to be copied into a row by `set_row`.
     """
 
     def typed(x: Any) -> np.ndarray:
@@ -194,12 +210,26 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
 
 
 def stack_rows(rows: int, one: Knobs) -> Knobs:
-    """Parameters [rows, ...] on the host, every row as `one`."""
+    """Parameters [rows, ...] on the host, every row as `one`.
+
+    Args:
+        rows: Number of rows.
+        one: Of `row_params`.
+
+    Returns:
+        Writable numpy arrays.
+    """
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, axis=0), one)
 
 
 def set_row(params: Knobs, row: int, one: Knobs) -> None:
-    """Writes one row's parameters into arrays of `stack_rows`, in place."""
+    """Writes one row's parameters into arrays of `stack_rows`, in place.
+
+    Args:
+        params: Of `stack_rows`.
+        row: Index of the row.
+        one: Of `row_params`, of the same level.
+    """
     jax.tree.map(lambda rows, x: rows.__setitem__(row, x), params, one)
 
 
@@ -217,7 +247,15 @@ def set_allowed(params: Knobs, row: int, words: np.ndarray, start: int) -> None:
 
 
 def with_allowed(on_device: Knobs, on_host: Knobs) -> Knobs:
-    """Parameters on the device with the grammar masks that the host holds now; nothing else is transferred."""
+    """Parameters on the device with the grammar masks that the host holds now; nothing else is transferred.
+
+    Args:
+        on_device: Parameters as they were sent last.
+        on_host: Parameters of the same level with newer masks.
+
+    Returns:
+        The parameters on the device with the newer masks.
+    """
     part = on_device.sampler.allow[0]
     masks = jax.device_put({name: on_host.sampler.allow[0].knobs[name] for name in part.knobs})
     sampler = on_device.sampler._replace(allow=(dataclasses.replace(part, knobs=masks),))

@@ -22,6 +22,9 @@ def may_run(request: EngineRequest, running: Sequence[EngineRequest], slots: int
         request: The candidate.
         running: Requests in slots.
         slots: Number of slots of the engine.
+
+    Returns:
+        Always True for a short request.
     """
     if request.max_length < LONG_REQUEST or slots < 2:
         return True

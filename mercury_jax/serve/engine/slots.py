@@ -146,7 +146,7 @@ class Slots:
         if self._device_params is None:
             self._device_params = jax.device_put(self._host_params[self.bucket.level])
         limit = 1 if self.constrained else self.buckets.config.passes or 1
-        step = self.compiled.step(self.bucket)
+        step = self.compiled.steps[self.bucket]
         result = step(params, self.state, self._device_params, idle, np.int32(limit))
         self.state = result.state
         self.pending.append((result, tuple(self.requests)))

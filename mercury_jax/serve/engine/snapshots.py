@@ -111,6 +111,9 @@ def constrained(run: RunningRequest, gate: Gate, shown: Snapshot) -> Snapshot:
         run: The request.
         gate: State of its grammar, after it has seen the pass.
         shown: The snapshot of the pass.
+
+    Returns:
+        The snapshot; unchanged while the request thinks.
     """
     if gate.first is None:  # still thinking
         return shown
@@ -185,6 +188,9 @@ def early_end(handle: RequestHandle, finish: str, message: str = "") -> Snapshot
         handle: The request.
         finish: "cancelled" or "error".
         message: The error.
+
+    Returns:
+        The final tokens with their finish.
     """
     last = handle.latest or EMPTY_SNAPSHOT
     n = last.final

@@ -95,7 +95,11 @@ class Playground:
         return Json(self.info, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
-        """Events of one answer: a start, a frame per denoising pass, an end."""
+        """Events of one answer: a start, a frame per denoising pass, an end.
+
+        Raises:
+            ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
+        """
         fields = self.fields.read(await body.read(request, self.options), "")
         self._check_ready()
         page = requests.build_request(self.lm, fields, self.limits)
@@ -108,7 +112,11 @@ class Playground:
         return sse.EventStream(self._events(handle, page, started), handle.cancel, self.options.keep_alive)
 
     async def top(self, request: Request) -> Response:
-        """The most probable tokens of a cell, as a pass of the stream saw it."""
+        """The most probable tokens of a cell, as a pass of the stream saw it.
+
+        Raises:
+            ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
+        """
         fields = self.cell_fields.read(await body.read(request, self.options), "")
         self._check_ready()
         page = requests.build_request(self.lm, fields["request"], self.limits)

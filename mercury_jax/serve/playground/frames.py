@@ -50,6 +50,10 @@ def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np
 
     Cells in front of the active block keep the confidence at which they were accepted; the engine reports 1 there.
 
+    Args:
+        shown: What the reader has.
+        snapshot: The answer after a pass.
+
     Returns:
         What the reader will have, and the indices of the cells that changed.
     """
@@ -82,23 +86,34 @@ class TokenLabels:
             pieces = self._tokenizer.pieces
             piece = pieces[token] if token < len(pieces) else b""
             try:
-                self._known[token] = (piece.decode(), 0) if piece else (self._name(token), SPECIAL)
+                name = (
+                    piece.decode()
+                    if piece
+                    else self._tokenizer.decode([token], skip_special=False).strip("<|>")
+                )
+                known = (name, 0) if piece else (name or f"id {token}", SPECIAL)
             except UnicodeDecodeError:
-                self._known[token] = piece.hex(" ").upper(), BYTES
+                known = piece.hex(" ").upper(), BYTES
+            except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
+                known = f"id {token}", SPECIAL
+            self._known[token] = known
         return self._known[token]
-
-    def _name(self, token: int) -> str:
-        try:
-            name = self._tokenizer.decode([token], skip_special=False)
-        except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
-            name = ""
-        return name.strip("<|>") or f"id {token}"
 
 
 def frame_event(
     labels: TokenLabels, shown: ShownCells, changed: Iterable[int], snapshot: Snapshot
 ) -> dict[str, Any]:
-    """The event of one pass: {forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}."""
+    """The event of one pass: {forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}.
+
+    Args:
+        labels: Texts of tokens.
+        shown: What the reader will have.
+        changed: Indices of the cells to send.
+        snapshot: The answer after the pass.
+
+    Returns:
+        A JSON object.
+    """
     cells = []
     for i in map(int, changed):
         token = int(shown.tokens[i])
@@ -109,7 +124,17 @@ def frame_event(
 
 
 def end_event(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[str, Any]:
-    """The last event: the whole text as `sample` would return it, and the cost."""
+    """The last event: the whole text as `sample` would return it, and the cost.
+
+    Args:
+        lm: The model.
+        snapshot: The last snapshot.
+        chat: The answer is a turn of a conversation and may think.
+        seconds: Since the request.
+
+    Returns:
+        A JSON object.
+    """
     thinking, text = decoded(lm, snapshot.tokens, chat)
     return {
         "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish, "message": snapshot.message,
@@ -169,6 +194,9 @@ def pass_input(
         start: First cell of the active block.
         index: The cell of interest.
         block: Tokens of a block.
+
+    Returns:
+        What the pass read, with new noise where the model has no mask token.
     """
     config, filling = lm.model.config, request.suffix is not None
     ends = (config.eos, *config.ends) if filling else ()  # nothing ends inside a hole
@@ -192,7 +220,15 @@ def pass_input(
 
 
 def top_tokens(lm: LM, read: PassInput) -> TopTokens:
-    """The most probable ids of a cell by the model itself, without temperature, bias or grammar."""
+    """The most probable ids of a cell by the model itself, without temperature, bias or grammar.
+
+    Args:
+        lm: The model.
+        read: Of `pass_input`.
+
+    Returns:
+        The tokens.
+    """
     before, canvas = read.text[: read.encoded], read.text[read.encoded :]
     pad = lambda x, size: np.pad(x, (0, size - len(x)))[None]
     sizes = np.asarray([read.encoded, len(canvas), read.position], np.int32)

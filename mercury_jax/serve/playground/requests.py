@@ -94,7 +94,15 @@ class SizeLimits(NamedTuple):
 
 
 def request_fields(rules: tuple[str, ...], limits: SizeLimits) -> Record:
-    """The fields of a request, for a model that offers these rules."""
+    """The fields of a request, for a model that offers these rules.
+
+    Args:
+        rules: Names of the rules, the default first.
+        limits: Most tokens.
+
+    Returns:
+        The fields, which read JSON data.
+    """
     text = Text(most=MAX_CHARACTERS)
     roles = Choice(("system", "user", "assistant"))
     message = Record(
@@ -119,7 +127,16 @@ def request_fields(rules: tuple[str, ...], limits: SizeLimits) -> Record:
 
 
 def cell_fields(request: Record, vocab: int, limits: SizeLimits) -> Record:
-    """The fields of a question about one cell."""
+    """The fields of a question about one cell.
+
+    Args:
+        request: Of `request_fields`.
+        vocab: Ids of the model.
+        limits: Most tokens.
+
+    Returns:
+        The fields, which read JSON data.
+    """
     most = 2 * limits.max_tokens + MAX_TOKENS
     return Record((
         Field("request", request, REQUIRED, "The request of the stream."),
@@ -138,6 +155,9 @@ def build_request(lm: LM, fields: Mapping[str, Any], limits: SizeLimits) -> Page
         fields: As `request_fields` has read them.
         limits: What must fit.
 
+    Returns:
+        The request and what the page shows around its answer.
+
     Raises:
         ApiError: 400 for what does not fit.
     """
@@ -154,17 +174,14 @@ def _answer(lm: LM, fields: Mapping[str, Any], limits: SizeLimits, param: str) -
     chat, given = fields["kind"] == "chat", fields[param]
     if given is None:
         raise refused(param, None, "a value: this kind needs it")
-
-    def render(thinking: bool) -> tuple[int, ...]:
-        return tuple(lm.tokenizer.render(given, thinking=thinking)) if chat else _text_ids(lm, given)
-
+    ids = lambda think: tuple(lm.tokenizer.render(given, thinking=think)) if chat else _text_ids(lm, given)
     effort, max_tokens = EFFORTS.get(fields["effort"] or ""), fields["max_tokens"] or DEFAULT_ANSWER
     thinks = effort is not None and chat and lm.tokenizer.thinking is not None
     thinking = effort.thinking if thinks and effort is not None else 0
-    prompt = render(thinking > 0)
+    prompt = ids(thinking > 0)
     left = room(limits.context, len(prompt), max_tokens, min(thinking, MAX_TOKENS), param)
     if thinking and not left.thinking:
-        prompt = render(False)
+        prompt = ids(False)
     request = EngineRequest(
         prompt=prompt, max_tokens=max_tokens, thinking=left.thinking, **_decoding(lm, fields, limits.block)
     )
@@ -218,6 +235,14 @@ def _decoding(lm: LM, fields: Mapping[str, Any], block: int) -> dict[str, Any]:
 def with_grammar(lm: LM, request: EngineRequest, schema: Mapping[str, Any] | None) -> EngineRequest:
     """The request bound to a JSON Schema. Compiles the grammar, so it must not run in the event loop's thread.
 
+    Args:
+        lm: The model.
+        request: The request.
+        schema: The schema. None: the request stays as it is.
+
+    Returns:
+        The request with its grammar.
+
     Raises:
         ApiError: 400 for a schema that is not supported.
     """
@@ -233,6 +258,9 @@ def page_info(lm: LM, limits: SizeLimits, locked: bool) -> dict[str, Any]:
         lm: The model.
         limits: Most tokens.
         locked: The server asks for an API key.
+
+    Returns:
+        A JSON object.
     """
     number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
     rules, offered = rule_set(lm), []
