@@ -7,6 +7,7 @@ All methods belong to the engine's thread. A dispatch is asynchronous: `dispatch
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,12 +61,12 @@ class Slots:
     bucket: Bucket = field(init=False)
     requests: list[RunningRequest | None] = field(init=False)
     pending: deque[tuple[DispatchResult, tuple[RunningRequest | None, ...]]] = field(default_factory=deque)
-    _host_params: list[Knobs] = field(init=False)  # sampling parameters of all rows, by level
-    _device_params: Knobs | None = None  # of the bucket's level; None: changed since the last dispatch
-    _smaller_fits: int = 0  # dispatches in a row for which a smaller bucket would have done
+    _host_params: Knobs = field(init=False)  # sampling parameters of all rows, at the bucket's level
+    _device_params: Knobs | None = field(init=False)  # the same; None: changed since the last dispatch
+    _smaller_fits: int = field(init=False)  # dispatches in a row for which a smaller bucket would have done
 
     def __post_init__(self) -> None:
-        self._clear(self.compiled.largest)
+        self._assign(self.compiled.largest, ())
 
     @property
     def running(self) -> int:
@@ -109,9 +110,7 @@ class Slots:
         if row.text.shape[1] != capacity:
             row = programs.move_rows(row, np.zeros(1, np.int32), capacity, buckets.width(capacity))
         self.state = buckets.sharded(programs.place_row(self.state, np.int32(slot), row))
-        for level, params in enumerate(self._host_params):
-            one = sampling.row_params(buckets.rules, run.handle.request, level, buckets.lm, buckets.block)
-            sampling.set_row(params, slot, one)
+        sampling.set_row(self._host_params, slot, self._params(run.handle.request))
         self._device_params = None
 
     def apply_grammars(self) -> None:
@@ -129,22 +128,19 @@ class Slots:
             for slot, _, gate in gates:
                 if gate.news:
                     gate.fill(change, slot)
-            eos = np.asarray(self._host_params[self.bucket.level].eos)
+            eos = np.asarray(self._host_params.eos)
             self.state = self.buckets.sharded(programs.write_tokens(program, self.state, change, eos))
         for slot, run, gate in gates:
             if not gate.over:
-                words = gate.bits()
-                for params in self._host_params[sampling.PROCESSORS :]:
-                    sampling.set_allowed(params, slot, words, gate.front - run.prompt_length)
+                sampling.set_allowed(self._host_params, slot, gate.bits(), gate.front - run.prompt_length)
         if self._device_params is not None:
-            host = self._host_params[self.bucket.level]
-            self._device_params = sampling.with_allowed(self._device_params, host)
+            self._device_params = sampling.with_allowed(self._device_params, self._host_params)
 
     def dispatch(self, params: Params) -> None:
         """Sends the next passes to the device without waiting for them. Rows without a request do not change."""
         idle = np.array([run is None for run in self.requests])
         if self._device_params is None:
-            self._device_params = jax.device_put(self._host_params[self.bucket.level])
+            self._device_params = jax.device_put(self._host_params)
         limit = 1 if self.constrained else self.buckets.config.passes or 1
         step = self.compiled.steps[self.bucket]
         result = step(params, self.state, self._device_params, idle, np.int32(limit))
@@ -158,24 +154,22 @@ class Slots:
         return ReadDispatch(requests, frames, int(passes), report)
 
     def _move(self, bucket: Bucket) -> None:
-        old = [slot for slot, run in enumerate(self.requests) if run is not None]
-        requests = [self.requests[slot] for slot in old]
-        params = [jax.tree.map(lambda x: x[old], rows) for rows in self._host_params]
+        running = [(slot, run) for slot, run in enumerate(self.requests) if run is not None]
         if (bucket.rows, bucket.capacity) != (self.bucket.rows, self.bucket.capacity):
-            buckets = self.buckets
+            old, buckets = [slot for slot, _ in running], self.buckets
             moved = buckets.moved(self.state, old, bucket) if old else buckets.sharded(buckets.idle(bucket))
-            self.state = moved
-            self._clear(bucket)
-            self.requests[: len(old)] = requests
-            for rows, kept in zip(self._host_params, params, strict=True):
-                jax.tree.map(lambda all, some: all.__setitem__(slice(0, len(old)), some), rows, kept)
-        self.bucket, self._device_params, self._smaller_fits = bucket, None, 0
+            self.state, running = moved, list(enumerate(run for _, run in running))
+        self._assign(bucket, running)
 
-    def _clear(self, bucket: Bucket) -> None:
-        """Makes all slots of a bucket free."""
+    def _assign(self, bucket: Bucket, running: Iterable[tuple[int, RunningRequest]]) -> None:
+        """Sets the bucket, the requests in its rows, and their sampling parameters."""
+        self.bucket, self.requests, self._smaller_fits = bucket, [None] * bucket.rows, 0
+        self._host_params = sampling.stack_rows(bucket.rows, self._params(NO_REQUEST))
+        self._device_params = None
+        for slot, run in running:
+            self.requests[slot] = run
+            sampling.set_row(self._host_params, slot, self._params(run.handle.request))
+
+    def _params(self, request: EngineRequest) -> Knobs:
         buckets = self.buckets
-        self.bucket, self.requests = bucket, [None] * bucket.rows
-        self._host_params = []
-        for level in (sampling.PLAIN, sampling.PROCESSORS, sampling.TRUNCATION):
-            one = sampling.row_params(buckets.rules, NO_REQUEST, level, buckets.lm, buckets.block)
-            self._host_params.append(sampling.stack_rows(bucket.rows, one))
+        return sampling.row_params(buckets.rules, request, self.bucket.level, buckets.lm, buckets.block)

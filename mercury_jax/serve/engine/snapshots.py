@@ -93,14 +93,7 @@ def _pass_snapshot(
     block = min(len(committed), size)
     final = block if run.revises else int(np.argmin(np.append(accepted[:size], False)))
     return Snapshot(
-        tokens[:size],
-        accepted[:size],
-        confidence[:size],
-        np.zeros(size, bool),
-        final,
-        block,
-        0,
-        run.cached,
+        tokens[:size], accepted[:size], confidence[:size], np.zeros(size, bool), final, block, 0, run.cached
     )
 
 

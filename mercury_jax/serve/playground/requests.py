@@ -52,7 +52,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64, "p": 0.99},
         _CODE,
         _AREA,
-    ],
+    ]
 }
 GENERAL_EXAMPLES: list[dict[str, Any]] = [
     {"kind": "chat", "title": "Explain", "prompt": "Why does ice float? Two sentences.", "max_tokens": 128},
