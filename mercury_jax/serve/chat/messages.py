@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from mercury_jax import chat
+
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of a message's content
 MAX_CALLS = 256  # of a message
@@ -169,13 +171,7 @@ def _content(content: Any, name: str) -> str:
         return _text(content or "", name)
     if not isinstance(content, list):
         raise invalid_field(name, type(content).__name__, "a string, null, or a list of text parts")
-    texts = []
-    for j, part in enumerate(_list(content, name, 0, MAX_PARTS)):
-        part = _mapping(part, f"{name}[{j}]")
-        if part.get("type") != "text":
-            raise invalid_field(f"{name}[{j}].type", part.get("type"), "text (this model reads text only)")
-        texts.append(_text(part.get("text"), f"{name}[{j}].text"))
-    return "\n".join(texts)
+    return _text(chat.joined(_list(content, name, 0, MAX_PARTS), name, invalid_field), name)
 
 
 def _tool_calls(message: Mapping[str, Any], name: str, calls: _EarlierCalls) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.amend import nothing
-from mercury_jax.decode.program import bucket as padded_size
+from mercury_jax.decode.program import bucket as padded_size, slots_for
 from mercury_jax.decode.state import Program, State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
@@ -80,7 +80,7 @@ class Buckets(NamedTuple):
         copies = 2 if self.leave_one_out else 1
         if self.bidirectional:
             return padded_size(tokens) * copies
-        return padded_size(tokens + self.width(tokens) * copies)
+        return slots_for(tokens, self.width(tokens) * copies, self.context)
 
     def width(self, capacity: int) -> int:
         """Positions of a canvas in rows of `capacity` positions."""
