@@ -1,0 +1,88 @@
+"""An engine that says what a test tells it to, pass by pass: real tickets, no device."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mercury_jax.serve.engine.ticket import NOTHING, Ticket
+from mercury_jax.serve.engine.types import Busy, Settings, Stats, TooLong
+
+
+def snapshot(tokens, final=None, finish=None, **fields):
+    """The tokens of an answer, of which `final` can no longer change."""
+    tokens = np.asarray(tokens, np.int32)
+    final = len(tokens) if final is None else final
+    made = NOTHING._replace(
+        tokens=tokens,
+        settled=np.arange(len(tokens)) < final,
+        confidence=np.ones(len(tokens), np.float32),
+        forced=np.zeros(len(tokens), bool),
+        final=final,
+        start=final,
+        forwards=1 + final,
+        finish=finish,
+    )
+    return made._replace(**fields)
+
+
+class ScriptedEngine:
+    """`script`: the snapshots that every job goes through, or a function of the job; `pause` seconds apart."""
+
+    def __init__(self, lm, script=(), pause=0.0, slots=4, queue=8):
+        self.lm, self.script, self.pause = lm, script, pause
+        self.settings, self.context = Settings(slots=slots, queue=queue), 512
+        menu = SimpleNamespace(names=("threshold", "confidence"))
+        self.plan = SimpleNamespace(menu=menu, block=32)
+        self.ready, self.closing = True, False
+        self.tickets, self.gate = [], threading.Event()
+        self.gate.set()
+
+    def submit(self, job):
+        if self.closing:
+            raise Busy("the server is closing", 5.0, closing=True)
+        if len(job.prompt) + job.max_tokens + job.thinking > self.context:
+            raise TooLong(len(job.prompt) + job.max_tokens, self.context)
+        ticket = Ticket(job, lambda: None)
+        self.tickets.append(ticket)
+        threading.Thread(target=self._play, args=(ticket,), daemon=True).start()
+        return ticket
+
+    def _play(self, ticket):
+        script: Any = self.script(ticket.job) if callable(self.script) else self.script
+        for shown in script:
+            self.gate.wait(20)
+            time.sleep(self.pause)
+            if ticket.cancelled:
+                shown = (ticket.latest or NOTHING)._replace(finish="cancelled")
+            ticket.publish(shown)
+
+    def stats(self):
+        running = sum(not ticket.over for ticket in self.tickets)
+        done = sum(ticket.over for ticket in self.tickets)
+        return Stats(0, running, self.settings.slots, 512, 0, 0, 0, len(self.tickets), done, *[0] * 8)
+
+    def drain(self, timeout=None):
+        self.closing = True
+        until = time.monotonic() + (timeout or 0)
+        while time.monotonic() < until and any(not ticket.over for ticket in self.tickets):
+            time.sleep(0.01)
+        return True
+
+    def stop(self):
+        self.closing = True
+        for ticket in self.tickets:
+            ticket.publish((ticket.latest or NOTHING)._replace(finish="cancelled"))
+
+    def start(self):
+        self.ready = True
+
+
+def text_snapshots(lm, *texts, finish="stop"):
+    """Snapshots in which an answer grows text by text; the last one ends it."""
+    ids = [lm.tokenizer.encode(text) for text in texts]
+    whole = ids[-1]
+    shown = [snapshot(whole[: len(part)]) for part in ids[:-1]]
+    return [*shown, snapshot(whole, finish=finish)]
