@@ -7,23 +7,32 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
+from pydantic import Field, create_model
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from mercury_jax.serve.api import body, sse
-from mercury_jax.serve.api.errors import Json, invalid, refused, too_long, too_many, unavailable
-from mercury_jax.serve.api.guard import key_of
-from mercury_jax.serve.api.kinds import REQUIRED, Field, Integer, Items, Record
-from mercury_jax.serve.api.options import Options
-from mercury_jax.serve.api.service import closing, told
+from mercury_jax.serve.auth import cache_salt
 from mercury_jax.serve.engine.types import Job, Snapshot
+from mercury_jax.serve.errors import (
+    context_length_exceeded,
+    invalid_request,
+    invalid_value,
+    rate_limited,
+    unavailable,
+)
+from mercury_jax.serve.http import JsonResponse, read_json
+from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import about, frames, request as requests, top
+from mercury_jax.serve.protocol import Integral, RequestModel, parse_request
+from mercury_jax.serve.service import shutting_down, to_api_error
+from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 
 STATIC = Path(__file__).parent / "static"
 BEAT = 5.0  # seconds of silence after which the stream says that it lives
@@ -55,14 +64,14 @@ class Files(StaticFiles):
 class Playground:
     """The routes of one engine."""
 
-    def __init__(self, engine: Any, options: Options):
+    def __init__(self, engine: Any, options: ServerOptions):
         self.engine, self.lm, self.options = engine, engine.lm, options
         self.block = engine.settings.block or self.lm.model.config.block
         self.fit = requests.Fit(engine.context, self.block)
         self.info = about.info(self.lm, engine.context, self.block, bool(options.keys))
         self.labels = frames.Labels(self.lm)
         most = about.most_tokens(engine.context)
-        self.table = requests.table(tuple(r["name"] for r in self.info["rules"]), most)
+        self.table = requests.request_model(tuple(r["name"] for r in self.info["rules"]), most)
         self.look = _look(self.table, self.lm.model.config.vocab, 2 * most + requests.MOST_TOKENS)
         self.looking, self.one = 0, CapacityLimiter(1)
 
@@ -79,31 +88,33 @@ class Playground:
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def tell(self, request: Request) -> Response:
-        return Json(self.info, headers={"cache-control": "no-store"})
+        return JsonResponse(self.info, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
-        read = self.table.read(await body.read(request, self.options), "")
+        read = (await read_json(request, self.options, partial(parse_request, self.table))).model_dump(
+            by_alias=True
+        )
         self._open()
         asked = requests.asked(self.lm, read, self.fit)
         job = await to_thread.run_sync(requests.with_grammar, self.lm, asked.job, read["schema"])
         began = time.perf_counter()
         try:
-            ticket = self.engine.submit(dataclasses.replace(job, salt=key_of(request.scope)))
+            ticket = self.engine.submit(dataclasses.replace(job, salt=cache_salt(request.scope)))
         except Exception as error:
-            raise told(error, self.engine.context) from None
-        return sse.EventStream(self._events(ticket, asked, began), ticket.cancel, self.options.keep_alive)
+            raise to_api_error(error, self.engine.context) from None
+        return EventStreamResponse(self._events(ticket, asked, began), ticket.cancel, self.options.keep_alive)
 
     def _open(self) -> None:
         """ApiError 503 while the engine takes nothing."""
         if self.engine.closing:
-            raise closing()
+            raise shutting_down()
         if not self.engine.ready:
             raise unavailable("The model is warming up.", 5)
 
     async def _events(self, ticket: Any, asked: requests.Asked, began: float) -> AsyncGenerator[bytes, None]:
         job, shown, step = asked.job, frames.NOTHING, 0
         since = lambda: time.perf_counter() - began
-        yield sse.event({
+        yield sse_event({
             "type": "start", "model": self.lm.name, "prompt_tokens": len(job.prompt), "max_tokens": job.max_tokens,
             "thinking": job.thinking, "block": self.block, "rule": job.rule, "p": job.p, "steps": job.steps,
             "seed": job.seed, "before": asked.before, "after": asked.after,
@@ -117,17 +128,19 @@ class Playground:
                 if snapshot.finish is None or len(changed):
                     step += 1
                     more = {"step": step, "ms": round(1000 * since(), 3)}
-                    yield sse.event(frames.frame(self.labels, shown, changed, snapshot) | more)
+                    yield sse_event(frames.frame(self.labels, shown, changed, snapshot) | more)
                 if snapshot.finish is not None:
-                    yield sse.event(frames.ending(self.lm, snapshot, asked.chat, since()))
+                    yield sse_event(frames.ending(self.lm, snapshot, asked.chat, since()))
 
     async def best(self, request: Request) -> Response:
-        read = self.look.read(await body.read(request, self.options), "")
+        read = (await read_json(request, self.options, partial(parse_request, self.look))).model_dump(
+            by_alias=True
+        )
         self._open()
         job = requests.asked(self.lm, read["request"], self.fit).job
         self._check(job, read)
         if self.looking >= LOOKS:
-            raise too_many(1.0, "Too many tokens are being looked at. Please try again.")
+            raise rate_limited(1.0, "Too many tokens are being looked at. Please try again.")
         self.looking += 1
         try:
             found = await to_thread.run_sync(self._top, job, read, limiter=self.one)
@@ -135,21 +148,21 @@ class Playground:
             found["exact"] &= read["request"]["schema"] is None
         finally:
             self.looking -= 1
-        return Json(found, headers={"cache-control": "no-store"})
+        return JsonResponse(found, headers={"cache-control": "no-store"})
 
     def _check(self, job: Job, read: Mapping[str, Any]) -> None:
         """ApiError for a cell that no pass of this job could have looked at."""
         most, start, cells = requests.cells(job), read["start"], len(read["tokens"])
         if len(job.prompt) + most + len(job.suffix or ()) > self.engine.context:
-            raise too_long(self.engine.context)
+            raise context_length_exceeded(self.engine.context)
         if len(read["settled"]) != cells:
-            raise invalid("settled", f"settled has {len(read['settled'])} entries; allowed: {cells}")
+            raise invalid_request("settled", f"settled has {len(read['settled'])} entries; allowed: {cells}")
         if start > cells:
-            raise refused("start", start, f"at most {cells}, the cells that stood there")
+            raise invalid_value("start", start, f"at most {cells}, the cells that stood there")
         whole = self.lm.model.config.pattern == "bidirectional" or job.suffix is not None
         end = most if whole else min(most, start + self.block)
         if not start <= read["index"] < end:
-            raise refused("index", read["index"], f"a cell from {start} to {end - 1}")
+            raise invalid_value("index", read["index"], f"a cell from {start} to {end - 1}")
 
     def _top(self, job: Job, read: Mapping[str, Any]) -> dict[str, Any]:
         settled = [bool(x) for x in read["settled"]]
@@ -162,15 +175,20 @@ class Playground:
         }
 
 
-def _look(request: Record, vocab: int, most: int) -> Record:
+def _look(request: type[RequestModel], vocab: int, most: int) -> type[RequestModel]:
     """The fields of a look at one cell."""
-    return Record((
-        Field("request", request, REQUIRED, "what the trace was asked with"),
-        Field("tokens", Items(Integer(0, vocab - 1), 0, most), REQUIRED, "what stood there before the pass"),
-        Field("settled", Items(Integer(0, 1), 0, most), REQUIRED, "which of them were settled"),
-        Field("start", Integer(0, most), REQUIRED, "first cell of the block of that pass"),
-        Field("index", Integer(0, most), REQUIRED, "the cell"),
-    ))  # fmt: skip
+    ids = Annotated[int, Field(ge=0, le=vocab - 1), Integral]
+    flags = Annotated[int, Field(ge=0, le=1), Integral]
+    cell = Annotated[int, Field(ge=0, le=most), Integral]
+    return create_model(
+        "CellRequest",
+        __base__=RequestModel,
+        request=(request, ...),
+        tokens=(Annotated[list[ids], Field(max_length=most, fail_fast=True)], ...),
+        settled=(Annotated[list[flags], Field(max_length=most, fail_fast=True)], ...),
+        start=(cell, ...),
+        index=(cell, ...),
+    )
 
 
 async def _beating(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Optional
+
+from pydantic import Field, create_model
 
 from mercury_jax.decode import rules
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.prompts import normalise
-from mercury_jax.serve.api.constraint import compiled
-from mercury_jax.serve.api.errors import invalid, refused
-from mercury_jax.serve.api.kinds import (
-    REQUIRED,
-    Anything,
-    Choice,
-    Field,
-    Integer,
-    Items,
-    Number,
-    Record,
-    Text,
-)
-from mercury_jax.serve.api.numbers import room
+from mercury_jax.serve.constraint import compile_grammar
 from mercury_jax.serve.engine.types import Job
+from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.serve.protocol import Integral, RequestModel
+from mercury_jax.serve.sampling_params import token_budget
 from mercury_jax.types import LM
 
-KINDS = ("chat", "text", "infill", "edit")
 LENGTH, HOLE = 64, 16  # tokens of an answer and of a hole, where none are named
 MOST_TOKENS = 1024  # of an answer: more cells than that no page shows well
 MOST_CHARACTERS = 65_536
@@ -44,27 +35,42 @@ class Asked(NamedTuple):
     after: str
 
 
-def table(rules: tuple[str, ...], most_tokens: int) -> Record:
+ShortText = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+
+
+class Message(RequestModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: ShortText
+
+
+class PlaygroundRequest(RequestModel):
+    """The fields of a request; `request_model` adds those that depend on the model."""
+
+    kind: Literal["chat", "text", "infill", "edit"]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=64, fail_fast=True)] | None = None
+    prompt: ShortText | None = None
+    before: ShortText = ""
+    after: ShortText = ""
+    selected: ShortText = ""
+    p: Annotated[float, Field(ge=0, le=MOST_STRICT, allow_inf_nan=False)] | None = None
+    steps: Annotated[int, Field(ge=0, le=MOST_STEPS), Integral] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    effort: Literal["instant", "low", "medium", "high"] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1), Integral] = 0
+    answer_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+def request_model(rules: tuple[str, ...], most_tokens: int) -> type[PlaygroundRequest]:
     """The fields of a request, for a model that offers these rules."""
-    text = Text(most=MOST_CHARACTERS)
-    roles = Choice(("system", "user", "assistant"))
-    message = Record((Field("role", roles, REQUIRED, "who speaks"), Field("content", text, REQUIRED, "what")))
-    return Record((
-        Field("kind", Choice(KINDS), REQUIRED, "a conversation, a text to go on with, or a hole in a text"),
-        Field("messages", Items(message, 1, 64), None, "of chat; of a hole: what its text answers"),
-        Field("prompt", text, None, "of text"),
-        Field("before", text, "", "of a hole: the text in front of it"),
-        Field("after", text, "", "of a hole: the text behind it"),
-        Field("selected", text, "", "of edit: the text that stood there, whose length the hole takes"),
-        Field("rule", Choice(rules), rules[0], "how tokens are accepted"),
-        Field("p", Number(0, MOST_STRICT), None, "the rule's strictness"),
-        Field("steps", Integer(0, MOST_STEPS), None, "most passes of a block, 0: as many as it has tokens"),
-        Field("temperature", Number(0, 2), None, "of the draw"),
-        Field("effort", Choice(tuple(EFFORTS)), None, "sets p, steps and thinking where they are not given"),
-        Field("max_tokens", Integer(1, most_tokens), None, "of the answer; of infill: the hole"),
-        Field("seed", Integer(0, 2**31 - 1), 0, "of the draw"),
-        Field("schema", Anything(), None, "JSON Schema that the answer obeys"),
-    ))  # fmt: skip
+    tokens = Annotated[int, Field(ge=1, le=most_tokens), Integral]
+    return create_model(
+        "ModelRequest",
+        __base__=PlaygroundRequest,
+        rule=(Literal[rules], rules[0]),  # type: ignore[valid-type]
+        max_tokens=(Optional[tokens], None),  # noqa: UP045
+    )
 
 
 class Fit(NamedTuple):
@@ -79,7 +85,7 @@ def asked(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     try:
         return _hole(lm, read, fit) if read["kind"] in ("infill", "edit") else _answer(lm, read, fit)
     except ValueError as error:  # of the tokenizer and its template, in the user's words
-        raise invalid(_subject(read), str(error)) from None
+        raise invalid_request(_subject(read), str(error)) from None
 
 
 def _subject(read: Mapping[str, Any]) -> str:
@@ -90,14 +96,14 @@ def _answer(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     """Thinking takes what the answer leaves of the context; where that is too little, there is none."""
     chat, param = read["kind"] == "chat", _subject(read)
     if read[param] is None:
-        raise refused(param, None, "a value: this kind needs it")
+        raise invalid_value(param, None, "a value: this kind needs it")
     effort, wanted = EFFORTS.get(read["effort"] or ""), read["max_tokens"] or LENGTH
     thinking = effort.thinking if effort is not None and chat and lm.tokenizer.thinking is not None else 0
     write = lambda think: (
         tuple(lm.tokenizer.render(read[param], thinking=think)) if chat else _ids(lm, read[param])
     )
     prompt = write(thinking > 0)
-    left = room(fit.context, len(prompt), wanted, min(thinking, MOST_TOKENS), param)
+    left = token_budget(fit.context, len(prompt), wanted, min(thinking, MOST_TOKENS), param)
     prompt = prompt if left.thinking or not thinking else write(False)
     job = Job(prompt=prompt, max_tokens=wanted, thinking=left.thinking, **_knobs(lm, read, fit.block))
     return Asked(job, chat, "", "")
@@ -107,11 +113,11 @@ def _hole(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     """What stands in front of the hole is the prompt, what stands behind it the suffix."""
     chat, before, after = read["messages"] is not None, read["before"], read["after"]
     if read["schema"] is not None:
-        raise refused("schema", "a schema", "none with a hole: it describes whole answers")
+        raise invalid_value("schema", "a schema", "none with a hole: it describes whole answers")
     if read["kind"] == "edit" and not read["selected"]:
-        raise refused("selected", "", "the text that is written anew")
+        raise invalid_value("selected", "", "the text that is written anew")
     if not (chat or before or after):
-        raise refused("before", "", "text in front of the hole or behind it")
+        raise invalid_value("before", "", "text in front of the hole or behind it")
     tail = tuple(lm.tokenizer.encode(after))
     if chat:
         prompt = (*lm.tokenizer.render(read["messages"]), *lm.tokenizer.encode(before))
@@ -121,7 +127,7 @@ def _hole(lm: LM, read: Mapping[str, Any], fit: Fit) -> Asked:
     size = len(lm.tokenizer.encode(read["selected"])) if read["kind"] == "edit" else HOLE
     size = read["max_tokens"] or size
     if size > MOST_TOKENS:
-        raise refused("selected", f"{size} tokens", f"at most {MOST_TOKENS}")
+        raise invalid_value("selected", f"{size} tokens", f"at most {MOST_TOKENS}")
     job = Job(prompt=prompt, suffix=tail, max_tokens=size, **_knobs(lm, read, fit.block))
     return Asked(job, chat, before, after)
 
@@ -150,14 +156,14 @@ def _check_strictness(name: str, p: float) -> None:
     """ApiError where `p` is no value of the rule's first parameter, which it sets."""
     allowed = next(iter(rules.ALL[name].ranges.values()), None)
     if allowed is not None and not allowed.holds(p):
-        raise refused("p", p, f"of the rule {name}: {allowed}")
+        raise invalid_value("p", p, f"of the rule {name}: {allowed}")
 
 
 def with_grammar(lm: LM, job: Job, schema: Mapping[str, Any] | None) -> Job:
     """The job bound to a schema. Compiles the grammar, so not for the event loop's thread."""
     if schema is None:
         return job
-    return dataclasses.replace(job, grammar=compiled(lm, JSONSchema(schema), "schema"))
+    return dataclasses.replace(job, grammar=compile_grammar(lm, JSONSchema(schema), "schema"))
 
 
 def cells(job: Job) -> int:
