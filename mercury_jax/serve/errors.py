@@ -9,6 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+JsonSchema = dict[str, Any]
+
 MAX_SHOWN = 80  # characters of a refused value that a message repeats
 INVALID = "invalid_request_error"
 
@@ -58,7 +62,7 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
         allowed: What the field takes.
     """
     kind = {dict: "an object", list: "a list"}.get(type(value))
-    text = repr(value) if kind is None else f"{kind} of {len(value)}"  # type: ignore[arg-type]
+    text = repr(value) if kind is None else f"{kind} of {len(value)} entries"  # type: ignore[arg-type]
     text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "\N{HORIZONTAL ELLIPSIS}"
     return invalid_request(param, f"{param} is {text}; allowed: {allowed}")
 
@@ -110,3 +114,112 @@ def internal_error(request_id: str) -> ApiError:
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
+
+
+def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: ValidationError) -> ApiError:
+    """Returns a 400 for the first field that does not fit its model.
+
+    pydantic's `loc` holds the fields, with labels of union members in between. The walk along the JSON Schema of the
+    model tells labels from fields, and ends at the schema of what is allowed.
+
+    Args:
+        schema: JSON Schema of the model.
+        data: What was validated.
+        error: What pydantic says.
+    """
+    problems = error.errors(include_url=False)
+    # Of the members of a union, the one of the value's JSON type reports the innermost field.
+    field = problems[0]["loc"][0]
+    loc = max((p["loc"] for p in problems if p["loc"][0] == field), key=len)
+    wrong_key = loc[-1] == "[key]"  # of a mapping; the key itself stands before it
+    node, path, required = schema, "", False
+    value: Any = data
+    for part in loc[:-2] if wrong_key else loc:
+        if _members(node):  # `part` is the label of a member
+            node = _member_for(schema, node, value)
+        elif isinstance(part, int):
+            node, value, path = _resolve(schema, node["items"]), value[part], f"{path}[{part}]"
+        else:
+            required = part in node.get("required", ())
+            inner = node.get("properties", {}).get(part) or node["additionalProperties"]
+            node, value = _resolve(schema, inner), value.get(part)
+            path = f"{path}.{part}" if path else part
+    if wrong_key:
+        return invalid_value(f"key of {path}", loc[-2], f"the form {node['propertyNames']['pattern']}")
+    tag = node.get("discriminator", {"propertyName": None, "mapping": ()})
+    if tag["mapping"] and isinstance(value, dict):
+        name = tag["propertyName"]
+        return invalid_value(f"{path}.{name}", value.get(name), ", ".join(tag["mapping"]))
+    allowed = _describe(schema, node) + (" (it has no default)" if value is None and required else "")
+    return invalid_value(path, value, allowed)
+
+
+def _members(node: JsonSchema) -> list[JsonSchema]:
+    """Returns the members of a union without null."""
+    return [member for member in node.get("anyOf") or node.get("oneOf") or () if member != {"type": "null"}]
+
+
+def _resolve(schema: JsonSchema, node: JsonSchema) -> JsonSchema:
+    """Follows references, and replaces a value that may be null by the value."""
+    while True:
+        members = _members(node)
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        elif len(members) == 1:
+            node = members[0]
+        else:
+            return node
+
+
+def _member_for(schema: JsonSchema, node: JsonSchema, value: Any) -> JsonSchema:
+    """Returns the member of a union for a value: by its tag, else by its JSON type; the union where none fits."""
+    if "discriminator" in node:
+        tag = node["discriminator"]
+        return _resolve(schema, {"$ref": tag["mapping"][value[tag["propertyName"]]]})
+    kind = {str: "string", list: "array", dict: "object"}.get(type(value), "another")
+    for member in (_resolve(schema, member) for member in _members(node)):
+        if member.get("type", "object" if "oneOf" in member else None) == kind:
+            return member
+    return node
+
+
+def _describe(schema: JsonSchema, node: JsonSchema) -> str:
+    """Says in words what a schema allows."""
+    node = _resolve(schema, node)
+    if "discriminator" in node:
+        tag = node["discriminator"]
+        return f"an object whose {tag['propertyName']} is one of {', '.join(tag['mapping'])}"
+    if members := _members(node):
+        return ", or ".join(_describe(schema, member) for member in members)
+    if "const" in node or "enum" in node:
+        return ", ".join(map(str, node.get("enum", [node.get("const")])))
+    pattern = node.get("pattern") or node.get("propertyNames", {}).get("pattern")
+    form = f" of the form {pattern}" if pattern else ""
+    match node.get("type"):
+        case "boolean":
+            return "false" if "not" in node else "true or false"
+        case "integer":
+            without = " without 0" if "not" in node else ""
+            return "a whole number" + _range(node.get("minimum"), node.get("maximum")) + without
+        case "number" if "exclusiveMinimum" in node:
+            return f"a number above {node['exclusiveMinimum']}" + _range(None, node.get("maximum"))
+        case "number":
+            return "a number" + _range(node.get("minimum"), node.get("maximum"))
+        case "string":
+            least = node.get("minLength", 0 if "maxLength" in node else None)
+            size = _range(least, node.get("maxLength"), " characters")
+            return f"a string{size}{form}"
+        case "array":
+            return "a list" + _range(node.get("minItems", 0), node.get("maxItems"), " entries")
+        case _:
+            size = _range(None, node.get("maxProperties"), " entries")
+            names = f" with {', '.join(node['properties'])}" if node.get("properties") else ""
+            return f"an object{names}{size}" + (f", its keys{form}" if form else "")
+
+
+def _range(low: float | None, high: float | None, unit: str = "") -> str:
+    """Says in words which range two bounds make; "" for no bounds."""
+    word = "of" if unit else "from"
+    if high is None:
+        return "" if low is None else f" {word} at least {low}{unit}"
+    return f" up to {high}{unit}" if low is None else f" {word} {low} to {high}{unit}"

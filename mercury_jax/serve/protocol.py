@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from mercury_jax.serve.errors import ApiError, invalid_value
+from mercury_jax.serve.errors import invalid_value, validation_error
 
 MAX_TOKENS = 1 << 20  # larger requests are refused; what exceeds the context is only cut
 MAX_TOP_K = 1 << 20
@@ -547,7 +547,7 @@ def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _refusal(model, data, error) from None
+        raise validation_error(request_schema(model), data, error) from None
 
 
 class RequestJsonSchema(GenerateJsonSchema):
@@ -589,99 +589,3 @@ def refused_properties(model: type[RequestModel]) -> JsonSchemaValue:
         name: {"enum": list(UNUSED), "description": f"Refused. {instead}"}
         for name, instead in model.refused_fields.items()
     }
-
-
-def _refusal(model: type[RequestModel], data: Mapping[str, Any], error: ValidationError) -> ApiError:
-    """Returns the error for the first field that does not fit.
-
-    pydantic's `loc` holds the fields, with labels of union members in between. The walk along the JSON Schema of the
-    model tells labels from fields, and ends at the schema of what is allowed.
-    """
-    problems = error.errors(include_url=False)
-    # Of the members of a union, the one of the value's JSON type reports the innermost field.
-    field = problems[0]["loc"][0]
-    problem = max((p for p in problems if p["loc"][0] == field), key=lambda p: len(p["loc"]))
-    loc, wrong_key = problem["loc"], problem["loc"][-1] == "[key]"
-    schema, path, suffix = request_schema(model), "", ""
-    node: JsonSchemaValue = schema
-    value: Any = data
-    for part in loc[:-2] if wrong_key else loc:
-        if _members(node):
-            node = _member(schema, node, value)
-            continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-        suffix = "" if part not in node.get("required", ()) else " (it has no default)"
-        value = value[part] if isinstance(part, int) else value.get(part)
-        inner = node["items"] if isinstance(part, int) else node.get("properties", {}).get(part)
-        node = _resolve(schema, inner or node["additionalProperties"])
-    if wrong_key:
-        return invalid_value(f"key of {path}", loc[-2], f"the form {node['propertyNames']['pattern']}")
-    if "discriminator" in node and isinstance(value, dict):
-        tag = node["discriminator"]
-        return invalid_value(
-            f"{path}.{tag['propertyName']}", value.get(tag["propertyName"]), ", ".join(tag["mapping"])
-        )
-    return invalid_value(path, value, _describe(schema, node) + (suffix if value is None else ""))
-
-
-def _members(node: JsonSchemaValue) -> list[JsonSchemaValue]:
-    return [member for member in node.get("anyOf") or node.get("oneOf") or () if member != {"type": "null"}]
-
-
-def _resolve(schema: JsonSchemaValue, node: JsonSchemaValue) -> JsonSchemaValue:
-    """Follows references, and takes the null away from what may be null."""
-    while True:
-        members = _members(node)
-        if "$ref" in node:
-            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-        elif len(members) == 1:
-            node = members[0]
-        else:
-            return node
-
-
-def _member(schema: JsonSchemaValue, node: JsonSchemaValue, value: Any) -> JsonSchemaValue:
-    """Returns the member of a union for a value: by its tag, else by its JSON type; the union where none fits."""
-    if "discriminator" in node:
-        tag = node["discriminator"]
-        return _resolve(schema, {"$ref": tag["mapping"][value[tag["propertyName"]]]})
-    kind = {str: "string", list: "array", dict: "object"}.get(type(value))
-    found = (_resolve(schema, member) for member in _members(node))
-    return next(
-        (m for m in found if kind and (m.get("type") == kind or (kind == "object" and "oneOf" in m))), node
-    )
-
-
-def _describe(schema: JsonSchemaValue, node: JsonSchemaValue) -> str:
-    """Says in words what a schema allows."""
-    node = _resolve(schema, node)
-    low, high = node.get("minimum", node.get("exclusiveMinimum")), node.get("maximum")
-    if "discriminator" in node:
-        tag = node["discriminator"]
-        return f"an object whose {tag['propertyName']} is one of {', '.join(tag['mapping'])}"
-    if members := _members(node):
-        return ", or ".join(_describe(schema, member) for member in members)
-    if "const" in node or "enum" in node:
-        return ", ".join(map(str, node.get("enum", [node.get("const")])))
-    match node.get("type"):
-        case "boolean":
-            return "false" if "not" in node else "true or false"
-        case "integer":
-            return f"a whole number from {low} to {high}" + (" without 0" if "not" in node else "")
-        case "number":
-            return f"a number {'above' if 'exclusiveMinimum' in node else 'from'} {low:g} to {high:g}"
-        case "string":
-            least, most = node.get("minLength", 0), node.get("maxLength")
-            size = f" of {least} to {most} characters" if most else ""
-            return f"a string{size}" + (f" of the form {node['pattern']}" if "pattern" in node else "")
-        case "array":
-            return f"a list of {node.get('minItems', 0)} to {node.get('maxItems')}"
-        case _:
-            keys = node.get("propertyNames", {}).get("pattern")
-            form = (
-                f" of at most {node.get('maxProperties')} entries with keys of the form {keys}"
-                if keys
-                else ""
-            )
-            named = f" with {', '.join(node['properties'])}" if node.get("properties") else ""
-            return f"an object{form}{named}"
