@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -30,7 +29,6 @@ from pydantic_core import core_schema
 from mercury_jax.serve.errors import invalid_value, validation_error
 
 MAX_TOKENS = 1 << 20  # larger requests are refused; what exceeds the context is only cut
-MAX_TOP_K = 1 << 20
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
@@ -57,86 +55,51 @@ CONSTRAINT_FIELDS = {
 }  # fmt: skip
 
 
-def _integral(value: Any) -> Any:
-    """Makes 5.0 the integer 5, as JSON Schema does. Strict integers take neither `true` nor "5"."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 is not allowed")
-    return value
-
-
-def _only_false(value: bool) -> bool:
-    if value:
-        raise ValueError("only false is allowed")
-    return value
-
-
 # Efforts of OpenAI's API that stand for one of ours.
 EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high"}
 
-Integral = BeforeValidator(_integral)
+JsonObject = dict[str, Any]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=NAME_PATTERN)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-JsonObject = dict[str, Any]
-TokenLimit = Annotated[int, Field(ge=1, le=MAX_TOKENS), Integral]
-Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1), Integral]
+ShortText = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-LogitBias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-StopSequences = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32, fail_fast=True)
-]
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
+StopSequence = Annotated[str, Field(min_length=1, max_length=256)]
+StopSequences = ShortText | Annotated[list[StopSequence], Field(max_length=32, fail_fast=True)]
 ReasoningEffort = Annotated[
     Literal["instant", "low", "medium", "high", "none", "minimal", "xhigh"],
     AfterValidator(lambda name: EFFORT_ALIASES.get(name, name)),
 ]
 
-# Fields of several endpoints, whose defaults may differ.
-MaxTokens = Annotated[
-    TokenLimit, Field(description="Most tokens of the answer. More than the context leaves is cut to that.")
-]
-Temperature = Annotated[
-    float, Field(ge=0, le=2, allow_inf_nan=False, description="Sampling temperature; 0: always the likeliest token.")
-]  # fmt: skip
-OptionalTemperature = Annotated[
-    Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None,
-    Field(
-        description="Sampling temperature; 0: always the likeliest token. Left out, the decoding rule's own."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float, Field(ge=-2, le=2, allow_inf_nan=False, description="Subtracted once for each time that a token occurred.")
-]  # fmt: skip
+# Fields of several endpoints, whose defaults differ.
+ABOUT_MAX_TOKENS = "Most tokens of the answer. More than the context leaves is cut to that."
+ABOUT_TEMPERATURE = "Sampling temperature; 0: always the likeliest token."
+ABOUT_STOP = (
+    "Texts that end the answer and are not part of it; not applied where `response_format` is enforced."
+)
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, description=ABOUT_MAX_TOKENS)]
 PresencePenalty = Annotated[
-    float, Field(ge=-2, le=2, allow_inf_nan=False, description="Subtracted from tokens that occurred.")
-]  # fmt: skip
-RepetitionPenalty = Annotated[
-    float,
-    Field(
-        gt=0, le=1000, allow_inf_nan=False, description="Divides the logits of tokens that occurred; 1: off."
-    ),
+    float, Field(ge=-2, le=2, description="Subtracted from the logits of tokens that occurred.")
 ]
-Stop = Annotated[
-    Annotated[str, Field(max_length=256)] | StopSequences | None,
-    Field(
-        description="Texts that end the answer and are not part of it; not applied where `response_format` is enforced."
-    ),
+RepetitionPenalty = Annotated[
+    float, Field(gt=0, le=1000, description="Divides the logits of tokens that occurred; 1: off.")
 ]
 
 
 class RequestModel(BaseModel):
     """Base of all request models: null means the default, no type is coerced, unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     refused_fields: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_null(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+    def _json_values(cls, data: Any) -> Any:
+        """Leaves out null, and makes 5.0 the integer 5 as JSON Schema does; fields of type float take integers."""
+        if not isinstance(data, dict):
+            return data
+        integral = lambda v: isinstance(v, float) and v.is_integer()
+        return {k: int(v) if integral(v) else v for k, v in data.items() if v is not None}
 
 
 # Messages
@@ -146,7 +109,7 @@ class TextPart(RequestModel):
     """A part of a message. Text is the only kind."""
 
     type: Literal["text"]
-    text: Annotated[str, Field(description="The text.")]
+    text: str = Field(description="The text.")
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -155,61 +118,52 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 class CalledFunction(RequestModel):
     """The function of a tool call."""
 
-    name: Annotated[Name, Field(description="Name of the function.")]
-    arguments: Annotated[
-        str | JsonObject, Field(description="The arguments: an object, or its JSON as a string.")
-    ] = ""
+    name: Name = Field(description="Name of the function.")
+    arguments: str | JsonObject = Field("", description="The arguments: an object, or its JSON as a string.")
 
 
 class AssistantToolCall(RequestModel):
     """A tool call in the conversation so far."""
 
-    id: Annotated[CallId, Field(description="The id to which the result refers.")]
-    type: Annotated[Literal["function"], Field(description="Always function.")] = "function"
-    function: Annotated[CalledFunction, Field(description="The function that was called.")]
+    id: CallId = Field(description="The id to which the result refers.")
+    type: Literal["function"] = Field("function", description="Always function.")
+    function: CalledFunction = Field(description="The function that was called.")
 
 
 class _Message(RequestModel):
-    content: Annotated[Content | None, Field(description="A string, or a list of parts of type text.")] = None
+    content: Content | None = Field(None, description="A string, or a list of parts of type text.")
 
 
 class PlainMessage(_Message):
     """A message of the system or the user; developer counts as system."""
 
     role: Literal["system", "developer", "user"]
-    name: Annotated[
-        Annotated[str, Field(max_length=256)] | None, Field(description="Name of the speaker.")
-    ] = None
+    name: ShortText | None = Field(None, description="Name of the speaker.")
 
 
 class AssistantMessage(_Message):
     """A message of the model."""
 
     role: Literal["assistant"]
-    name: Annotated[
-        Annotated[str, Field(max_length=256)] | None, Field(description="Name of the speaker.")
-    ] = None
-    tool_calls: Annotated[
-        Annotated[list[AssistantToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None,
-        Field(description="The tool calls of this turn."),
-    ] = None
-    function_call: Annotated[CalledFunction | None, Field(description="A call in OpenAI's older form.")] = (
-        None
+    name: ShortText | None = Field(None, description="Name of the speaker.")
+    tool_calls: list[AssistantToolCall] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="The tool calls of this turn."
     )
+    function_call: CalledFunction | None = Field(None, description="A call in OpenAI's older form.")
 
 
 class ToolMessage(_Message):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    tool_call_id: Annotated[CallId, Field(description="Id of the earlier call that this answers.")]
+    tool_call_id: CallId = Field(description="Id of the earlier call that this answers.")
 
 
 class FunctionMessage(_Message):
     """The result of a call in OpenAI's older form."""
 
     role: Literal["function"]
-    name: Annotated[Name | None, Field(description="Name of the function.")] = None
+    name: Name | None = Field(None, description="Name of the function.")
 
 
 ChatMessage = Annotated[
@@ -220,8 +174,8 @@ ChatMessage = Annotated[
 class UserMessage(RequestModel):
     """The one message of an edit or apply request, in which editors send the texts of files."""
 
-    role: Annotated[Literal["user"], Field(description="Always user.")]
-    content: Annotated[Content, Field(description="The prompt with its tags.")]
+    role: Literal["user"] = Field(description="Always user.")
+    content: Content = Field(description="The prompt with its tags.")
 
 
 # Tools and formats
@@ -230,47 +184,46 @@ class UserMessage(RequestModel):
 class FunctionDefinition(RequestModel):
     """A function that the model may call."""
 
-    name: Annotated[Name, Field(description="Name of the function.")]
-    description: Annotated[str | None, Field(description="What the function does.")] = None
-    parameters: Annotated[JsonObject | None, Field(description="JSON Schema of the arguments.")] = None
-    strict: Annotated[bool, Field(description="Accepted; the schema is always enforced.")] = False
+    name: Name = Field(description="Name of the function.")
+    description: str | None = Field(None, description="What the function does.")
+    parameters: JsonObject | None = Field(None, description="JSON Schema of the arguments.")
+    strict: bool = Field(False, description="Accepted; the schema is always enforced.")
 
 
 class FunctionTool(RequestModel):
     """A tool."""
 
     type: Literal["function"]
-    function: Annotated[FunctionDefinition, Field(description="The function that may be called.")]
+    function: FunctionDefinition = Field(description="The function that may be called.")
 
 
 class FunctionName(RequestModel):
     """The name of one of the tools."""
 
-    name: Annotated[Name, Field(description="One of the tools.")]
+    name: Name = Field(description="One of the tools.")
 
 
 class NamedTool(RequestModel):
     """Requires a call of one tool."""
 
     type: Literal["function"]
-    function: Annotated[FunctionName, Field(description="The function that must be called.")]
+    function: FunctionName = Field(description="The function that must be called.")
 
 
 class ToolSubset(RequestModel):
     """A choice among the tools."""
 
-    mode: Annotated[Literal["auto", "required"], Field(description="Whether one of them must be called.")]
-    tools: Annotated[
-        list[NamedTool],
-        Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True, description="The tools that may be called."),
-    ]  # fmt: skip
+    mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.")
+    tools: list[NamedTool] = Field(
+        min_length=1, max_length=MAX_TOOLS, fail_fast=True, description="The tools that may be called."
+    )
 
 
 class AllowedTools(RequestModel):
     """Restricts calls to some of the tools."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: Annotated[ToolSubset, Field(description="A choice among the tools.")]
+    allowed_tools: ToolSubset = Field(description="The choice.")
 
 
 ToolChoice = (
@@ -293,19 +246,19 @@ class JsonObjectFormat(RequestModel):
 class NamedSchema(RequestModel):
     """A JSON Schema with a name."""
 
-    name: Annotated[Name, Field(description="Name of the format.")]
-    description: Annotated[str | None, Field(description="What the format is for.")] = None
-    schema_: Annotated[
-        JsonObject | None, Field(alias="schema", description="The JSON Schema (none: any object).")
-    ] = None
-    strict: Annotated[bool, Field(description="Accepted; the schema is always enforced.")] = False
+    name: Name = Field(description="Name of the format.")
+    description: str | None = Field(None, description="What the format is for.")
+    schema_: JsonObject | None = Field(
+        None, alias="schema", description="The JSON Schema (none: any object)."
+    )
+    strict: bool = Field(False, description="Accepted; the schema is always enforced.")
 
 
 class JsonSchemaFormat(RequestModel):
     """JSON that obeys a schema."""
 
     type: Literal["json_schema"]
-    json_schema: Annotated[NamedSchema, Field(description="The schema that the answer obeys.")]
+    json_schema: NamedSchema = Field(description="The schema that the answer obeys.")
 
 
 AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
@@ -317,36 +270,37 @@ AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field
 class StreamOptions(RequestModel):
     """How to stream."""
 
-    include_usage: Annotated[
-        bool, Field(description="Send one more chunk, with the usage and no choices.")
-    ] = False
+    include_usage: bool = Field(False, description="Send one more chunk, with the usage and no choices.")
 
 
 class ApiRequest(RequestModel):
-    """Fields of all endpoints. Subclasses set the default of `max_tokens`."""
+    """Fields of all endpoints. Subclasses add `max_tokens`, whose default differs."""
 
     refused_fields = {**CONSTRAINT_FIELDS, "response_format": _FORMAT}
 
-    model: Annotated[
-        str, Field(min_length=1, max_length=256, description="The model, by its name or one of its aliases.")
-    ]  # fmt: skip
-    top_p: Annotated[
-        Probability, Field(description="Sample among the likeliest tokens that make up this probability.")
-    ] = 1.0
-    frequency_penalty: FrequencyPenalty = 0.0
+    model: str = Field(
+        min_length=1, max_length=256, description="The model, by its name or one of its aliases."
+    )
+    top_p: float = Field(
+        1.0, ge=0, le=1, description="Sample among the likeliest tokens that make up this probability."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted from the logit of a token once per occurrence."
+    )
     presence_penalty: PresencePenalty = 0.0
-    stream: Annotated[
-        bool, Field(description="Send the answer as server-sent events while it is written.")
-    ] = False
-    stream_options: Annotated[
-        StreamOptions | None, Field(description="How to stream; used where `stream` is true.")
-    ] = None
-    seed: Annotated[
-        Seed | None, Field(description="The same seed gives the same text (default: a fresh one).")
-    ] = None
-    extra_body: Annotated[
-        JsonObject | None, Field(description="Further fields of this object; those outside of it win.")
-    ] = None
+    stream: bool = Field(False, description="Send the answer as server-sent events while it is written.")
+    stream_options: StreamOptions | None = Field(
+        None, description="How to stream; used where `stream` is true."
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(1 << 63),
+        le=(1 << 63) - 1,
+        description="The same seed gives the same text (default: a fresh one).",
+    )
+    extra_body: JsonObject | None = Field(
+        None, description="Further fields of this object; those outside of it win."
+    )
 
     @property
     def include_usage(self) -> bool:
@@ -363,26 +317,21 @@ class ApiRequest(RequestModel):
 class SampledRequest(ApiRequest):
     """Sampling fields of the endpoints for chat and plain text."""
 
-    temperature: OptionalTemperature = None
-    stop: Stop = None
-    top_k: Annotated[
-        int,
-        Field(ge=-1, le=MAX_TOP_K, description="Sample among this many of the likeliest tokens; -1 and 0: all."),
-        Integral,
-    ] = -1  # fmt: skip
-    min_p: Annotated[
-        Probability, Field(description="Sample among tokens at least this many times as likely as the best.")
-    ] = 0.0
+    temperature: float | None = Field(
+        None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
+    )
+    stop: StopSequences | None = Field(None, description=ABOUT_STOP)
+    top_k: int = Field(
+        -1, ge=-1, le=1 << 20, description="Sample among this many of the likeliest tokens; -1 and 0: all."
+    )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Sample among tokens at least this many times as likely as the best."
+    )
     repetition_penalty: RepetitionPenalty = 1.0
-    logit_bias: Annotated[
-        Annotated[dict[TokenId, LogitBias], Field(max_length=512)] | None,
-        Field(description="What to add to the logits of tokens, by their ids."),
-    ] = None
-    n: Annotated[
-        int,
-        Field(ge=1, le=MAX_CHOICES, description="Number of answers; answer i samples with seed + i."),
-        Integral,
-    ] = 1
+    logit_bias: dict[TokenId, LogitBias] | None = Field(
+        None, max_length=512, description="What to add to the logits of tokens, by their ids."
+    )
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Number of answers; answer i samples with seed + i.")
 
 
 class ChatCompletionsRequest(SampledRequest):
@@ -390,131 +339,102 @@ class ChatCompletionsRequest(SampledRequest):
 
     refused_fields = CONSTRAINT_FIELDS
 
-    messages: Annotated[
-        list[ChatMessage],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The conversation so far."),
-    ]  # fmt: skip
-    max_tokens: Annotated[
-        TokenLimit | None,
-        Field(
-            description="Most tokens of the answer, thinking apart (default 16384). More than the context leaves is "
-            "cut to that."
-        ),
-    ] = None
-    max_completion_tokens: Annotated[
-        TokenLimit | None, Field(description="OpenAI's newer name of `max_tokens`; takes precedence.")
-    ] = None
-    tools: Annotated[
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None,
-        Field(description="Functions that the model may call."),
-    ] = None
-    tool_choice: Annotated[
-        ToolChoice | None,
-        Field(
-            description="Whether a tool is called: as the model decides, always, never, this one, or one of these."
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool, Field(description="Whether one answer may hold several tool calls.")
-    ] = True
-    response_format: Annotated[
-        AnswerFormat | None,
-        Field(description="What the answer obeys: nothing, any JSON object, or a schema."),
-    ] = None
-    reasoning_effort: Annotated[
-        ReasoningEffort | None,
-        Field(
-            description="How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer."
-        ),
-    ] = None
-    reasoning_summary: Annotated[bool, Field(description="Report the thinking.")] = False
-    reasoning_summary_wait: Annotated[
-        bool, Field(description="Accepted; a stream always waits for its summary.")
-    ] = False
-    diffusing: Annotated[bool, Field(description="With stream: each chunk holds the whole current text.")] = (
-        False
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The conversation so far."
     )
-    realtime: Annotated[
-        bool, Field(description="Answer at once: reasoning_effort instant, unless it is set.")
-    ] = False
-    logprobs: Annotated[bool, Field(description="Report the logprobs of the answer's tokens.")] = False
-    top_logprobs: Annotated[
-        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None,
-        Field(description="With logprobs: number of alternatives per token."),
-    ] = None
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description=f"{ABOUT_MAX_TOKENS} Thinking does not count (default 16384)."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="OpenAI's newer name of `max_tokens`; takes precedence."
+    )
+    tools: list[FunctionTool] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether a tool is called: as the model decides, always, never, this one, or one of these.",
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether one answer may hold several tool calls.")
+    response_format: AnswerFormat | None = Field(
+        None, description="What the answer obeys: nothing, any JSON object, or a schema."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer.",
+    )
+    reasoning_summary: bool = Field(False, description="Report the thinking.")
+    reasoning_summary_wait: bool = Field(
+        False, description="Accepted; a stream always waits for its summary."
+    )
+    diffusing: bool = Field(False, description="With stream: each chunk holds the whole current text.")
+    realtime: bool = Field(False, description="Answer at once: reasoning_effort instant, unless it is set.")
+    logprobs: bool = Field(False, description="Report the logprobs of the answer's tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="With logprobs: number of alternatives per token."
+    )
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is allowed")
+    return value
 
 
 class CompletionsRequest(SampledRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[
-        str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        Field(description="The text to continue."),
-    ]
-    suffix: Annotated[str | None, Field(description="Text behind the answer, which then fills the gap.")] = (
-        None
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] = Field(
+        description="The text to continue."
     )
+    suffix: str | None = Field(None, description="Text behind the answer, which then fills the gap.")
     max_tokens: MaxTokens = 512
-    logprobs: Annotated[
-        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None,
-        Field(description="Report logprobs, with this many alternatives."),
-    ] = None
-    echo: Annotated[
-        bool,
-        Field(
-            description="Not supported: there are no logprobs of a prompt.",
-            json_schema_extra={"not": {"enum": [True]}},
-        ),
-        AfterValidator(_only_false),
-    ] = False
-    best_of: Annotated[
-        int,
-        Field(ge=1, le=1, description="Not supported: every answer that is generated is returned."),
-        Integral,
-    ] = 1
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Report logprobs, with this many alternatives."
+    )
+    echo: Annotated[bool, AfterValidator(_only_false)] = Field(
+        False,
+        description="Not supported: there are no logprobs of a prompt.",
+        json_schema_extra={"not": {"enum": [True]}},
+    )
+    best_of: int = Field(
+        1, ge=1, le=1, description="Not supported: every answer that is generated is returned."
+    )
 
 
 class FimCompletionsRequest(ApiRequest):
     """Body of POST /v1/fim/completions."""
 
-    prompt: Annotated[str, Field(description="The text before the gap.")]
-    suffix: Annotated[str, Field(description="The text behind the gap.")] = ""
+    prompt: str = Field(description="The text before the gap.")
+    suffix: str = Field("", description="The text behind the gap.")
     max_tokens: MaxTokens = 512
-    top_k: Annotated[
-        int,
-        Field(
-            ge=-1,
-            le=1000,
-            description="Sample among this many of the likeliest tokens; -1: all, 0 is refused.",
-            json_schema_extra={"not": {"enum": [0]}},
-        ),
-        Integral,
-        AfterValidator(_not_zero),
-    ] = -1
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, le=1000)] = Field(
+        -1, description="Sample among this many of the likeliest tokens; -1: all, 0 is refused."
+    )
     presence_penalty: PresencePenalty = 1.5
     repetition_penalty: RepetitionPenalty = 1.0
-    stop: Stop = ["\n\n", "\n \n"]  # noqa: RUF012 (pydantic copies defaults)
+    stop: StopSequences | None = Field(["\n\n", "\n \n"], description=ABOUT_STOP)
 
 
 class EditCompletionsRequest(ApiRequest):
     """Body of POST /v1/edit/completions."""
 
-    messages: Annotated[
-        list[UserMessage], Field(min_length=1, max_length=1, description="Exactly one message of the user.")
-    ]
+    messages: list[UserMessage] = Field(
+        min_length=1, max_length=1, description="Exactly one message of the user."
+    )
     max_tokens: MaxTokens = 1024
-    temperature: Temperature = 0.2
+    temperature: float = Field(0.2, ge=0, le=2, description=ABOUT_TEMPERATURE)
     presence_penalty: PresencePenalty = 1.0
 
 
 class ApplyCompletionsRequest(ApiRequest):
     """Body of POST /v1/apply/completions."""
 
-    messages: Annotated[
-        list[UserMessage], Field(min_length=1, max_length=1, description="Exactly one message of the user.")
-    ]
+    messages: list[UserMessage] = Field(
+        min_length=1, max_length=1, description="Exactly one message of the user."
+    )
     max_tokens: MaxTokens = 8192
-    temperature: Temperature = 0.0
+    temperature: float = Field(0.0, ge=0, le=2, description=ABOUT_TEMPERATURE)
 
 
 # From JSON to a model
