@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -41,12 +41,12 @@ SUPPORTED_SAMPLING = (
 )  # fmt: skip
 
 
-async def health(service: Service, request: Request) -> Response:
+async def _health(service: Service, request: Request) -> Response:
     """GET /health: the process answers. It says nothing about the model."""
     return JsonResponse({"status": "ok"})
 
 
-async def ready(service: Service, request: Request) -> Response:
+async def _ready(service: Service, request: Request) -> Response:
     """GET /ready: 200 while requests are accepted; 503 until the model is warm, and once the server shuts down."""
     if service.ready:
         return JsonResponse({"status": "ready"})
@@ -54,23 +54,25 @@ async def ready(service: Service, request: Request) -> Response:
     return JsonResponse({"status": status}, 503, headers={"retry-after": "1"})
 
 
-async def metrics(service: Service, request: Request) -> Response:
+async def _metrics(service: Service, request: Request) -> Response:
     """GET /metrics, for Prometheus."""
-    text = await run_in_threadpool(service.metrics.exposition)
+    text = await run_in_threadpool(generate_latest, service.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def list_models(service: Service, request: Request) -> Response:
+async def _list_models(service: Service, request: Request) -> Response:
     """GET /v1/models: the model that is loaded, under each of its names."""
-    return JsonResponse(_model_list(service, MODEL_FEATURES))
+    data = [_model_object(service, name, MODEL_FEATURES) for name in service.names]
+    return JsonResponse(ModelList(object="list", data=data))
 
 
-async def list_code_models(service: Service, request: Request) -> Response:
+async def _list_code_models(service: Service, request: Request) -> Response:
     """The models of fill-in-the-middle and of edits, which have neither tools nor schemas."""
-    return JsonResponse(_model_list(service, ()))
+    data = [_model_object(service, name, ()) for name in service.names]
+    return JsonResponse(ModelList(object="list", data=data))
 
 
-async def get_model(service: Service, request: Request) -> Response:
+async def _get_model(service: Service, request: Request) -> Response:
     """GET /v1/models/{id}."""
     name = request.path_params["id"]
     if name not in service.names:
@@ -79,14 +81,14 @@ async def get_model(service: Service, request: Request) -> Response:
 
 
 # Load balancers ask these without a key; they contain no data. All other routes are behind the access control.
-PUBLIC_ROUTES: Mapping[str, Handler] = {"/health": health, "/ready": ready}
+PUBLIC_ROUTES: Mapping[str, Handler] = {"/health": _health, "/ready": _ready}
 GET_ROUTES: Mapping[str, Handler] = {
-    "/v1/models": list_models,
-    "/v1/chat/completions/models": list_models,
-    "/v1/fim/completions/models": list_code_models,
-    "/v1/edit/completions/models": list_code_models,
-    "/v1/models/{id:path}": get_model,
-    "/metrics": metrics,
+    "/v1/models": _list_models,
+    "/v1/chat/completions/models": _list_models,
+    "/v1/fim/completions/models": _list_code_models,
+    "/v1/edit/completions/models": _list_code_models,
+    "/v1/models/{id:path}": _get_model,
+    "/metrics": _metrics,
     "/openapi.json": openapi_json,
 }
 POST_ROUTES: Mapping[str, Handler] = {
@@ -104,6 +106,9 @@ def create_app(engine: ServingEngine, options: ServerOptions = ServerOptions()) 
     Args:
         engine: A `serve.engine.engine.Engine`, which may still be warming up. The caller starts and stops it.
         options: How the server answers.
+
+    Returns:
+        The app. Its `state.service` is the `Service`.
 
     Raises:
         ValueError: An alias stands for a model that is not loaded.
@@ -134,10 +139,6 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     """Turns 404 and 405 of the router into the API's envelope."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
-
-
-def _model_list(service: Service, features: tuple[str, ...]) -> ModelList:
-    return {"object": "list", "data": [_model_object(service, name, features) for name in service.names]}
 
 
 def _model_object(service: Service, name: str, features: tuple[str, ...]) -> ModelObject:

@@ -68,8 +68,13 @@ class AuthMiddleware:
         if not any(matches):
             # A browser that opens a page is asked for a password; programs are told about the bearer key only.
             page = any(b"text/html" in value for value in _values(headers, b"accept"))
-            raise errors.unauthorized(
-                'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
+            challenge = 'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
+            raise ApiError(
+                401,
+                "Incorrect API key provided",
+                "authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": challenge},
             )
         return given.hex()
 

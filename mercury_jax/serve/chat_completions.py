@@ -36,7 +36,15 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answers a conversation, as JSON or as an event stream."""
+    """Answers a conversation.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
     body = await service.read(request, ChatCompletionsRequest)
     plain = body.model_dump(include={"tools", "response_format"}, exclude_unset=True, by_alias=True)
     size = len(dump_json(plain)) if body.tools or body.response_format else None
@@ -51,6 +59,9 @@ def prepare_chat(service: Service, body: ChatCompletionsRequest, salt: str) -> t
         service: The service.
         body: The request.
         salt: Requests of another salt never share cached prefixes.
+
+    Returns:
+        The plan of the response, and the jobs.
 
     Raises:
         ApiError: 400 for what cannot be honoured.

@@ -22,14 +22,33 @@ END_OF_TEXT = "<|endoftext|>"  # what editors send as the suffix at the end of a
 
 
 async def fim_completions(service: Service, request: Request) -> Response:
-    """Fills the gap between prompt and suffix."""
+    """Fills the gap between prompt and suffix.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
     body = await service.read(request, FimCompletionsRequest)
     salt = cache_salt(request.scope)
     return await respond(service, request, lambda: prepare_texts(service, body, [body.prompt], 1, salt), 1)
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continues one prompt or several; with a suffix, fills the gap."""
+    """Continues one prompt or several; with a suffix, fills the gap.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+
+    Raises:
+        ApiError: 400 for more than `MAX_CHOICES` answers.
+    """
     body = await service.read(request, CompletionsRequest)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     count = len(prompts) * body.n
@@ -55,6 +74,9 @@ def prepare_texts(
         prompts: Texts before the answers.
         n: Answers per prompt.
         salt: Requests of another salt never share cached prefixes.
+
+    Returns:
+        The plan of the response, and the jobs, prompt by prompt.
 
     Raises:
         ApiError: 400 for a prompt that is empty or too long.
@@ -93,14 +115,16 @@ def prepare_texts(
 
 
 def answer_budget(service: Service, asked: code.Ask, max_tokens: int, param: str) -> int:
-    """Returns the tokens of an answer without thinking: as requested, cut to what the context leaves and what an
-    edit can need.
+    """Divides what the prompt leaves of the context, for an answer without thinking.
 
     Args:
         service: The service.
         asked: The prompt, with the most tokens that its answer can need.
         max_tokens: As requested.
         param: Field that holds the prompt.
+
+    Returns:
+        Tokens of the answer: `max_tokens`, cut to what is left and to what the answer can need.
 
     Raises:
         ApiError: 400 where the prompt leaves nothing.

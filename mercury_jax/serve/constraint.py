@@ -63,6 +63,9 @@ def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
         request: The request.
         tools: Its tools, as `chat.messages` returns them.
 
+    Returns:
+        The tools that may be called, and how often.
+
     Raises:
         ApiError: 400 where `tool_choice` names a tool that is not there, or needs tools and there are none.
     """
@@ -95,6 +98,9 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
         lm: The model; its tokenizer has the tokens and the form of tool calls.
         request: The request.
         policy: What `tool_choice` leaves of the tools.
+
+    Returns:
+        The grammar and the check; empty where nothing is constrained.
 
     Raises:
         ApiError: 400, with the reason, for what cannot be guaranteed.
@@ -132,6 +138,9 @@ def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar
         lm: The model, whose tokenizer has the tokens.
         spec: What the grammar describes.
         param: Field that an error names.
+
+    Returns:
+        The compiled grammar.
 
     Raises:
         ApiError: 400, with the part of the grammar that is not supported.

@@ -45,7 +45,7 @@ class ContinuedAnswer:
         continuation: Continuation,
         parser: Callable[[], AnswerParser],
     ):
-        self.job = handle.job
+        self.job: Job = handle.job
         self._engine, self._handle, self._continuation, self._parser = engine, handle, continuation, parser
         self._cancelled = False
 
@@ -114,6 +114,9 @@ def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
         lm: The model; its tokenizer has the marks of thinking.
         context: Tokens of prompt and answer.
         opened: Whether the prompt opened the thinking.
+
+    Returns:
+        A function of a job and its last snapshot.
     """
     tokenizer, marks = lm.tokenizer, lm.tokenizer.thinking
 
@@ -141,7 +144,15 @@ def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
 
 
 def truncate(snapshot: Snapshot, n: int) -> Snapshot:
-    """Returns the first n tokens of a snapshot, all of them final."""
+    """Returns the first tokens of a snapshot, all of them final.
+
+    Args:
+        snapshot: The snapshot.
+        n: Number of tokens.
+
+    Returns:
+        A snapshot whose arrays have n entries.
+    """
     logprobs = snapshot.logprobs
     if logprobs is not None:
         logprobs = LogProbs(logprobs.tokens[:n], logprobs.top_ids[:n], logprobs.top[:n])
@@ -157,7 +168,15 @@ def truncate(snapshot: Snapshot, n: int) -> Snapshot:
 
 
 def append_token(snapshot: Snapshot, token: int) -> Snapshot:
-    """Returns a snapshot with one more final token, which the server and not the model has chosen."""
+    """Returns a snapshot with one more final token, which the server and not the model has chosen.
+
+    Args:
+        snapshot: The snapshot.
+        token: Id of the token. Its logprob is 0.
+
+    Returns:
+        A snapshot whose arrays have one more entry.
+    """
     logprobs, true = snapshot.logprobs, np.ones(1, bool)
     if logprobs is not None:
         k = logprobs.top.shape[1]
@@ -181,6 +200,9 @@ def join(before: Snapshot, snapshot: Snapshot) -> Snapshot:
     Args:
         before: What is kept of the earlier jobs, all of it final.
         snapshot: Of the later job.
+
+    Returns:
+        A snapshot with the arrays of both. `cached` is that of the first job, whose prompt is the request's.
     """
 
     def both(first: Any, second: Any, *names: str) -> dict[str, np.ndarray]:

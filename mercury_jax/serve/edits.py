@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +13,12 @@ from mercury_jax.serve.auth import cache_salt
 from mercury_jax.serve.chat import code
 from mercury_jax.serve.chat.messages import checked
 from mercury_jax.serve.chat.refused import Refused
-from mercury_jax.serve.chat.reply import Delta, Message, Reply
+from mercury_jax.serve.chat.reply import Reply
 from mercury_jax.serve.completions import answer_budget
-from mercury_jax.serve.engine.ticket import NOTHING
-from mercury_jax.serve.engine.types import Job, Snapshot
+from mercury_jax.serve.engine.types import Job
 from mercury_jax.serve.protocol import ApplyCompletionsRequest, EditCompletionsRequest
 from mercury_jax.serve.sampling_params import decoding_params, make_job
-from mercury_jax.serve.service import Service
+from mercury_jax.serve.service import PrecomputedAnswer, Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
 from mercury_jax.types import LM
 
@@ -27,14 +26,30 @@ EditBody = EditCompletionsRequest | ApplyCompletionsRequest
 
 
 async def edit_completions(service: Service, request: Request) -> Response:
-    """Rewrites the marked region of a file."""
+    """Rewrites the marked region of a file.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
     body = await service.read(request, EditCompletionsRequest)
     salt = cache_salt(request.scope)
     return await respond(service, request, lambda: prepare_edit(service, body, salt), 1)
 
 
 async def apply_completions(service: Service, request: Request) -> Response:
-    """Merges an update into a file."""
+    """Merges an update into a file.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
     body = await service.read(request, ApplyCompletionsRequest)
     salt = cache_salt(request.scope)
     return await respond(service, request, lambda: prepare_apply(service, body, salt), 1)
@@ -47,6 +62,9 @@ def prepare_edit(service: Service, body: EditCompletionsRequest, salt: str) -> t
         service: The service.
         body: The request.
         salt: Requests of another salt never share cached prefixes.
+
+    Returns:
+        The plan of the response, and the job.
 
     Raises:
         ApiError: 400 for a message without a region, or one that is too long.
@@ -102,38 +120,6 @@ def follows_instructions(lm: LM) -> bool:
         lm: The model. Its card may say so; otherwise imported checkpoints count as chat models.
     """
     return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
-
-
-class PrecomputedAnswer:
-    """An answer that needs no forward pass, in the form of a submitted job and of its output parser.
-
-    Args:
-        text: The answer.
-        tokens: Its number of tokens.
-    """
-
-    def __init__(self, text: str, tokens: int):
-        self.job = Job(prompt=(0,), max_tokens=1)
-        self.stopped = self.silent = False
-        self._message = Message(text, "", (), 0, tokens)
-
-    async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        yield NOTHING._replace(finish="stop")
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-    def feed(self, snapshot: Snapshot) -> Delta:
-        """Returns the answer."""
-        return Delta(content=self._message.content)
-
-    def shown(self, snapshot: Snapshot) -> str:
-        """Returns the answer."""
-        return self._message.content
-
-    def message(self) -> Message:
-        """Returns the answer."""
-        return self._message
 
 
 def _message_text(service: Service, body: EditBody) -> str:

@@ -49,7 +49,15 @@ class ApiError(Exception):
 
 
 def invalid_request(param: str | None, message: str) -> ApiError:
-    """Returns a 400 for the field `param`."""
+    """Returns a 400.
+
+    Args:
+        param: The field at fault; None for the request as a whole.
+        message: Text for the client.
+
+    Returns:
+        The error, to be raised.
+    """
     return ApiError(400, message, param=param)
 
 
@@ -60,6 +68,9 @@ def invalid_value(param: str, value: object, allowed: str) -> ApiError:
         param: The field.
         value: The refused value. At most `MAX_SHOWN` characters of it are repeated; of a list or object only its size.
         allowed: What the field takes.
+
+    Returns:
+        The error, to be raised.
     """
     kind = {dict: "an object", list: "a list"}.get(type(value))
     text = repr(value) if kind is None else f"{kind} of {len(value)} entries"  # type: ignore[arg-type]
@@ -73,19 +84,15 @@ def context_length_exceeded(context: int, param: str = "messages") -> ApiError:
     Args:
         context: Tokens of prompt and answer that the server allows.
         param: Field that holds the prompt.
+
+    Returns:
+        The error, to be raised.
     """
     message = (
         f"You exceeded the maximum context length for this model of {context}. "
         "Please reduce the length of the messages or completion."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
-
-
-def unauthorized(challenge: str) -> ApiError:
-    """Returns a 401 with the given `WWW-Authenticate` challenge."""
-    headers = {"www-authenticate": challenge}
-    message, code = "Incorrect API key provided", "invalid_api_key"
-    return ApiError(401, message, "authentication_error", code=code, headers=headers)
 
 
 def unknown_model(name: str) -> ApiError:
@@ -96,13 +103,29 @@ def unknown_model(name: str) -> ApiError:
 def rate_limited(
     retry_after: float, message: str = "Rate limit exceeded. Please try again later."
 ) -> ApiError:
-    """Returns a 429. `retry_after` is in seconds and rounded up to at least 1."""
+    """Returns a 429.
+
+    Args:
+        retry_after: Seconds until the next attempt; rounded up, at least 1.
+        message: Text for the client.
+
+    Returns:
+        The error, to be raised.
+    """
     headers = _retry_after(retry_after)
     return ApiError(429, message, "rate_limit_error", code="rate_limit_reached", headers=headers)
 
 
 def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
-    """Returns a 503. `retry_after` is in seconds and rounded up to at least 1."""
+    """Returns a 503.
+
+    Args:
+        message: Text for the client.
+        retry_after: Seconds until the next attempt; rounded up, at least 1.
+
+    Returns:
+        The error, to be raised.
+    """
     return ApiError(503, message, "server_error", code="overloaded", headers=_retry_after(retry_after))
 
 
@@ -126,6 +149,9 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
         schema: JSON Schema of the model.
         data: What was validated.
         error: What pydantic says.
+
+    Returns:
+        The error, to be raised.
     """
     problems = error.errors(include_url=False)
     # Of the members of a union, the one of the value's JSON type reports the innermost field.

@@ -47,6 +47,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        """Returns the body."""
         return dump_json(content).encode("ascii")
 
 
@@ -61,6 +62,9 @@ def to_reported_error(error: Exception, request_id: str) -> ApiError:
     Args:
         error: The exception. It is logged with its traceback unless it is an `ApiError`.
         request_id: Id that the response and the log share.
+
+    Returns:
+        The error to report.
     """
     if isinstance(error, ApiError):
         return error
@@ -180,6 +184,9 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
     Args:
         body: UTF-8 text.
         max_depth: Most levels of nested lists and objects.
+
+    Returns:
+        The object.
 
     Raises:
         ApiError: 400, with the place where the text is not valid.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import Scope
 
@@ -106,7 +106,12 @@ class Metrics:
         )
 
     def count_response(self, scope: Scope, status: int) -> None:
-        """Counts one HTTP response."""
+        """Counts one HTTP response.
+
+        Args:
+            scope: ASGI scope of the request.
+            status: HTTP status; 499 where the client disconnected.
+        """
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._responses.labels(path, str(status)).inc()
 
@@ -123,7 +128,3 @@ class Metrics:
         self._last_token.observe(last)
         if forwards:
             self._tokens_per_forward.observe(tokens / forwards)
-
-    def exposition(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)

@@ -135,7 +135,15 @@ PUBLIC_GET_ERRORS = ("400", "405", "431", "500")
 
 
 async def openapi_json(service: Service, request: Request) -> Response:
-    """GET /openapi.json."""
+    """Sends the document.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        The response of GET /openapi.json.
+    """
     return JsonResponse(build_document(bool(service.options.keys), tuple(service.names)))
 
 
@@ -145,6 +153,9 @@ def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
     Args:
         keys: Whether the server asks for an API key.
         models: Model names that the server knows; empty: any string.
+
+    Returns:
+        An OpenAPI 3.1 document.
     """
     schemas = _schemas()
     for endpoint in ENDPOINTS.values():
@@ -169,6 +180,7 @@ class DocumentJsonSchema(protocol.RequestJsonSchema):
     """JSON Schemas of the document. Responses have no other properties than those of their type."""
 
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+        """Forbids further properties."""
         return super().typed_dict_schema(schema) | {"additionalProperties": False}
 
 

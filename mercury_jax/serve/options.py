@@ -71,11 +71,14 @@ class ServerOptions:
 
 
 def model_names(model: str, options: ServerOptions) -> dict[str, str]:
-    """Returns every name that a request may use, with the model it stands for; the model's own name comes first.
+    """Lists the names that requests may use.
 
     Args:
         model: Name of the model that is loaded.
         options: Options with the aliases.
+
+    Returns:
+        Each name with the model it stands for; the model's own name comes first.
 
     Raises:
         ValueError: An alias is empty, or stands for another model.

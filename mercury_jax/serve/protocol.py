@@ -474,9 +474,11 @@ class RequestJsonSchema(GenerateJsonSchema):
     """JSON Schema of a request model as OpenAPI needs it: fields with a default may be null, and have no titles."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
+        """Omits titles, which only repeat the names."""
         return False
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        """Lets a field with a default be null; a default of null goes without saying."""
         made = super().default_schema(schema)
         if made.get("default", ...) is None:
             del made["default"]
@@ -486,8 +488,9 @@ class RequestJsonSchema(GenerateJsonSchema):
         return {"anyOf": [made, {"type": "null"}]} | default
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
+        """Makes a pattern of keys a condition on every key."""
         made = super().dict_schema(schema)
-        # A pattern of keys is a condition on every key; pydantic writes it as `patternProperties`, which allows others.
+        # pydantic writes `patternProperties`, which allows keys that do not match.
         for pattern, values in made.pop("patternProperties", {}).items():
             made |= {"propertyNames": {"pattern": pattern}, "additionalProperties": values}
         return made

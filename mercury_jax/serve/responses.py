@@ -28,11 +28,15 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CallFunction(TypedDict):
+    """The function of a tool call; the arguments are JSON."""
+
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
+    """A tool call."""
+
     index: Count
     id: str
     type: Literal["function"]
@@ -40,6 +44,8 @@ class ToolCall(TypedDict):
 
 
 class CallFunctionDelta(TypedDict):
+    """What is new of the function of a tool call."""
+
     name: NotRequired[str]
     arguments: str
 
@@ -54,38 +60,54 @@ class ToolCallDelta(TypedDict):
 
 
 class AnswerText(TypedDict):
+    """A message without tool calls."""
+
     role: Literal["assistant"]
     content: str | None
 
 
 class AnswerMessage(AnswerText):
+    """A message, which may call tools."""
+
     tool_calls: NotRequired[list[ToolCall]]
 
 
 class AnswerTextDelta(TypedDict, total=False):
+    """What is new of a message without tool calls."""
+
     role: Literal["assistant"]
     content: str
 
 
 class AnswerMessageDelta(AnswerTextDelta, total=False):
+    """What is new of a message."""
+
     tool_calls: list[ToolCallDelta]
 
 
 class TokenLogprob(TypedDict):
+    """A token with its log-probability, in nats."""
+
     token: str
     logprob: float
     bytes: list[Count]
 
 
 class TokenLogprobs(TokenLogprob):
+    """A token of the answer and its alternatives."""
+
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(TypedDict):
+    """Logprobs of a chat answer."""
+
     content: list[TokenLogprobs]
 
 
 class TextLogprobs(TypedDict):
+    """Logprobs of a text completion."""
+
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
@@ -98,33 +120,47 @@ class _Choice(TypedDict):
 
 
 class ChatChoice(_Choice):
+    """One answer of a chat."""
+
     message: AnswerMessage
     logprobs: NotRequired[ChatLogprobs]
 
 
 class ChatChunkChoice(_Choice):
+    """What is new of one answer of a chat."""
+
     delta: AnswerMessageDelta
     logprobs: NotRequired[ChatLogprobs]
 
 
 class TextChoice(_Choice):
+    """One text, or what is new of it."""
+
     text: str
     logprobs: NotRequired[TextLogprobs]
 
 
 class EditChoice(_Choice):
+    """An edited or merged text."""
+
     message: AnswerText
 
 
 class EditChunkChoice(_Choice):
+    """What is new of an edited or merged text."""
+
     delta: AnswerTextDelta
 
 
 class CachedTokens(TypedDict):
+    """Tokens of the prompt found in the prefix cache."""
+
     cached_tokens: Count
 
 
 class ReasoningTokens(TypedDict):
+    """Tokens of thinking."""
+
     reasoning_tokens: Count
 
 
@@ -141,11 +177,15 @@ class Usage(TypedDict):
 
 
 class ReasoningSummary(TypedDict):
+    """The thinking, where it was asked for."""
+
     content: str | None
     status: Literal["complete", "unavailable", "skipped"]
 
 
 class DiffusionMeta(TypedDict):
+    """Share of the tokens that are accepted; 1 in the last chunk only."""
+
     diffusion_progress: Annotated[float, Field(ge=0, le=1)]
 
 
@@ -167,36 +207,50 @@ class _Chunk(_Response):
 
 
 class ChatCompletion(_Completion):
+    """Response of /v1/chat/completions."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
 class ChatCompletionChunk(_Chunk):
+    """Event of a streamed chat."""
+
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
 
 
 class TextCompletion(_Completion):
+    """Response of /v1/completions and /v1/fim/completions."""
+
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
 class TextChunk(_Chunk):
+    """Event of a streamed text."""
+
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
 class EditCompletion(_Completion):
+    """Response of /v1/edit/completions and /v1/apply/completions."""
+
     object: Literal["edit.completion"]
     choices: list[EditChoice]
 
 
 class EditChunk(_Chunk):
+    """Event of a streamed edit."""
+
     object: Literal["edit.completion.chunk"]
     choices: list[EditChunkChoice]
 
 
 class Pricing(TypedDict):
+    """Prices per token; all are 0."""
+
     prompt: str
     completion: str
     input_cache_reads: str
@@ -223,15 +277,21 @@ class ModelObject(TypedDict):
 
 
 class ModelList(TypedDict):
+    """Response of the routes that list models."""
+
     object: Literal["list"]
     data: list[ModelObject]
 
 
 class Status(TypedDict):
+    """Response of /health and /ready."""
+
     status: str
 
 
 class ErrorBody(TypedDict):
+    """What went wrong, and in which field."""
+
     message: str
     type: str
     param: str | None
@@ -239,6 +299,8 @@ class ErrorBody(TypedDict):
 
 
 class Error(TypedDict):
+    """Response of every refused or failed request."""
+
     error: ErrorBody
 
 
@@ -259,26 +321,6 @@ TEXT = ResponseKind("text_completion", "text_completion", "cmpl-", False)
 EDIT = ResponseKind("edit.completion", "edit.completion.chunk", "cmpl-", True)
 
 
-def usage(*, prompt: int, completion: int, reasoning: int, cached: int) -> Usage:
-    """Returns the usage of a request.
-
-    Args:
-        prompt: Tokens of all prompts.
-        completion: Tokens of all answers, thinking included.
-        reasoning: Of these, tokens of thinking.
-        cached: Of the prompts' tokens, those whose keys and values were in the prefix cache.
-    """
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "reasoning_tokens": reasoning,
-        "cached_input_tokens": cached,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
-    }
-
-
 class ResponseWriter:
     """Builds the JSON of one response: a completion, or the chunks of a stream, under one id.
 
@@ -292,76 +334,98 @@ class ResponseWriter:
         self._head = {"id": kind.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
     def completion(self, choices: Sequence[JsonDict], usage: Usage, extra: Mapping[str, Any]) -> JsonDict:
-        """Returns the whole response; `extra` holds a warning and a reasoning summary."""
-        return {
-            "object": self.kind.completion,
-            **self._head,
-            "choices": list(choices),
-            "usage": usage,
-            **extra,
-        }
+        """Returns the whole response.
+
+        Args:
+            choices: From `choice`.
+            usage: Tokens of the request.
+            extra: Further fields: a warning, a summary of the thinking.
+
+        Returns:
+            A `ChatCompletion`, `TextCompletion` or `EditCompletion`.
+        """
+        body: JsonDict = {"choices": list(choices), "usage": usage}
+        return {"object": self.kind.completion, **self._head, **body, **extra}
 
     def chunk(self, choices: Sequence[JsonDict], extra: Mapping[str, Any] | None = None) -> JsonDict:
-        """Returns one event of a stream; `extra` holds what stands beside the choices."""
+        """Returns one event of a stream.
+
+        Args:
+            choices: From `chunk_choice`.
+            extra: Further fields.
+
+        Returns:
+            A `ChatCompletionChunk`, `TextChunk` or `EditChunk`.
+        """
         return {"object": self.kind.chunk, **self._head, "choices": list(choices), **(extra or {})}
 
     def choice(
         self, index: int, text: str, calls: Sequence[Call], finish: str, logprobs: JsonDict | None
     ) -> JsonDict:
-        """Returns a whole choice. The content of a message that only calls tools is null."""
+        """Returns a whole choice.
+
+        Args:
+            index: Number of the answer.
+            text: Its content.
+            calls: Its tool calls.
+            finish: Why it ended.
+            logprobs: Its logprobs, from `chat_logprobs` or `text_logprobs`; None for none.
+
+        Returns:
+            The choice. The content of a message that only calls tools is null.
+        """
         body: JsonDict = {"text": text}
         if self.kind.message:
             body = {"message": {"role": "assistant", "content": text if text or not calls else None}}
             if calls:
-                body["message"]["tool_calls"] = [_tool_call(i, call) for i, call in enumerate(calls)]
-        return {"index": index, "finish_reason": finish, **body} | _with_logprobs(logprobs)
+                body["message"]["tool_calls"] = [
+                    {"index": i, **_tool_call(call.id, call.name, call.arguments)}
+                    for i, call in enumerate(calls)
+                ]
+        choice = {"index": index, "finish_reason": finish, **body}
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
 
-    def first_choice(self, index: int) -> JsonDict | None:
-        """Returns the choice of a first chunk, which only has the role; None for plain text."""
-        return self._delta(index, {"role": "assistant"}) if self.kind.message else None
+    def chunk_choice(
+        self,
+        index: int,
+        text: str | None = None,
+        calls: Sequence[CallDelta] = (),
+        *,
+        first: bool = False,
+        finish: str | None = None,
+        logprobs: JsonDict | None = None,
+    ) -> JsonDict:
+        """Returns a choice of a chunk.
 
-    def delta_choice(self, index: int, text: str, calls: Sequence[CallDelta] = ()) -> JsonDict:
-        """Returns what is new of a choice."""
-        if not self.kind.message:
-            return {"index": index, "text": text, "finish_reason": None}
-        delta: JsonDict = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = [_tool_call_delta(call) for call in calls]
-        return self._delta(index, delta)
+        Args:
+            index: Number of the answer.
+            text: What is new of its content, or with `diffusing` the whole text, which may be empty; None for neither.
+            calls: What is new of its tool calls.
+            first: Whether this is the first chunk, which has the role.
+            finish: In the last chunk, why the answer ended.
+            logprobs: In the last chunk, its logprobs.
 
-    def canvas_choice(self, index: int, text: str) -> JsonDict:
-        """Returns the whole current text, which replaces what the client had, even by nothing."""
-        if not self.kind.message:
-            return self.delta_choice(index, text)
-        return self._delta(index, {"content": text})
-
-    def last_choice(self, index: int, finish: str, logprobs: JsonDict | None) -> JsonDict:
-        """Returns the choice of a last chunk, with the reason of the end."""
+        Returns:
+            A choice of the endpoint's chunks.
+        """
+        choice: JsonDict = {"index": index, "text": text or "", "finish_reason": finish}
         if self.kind.message:
-            choice = self._delta(index, {}, finish)
-        else:
-            choice = {"index": index, "text": "", "finish_reason": finish}
-        return choice | _with_logprobs(logprobs)
-
-    @staticmethod
-    def _delta(index: int, delta: JsonDict, finish: str | None = None) -> JsonDict:
-        return {"index": index, "delta": delta, "finish_reason": finish}
-
-
-def _with_logprobs(logprobs: JsonDict | None) -> JsonDict:
-    return {} if logprobs is None else {"logprobs": logprobs}
+            delta: JsonDict = {"role": "assistant"} if first else {}
+            if text is not None:
+                delta["content"] = text
+            if calls:
+                delta["tool_calls"] = [
+                    {"index": call.index, **_tool_call(call.id, call.name, call.arguments)} for call in calls
+                ]
+            choice = {"index": index, "delta": delta, "finish_reason": finish}
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
 
 
-def _tool_call(index: int, call: Call) -> JsonDict:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": call.id, "type": "function", "function": function}
-
-
-def _tool_call_delta(call: CallDelta) -> JsonDict:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
+    """Returns a tool call; a delta that is not the first one of its call has no id, type and name."""
+    if id is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def chat_logprobs(lm: LM, snapshot: Snapshot, message: Message, top: int) -> ChatLogprobs:
@@ -372,6 +436,9 @@ def chat_logprobs(lm: LM, snapshot: Snapshot, message: Message, top: int) -> Cha
         snapshot: The last snapshot, which has `logprobs`.
         message: The answer, which says how many tokens were thinking.
         top: Alternatives per token.
+
+    Returns:
+        One entry per token of the content.
     """
     content: list[TokenLogprobs] = []
     for token, value, ids, values in _answer_rows(snapshot, message):
@@ -388,6 +455,9 @@ def text_logprobs(lm: LM, snapshot: Snapshot, message: Message, top: int) -> Tex
         snapshot: The last snapshot, which has `logprobs`.
         message: The answer.
         top: Alternatives per token.
+
+    Returns:
+        Parallel lists with one entry per token.
     """
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     offset = 0

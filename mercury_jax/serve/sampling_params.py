@@ -9,7 +9,7 @@ import dataclasses
 import secrets
 from typing import Any, NamedTuple
 
-from mercury_jax.decode.effort import EFFORTS, Effort
+from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.serve.protocol import ApiRequest
@@ -81,6 +81,9 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
     Args:
         service: Its engine says which rules there are; its options may set a default effort.
         effort: Name of an effort; None for the server's default, and where there is none for the model's own rule.
+
+    Returns:
+        Rule, `p`, steps per block, and most tokens of thinking.
     """
     name = effort or service.options.effort
     lm, plan = service.engine.lm, service.engine.plan
@@ -92,14 +95,11 @@ def decoding_params(service: Service, effort: str | None) -> DecodingParams:
         return DecodingParams(default_rule, None, default_steps or 0, thinking if fits else 0)
     chosen = EFFORTS[name]
     thinking = chosen.thinking if can_think else 0
+    steps = lambda available: max(1, round(chosen.steps * available))
     # `p` of an effort is a probability, so it is for the threshold rule only.
     if lm.corruption.mask is None or "threshold" not in plan.menu.names:
-        return DecodingParams(default_rule, None, _steps(chosen, default_steps or plan.block), thinking)
-    return DecodingParams("threshold", chosen.p, _steps(chosen, plan.block), thinking)
-
-
-def _steps(effort: Effort, steps: int) -> int:
-    return max(1, round(effort.steps * steps))
+        return DecodingParams(default_rule, None, steps(default_steps or plan.block), thinking)
+    return DecodingParams("threshold", chosen.p, steps(plan.block), thinking)
 
 
 def make_job(service: Service, request: ApiRequest, decoding: DecodingParams, **fields: Any) -> Job:
@@ -110,6 +110,9 @@ def make_job(service: Service, request: ApiRequest, decoding: DecodingParams, **
         request: The request. Sampling fields that its endpoint does not have keep the defaults of `Job`.
         decoding: Rule, `p` and steps.
         **fields: The other fields of `Job`: prompt, max_tokens, ...
+
+    Returns:
+        The job.
 
     Raises:
         ApiError: 400 for a token id beyond the vocabulary.
@@ -142,7 +145,15 @@ def make_job(service: Service, request: ApiRequest, decoding: DecodingParams, **
 
 
 def repeat_job(job: Job, n: int) -> list[Job]:
-    """Returns n copies of a job; copy i samples with seed + i."""
+    """Copies a job.
+
+    Args:
+        job: The job.
+        n: Number of copies.
+
+    Returns:
+        The copies; copy i samples with seed + i, modulo 2^31.
+    """
     return [dataclasses.replace(job, seed=(job.seed + i) % (1 << 31)) for i in range(n)]
 
 

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import h11
 import uvicorn
@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mercury_jax.config import refuse
 from mercury_jax.serve.errors import invalid_request
 from mercury_jax.serve.http import MAX_HEADER_BYTES, dump_json
+from mercury_jax.serve.service import ServingEngine
 
 HEADER_SECONDS = 15.0  # in which the headers of a request must arrive
 KEEP_ALIVE_SECONDS = 30  # that a connection may idle between two requests
@@ -37,6 +38,9 @@ def listen(host: str, port: int) -> socket.socket:
     Args:
         host: Address or name to listen on.
         port: Port; 0 finds a free one.
+
+    Returns:
+        The socket, which does not listen yet.
 
     Raises:
         ValueError: The port is out of range, or the address is not available.
@@ -62,18 +66,22 @@ class BoundedH11Protocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
+        """Starts the clock."""
         super().connection_made(transport)
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
+        """Parses data, and stops the clock once the headers are complete."""
         super().data_received(data)
         self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the clock."""
         self._clear_deadline()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
+        """Waits for the next request without a clock."""
         super().on_response_complete()
         self._clear_deadline()
 
@@ -91,6 +99,7 @@ class BoundedH11Protocol(H11Protocol):
             self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
+        """Answers a request that is not HTTP."""
         body = dump_json(invalid_request(None, msg).envelope()).encode("ascii")
         headers = [
             ("content-type", "application/json"),
@@ -102,16 +111,6 @@ class BoundedH11Protocol(H11Protocol):
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-
-class StoppableEngine(Protocol):
-    """What the server needs of `serve.engine.engine.Engine`."""
-
-    closing: bool
-
-    def start(self) -> None: ...
-    def drain(self, timeout: float | None = None) -> bool: ...
-    def stop(self) -> None: ...
 
 
 class Server(uvicorn.Server):
@@ -134,11 +133,27 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        engine: StoppableEngine,
+        engine: ServingEngine,
         drain: float = 30.0,
         on_ready: Callable[[], None] = lambda: None,
     ):
-        super().__init__(_config(app))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedH11Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
         self.engine, self.drain, self.on_ready = engine, drain, on_ready
         self.failure: BaseException | None = None
         self._at_once = threading.Event()
@@ -147,10 +162,17 @@ class Server(uvicorn.Server):
         self._stopping = threading.Thread(target=engine.stop, name="mercury-stop", daemon=True)
 
     async def startup(self, sockets: Any = None) -> None:
+        """Listens, and warms the engine up in a thread."""
         await super().startup(sockets)
         self._warming.start()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begins to drain; a second signal ends at once.
+
+        Args:
+            sig: Number of the signal.
+            frame: Unused.
+        """
         if self._draining is not None:
             self._at_once.set()
             return
@@ -205,21 +227,3 @@ def freeze_startup_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=BoundedH11Protocol,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-    )

@@ -17,8 +17,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 from starlette.requests import Request
 
 from mercury_jax.serve import errors
-from mercury_jax.serve.chat.reply import Delta, Message
+from mercury_jax.serve.chat.reply import Delta, Message, Reply
 from mercury_jax.serve.engine.shapes import Plan
+from mercury_jax.serve.engine.ticket import NOTHING
 from mercury_jax.serve.engine.types import Busy, Job, Settings, Snapshot, Stats, TooLong
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import read_json
@@ -34,31 +35,8 @@ R = TypeVar("R", bound=ApiRequest)
 
 
 @runtime_checkable
-class AnswerHandle(Protocol):
-    """One submitted job: iterate asynchronously over its snapshots, of which the last one has a finish reason."""
-
-    @property
-    def job(self) -> Job: ...
-    def cancel(self) -> None: ...
-    def __aiter__(self) -> AsyncIterator[Snapshot]: ...
-
-
-@runtime_checkable
-class AnswerParser(Protocol):
-    """Reads the snapshots of one answer; `serve.chat` has the parser of what models write."""
-
-    @property
-    def stopped(self) -> bool: ...
-    @property
-    def silent(self) -> bool: ...
-    def feed(self, snapshot: Snapshot) -> Delta: ...
-    def shown(self, snapshot: Snapshot) -> str: ...
-    def message(self) -> Message: ...
-
-
-@runtime_checkable
 class ServingEngine(Protocol):
-    """What the API needs of `serve.engine.engine.Engine`."""
+    """What the server needs of `serve.engine.engine.Engine`, which documents it."""
 
     lm: LM
     settings: Settings
@@ -67,8 +45,76 @@ class ServingEngine(Protocol):
     ready: bool
     closing: bool
 
-    def submit(self, job: Job) -> AnswerHandle: ...
-    def stats(self) -> Stats: ...
+    def start(self) -> None:
+        """Compiles what every request fits into, then serves."""
+        ...
+
+    def submit(self, job: Job) -> AnswerHandle:
+        """Queues a job; raises `Busy`, `TooLong` or ValueError."""
+        ...
+
+    def stats(self) -> Stats:
+        """Returns counters since the start, and gauges of this moment."""
+        ...
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Accepts no more jobs, and waits for the running ones."""
+        ...
+
+    def stop(self) -> None:
+        """Cancels what is left."""
+        ...
+
+
+class PrecomputedAnswer:
+    """An answer that needs no forward pass: it stands for a submitted job and for its output parser.
+
+    Args:
+        text: The answer.
+        tokens: Its number of tokens.
+    """
+
+    def __init__(self, text: str, tokens: int):
+        self.job = Job(prompt=(0,), max_tokens=1)
+        self.stopped = self.silent = False
+        self._message = Message(text, "", (), 0, tokens)
+
+    async def __aiter__(self) -> AsyncIterator[Snapshot]:
+        yield NOTHING._replace(finish="stop")
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+    def feed(self, snapshot: Snapshot) -> Delta:
+        """Returns the answer."""
+        return Delta(content=self._message.content)
+
+    def shown(self, snapshot: Snapshot) -> str:
+        """Returns the answer."""
+        return self._message.content
+
+    def message(self) -> Message:
+        """Returns the answer."""
+        return self._message
+
+
+AnswerParser = Reply | PrecomputedAnswer
+
+
+@runtime_checkable
+class AnswerHandle(Protocol):
+    """A submitted job; iterates asynchronously over its snapshots, of which the last one has a finish reason."""
+
+    @property
+    def job(self) -> Job:
+        """The job."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the job."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Snapshot]: ...
 
 
 class Service:
@@ -235,7 +281,12 @@ class AdmissionLimit:
             self.admitted += count
 
     def leave(self, count: int, seconds: float | None = None) -> None:
-        """Counts jobs as ended, `seconds` after they were submitted (None: they never were)."""
+        """Counts jobs as ended.
+
+        Args:
+            count: Number of jobs.
+            seconds: Time since they were submitted; None where they never were.
+        """
         with self._lock:
             self.admitted -= count
             if seconds is not None:
@@ -276,6 +327,9 @@ def to_api_error(error: Exception, context: int) -> Exception:
     Args:
         error: The engine's exception.
         context: Tokens of prompt and answer, for the message.
+
+    Returns:
+        The exception to raise.
     """
     if isinstance(error, Busy):
         return shutting_down() if error.closing else errors.rate_limited(error.retry_after, f"{error}.")

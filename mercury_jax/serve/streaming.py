@@ -23,7 +23,7 @@ from mercury_jax.serve.continuation import Continuation, ContinuedAnswer
 from mercury_jax.serve.engine.types import Job, Snapshot
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
-from mercury_jax.serve.responses import ResponseKind, ResponseWriter, Usage, usage
+from mercury_jax.serve.responses import ResponseKind, ResponseWriter, Usage
 from mercury_jax.serve.service import AnswerHandle, AnswerParser, Service, SubmittedJobs, shutting_down
 
 log = logging.getLogger("mercury.serve")
@@ -98,6 +98,9 @@ async def respond(
         prepare: Returns the plan and the jobs; called in a thread.
         count: Number of jobs.
         grammar_bytes: Size of the grammar in the request; None without one.
+
+    Returns:
+        The response; an empty one where the client disconnected.
 
     Raises:
         ApiError: The request is refused, or the engine failed.
@@ -176,10 +179,9 @@ class Responder:
 
     async def _chunks(self, jobs: SubmittedJobs) -> AsyncGenerator[JsonDict, None]:
         answers: dict[int, FinishedAnswer] = {}
-        for i in range(len(jobs.handles)):
-            first = self.writer.first_choice(i)
-            if first is not None:
-                yield self.writer.chunk([first])
+        if self.plan.kind.message:
+            for i in range(len(jobs.handles)):
+                yield self.writer.chunk([self.writer.chunk_choice(i, first=True)])
         streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
         async with contextlib.aclosing(interleave(streams)) as chunks:
             async for chunk in chunks:
@@ -200,19 +202,21 @@ class Responder:
             async for snapshot, delta in steps:
                 first = first or time.perf_counter()
                 if plan.diffusing and snapshot.finish is None and (text := parser.shown(snapshot)) != canvas:
-                    canvas, progress = text, _progress(snapshot, progress)
+                    # Share of accepted tokens; it never falls, and is 1 in the last chunk only.
+                    share = float(snapshot.settled.mean()) if len(snapshot.settled) else 0.0
+                    canvas, progress = text, round(min(0.99, max(progress, share)), 4)
                     meta = {"diffusion_meta": {"diffusion_progress": progress}}
-                    yield writer.chunk([writer.canvas_choice(i, canvas)], meta)
-                content = delta.content if send_deltas else ""
+                    yield writer.chunk([writer.chunk_choice(i, canvas)], meta)
+                content = (delta.content if send_deltas else None) or None
                 if content or delta.calls:
-                    yield writer.chunk([writer.delta_choice(i, content, delta.calls)])
+                    yield writer.chunk([writer.chunk_choice(i, content, delta.calls)])
         answers[i] = answer = self._finish(parser, snapshot, first)
         if plan.diffusing:
             meta = {"diffusion_meta": {"diffusion_progress": 1.0}}
-            yield writer.chunk([writer.canvas_choice(i, answer.text)], meta)
+            yield writer.chunk([writer.chunk_choice(i, answer.text)], meta)
         elif plan.finish_content is not None and answer.text:
-            yield writer.chunk([writer.delta_choice(i, answer.text)])
-        last = writer.last_choice(i, answer.finish_reason, answer.logprobs)
+            yield writer.chunk([writer.chunk_choice(i, answer.text)])
+        last = writer.chunk_choice(i, finish=answer.finish_reason, logprobs=answer.logprobs)
         yield writer.chunk([last], self._extra(answer))
 
     async def _answer(self, handle: AnswerHandle) -> FinishedAnswer:
@@ -254,12 +258,18 @@ class Responder:
 
     def _usage(self, answers: Sequence[FinishedAnswer]) -> Usage:
         """Returns the usage; each prompt is counted once, however many answers it has."""
-        return usage(
-            prompt=self.plan.prompt_tokens,
-            completion=sum(a.message.completion_tokens for a in answers),
-            reasoning=sum(a.message.reasoning_tokens for a in answers),
-            cached=sum(a.snapshot.cached for a in answers[:: self.plan.answers_per_prompt]),
-        )
+        completion = sum(a.message.completion_tokens for a in answers)
+        reasoning = sum(a.message.reasoning_tokens for a in answers)
+        cached = sum(a.snapshot.cached for a in answers[:: self.plan.answers_per_prompt])
+        return {
+            "prompt_tokens": self.plan.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.plan.prompt_tokens + completion,
+            "reasoning_tokens": reasoning,
+            "cached_input_tokens": cached,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
 
     def _extra(self, answer: FinishedAnswer) -> JsonDict:
         """Returns what stands beside the choices: a warning and the summary of the thinking."""
@@ -269,12 +279,6 @@ class Responder:
             status = "complete" if thinking else "unavailable" if self.plan.thinks else "skipped"
             extra["reasoning_summary"] = {"content": thinking or None, "status": status}
         return extra
-
-
-def _progress(snapshot: Snapshot, before: float) -> float:
-    """Returns the share of accepted tokens. It never falls, and stays below 1 until the last snapshot."""
-    share = float(snapshot.settled.mean()) if len(snapshot.settled) else 0.0
-    return round(min(0.99, max(before, share)), 4)
 
 
 async def parsed_snapshots(
@@ -288,6 +292,9 @@ async def parsed_snapshots(
     Args:
         handle: The job.
         parser: Reads the snapshots.
+
+    Yields:
+        The snapshot, and the delta of the answer.
     """
     stopped = False
     async with contextlib.aclosing(aiter(handle)) as snapshots:  # type: ignore[type-var]
@@ -367,11 +374,14 @@ class EventStreamResponse(Response):
 
 
 async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yields the events, and a comment after every `seconds` without one.
+    """Adds comments to a stream of events.
 
     Args:
         events: The events.
         seconds: Longest silence.
+
+    Yields:
+        The events, and a comment after every `seconds` without one.
     """
     following = asyncio.ensure_future(anext(events))
     try:
@@ -391,11 +401,14 @@ async def with_keep_alive(events: AsyncGenerator[bytes, None], seconds: float) -
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what a coroutine returns, unless the client disconnects first.
+    """Runs a coroutine until the client disconnects.
 
     Args:
         receive: ASGI channel of a request whose body has been read, so that only a disconnect can arrive.
         work: The coroutine. It is cancelled, and has cleaned up, before this function ends.
+
+    Returns:
+        What the coroutine returns.
 
     Raises:
         ClientDisconnected: The client disconnected.

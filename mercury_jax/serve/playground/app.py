@@ -30,7 +30,7 @@ from mercury_jax.serve.errors import (
 from mercury_jax.serve.http import JsonResponse, read_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import about, frames, request as requests, top
-from mercury_jax.serve.protocol import Integral, RequestModel, parse_request
+from mercury_jax.serve.protocol import RequestModel, parse_request
 from mercury_jax.serve.service import shutting_down, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 
@@ -177,9 +177,9 @@ class Playground:
 
 def _look(request: type[RequestModel], vocab: int, most: int) -> type[RequestModel]:
     """The fields of a look at one cell."""
-    ids = Annotated[int, Field(ge=0, le=vocab - 1), Integral]
-    flags = Annotated[int, Field(ge=0, le=1), Integral]
-    cell = Annotated[int, Field(ge=0, le=most), Integral]
+    ids = Annotated[int, Field(ge=0, le=vocab - 1)]
+    flags = Annotated[int, Field(ge=0, le=1)]
+    cell = Annotated[int, Field(ge=0, le=most)]
     return create_model(
         "CellRequest",
         __base__=RequestModel,

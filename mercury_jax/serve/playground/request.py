@@ -15,7 +15,7 @@ from mercury_jax.decode.prompts import normalise
 from mercury_jax.serve.constraint import compile_grammar
 from mercury_jax.serve.engine.types import Job
 from mercury_jax.serve.errors import invalid_request, invalid_value
-from mercury_jax.serve.protocol import Integral, RequestModel
+from mercury_jax.serve.protocol import RequestModel
 from mercury_jax.serve.sampling_params import token_budget
 from mercury_jax.types import LM
 
@@ -55,16 +55,16 @@ class PlaygroundRequest(RequestModel):
     after: ShortText = ""
     selected: ShortText = ""
     p: Annotated[float, Field(ge=0, le=MOST_STRICT, allow_inf_nan=False)] | None = None
-    steps: Annotated[int, Field(ge=0, le=MOST_STEPS), Integral] | None = None
+    steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     effort: Literal["instant", "low", "medium", "high"] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1), Integral] = 0
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     answer_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 def request_model(rules: tuple[str, ...], most_tokens: int) -> type[PlaygroundRequest]:
     """The fields of a request, for a model that offers these rules."""
-    tokens = Annotated[int, Field(ge=1, le=most_tokens), Integral]
+    tokens = Annotated[int, Field(ge=1, le=most_tokens)]
     return create_model(
         "ModelRequest",
         __base__=PlaygroundRequest,
