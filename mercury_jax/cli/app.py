@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from mercury_jax.cli import compiled
-from mercury_jax.cli.parser import nearest
-from mercury_jax.config import refuse
+from mercury_jax.config import nearest, refuse
 
 # name -> (module, what it does). A command is `run(argv) -> exit code`.
 COMMANDS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser, nearest, whole
-from mercury_jax.config import refuse
+from mercury_jax.cli.parser import Parser, whole
+from mercury_jax.config import nearest, refuse
 
 # name -> (module, what it measures). A measurement is `run(argv) -> exit code`.
 BENCHES = {

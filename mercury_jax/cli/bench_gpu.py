@@ -7,8 +7,8 @@ from typing import Any
 
 from mercury_jax.cli import options, show
 from mercury_jax.cli.bench import count
-from mercury_jax.cli.parser import Parser, nearest, number
-from mercury_jax.config import refuse
+from mercury_jax.cli.parser import Parser, number
+from mercury_jax.config import nearest, refuse
 
 COMMANDS = {
     "check": "versions, ceilings, and every kernel form against fp32; what passes is used from then on",

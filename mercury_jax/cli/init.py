@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mercury_jax.cli import show
-from mercury_jax.cli.parser import Parser, nearest
-from mercury_jax.config import refuse
+from mercury_jax.cli.parser import Parser
+from mercury_jax.config import nearest, refuse
 
 FIRST = "first"  # the packaged recipe that a new one starts as
 MORE = """\

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mercury_jax.cli.parser import Parser, nearest, number, whole
-from mercury_jax.config import Plan, refuse
+from mercury_jax.cli.parser import Parser, number, whole
+from mercury_jax.config import Plan, nearest, refuse
 
 if TYPE_CHECKING:
     from mercury_jax.decode.parts import Part

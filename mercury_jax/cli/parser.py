@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from mercury_jax.config import refuse
+from mercury_jax.config import nearest, refuse
 
 Late = Callable[["Parser"], None]
 
@@ -46,18 +45,6 @@ class Parser(argparse.ArgumentParser):
         if rest:
             raise refuse("argument", rest[0], f"no more words; `{self.prog} --help` shows the order")
         return args
-
-
-MANY = 16  # names; where one of so many is similar, the others are not listed
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """What is allowed: the most similar name first, and all of them unless they are many."""
-    close = difflib.get_close_matches(name, names, n=1)
-    every = ", ".join(names)
-    if close and len(names) > MANY:
-        return f"{close[0]} is the nearest of {len(names)}"
-    return f"{close[0]} is the nearest; all: {every}" if close else every
 
 
 def whole(text: str) -> int:

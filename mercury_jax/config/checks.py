@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 T = TypeVar("T")
@@ -17,6 +18,29 @@ T = TypeVar("T")
 def refuse(field: str, value: object, allowed: str) -> ValueError:
     """The one form of our errors: the field, the value, what is allowed."""
     return ValueError(f"{field} is {value!r}; allowed: {allowed}")
+
+
+MANY = 16  # names; where one of so many is similar, the others are not listed
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """What is allowed in place of a name that does not exist, for `refuse`.
+
+    Args:
+        name: What was written; `lr` stands for `optim.lr` too.
+        names: Those that exist.
+
+    Returns:
+        The most similar name first, and all of them unless they are many.
+    """
+    bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
+    last = lambda dotted: dotted.rpartition(".")[2]
+    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.5)
+    close = close or [n for n in bare if last(n) == last(name)][:1]
+    every = ", ".join(names)
+    if close and len(names) > MANY:
+        return f"{bare[close[0]]} is the nearest of {len(names)}"
+    return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
 
 
 def at_least(least: float, **fields: float) -> None:

@@ -89,6 +89,21 @@ def test_requests_beyond_the_queue_are_refused_before_they_are_rendered(nano):
     assert app.state.service.limit.admitted == 0
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(nano, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("mercury_jax.decode.grammar.compile", lambda *args: compiled.append(args))
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    client = client_of(ScriptedEngine(nano, text_snapshots(nano, "{}")))
+    for bound in ({"response_format": schema}, {"tools": [add], "tool_choice": "required"}):
+        messages = [{"role": "user", "content": "347+585=" * 400}]
+        answer = client.post("/v1/chat/completions", json={**PAYLOAD, **bound, "messages": messages})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert compiled == []
+    assert client.post("/v1/chat/completions", json={**PAYLOAD, "response_format": schema}).status_code == 200
+    assert len(compiled) == 1
+
+
 def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
     """A few large schemas take every thread that compiles such; the next client's trivial one has its own."""
     engine = ScriptedEngine(nano, text_snapshots(nano, '{"a": 1}'))
@@ -172,6 +187,7 @@ def test_a_silent_stream_sends_keep_alive_comments(nano):
     assert lines.count(": keep-alive") >= 4 and lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines[:-2] if line.startswith("data: ")]
     assert content_of(chunks) == TEXT and {line[:6] for line in lines[:-1]} == {": keep", "data: "}
+    assert ServerOptions().keep_alive == 15
     busy = client_of(ScriptedEngine(nano, text_snapshots(nano, TEXT))).post(
         "/v1/chat/completions", json={**PAYLOAD, "stream": True}
     )
