@@ -1,4 +1,4 @@
-"""Requests as bare ASGI: no client puts the path, the Host or the headers in order first."""
+"""Requests as bare ASGI, since HTTP clients normalise the path, the Host and the headers."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 
-class Answer(NamedTuple):
+class AsgiResponse(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -16,8 +16,8 @@ class Answer(NamedTuple):
         return json.loads(self.body)
 
 
-def send_request(app, method="GET", target="/", headers=(), body=b"", host=b"localhost") -> Answer:
-    """Send one request as uvicorn would hand it on."""
+def send_request(app, method="GET", target="/", headers=(), body=b"", host=b"localhost") -> AsgiResponse:
+    """Sends one request as uvicorn would pass it to the app."""
     return asyncio.run(_send_request(app, method, target, list(headers), body, host))
 
 
@@ -42,11 +42,11 @@ async def _send_request(app, method, target, headers, body, host):
     await asyncio.wait_for(app(scope, receive, send), 30)
     head = sent[0]
     names = {name.decode("latin-1"): value.decode("latin-1") for name, value in head["headers"]}
-    return Answer(head["status"], names, b"".join(m.get("body", b"") for m in sent[1:]))
+    return AsgiResponse(head["status"], names, b"".join(m.get("body", b"") for m in sent[1:]))
 
 
 class Connection:
-    """A POST whose reader can be watched, slowed down by `gap` seconds a piece, and hung up."""
+    """A POST whose response is read with a pause of `gap` seconds per message, and which can disconnect."""
 
     def __init__(self, app, payload, path="/v1/chat/completions", gap=0.0, headers=()):
         self.app, self.gap, self.sent = app, gap, []
@@ -66,20 +66,20 @@ class Connection:
         self._left.set()
 
     def cancel(self):
-        """As a server does that cannot wait any longer."""
+        """Cancels the request as a server does that shuts down."""
         assert self._task is not None
         self._task.cancel()
 
     async def end(self):
         await asyncio.wait_for(self._task, 30)
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> AsgiResponse:
         if self._task is None:
             await self.open()
         await self.end()
         head = self.sent[0]
         names = {name.decode(): value.decode() for name, value in head["headers"]}
-        return Answer(head["status"], names, self.text.encode())
+        return AsgiResponse(head["status"], names, self.text.encode())
 
     @property
     def text(self):

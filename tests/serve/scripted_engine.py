@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, pass by pass: real tickets, no device."""
+"""An engine that publishes snapshots written by the test, without a model or a device."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from mercury_jax.serve.engine.types import Busy, Settings, Stats, TooLong
 
 
 def snapshot(tokens, final=None, finish=None, **fields):
-    """The tokens of an answer, of which `final` can no longer change."""
+    """A snapshot with these tokens, of which the first `final` can no longer change."""
     tokens = np.asarray(tokens, np.int32)
     final = len(tokens) if final is None else final
     made = NOTHING._replace(
@@ -29,7 +29,7 @@ def snapshot(tokens, final=None, finish=None, **fields):
 
 
 class ScriptedEngine:
-    """`script`: the snapshots that every job goes through, or a function of the job; `pause` seconds apart."""
+    """Publishes the snapshots of `script` (or of `script(job)`) for every job, `pause` seconds apart."""
 
     def __init__(self, lm, script=(), pause=0.0, slots=4, queue=8):
         self.lm, self.script, self.pause = lm, script, pause
@@ -81,7 +81,7 @@ class ScriptedEngine:
 
 
 def text_snapshots(lm, *texts, finish="stop"):
-    """Snapshots in which an answer grows text by text; the last one ends it."""
+    """Snapshots of an answer that grows from text to text; the last one has the finish reason."""
     ids = [lm.tokenizer.encode(text) for text in texts]
     whole = ids[-1]
     shown = [snapshot(whole[: len(part)]) for part in ids[:-1]]

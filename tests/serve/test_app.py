@@ -1,4 +1,4 @@
-"""Whole requests against nano: what clients send, through the engine, to what they read."""
+"""End to end: HTTP requests to the embedded model, through the engine, to the responses."""
 
 import asyncio
 import itertools
@@ -203,7 +203,7 @@ def test_optional_tools_do_not_change_other_answers(client):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_with_tools_and_a_format_an_answer_is_one_or_the_other(client, streamed):
-    """What agent frameworks send in every turn, `tool_choice` unset; the seeds give both kinds of answer."""
+    """Agent frameworks send both in every turn, with `tool_choice` unset. The seeds give both kinds of answer."""
     held = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT, "strict": True}}
     called = 0
     for i in range(12):
@@ -227,7 +227,7 @@ def test_with_tools_and_a_format_an_answer_is_one_or_the_other(client, streamed)
 
 
 class TimedConnection(Connection):
-    """A stream that notes, for each of its pieces, how many seconds of search the engine had done before."""
+    """A stream that records, for each message, how many seconds the engine had spent searching before."""
 
     def __init__(self, app, payload, searched):
         super().__init__(app, payload)
@@ -239,7 +239,7 @@ class TimedConnection(Connection):
 
 
 def test_a_stream_does_not_wait_for_the_grammar_of_another_request(app, monkeypatch):
-    """Each state of a hostile schema takes milliseconds, and a search for a legal end visits hundreds of them."""
+    """Each state of this schema takes milliseconds, and a search for a valid end visits hundreds of them."""
     searched, child = [0.0], Search._child
 
     def slow(*args, **named):
@@ -291,23 +291,23 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
     assert all(e["top_logprobs"][0]["logprob"] >= e["top_logprobs"][2]["logprob"] for e in entries)
     assert stream(client, payload)[-1]["choices"][0]["logprobs"] == made["logprobs"]
     plain = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "logprobs": 2}
-    told = post(client, plain, "/v1/completions")["choices"][0]
-    assert "".join(told["logprobs"]["tokens"]) == told["text"] and len(told["logprobs"]["text_offset"]) == 8
+    choice = post(client, plain, "/v1/completions")["choices"][0]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"] and len(choice["logprobs"]["text_offset"]) == 8
 
 
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
-    told = lambda **more: [c["text"] for c in post(client, {**payload, **more}, "/v1/completions")["choices"]]
-    [one] = told()
-    assert told(n=3)[0] == one and told(n=2, seed=2)[0] == told(n=3)[1] != one
-    assert told(top_k=1) == told(min_p=1) == told(top_p=0, seed=2) != [one]  # one token is left to draw
-    assert told(presence_penalty=2, frequency_penalty=-2, repetition_penalty=1e-9, logit_bias={"17": 5}) != [
+    texts = lambda **more: [c["text"] for c in post(client, {**payload, **more}, "/v1/completions")["choices"]]
+    [one] = texts()
+    assert texts(n=3)[0] == one and texts(n=2, seed=2)[0] == texts(n=3)[1] != one
+    assert texts(top_k=1) == texts(min_p=1) == texts(top_p=0, seed=2) != [one]  # one token is left to draw
+    assert texts(presence_penalty=2, frequency_penalty=-2, repetition_penalty=1e-9, logit_bias={"17": 5}) != [
         one
     ]
 
 
 def test_fim_fills_the_gap(client):
-    """One that used all of its tokens says "length", as one of a single token always does."""
+    """An answer that used all of its tokens has the finish reason length."""
     path = "/v1/fim/completions"
     payload = {
         "model": "mercury-edit",
@@ -348,7 +348,7 @@ def test_an_update_is_merged(client):
 
 
 def test_under_load_each_request_gets_one_response(app, client):
-    """At several times the capacity: what was accepted is what it is alone, the rest is refused at once."""
+    """Beyond the capacity, accepted requests get the same answer as alone, and the others a 429 at once."""
     alone = post(client, {**PAYLOAD, "temperature": 0})["choices"][0]["message"]["content"]
 
     async def go():

@@ -69,7 +69,7 @@ from mercury_jax.serve.protocol import ChatCompletionsRequest, parse_request
 from tests.serve.api_client import CHAT, MINIMAL, PAYLOAD, ScriptedApp, function_tool, schema_format
 
 ROOT = Path(__file__).parents[2]
-# The first value beyond each bound, and one far beyond it: a bound behind the first one is larger.
+# For each field, the first value out of range and one far out of range.
 TOO_MUCH = {
     "n": (17, 10**6), "max_tokens": ((1 << 20) + 1, 10**9), "max_completion_tokens": ((1 << 20) + 1, 10**9),
     "top_logprobs": (21, 10**6), "top_k": ((1 << 20) + 1, 10**9), "logit_bias": ({str(i): 1 for i in range(513)},),
@@ -81,7 +81,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("field", TOO_MUCH)
 def test_05_numbers_out_of_range_are_refused_before_anything_is_allocated(nano, field):
-    # Where many answers have room, the number itself is refused; an answer of no code is not: too long a prompt.
+    # With so many slots the values themselves are refused; a prompt that is too long would have an error code.
     scripted_app = ScriptedApp(nano, slots=2 * 10**6)
     more = {"logprobs": True} if field == "top_logprobs" else {}
     for value in TOO_MUCH[field]:
@@ -133,9 +133,9 @@ def test_07_an_empty_prompt_is_refused(scripted_app):
         "/v1/apply/completions": [{"messages": []}, {"messages": [{"role": "user", "content": ""}]}],
     }.items():
         for payload in payloads:
-            told = scripted_app.refuses({**MINIMAL[path], **payload}, path)
-            # The first who looks refuses: what stands behind would, too, but each in its own way.
-            assert [] not in payload.values() or re.search(r"a list of 1 to \d+", told["message"])
+            error = scripted_app.refuses({**MINIMAL[path], **payload}, path)
+            # An empty list is refused by the request model, not by a later check with another message.
+            assert [] not in payload.values() or re.search(r"a list of 1 to \d+", error["message"])
     scripted_app.serves()
 
 
@@ -183,12 +183,12 @@ def test_18_parts_other_than_text_are_refused_and_nothing_is_fetched(scripted_ap
             {**PAYLOAD, "messages": [*PAYLOAD["messages"], {"role": role, "content": [part]}]}
         )
         assert error["param"].startswith("messages[1].content")
-        # By the table of fields, and by the one who reads the messages, each alone.
-        told = {**PAYLOAD, "messages": [{"role": role, "content": [part]}]}
+        # The request model and the check of the messages refuse it independently.
+        payload = {**PAYLOAD, "messages": [{"role": role, "content": [part]}]}
         with pytest.raises(ApiError):
-            parse_request(ChatCompletionsRequest, told)
+            parse_request(ChatCompletionsRequest, payload)
         with pytest.raises(Refused):
-            checked(told["messages"])
+            checked(payload["messages"])
     scripted_app.serves()
 
 
@@ -253,7 +253,7 @@ def test_22_tensors_and_token_ids_are_refused_or_ignored(scripted_app):
 
 
 def test_23_no_error_reveals_internals(scripted_app):
-    """Not of files, lines, addresses or libraries, whatever was wrong with the request."""
+    """No error contains files, lines, addresses or names of libraries."""
     client, pattern = scripted_app.client, schema_format({"type": "string", "pattern": "("})
     answers = [
         client.post(CHAT, content=b"{", headers={"content-type": "application/json"}),
@@ -292,7 +292,7 @@ def test_25_jobs_of_different_keys_have_different_salts(nano):
 
 
 def test_25_prefix_hashes_depend_on_the_whole_text_and_the_salt():
-    """Two texts of the same end, or of the same beginning, or of two keys, share no link that they should not."""
+    """Texts that share only their end, and texts of different salts, share no hash; a common beginning does."""
     chain = lambda ids, salt: list(links(ids, 4, salt))
     mine = chain(range(12), "a")
     assert len(set(mine)) == 3 and mine == chain([*range(12), 99], "a")
@@ -305,10 +305,10 @@ def test_the_table_names_existing_tests():
     rows = re.split(r"\n(?=\d+ )", (__doc__ or "").split("\n\n")[1])
     assert [int(row.split()[0]) for row in rows] == list(range(1, 27))
     for row in rows:
-        number, told = int(row.split()[0]), row[40:]
+        number, tests = int(row.split()[0]), row[40:]
         here = Path(__file__).read_text()
-        assert not re.search(r"\bhere\b", told) or f"\ndef test_{number:02d}_" in here, row
-        for part in filter(None, (p.strip() for p in told.replace("\n", " ").split(";"))):
+        assert not re.search(r"\bhere\b", tests) or f"\ndef test_{number:02d}_" in here, row
+        for part in filter(None, (p.strip() for p in tests.replace("\n", " ").split(";"))):
             file, _, names = part.partition(": ")
             if file.startswith("here"):
                 continue

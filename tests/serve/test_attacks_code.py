@@ -1,4 +1,4 @@
-"""Attacks that are met by what the code does not do: unpickle, trust an address, take a poisoned package.
+"""Attacks prevented by what the code never does: unpickle, trust a URL, install a malicious package.
 
 The list is in test_attacks.
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def dotted(node):
-    """`a.b.c` of a name and its attributes; the last attribute alone where something else stands before it."""
+    """Returns `a.b.c` for a chain of attributes; only the attributes where it does not begin with a name."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -28,7 +28,7 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# No offence can be spelt without one of these: the other files need no parsing.
+# Every offence contains one of these words.
 WORDS = re.compile(
     r"pickle|dill|shelve|marshal|joblib|jinja2|\b(eval|exec)\b|torch|trust_remote|dynamic_module|Environment"
     r"|__import__|import_module"
@@ -37,13 +37,13 @@ UNPICKLE = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "ma
 
 
 def _named(call):
-    """The package that a call's first argument names."""
+    """Returns the package named by the first argument of a call."""
     first = call.args[0] if call.args else None
     return str(first.value).split(".")[0] if isinstance(first, ast.Constant) else ""
 
 
 def offences(source, path="x.py"):
-    """What no file of the package may do: unpickle, evaluate, trust a checkpoint's code, make a bare template."""
+    """Finds what no file may do: unpickle, evaluate, trust a checkpoint's code, build a template environment."""
     tree, found = ast.parse(source), []
     own = path.startswith("hub/sandbox/") or path == "hub/template.py"
     for name in imported(tree):
@@ -87,7 +87,7 @@ def test_12_13_14_the_search_finds_offences(source):
 
 
 def addresses(source):
-    """Where a file payloads for the address of a request, which Starlette makes out of Host and path."""
+    """Finds uses of a request's URL, which Starlette builds from Host and path."""
     names = ("url", "base_url", "url_for", "host", "hostname", "netloc")
     tree = ast.parse(source)
     asked = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names]
@@ -95,7 +95,7 @@ def addresses(source):
 
 
 def test_01_02_no_decision_depends_on_the_url():
-    """CVE-2026-48710 and CVE-2026-54282: a Host, or an @ in the path, made it another than the one that was routed."""
+    """CVE-2026-48710 and CVE-2026-54282: with a crafted Host or path, the URL was not the one that was routed."""
     files = list((ROOT / "mercury_jax" / "serve").rglob("*.py"))
     assert len(files) > 30
     assert {path: found for path in files if (found := addresses(path.read_text()))} == {}
@@ -103,14 +103,14 @@ def test_01_02_no_decision_depends_on_the_url():
         assert addresses(bad)
 
 
-# Versions that were malicious, and those below which a known hole is open.
+# Malicious versions, and the first versions without known vulnerabilities.
 POISONED = {"litellm": {"1.82.7", "1.82.8"}}
 LEAST = {"starlette": (1, 0, 1), "jinja2": (3, 1, 6)}
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.+-]*)")
 
 
 def wrong_pins(text):
-    """Lines of a list of packages that name no single version, a malicious one, or one that is too old."""
+    """Returns the lines of a list of packages that pin no single version, a malicious one, or a vulnerable one."""
     bad = []
     for line in filter(None, (line.split("#")[0].strip() for line in text.splitlines())):
         found = PIN.fullmatch(line)
@@ -139,7 +139,7 @@ def test_01_26_packages_are_pinned_to_safe_versions():
 
 
 def test_01_26_declared_dependencies_exclude_vulnerable_versions():
-    """Also for who installs the package without our list of versions."""
+    """Holds also for installations without the constraint files."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *declared["dependencies"],

@@ -1,4 +1,4 @@
-"""Attacks by what an answer is to obey: schemas and expressions that are bad, endless or elsewhere.
+"""Attacks by JSON Schemas and regular expressions that are invalid, too large, or refer elsewhere.
 
 The list is in test_attacks.
 """
@@ -37,7 +37,7 @@ def nested(depth, key):
 
 
 def doubling(levels):
-    """Each definition holds the next one twice: 2 ** levels places."""
+    """A schema whose definitions each use the next one twice: 2 ** levels places."""
     defs = {
         f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)
     }
@@ -63,7 +63,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_10_a_schema_bomb_takes_bounded_time(scripted_app, name):
-    """Refused or compiled, but soon; what the script says to those that compile obeys no schema and is not sent."""
+    """Each is refused or compiled in time. The scripted answer does not obey the ones that compile: a 500."""
     began = time.perf_counter()
     tool = function_tool({"type": "object", "properties": {"a": BOMBS[name]}})
     for payload in (
@@ -102,7 +102,7 @@ HIDDEN = (
 
 @pytest.mark.parametrize("schema", HIDDEN, ids=str)
 def test_20_a_hidden_reference_is_refused(scripted_app, schema, no_network):
-    """Also where one of two readers of the schema looks and the other one does not."""
+    """Also where only one of the two implementations of JSON Schema looks."""
     for whole in (schema, {"type": "object", "properties": {"a": {"type": "object", **schema}}}):
         error = scripted_app.refuses(
             {**PAYLOAD, "response_format": schema_format({"type": "object", **whole})}, within=20

@@ -1,4 +1,4 @@
-"""Who may come in: every route, with no key, a wrong one, a poisoned Host, a crooked path, another method."""
+"""Access control of every route: without a key, with a wrong one, with malformed hosts, paths and methods."""
 
 import asyncio
 import base64
@@ -38,7 +38,7 @@ def bearer(key):
 
 
 def routes_of(app):
-    """(open, guarded) paths."""
+    """Returns the paths of the public and of the protected routes."""
     return [r.path for r in app.router.routes], [r.path for r in app.router.default.app.routes]
 
 
@@ -79,7 +79,7 @@ WRONG = (
     "path", [p for p in ROUTES if p not in PUBLIC_ROUTES] + ["/", "/nothing", "/v1/invocations", "/docs"]
 )
 def test_without_a_key_only_health_and_readiness_answer(path):
-    """Also what does not exist, with every method and spelling of the path."""
+    """Also paths that do not exist, with every method and with malformed spellings of the path."""
     app = app_of(keys=KEYS)
     path = path.replace("{id:path}", SECRET)
     for method in METHODS:
@@ -104,7 +104,7 @@ def test_the_playground_needs_a_key(nano):
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/chat/completions", "/playground/stream"])
 def test_a_websocket_is_closed(path):
-    """There is none here, so whoever opens one is not let any further; with a key no more than without."""
+    """The server has no websockets; they are closed with and without a key."""
     seen, sent = [], []
 
     async def inner(scope, receive, send):
@@ -170,7 +170,7 @@ def test_health_and_readiness_need_no_key_and_reveal_nothing(locked):
 
 
 def test_all_keys_are_compared_in_constant_time(monkeypatch):
-    """The first key that fits ends nothing early, and no comparison is Python's own."""
+    """All keys are compared, also after one has matched, and only by `hmac.compare_digest`."""
     seen = []
 
     def compare(a, b):
@@ -192,7 +192,7 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch):
 
 
 def test_no_response_allows_another_origin(locked):
-    """No CORS: a page elsewhere can neither read an answer nor get a preflight through."""
+    """No CORS: a page of another origin can neither read a response nor pass a preflight."""
     foreign = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     for method in ("GET", "OPTIONS", "POST"):
         for headers in (foreign, {**foreign, **bearer(KEYS[0])}):
@@ -207,9 +207,9 @@ def test_the_rate_limit_counts_each_key_separately():
     rate = RateLimiter(60, lambda: now[0])
     for _ in range(60):
         rate.take("a")
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as error:
         rate.take("a")
-    assert told.value.status == 429 and told.value.headers["retry-after"] == "1"
+    assert error.value.status == 429 and error.value.headers["retry-after"] == "1"
     rate.take("b")
     now[0] += 1.01
     rate.take("a")
@@ -228,9 +228,9 @@ def test_the_rate_limit_counts_authenticated_requests_only(locked):
 
 @pytest.mark.parametrize("key", ["", "short", "with space", "tab\tkey--", "schlüssel"])
 def test_a_weak_or_unprintable_key_is_refused_at_startup(key):
-    with pytest.raises(ValueError, match="API key") as told:
+    with pytest.raises(ValueError, match="API key") as error:
         ServerOptions(keys=(key,))
-    assert not key or key not in str(told.value)
+    assert not key or key not in str(error.value)
 
 
 def test_aliases_stand_for_the_loaded_model():

@@ -1,4 +1,4 @@
-"""Thinking that nobody asked for and that takes an answer's room: the answer has its room all the same."""
+"""Chat answers that end without content, or whose thinking used up `max_tokens`, are continued."""
 
 import json
 
@@ -15,7 +15,7 @@ TIGHT = {**PAYLOAD, "max_tokens": 6, "reasoning_effort": "instant", "reasoning_s
 
 
 def thinking(nano, finish="length"):
-    """nano as it thinks by itself, until its room is out; a job with room to think goes on and answers."""
+    """An engine that thinks without being asked until `max_tokens` is used up; a job with a thinking budget answers."""
     tok = nano.tokenizer
     first = [SPECIAL.think, *tok.encode("carry the one")]
     rest = [*tok.encode(" and go"), SPECIAL.end_think, *tok.encode("932")]
@@ -66,7 +66,7 @@ def test_an_answer_with_content_is_not_continued(nano):
 
 
 T, C = SPECIAL.think, SPECIAL.end_think
-# Replies without content: ids, why the engine ended them, and whether their thinking is closed by the server.
+# Answers without content: ids, finish reason, and whether the server closes their thinking.
 SILENT = {
     "ends in its thinking": ([T, 300, 301], "stop", True), "says nothing": ([], "stop", False),
     "ends behind its thinking": ([T, 300, C], "stop", False), "thinks again": ([T, 300, C, T, 301], "stop", True),
@@ -79,7 +79,7 @@ SILENT = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", SILENT)
 def test_an_answer_without_content_is_followed_by_one_with_content(nano, name, stream):
-    """Whatever the model wrote: the next job begins with a token that shows text."""
+    """Whatever the model wrote, the next job begins with a visible token."""
     ids, finish, shut = SILENT[name]
     rest = [snapshot([*ids, 500], finish="stop")] if finish is None else []
     first = [snapshot(ids, finish=finish), *rest]
@@ -165,6 +165,6 @@ def test_without_a_second_job_the_first_answer_is_returned(nano, stream):
     engine.submit = once
     answer = client_of(engine).post("/v1/chat/completions", json={**TIGHT, "stream": stream})
     assert answer.status_code == 200
-    told = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
-    assert json.loads(told)["choices"][0]["finish_reason"] == "length"
+    last = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
     assert len(engine.tickets) == 1

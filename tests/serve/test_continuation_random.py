@@ -1,4 +1,4 @@
-"""No reply is empty: 500 of them from models of random weights, which end, think and say nothing at any moment."""
+"""500 answers of a model with random weights, which ends and thinks at any moment: none is empty."""
 
 import itertools
 import json
@@ -20,8 +20,8 @@ ENDING = (SPECIAL.eos, SPECIAL.think, SPECIAL.end_think, SPECIAL.end_turn)
 
 
 @pytest.fixture(scope="module")
-def restless():
-    """A model that ends, thinks and takes turns more often than it says anything."""
+def restless_engine():
+    """An engine whose model prefers ends of text and marks of thinking to any other token."""
     import dataclasses
 
     from tests.tiny import tiny
@@ -39,7 +39,7 @@ def restless():
 
 
 def replies(client, count):
-    """(content, finish_reason, payload) over efforts, limits, seeds, streams and whole answers."""
+    """Yields (content, finish_reason, payload) for many efforts, limits and seeds, streamed and whole."""
     for i, (effort, limit) in zip(
         range(count), itertools.cycle(itertools.product(EFFORTS, LIMITS)), strict=False
     ):
@@ -60,12 +60,12 @@ def replies(client, count):
         yield from zip(content, finish, [payload] * 4, strict=True)
 
 
-def test_none_of_500_answers_is_empty(restless):
-    app = create_app(restless, ServerOptions(playground=False, aliases={"m": restless.lm.name}))
-    before = restless.stats().submitted
+def test_none_of_500_answers_is_empty(restless_engine):
+    app = create_app(restless_engine, ServerOptions(playground=False, aliases={"m": restless_engine.lm.name}))
+    before = restless_engine.stats().submitted
     said = list(replies(TestClient(app, base_url="http://localhost"), 125))
     assert len(said) == 500
     assert [payload for content, _, payload in said if not content.strip()] == []
     assert {finish for _, finish, _ in said} == {"stop", "length"}
-    # Many of them ended in silence first: the law was put to the test.
-    assert restless.stats().submitted - before > 600
+    # Many of them ended without content at first, so that continuation was tested.
+    assert restless_engine.stats().submitted - before > 600

@@ -1,4 +1,4 @@
-"""Editors at the wire: Zed and Kilo get the region or nothing, Continue and ProxyAI streams that they can read."""
+"""Edit, apply and fill-in-the-middle as editors (Zed, Kilo, Continue, ProxyAI) send and read them."""
 
 import dataclasses
 
@@ -46,20 +46,20 @@ PLAIN, UNCLEAR = FILE.format("# ... existing code ...\nb = 2\nc = 3"), FILE.form
 
 
 @pytest.fixture(scope="module")
-def told(nano):
-    """nano as a model that takes instructions."""
+def instructed(nano):
+    """The embedded model, declared to follow instructions."""
     return dataclasses.replace(nano, card={**nano.card, "instruct": True})
 
 
-def asked(content, **fields):
+def payload_of(content, **fields):
     return {"model": "mercury-coder", "messages": [{"role": "user", "content": content}], **fields}
 
 
 def edits(engine, text):
-    """The reply as JSON, which is the same when it is streamed."""
-    body = post(engine, asked(text, max_tokens=512, stream=False), EDIT, "EditCompletion")
+    """Returns the content of the response, after checking that the stream has the same."""
+    body = post(engine, payload_of(text, max_tokens=512, stream=False), EDIT, "EditCompletion")
     content = body["choices"][0]["message"]["content"]
-    chunks = events(engine, asked(text), EDIT, "EditChunk")
+    chunks = events(engine, payload_of(text), EDIT, "EditChunk")
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant"} and content_of(chunks) == content
     assert body["id"].startswith("cmpl-") and body["id"] != chunks[0]["id"]
     return content
@@ -67,20 +67,22 @@ def edits(engine, text):
 
 @pytest.mark.parametrize("text", [DOCS, EXAMPLE])
 @pytest.mark.parametrize("reply", [f"```\n{NEW}\n```", f"```python\n{NEW}\n```", NEW])
-def test_zed_and_kilo_read_the_region_of_an_edit(told, text, reply):
-    content = edits(ScriptedEngine(told, text_snapshots(told, "```", reply)), text)
+def test_zed_and_kilo_read_the_region_of_an_edit(instructed, text, reply):
+    content = edits(ScriptedEngine(instructed, text_snapshots(instructed, "```", reply)), text)
     assert content == f"```\n{NEW}\n```" and zed(content) == kilo(content) == NEW
 
 
 @pytest.mark.parametrize("reply", ["None", "```\nNone\n```", f"```\n{REGION}\n```", ""])
-def test_zed_and_kilo_read_nothing_where_nothing_changed(told, reply):
-    content = edits(ScriptedEngine(told, [snapshot(told.tokenizer.encode(reply), finish="stop")]), DOCS)
+def test_zed_and_kilo_read_nothing_where_nothing_changed(instructed, reply):
+    content = edits(
+        ScriptedEngine(instructed, [snapshot(instructed.tokenizer.encode(reply), finish="stop")]), DOCS
+    )
     assert content == "None" and zed(content) is None and kilo(content) is None
 
 
-def test_an_edit_cut_off_by_the_length_changes_nothing(told):
+def test_an_edit_cut_off_by_the_length_changes_nothing(instructed):
     content = edits(
-        ScriptedEngine(told, text_snapshots(told, "```", "```\ndef f(x):", finish="length")), DOCS
+        ScriptedEngine(instructed, text_snapshots(instructed, "```", "```\ndef f(x):", finish="length")), DOCS
     )
     assert content == "None"
 
@@ -100,31 +102,31 @@ def test_kilo_reads_a_streamed_fim_completion(nano):
     assert "".join(kilo_text(c) for c in choices(chunks)) == "a, b"
 
 
-def test_an_unambiguous_update_is_merged_without_the_model(nano, told):
-    for lm in (nano, told):
+def test_an_unambiguous_update_is_merged_without_the_model(nano, instructed):
+    for lm in (nano, instructed):
         engine = ScriptedEngine(lm, text_snapshots(lm, "not asked"))
-        body = post(engine, asked(PLAIN, temperature=0, max_tokens=4096), APPLY, "EditCompletion")
+        body = post(engine, payload_of(PLAIN, temperature=0, max_tokens=4096), APPLY, "EditCompletion")
         assert body["choices"][0]["message"]["content"] == "a = 1\nb = 2\nc = 3" and not engine.tickets
-        assert content_of(events(engine, asked(PLAIN), APPLY, "EditChunk")) == "a = 1\nb = 2\nc = 3"
+        assert content_of(events(engine, payload_of(PLAIN), APPLY, "EditChunk")) == "a = 1\nb = 2\nc = 3"
 
 
-def test_an_ambiguous_update_needs_a_model_that_follows_instructions(nano, told):
-    engine = ScriptedEngine(told, text_snapshots(told, "```\na = 1\nb = 2\nc = 3\n```"))
-    body = post(engine, asked(UNCLEAR), APPLY, "EditCompletion")
+def test_an_ambiguous_update_needs_a_model_that_follows_instructions(nano, instructed):
+    engine = ScriptedEngine(instructed, text_snapshots(instructed, "```\na = 1\nb = 2\nc = 3\n```"))
+    body = post(engine, payload_of(UNCLEAR), APPLY, "EditCompletion")
     assert body["choices"][0]["message"]["content"] == "a = 1\nb = 2\nc = 3" and len(engine.tickets) == 1
     engine = ScriptedEngine(nano, text_snapshots(nano, "a file lost"))
-    refused = client_of(engine).post(APPLY, json=asked(UNCLEAR))
+    refused = client_of(engine).post(APPLY, json=payload_of(UNCLEAR))
     assert refused.status_code == 400 and not engine.tickets
     error = refused.json()["error"]
     assert error["param"] == "messages" and "nano does not merge" in error["message"]
 
 
-def test_without_instructions_a_similar_line_is_inserted_as_a_new_one(nano, told):
+def test_without_instructions_a_similar_line_is_inserted_as_a_new_one(nano, instructed):
     file = "function f(x) {\n  log(x);\n  return x;\n}\n"
     update = "function f(x) {\n  log(z);\n  // ... existing code ..."
     text = f"<|original_code|>\n{file}\n<|/original_code|>\n<|update_snippet|>\n{update}\n<|/update_snippet|>"
-    body = post(ScriptedEngine(nano, text_snapshots(nano, "x")), asked(text), APPLY, "EditCompletion")
+    body = post(ScriptedEngine(nano, text_snapshots(nano, "x")), payload_of(text), APPLY, "EditCompletion")
     assert body["choices"][0]["message"]["content"] == file.replace("  log(x)", "  log(z);\n  log(x)")
-    engine = ScriptedEngine(told, text_snapshots(told, "```\nmerged\n```"))
-    body = post(engine, asked(text), APPLY, "EditCompletion")
+    engine = ScriptedEngine(instructed, text_snapshots(instructed, "```\nmerged\n```"))
+    body = post(engine, payload_of(text), APPLY, "EditCompletion")
     assert body["choices"][0]["message"]["content"] == "merged\n"

@@ -1,4 +1,4 @@
-"""Bodies: what is no JSON object of bounded size, depth and time is refused before anything looks at it."""
+"""Limits of request bodies: size, depth, time, content type, valid JSON."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ JSON = [(b"content-type", b"application/json")]
 
 
 def read(parts, headers=JSON, gap=0.0, left=False, **options):
-    """What `read_json` makes of a body that arrives in parts."""
+    """Returns what `read_json` makes of a body that arrives in parts."""
     waiting = [{"type": "http.request", "body": p, "more_body": True} for p in parts]
     waiting.append(
         {"type": "http.disconnect"} if left else {"type": "http.request", "body": b"", "more_body": False}
@@ -29,9 +29,9 @@ def read(parts, headers=JSON, gap=0.0, left=False, **options):
 
 
 def refused(*args, **fields):
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as error:
         read(*args, **fields)
-    return told.value.status
+    return error.value.status
 
 
 @pytest.mark.parametrize(

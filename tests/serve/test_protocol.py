@@ -29,7 +29,7 @@ MINIMAL = {
     "edit": {"model": "m", "messages": USER},
     "apply": {"model": "m", "messages": USER},
 }
-# Values at and beyond the edges of every kind.
+# Values in range, at its ends and out of it, of every JSON type.
 VALUES = [
     None, True, False, 0, 1, -1, 2, 3, 16, 17, 5.0, 0.5, 1.5, -2.5, 2**31, -(2**63), 2**63, 2**70, 1e300, "", "a",
     "auto", "none", "instant", "medium", "minimal", "x" * 65, "x" * 300, [], ["a"], [""], ["a"] * 33, [1], [None], {},

@@ -1,4 +1,4 @@
-"""Answers on the wire, from snapshots that a script shows: their shapes, their order, and what was asked for."""
+"""Responses and streams of all endpoints, from scripted snapshots."""
 
 import json
 
@@ -13,32 +13,32 @@ FIM = {"model": "mercury-edit", "prompt": "def f(", "suffix": "):\n"}
 
 
 @pytest.fixture(scope="module")
-def talking(nano):
+def answering(nano):
     return ScriptedEngine(nano, text_snapshots(nano, "347+5", "347+585 is", "347+585 is 932.\nYes"))
 
 
-def test_a_chat_completion(talking):
-    body = post(talking, PAYLOAD)
+def test_a_chat_completion(answering):
+    body = post(answering, PAYLOAD)
     assert body["model"] == "nano" and body["id"].startswith("chatcmpl-")
     [choice] = body["choices"]
     assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": TEXT}}
 
 
-def test_a_stream_has_the_same_content(talking):
-    chunks = events(talking, PAYLOAD)
+def test_a_stream_has_the_same_content(answering):
+    chunks = events(answering, PAYLOAD)
     assert chunks[0]["choices"] == [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]
     assert content_of(chunks) == TEXT and "usage" not in chunks[-1]
     assert [c["finish_reason"] for c in choices(chunks)] == [None] * (len(chunks) - 1) + ["stop"]
     assert chunks[-1]["choices"][0]["delta"] == {} and len({(c["id"], c["created"]) for c in chunks}) == 1
 
 
-def test_usage_is_flat_and_nested_and_streamed_on_request(talking, nano):
-    usage = post(talking, PAYLOAD)["usage"]
+def test_usage_is_flat_and_nested_and_streamed_on_request(answering, nano):
+    usage = post(answering, PAYLOAD)["usage"]
     assert usage["completion_tokens"] == len(nano.tokenizer.encode(TEXT))
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": usage["cached_input_tokens"]}
     assert usage["completion_tokens_details"] == {"reasoning_tokens": usage["reasoning_tokens"]}
-    last = events(talking, {**PAYLOAD, "stream_options": {"include_usage": True}})[-1]
+    last = events(answering, {**PAYLOAD, "stream_options": {"include_usage": True}})[-1]
     assert last["choices"] == [] and last["usage"] == usage
 
 
@@ -66,7 +66,7 @@ def test_an_empty_answer_has_a_finish_reason(nano):
         )
 
 
-def called(nano, *payloads, before=""):
+def tool_call_snapshots(nano, *payloads, before=""):
     ids = nano.tokenizer.encode(before) if before else []
     for payload in payloads:
         ids += [SPECIAL.tool_call, *nano.tokenizer.encode(payload), SPECIAL.end_tool_call]
@@ -74,7 +74,7 @@ def called(nano, *payloads, before=""):
 
 
 def test_a_streamed_tool_call_has_its_id_once(nano):
-    script = called(
+    script = tool_call_snapshots(
         nano, '{"name": "add", "arguments": {"a": 347, "b": [585]}}', '{"name": "add", "arguments": {}}'
     )
     payload = {**PAYLOAD, "tools": [TOOL]}
@@ -134,10 +134,10 @@ def test_a_stop_sequence_ends_the_answer_and_cancels_its_job(nano, stream):
 def test_n_answers_are_n_jobs_with_different_seeds(nano):
     engine = ScriptedEngine(nano, lambda job: text_snapshots(nano, f"seed {job.seed % 10}"))
     body = post(engine, {**PAYLOAD, "n": 3, "seed": 2**63 - 1})
-    told = [choice["message"]["content"] for choice in body["choices"]]
-    assert told == ["seed 7", "seed 8", "seed 9"] or len(set(told)) == 3
+    contents = [choice["message"]["content"] for choice in body["choices"]]
+    assert contents == ["seed 7", "seed 8", "seed 9"] or len(set(contents)) == 3
     chunks = events(engine, {**PAYLOAD, "n": 3, "seed": 2**63 - 1})
-    assert [content_of(chunks, i) for i in range(3)] == told
+    assert [content_of(chunks, i) for i in range(3)] == contents
     assert all([c["finish_reason"] for c in choices(chunks, i)][-1] == "stop" for i in range(3))
     one, usage = post(engine, {**PAYLOAD, "seed": 0})["usage"], body["usage"]
     assert (
@@ -146,8 +146,8 @@ def test_n_answers_are_n_jobs_with_different_seeds(nano):
     )
 
 
-def test_without_a_seed_each_job_gets_a_fresh_one(talking):
-    talking.tickets.clear()
+def test_without_a_seed_each_job_gets_a_fresh_one(answering):
+    answering.tickets.clear()
     for payload in (
         {**PAYLOAD, "seed": 5},
         {**PAYLOAD, "seed": 5},
@@ -155,8 +155,8 @@ def test_without_a_seed_each_job_gets_a_fresh_one(talking):
         PAYLOAD,
         PAYLOAD,
     ):
-        post(talking, payload)
-    seeds = [ticket.job.seed for ticket in talking.tickets]
+        post(answering, payload)
+    seeds = [ticket.job.seed for ticket in answering.tickets]
     assert seeds[0] == seeds[1] == 5 and len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
 
 
@@ -208,8 +208,10 @@ def test_completions_take_several_prompts(nano):
     engine = ScriptedEngine(nano, lambda job: text_snapshots(nano, f"{len(job.prompt)}"))
     payload = {"model": "nano", "prompt": ["a", "def f(x):"], "n": 2}
     body = post(engine, payload, "/v1/completions", "TextCompletion")
-    told = [choice["text"] for choice in body["choices"]]
-    assert told[0] == told[1] != told[2] == told[3] and [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    contents = [choice["text"] for choice in body["choices"]]
+    assert contents[0] == contents[1] != contents[2] == contents[3] and [
+        c["index"] for c in body["choices"]
+    ] == [0, 1, 2, 3]
     refused = client_of(engine).post("/v1/completions", json={**payload, "n": 9})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
     for bad in (

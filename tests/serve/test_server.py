@@ -1,4 +1,4 @@
-"""The server on real sockets: what malformed bytes get, who may connect, and how it ends."""
+"""The server on real sockets: malformed requests, addresses, signals and draining; and its command line."""
 
 import contextlib
 import http.client
@@ -25,8 +25,8 @@ PAYLOAD = {"model": "nano", "messages": [{"role": "user", "content": "347+585="}
 WORDS = "347+585 is 932, and so it was before."
 
 
-class Live:
-    """A server in a thread, and the ways to talk to it."""
+class LiveServer:
+    """A server in a thread, with a client."""
 
     def __init__(self, engine, drain=5.0, **options):
         self.engine = engine
@@ -53,7 +53,7 @@ class Live:
         )
 
     def raw(self, data, wait=5.0):
-        """What comes back on bytes that no client would send; None: nothing within the time."""
+        """Returns the response to raw bytes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as line:
             with contextlib.suppress(OSError):
                 line.sendall(data)
@@ -70,11 +70,11 @@ class Live:
 
 
 @pytest.fixture
-def live(nano):
+def live_server(nano):
     made = []
 
     def start(*args, **kwargs):
-        made.append(Live(*args, **kwargs))
+        made.append(LiveServer(*args, **kwargs))
         return made[-1]
 
     yield start
@@ -82,8 +82,8 @@ def live(nano):
         one.stop()
 
 
-def test_headers_are_bounded_and_malformed_bytes_get_400(live, nano):
-    one = live(ScriptedEngine(nano, text_snapshots(nano, "932")))
+def test_headers_are_bounded_and_malformed_bytes_get_400(live_server, nano):
+    one = live_server(ScriptedEngine(nano, text_snapshots(nano, "932")))
     head = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     for bad in (
         head + b"X: " + b"a" * 40_000 + b"\r\n\r\n",
@@ -100,9 +100,9 @@ def test_headers_are_bounded_and_malformed_bytes_get_400(live, nano):
     assert one.get("/v1/models").status == 200
 
 
-def test_two_lengths_of_one_body_close_the_connection(live, nano):
-    """What stands behind the shorter body is no second request: nothing of it is answered."""
-    one = live(ScriptedEngine(nano, text_snapshots(nano, "932")))
+def test_two_lengths_of_one_body_close_the_connection(live_server, nano):
+    """Request smuggling: what follows the shorter body is not answered as a second request."""
+    one = live_server(ScriptedEngine(nano, text_snapshots(nano, "932")))
     for path in ("/v1/chat/completions", "/health"):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
         lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -112,9 +112,9 @@ def test_two_lengths_of_one_body_close_the_connection(live, nano):
         assert b"Transfer-Encoding" in said and said.count(b"HTTP/1.1") == 1
 
 
-def test_endless_headers_are_refused_by_their_size(live, nano):
-    """Not by the clock alone: what is kept of them is bounded, however fast they come."""
-    one = live(ScriptedEngine(nano))
+def test_endless_headers_are_refused_by_their_size(live_server, nano):
+    """Their size is bounded, not only the time."""
+    one = live_server(ScriptedEngine(nano))
     with socket.create_connection(("127.0.0.1", one.port), timeout=5) as line:
         line.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: ")
         with contextlib.suppress(OSError):
@@ -127,8 +127,8 @@ def test_endless_headers_are_refused_by_their_size(live, nano):
     assert said.startswith(b"HTTP/1.1 4") and b'{"error":{"message":' in said
 
 
-def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(live, nano):
-    one = live(ScriptedEngine(nano), max_body=1000)
+def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(live_server, nano):
+    one = live_server(ScriptedEngine(nano), max_body=1000)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     said = one.raw(head + b"Content-Length: 10000000\r\n\r\n{", wait=2.0)
     assert said.startswith(b"HTTP/1.1 413") and b"connection: close" in said
@@ -139,9 +139,9 @@ def test_a_body_larger_than_the_limit_is_refused_before_it_is_read(live, nano):
     assert one.get("/v1/models").status == 200
 
 
-def test_slow_headers_and_idle_connections_are_closed(live, nano, monkeypatch):
+def test_slow_headers_and_idle_connections_are_closed(live_server, nano, monkeypatch):
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    one = live(ScriptedEngine(nano, text_snapshots(nano, "932")))
+    one = live_server(ScriptedEngine(nano, text_snapshots(nano, "932")))
     first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for start in (b"", b"GET / HT", first):
         with socket.create_connection(("127.0.0.1", one.port), timeout=5) as line:
@@ -164,11 +164,11 @@ def test_slow_headers_and_idle_connections_are_closed(live, nano, monkeypatch):
         assert line.getresponse().read()
 
 
-def test_a_client_that_closes_the_connection_frees_its_slot(live, nano):
+def test_a_client_that_closes_the_connection_frees_its_slot(live_server, nano):
     engine = ScriptedEngine(
         nano, text_snapshots(nano, *[WORDS[:n] for n in range(3, len(WORDS))]), pause=0.05
     )
-    one = live(engine)
+    one = live_server(engine)
     for stream in (True, False):
         body = json.dumps({**PAYLOAD, "stream": stream}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" \
@@ -219,8 +219,8 @@ def test_a_port_in_use_is_refused_at_once():
             server.listen("127.0.0.1", bad)
 
 
-def test_connections_use_tcp_nodelay(nano, live):
-    one = live(ScriptedEngine(nano))
+def test_connections_use_tcp_nodelay(nano, live_server):
+    one = live_server(ScriptedEngine(nano))
     with socket.create_connection(("127.0.0.1", one.port)):
         while not (held := list(one.server.server_state.connections)):
             time.sleep(0.01)
@@ -230,7 +230,7 @@ def test_connections_use_tcp_nodelay(nano, live):
 def test_a_failing_warm_up_ends_the_server(nano):
     engine = ScriptedEngine(nano)
     engine.start = lambda: (_ for _ in ()).throw(RuntimeError("no memory"))
-    one = Live(engine)
+    one = LiveServer(engine)
     one.thread.join(10)
     assert not one.thread.is_alive() and str(one.server.failure) == "no memory"
 
@@ -242,11 +242,11 @@ def in_background(call, *args):
     return thread, box
 
 
-def test_a_signal_drains(live, nano):
-    """Readiness fails first, new requests get 503 and never a 500, running ones come to their end."""
+def test_a_signal_drains(live_server, nano):
+    """/ready fails first, new requests get 503, and running ones finish."""
     engine = ScriptedEngine(nano, text_snapshots(nano, "347", WORDS))
     engine.gate.clear()
-    one = live(engine)
+    one = live_server(engine)
     running = [
         in_background(one.request, "POST", "/v1/chat/completions", {**PAYLOAD, "stream": s})
         for s in (True, False)
@@ -270,9 +270,9 @@ def test_a_signal_drains(live, nano):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live, nano, again):
+def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live_server, nano, again):
     engine = ScriptedEngine(nano, text_snapshots(nano, "347", WORDS))
-    one = live(engine, drain=60 if again else 0.3)
+    one = live_server(engine, drain=60 if again else 0.3)
     engine.gate.clear()
     running = [
         in_background(one.request, "POST", "/v1/chat/completions", {**PAYLOAD, "stream": s})
@@ -298,7 +298,7 @@ def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live, nano, 
 
 
 def test_a_signal_while_compiling_ends_the_process_cleanly(tmp_path):
-    """The real command, with an empty cache: no abort beneath the compiler, and no half-written cache entry."""
+    """Runs the real command with an empty cache: the process neither aborts nor leaves half a cache entry."""
     with server.listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -321,10 +321,10 @@ def arguments(*words):
 
 def test_command_line_options_reach_the_app(monkeypatch):
     monkeypatch.setenv(serve.KEYS, " one-more-key, ")
-    told = serve.options_of(arguments("--api-key", "first-key-123", "--rate", "60", "--strict-temperature"))
-    assert "key" not in repr(told) and "first" not in repr(told)
-    assert told.keys == ("first-key-123", "one-more-key") and told.rate == 60 and told.strict_temperature
-    assert "localhost" in told.hosts and "*" not in told.hosts
+    options = serve.options_of(arguments("--api-key", "first-key-123", "--rate", "60", "--strict-temperature"))
+    assert "key" not in repr(options) and "first" not in repr(options)
+    assert options.keys == ("first-key-123", "one-more-key") and options.rate == 60 and options.strict_temperature
+    assert "localhost" in options.hosts and "*" not in options.hosts
     assert serve.options_of(arguments("--host", "0.0.0.0")).hosts == ("*",)
     assert "gpu" in serve.options_of(arguments("--host", "0.0.0.0", "--allow-host", "gpu")).hosts
     settings = serve.settings_of(arguments("--slots", "3", "--queue", "0", "--prefix-cache", "2"))

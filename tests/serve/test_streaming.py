@@ -1,4 +1,4 @@
-"""How requests end that do not come to their own end: errors, overload, readers that leave or stall."""
+"""Requests that do not finish normally: errors, overload, disconnected and slow clients, cancellation."""
 
 import asyncio
 import contextlib
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(nan
 
 
 def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
-    """A few large schemas take every thread that compiles such; the next client's trivial one has its own."""
+    """Large schemas occupy all threads of their pool; small ones have their own."""
     engine = ScriptedEngine(nano, text_snapshots(nano, '{"a": 1}'))
     app, done, seen = create_app(engine, ServerOptions(playground=False)), threading.Event(), []
 
@@ -161,7 +161,7 @@ def test_a_disconnected_client_cancels_its_jobs(nano, stream, after):
 
 
 def test_a_slow_reader_skips_chunks_and_gets_the_end(nano):
-    """What waits for a slow reader is one chunk, not the backlog of all passes."""
+    """Only one chunk waits for a slow reader, not one per pass."""
     text = "x" * 600
     engine = ScriptedEngine(
         nano, text_snapshots(nano, *[text[:n] for n in range(1, 600, 3)], text), pause=0.001
@@ -180,7 +180,7 @@ def test_a_slow_reader_skips_chunks_and_gets_the_end(nano):
 
 
 def test_a_silent_stream_sends_keep_alive_comments(nano):
-    """Proxies close a connection on which nothing comes; readers of events skip comments."""
+    """Proxies close silent connections; readers of events skip comments."""
     engine = ScriptedEngine(nano, text_snapshots(nano, "347+5", TEXT), pause=0.35)
     answer = client_of(engine, keep_alive=0.1).post("/v1/chat/completions", json={**PAYLOAD, "stream": True})
     lines = answer.text.split("\n\n")
@@ -195,7 +195,7 @@ def test_a_silent_stream_sends_keep_alive_comments(nano):
 
 
 def test_an_answer_that_violates_its_schema_is_counted_and_never_sent(nano):
-    """The script obeys no grammar; what leaves the server validates, or does not leave."""
+    """The scripted answer ignores the grammar, so only the check can catch it."""
     engine = ScriptedEngine(nano, text_snapshots(nano, '{"a": "one"}'))
     client = client_of(engine)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -214,7 +214,7 @@ def test_an_answer_that_violates_its_schema_is_counted_and_never_sent(nano):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_cancelled_by_the_server_is_a_503(nano, stream):
-    """What is still running when the time for draining is over is cancelled from outside."""
+    """As when the time for draining is over."""
     engine = ScriptedEngine(nano, text_snapshots(nano, "347"))
     app = create_app(engine, ServerOptions(playground=False))
     engine.gate.clear()
