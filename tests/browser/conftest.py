@@ -56,11 +56,11 @@ class Served:
     def __init__(self, engine, options=None):
         import uvicorn
 
-        from mercury_jax.serve.api.app import create_app
-        from mercury_jax.serve.api.options import Options
+        from mercury_jax.serve.app import create_app
+        from mercury_jax.serve.options import ServerOptions
 
         self.engine, self.socket = engine, socket.create_server(("127.0.0.1", 0))
-        app = create_app(engine, options or Options())
+        app = create_app(engine, options or ServerOptions())
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mercury_jax.serve.api.options import Options
+from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
 from tests.browser.scripted import shot, unveiled
@@ -176,7 +176,7 @@ def test_static_files_are_all_that_is_served(served):
 
 
 def test_a_key_guards_all_of_it(scripted):
-    served = scripted(three, Options(keys=("a-long-key",)))
+    served = scripted(three, ServerOptions(keys=("a-long-key",)))
     for path, data in (("", None), ("playground/static/main.js", None), ("playground/info", None),
                        ("playground/stream", CHAT), ("playground/top", CHAT)):  # fmt: skip
         assert ask(served.url + path, data)[0] == 401

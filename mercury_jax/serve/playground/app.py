@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,23 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from mercury_jax.serve.api import body, sse
-from mercury_jax.serve.api.errors import Json, invalid, refused, too_long, too_many, unavailable
-from mercury_jax.serve.api.guard import key_of
-from mercury_jax.serve.api.options import Options
-from mercury_jax.serve.api.service import closing, told
-from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.request import EngineRequest, RequestHandle, Snapshot
+from mercury_jax.serve.auth import cache_salt
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.serve.engine.sampling_params import rule_set
+from mercury_jax.serve.errors import (
+    context_length_exceeded,
+    invalid_request,
+    invalid_value,
+    rate_limited,
+    unavailable,
+)
+from mercury_jax.serve.http import JsonResponse, read_json
+from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import frames, requests
-from mercury_jax.serve.playground.requests import PageRequest
+from mercury_jax.serve.playground.requests import CellRequest, PageRequest, PlaygroundRequest
+from mercury_jax.serve.protocol import parse_request
+from mercury_jax.serve.service import AnswerHandle, ServingEngine, shutting_down, to_api_error
+from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 
 STATIC = Path(__file__).parent / "static"
 KEEP_ALIVE = 5.0  # seconds of silence after which the stream sends a comment
@@ -65,15 +74,12 @@ class Playground:
         options: Options of the server. If they hold API keys, the page asks for one.
     """
 
-    def __init__(self, engine: Engine, options: Options = Options()):
+    def __init__(self, engine: ServingEngine, options: ServerOptions = ServerOptions()):
         self.engine, self.lm, self.options = engine, engine.lm, options
         block = engine.config.block or self.lm.model.config.block
-        self.limits = requests.SizeLimits(engine.context, block)
+        self.limits = requests.PageLimits(engine.context, block, rule_set(self.lm))
         self.info = requests.page_info(self.lm, self.limits, bool(options.keys))
         self.labels = frames.TokenLabels(self.lm)
-        rules = tuple(rule["name"] for rule in self.info["rules"])
-        self.fields = requests.request_fields(rules, self.limits)
-        self.cell_fields = requests.cell_fields(self.fields, self.lm.model.config.vocab, self.limits)
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
     def routes(self) -> list[BaseRoute]:
@@ -92,7 +98,7 @@ class Playground:
 
     async def page_info(self, request: Request) -> Response:
         """What the form needs to know about the model."""
-        return Json(self.info, headers={"cache-control": "no-store"})
+        return JsonResponse(self.info, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
         """Events of one answer: a start, a frame per denoising pass, an end.
@@ -100,16 +106,18 @@ class Playground:
         Raises:
             ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
         """
-        fields = self.fields.read(await body.read(request, self.options), "")
+        asked = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
         self._check_ready()
-        page = requests.build_request(self.lm, fields, self.limits)
-        bound = await to_thread.run_sync(requests.with_grammar, self.lm, page.request, fields["schema"])
+        page = requests.build_request(self.lm, asked, self.limits)
+        bound = await to_thread.run_sync(requests.with_grammar, self.lm, page.request, asked.answer_schema)
         started = time.perf_counter()
         try:
-            handle = self.engine.submit(dataclasses.replace(bound, cache_salt=key_of(request.scope)))
+            handle = self.engine.submit(dataclasses.replace(bound, cache_salt=cache_salt(request.scope)))
         except Exception as error:
-            raise told(error, self.engine.context) from None
-        return sse.EventStream(self._events(handle, page, started), handle.cancel, self.options.keep_alive)
+            raise to_api_error(error, self.engine.context) from None
+        return EventStreamResponse(
+            self._events(handle, page, started), handle.cancel, self.options.keep_alive
+        )
 
     async def top(self, request: Request) -> Response:
         """The most probable tokens of a cell, as a pass of the stream saw it.
@@ -117,32 +125,34 @@ class Playground:
         Raises:
             ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
         """
-        fields = self.cell_fields.read(await body.read(request, self.options), "")
+        asked = await read_json(request, self.options, partial(parse_request, CellRequest))
         self._check_ready()
-        page = requests.build_request(self.lm, fields["request"], self.limits)
-        self._check_cell(page.request, fields)
+        page = requests.build_request(self.lm, asked.request, self.limits)
+        self._check_cell(page.request, asked)
         if self.waiting >= MAX_WAITING:
-            raise too_many(1.0, "Too many questions about tokens are waiting. Please try again.")
+            raise rate_limited(1.0, "Too many questions about tokens are waiting. Please try again.")
         self.waiting += 1
         try:
-            found = await to_thread.run_sync(self._top_tokens, page, fields, limiter=self.one_at_a_time)
+            found = await to_thread.run_sync(
+                self._top_tokens, page.request, asked, limiter=self.one_at_a_time
+            )
         finally:
             self.waiting -= 1
-        return Json(found, headers={"cache-control": "no-store"})
+        return JsonResponse(found, headers={"cache-control": "no-store"})
 
     def _check_ready(self) -> None:
         """Raises ApiError 503 while the engine accepts no requests."""
         if self.engine.closing:
-            raise closing()
+            raise shutting_down()
         if not self.engine.ready:
             raise unavailable("The model is warming up.", 5)
 
     async def _events(
-        self, handle: RequestHandle, page: PageRequest, started: float
+        self, handle: AnswerHandle, page: PageRequest, started: float
     ) -> AsyncGenerator[bytes, None]:
         request, shown, step = page.request, frames.NO_CELLS, 0
         seconds = lambda: time.perf_counter() - started
-        yield sse.event({
+        yield sse_event({
             "type": "start", "model": self.lm.name, "prompt_tokens": len(request.prompt),
             "max_tokens": request.max_tokens, "thinking": request.thinking, "block": self.limits.block,
             "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed,
@@ -157,36 +167,39 @@ class Playground:
                 if snapshot.finish is None or len(changed):
                     step += 1
                     event = frames.frame_event(self.labels, shown, changed, snapshot)
-                    yield sse.event(event | {"step": step, "ms": round(1000 * seconds(), 3)})
+                    yield sse_event(event | {"step": step, "ms": round(1000 * seconds(), 3)})
                 if snapshot.finish is not None:
-                    yield sse.event(frames.end_event(self.lm, snapshot, page.chat, seconds()))
+                    yield sse_event(frames.end_event(self.lm, snapshot, page.chat, seconds()))
 
-    def _check_cell(self, request: EngineRequest, fields: Mapping[str, Any]) -> None:
+    def _check_cell(self, request: EngineRequest, asked: CellRequest) -> None:
         """Raises ApiError 400 for a cell that no pass of this request can have seen."""
-        most, start, count = request.max_output, fields["start"], len(fields["tokens"])
+        config, most, count = self.lm.model.config, request.max_output, len(asked.tokens)
         if request.max_length + len(request.suffix or ()) > self.limits.context:
-            raise too_long(self.limits.context)
-        if len(fields["settled"]) != count:
-            raise invalid("settled", f"settled has {len(fields['settled'])} entries; allowed: {count}")
-        if start > count:
-            raise refused("start", start, f"at most {count}, the number of cells that were shown")
-        whole = self.lm.model.config.pattern == "bidirectional" or request.suffix is not None
-        end = most if whole else min(most, start + self.limits.block)
-        if not start <= fields["index"] < end:
-            raise refused("index", fields["index"], f"a cell from {start} to {end - 1}")
+            raise context_length_exceeded(self.limits.context)
+        unknown = next((i for i, token in enumerate(asked.tokens) if token >= config.vocab), None)
+        if unknown is not None:
+            raise invalid_value(
+                f"tokens[{unknown}]", asked.tokens[unknown], f"a token id, 0 to {config.vocab - 1}"
+            )
+        if len(asked.settled) != count:
+            raise invalid_request("settled", f"settled has {len(asked.settled)} entries; allowed: {count}")
+        if asked.start > count:
+            raise invalid_value("start", asked.start, f"at most {count}, the number of cells that were shown")
+        whole = config.pattern == "bidirectional" or request.suffix is not None
+        end = most if whole else min(most, asked.start + self.limits.block)
+        if not asked.start <= asked.index < end:
+            raise invalid_value("index", asked.index, f"a cell from {asked.start} to {end - 1}")
 
-    def _top_tokens(self, page: PageRequest, fields: Mapping[str, Any]) -> dict[str, Any]:
-        accepted = [bool(x) for x in fields["settled"]]
-        read = frames.pass_input(
-            self.lm, page.request, fields["tokens"], accepted, fields["start"], fields["index"], self.limits.block
-        )  # fmt: skip
+    def _top_tokens(self, request: EngineRequest, asked: CellRequest) -> dict[str, Any]:
+        accepted, block = [bool(x) for x in asked.settled], self.limits.block
+        read = frames.pass_input(self.lm, request, asked.tokens, accepted, asked.start, asked.index, block)
         top = frames.top_tokens(self.lm, read)
         cells = []
         for token, p in zip(top.ids, top.p, strict=True):
             text, kind = self.labels.label(token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
         # Frames do not show what a grammar has taken back after a pass.
-        return {"top": cells, "exact": top.exact and fields["request"]["schema"] is None}
+        return {"top": cells, "exact": top.exact and asked.request.answer_schema is None}
 
 
 async def _with_keep_alive(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:

@@ -1,40 +1,30 @@
 """What the page may ask for, and what it is told about the model.
 
-`request_fields` checks the JSON of a request field by field, `build_request` makes the `EngineRequest`, and `page_info`
-lists rules, limits and examples for the form.
+`PlaygroundRequest` and `CellRequest` are the bodies of the two POST routes, `build_request` makes the `EngineRequest`,
+and `page_info` lists rules, limits and examples for the form.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.effort import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.prompts import normalise
-from mercury_jax.serve.api.constraint import compiled
-from mercury_jax.serve.api.errors import invalid, refused
-from mercury_jax.serve.api.kinds import (
-    REQUIRED,
-    Anything,
-    Choice,
-    Field,
-    Integer,
-    Items,
-    Number,
-    Record,
-    Text,
-)
-from mercury_jax.serve.api.numbers import room
+from mercury_jax.serve.constraint import compile_grammar
 from mercury_jax.serve.engine.request import EngineRequest
-from mercury_jax.serve.engine.sampling_params import rule_set
+from mercury_jax.serve.engine.sampling_params import RuleSet
+from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.playground.frames import TokenLabels
+from mercury_jax.serve.protocol import RequestModel
+from mercury_jax.serve.sampling_params import token_budget
 from mercury_jax.types import LM
 
-KINDS = ("chat", "text", "infill", "edit")
 DEFAULT_ANSWER, DEFAULT_HOLE = 64, 16  # tokens
 MAX_TOKENS = 1024  # of an answer: the page does not show more cells well
 MAX_CHARACTERS = 65_536
@@ -65,6 +55,71 @@ GENERAL_EXAMPLES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+PageText = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+Count = Annotated[int, Field(ge=0, le=1 << 20)]
+
+
+class PlaygroundMessage(RequestModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: PageText
+
+
+class PlaygroundRequest(RequestModel):
+    """The body of `POST /playground/stream`.
+
+    Attributes:
+        kind: A conversation, a text to continue, or a hole in a text that is filled or rewritten.
+        messages: Of chat; of a hole: the conversation that the text answers.
+        prompt: Of text.
+        before: Of a hole: the text in front of it.
+        after: Of a hole: the text behind it.
+        selected: Of edit: the text that stood in the hole, whose length it has.
+        rule: Decoding rule. None: the model's own.
+        p: First parameter of the rule.
+        steps: Most denoising steps per block; 0: one per token.
+        temperature: Sampling temperature.
+        effort: Sets p, steps and thinking where they are not given.
+        max_tokens: Most tokens of the answer, or of the hole.
+        seed: Seed of the random draws.
+        answer_schema: JSON Schema that the answer obeys; `schema` in JSON.
+    """
+
+    kind: Literal["chat", "text", "infill", "edit"]
+    messages: list[PlaygroundMessage] | None = Field(None, min_length=1, max_length=64)
+    prompt: PageText | None = None
+    before: PageText = ""
+    after: PageText = ""
+    selected: PageText = ""
+    rule: str | None = None
+    p: float | None = Field(None, ge=0, le=MAX_STRICTNESS)
+    steps: int | None = Field(None, ge=0, le=MAX_STEPS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    effort: Literal["instant", "low", "medium", "high"] | None = None
+    max_tokens: int | None = None
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    answer_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class CellRequest(RequestModel):
+    """The body of `POST /playground/top`.
+
+    Attributes:
+        request: The request of the stream.
+        tokens: What was shown before the pass.
+        settled: 1 for each of the tokens that was accepted, else 0.
+        start: First cell of the active block of that pass.
+        index: The cell.
+    """
+
+    request: PlaygroundRequest
+    tokens: list[Count] = Field(max_length=3 * MAX_TOKENS)
+    settled: list[Literal[0, 1]] = Field(max_length=3 * MAX_TOKENS)
+    start: Count
+    index: Count
+
+
 class PageRequest(NamedTuple):
     """A request of the page.
 
@@ -81,11 +136,12 @@ class PageRequest(NamedTuple):
     after: str
 
 
-class SizeLimits(NamedTuple):
-    """Most tokens of a request, and tokens of a block."""
+class PageLimits(NamedTuple):
+    """Most tokens of a request, tokens of a block, and the rules to choose from."""
 
     context: int
     block: int
+    rules: RuleSet
 
     @property
     def max_tokens(self) -> int:
@@ -93,66 +149,12 @@ class SizeLimits(NamedTuple):
         return max(1, min(MAX_TOKENS, self.context - 1))
 
 
-def request_fields(rules: tuple[str, ...], limits: SizeLimits) -> Record:
-    """The fields of a request, for a model that offers these rules.
-
-    Args:
-        rules: Names of the rules, the default first.
-        limits: Most tokens.
-
-    Returns:
-        The fields, which read JSON data.
-    """
-    text = Text(most=MAX_CHARACTERS)
-    roles = Choice(("system", "user", "assistant"))
-    message = Record(
-        (Field("role", roles, REQUIRED, "The speaker."), Field("content", text, REQUIRED, "The text."))
-    )
-    return Record((
-        Field("kind", Choice(KINDS), REQUIRED, "A conversation, a text to continue, or a hole in a text."),
-        Field("messages", Items(message, 1, 64), None, "Of chat; of a hole: the conversation that it answers."),
-        Field("prompt", text, None, "Of text."),
-        Field("before", text, "", "Of a hole: the text in front of it."),
-        Field("after", text, "", "Of a hole: the text behind it."),
-        Field("selected", text, "", "Of edit: the text that stood there, whose length the hole has."),
-        Field("rule", Choice(rules), rules[0], "Decoding rule."),
-        Field("p", Number(0, MAX_STRICTNESS), None, "First parameter of the rule."),
-        Field("steps", Integer(0, MAX_STEPS), None, "Most denoising steps per block; 0: one per token."),
-        Field("temperature", Number(0, 2), None, "Sampling temperature."),
-        Field("effort", Choice(tuple(EFFORTS)), None, "Sets p, steps and thinking where they are not given."),
-        Field("max_tokens", Integer(1, limits.max_tokens), None, "Most tokens of the answer, or of the hole."),
-        Field("seed", Integer(0, 2**31 - 1), 0, "Seed of the random draws."),
-        Field("schema", Anything(), None, "JSON Schema that the answer obeys."),
-    ))  # fmt: skip
-
-
-def cell_fields(request: Record, vocab: int, limits: SizeLimits) -> Record:
-    """The fields of a question about one cell.
-
-    Args:
-        request: Of `request_fields`.
-        vocab: Ids of the model.
-        limits: Most tokens.
-
-    Returns:
-        The fields, which read JSON data.
-    """
-    most = 2 * limits.max_tokens + MAX_TOKENS
-    return Record((
-        Field("request", request, REQUIRED, "The request of the stream."),
-        Field("tokens", Items(Integer(0, vocab - 1), 0, most), REQUIRED, "What was shown before the pass."),
-        Field("settled", Items(Integer(0, 1), 0, most), REQUIRED, "Which of the tokens were accepted."),
-        Field("start", Integer(0, most), REQUIRED, "First cell of the block of that pass."),
-        Field("index", Integer(0, most), REQUIRED, "The cell."),
-    ))  # fmt: skip
-
-
-def build_request(lm: LM, fields: Mapping[str, Any], limits: SizeLimits) -> PageRequest:
+def build_request(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> PageRequest:
     """The request of the engine, without its grammar.
 
     Args:
         lm: The model.
-        fields: As `request_fields` has read them.
+        asked: The body.
         limits: What must fit.
 
     Returns:
@@ -161,78 +163,85 @@ def build_request(lm: LM, fields: Mapping[str, Any], limits: SizeLimits) -> Page
     Raises:
         ApiError: 400 for what does not fit.
     """
-    kind = fields["kind"]
-    param = {"chat": "messages", "text": "prompt"}.get(kind, "before")
+    if asked.max_tokens is not None and not 1 <= asked.max_tokens <= limits.max_tokens:
+        allowed = f"a whole number from 1 to {limits.max_tokens}"
+        raise invalid_value("max_tokens", asked.max_tokens, allowed)
+    if asked.rule is not None and asked.rule not in limits.rules.names:
+        raise invalid_value("rule", asked.rule, ", ".join(limits.rules.names))
+    param = {"chat": "messages", "text": "prompt"}.get(asked.kind, "before")
     try:
-        return _hole(lm, fields, limits) if kind in ("infill", "edit") else _answer(lm, fields, limits, param)
+        if asked.kind in ("infill", "edit"):
+            return _hole(lm, asked, limits)
+        return _answer(lm, asked, limits, param)
     except ValueError as error:  # of the tokenizer and its template
-        raise invalid(param, str(error)) from None
+        raise invalid_request(param, str(error)) from None
 
 
-def _answer(lm: LM, fields: Mapping[str, Any], limits: SizeLimits, param: str) -> PageRequest:
+def _answer(lm: LM, asked: PlaygroundRequest, limits: PageLimits, param: str) -> PageRequest:
     """Thinking takes what the answer leaves of the context; if that is too little, there is none."""
-    chat, given = fields["kind"] == "chat", fields[param]
-    if given is None:
-        raise refused(param, None, "a value: this kind needs it")
-    ids = lambda think: tuple(lm.tokenizer.render(given, thinking=think)) if chat else _text_ids(lm, given)
-    effort, max_tokens = EFFORTS.get(fields["effort"] or ""), fields["max_tokens"] or DEFAULT_ANSWER
-    thinks = effort is not None and chat and lm.tokenizer.thinking is not None
-    thinking = effort.thinking if thinks and effort is not None else 0
-    prompt = ids(thinking > 0)
-    left = room(limits.context, len(prompt), max_tokens, min(thinking, MAX_TOKENS), param)
-    if thinking and not left.thinking:
-        prompt = ids(False)
-    request = EngineRequest(
-        prompt=prompt, max_tokens=max_tokens, thinking=left.thinking, **_decoding(lm, fields, limits.block)
+    chat, max_tokens = asked.kind == "chat", asked.max_tokens or DEFAULT_ANSWER
+    if (asked.messages if chat else asked.prompt) is None:
+        raise invalid_value(param, None, "a value: this kind needs it")
+    messages = [message.model_dump() for message in asked.messages or ()]
+    ids = lambda think: (
+        tuple(lm.tokenizer.render(messages, thinking=think)) if chat else _text_ids(lm, asked.prompt or "")
     )
+    thinks = asked.effort is not None and chat and lm.tokenizer.thinking is not None
+    thinking = EFFORTS[asked.effort].thinking if thinks and asked.effort else 0
+    prompt = ids(thinking > 0)
+    budget = token_budget(limits.context, len(prompt), max_tokens, min(thinking, MAX_TOKENS), param)
+    if thinking and not budget.thinking:
+        prompt = ids(False)
+    decoding = _decoding(lm, asked, limits)
+    request = EngineRequest(prompt=prompt, max_tokens=max_tokens, thinking=budget.thinking, **decoding)
     return PageRequest(request, chat, "", "")
 
 
-def _hole(lm: LM, fields: Mapping[str, Any], limits: SizeLimits) -> PageRequest:
+def _hole(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> PageRequest:
     """The text in front of the hole is the prompt, the text behind it the suffix."""
-    chat, before, after = fields["messages"] is not None, fields["before"], fields["after"]
-    edit, selected = fields["kind"] == "edit", fields["selected"]
-    if fields["schema"] is not None:
-        raise refused("schema", "a schema", "none with a hole: it describes whole answers")
-    if edit and not selected:
-        raise refused("selected", "", "the text that is rewritten")
-    if not (chat or before or after):
-        raise refused("before", "", "text in front of the hole or behind it")
-    suffix = tuple(lm.tokenizer.encode(after))
-    if chat:
-        prompt = (*lm.tokenizer.render(fields["messages"]), *lm.tokenizer.encode(before))
+    edit, chat = asked.kind == "edit", asked.messages is not None
+    if asked.answer_schema is not None:
+        raise invalid_value("schema", "a schema", "none with a hole: it describes whole answers")
+    if edit and not asked.selected:
+        raise invalid_value("selected", "", "the text that is rewritten")
+    if not (chat or asked.before or asked.after):
+        raise invalid_value("before", "", "text in front of the hole or behind it")
+    suffix = tuple(lm.tokenizer.encode(asked.after))
+    if asked.messages is not None:
+        messages = [message.model_dump() for message in asked.messages]
+        prompt = (*lm.tokenizer.render(messages), *lm.tokenizer.encode(asked.before))
         suffix += (lm.model.config.eos,)
     else:
-        prompt = _text_ids(lm, before) if before else tuple(lm.tokenizer.begin)
-    size = fields["max_tokens"] or (len(lm.tokenizer.encode(selected)) if edit else DEFAULT_HOLE)
+        prompt = _text_ids(lm, asked.before) if asked.before else tuple(lm.tokenizer.begin)
+    size = asked.max_tokens or (len(lm.tokenizer.encode(asked.selected)) if edit else DEFAULT_HOLE)
     if size > MAX_TOKENS:
-        raise refused("selected", f"{size} tokens", f"at most {MAX_TOKENS}")
-    decoding = _decoding(lm, fields, limits.block)
+        raise invalid_value("selected", f"{size} tokens", f"at most {MAX_TOKENS}")
+    decoding = _decoding(lm, asked, limits)
     request = EngineRequest(prompt=prompt, suffix=suffix, max_tokens=size, **decoding)
-    return PageRequest(request, chat, before, after)
+    return PageRequest(request, chat, asked.before, asked.after)
 
 
 def _text_ids(lm: LM, text: str) -> tuple[int, ...]:
     return tuple(normalise(lm, text)[0][0].ids)
 
 
-def _decoding(lm: LM, fields: Mapping[str, Any], block: int) -> dict[str, Any]:
-    """Rule and steps. The p of an effort is a probability, so it applies to the rule `threshold` only."""
-    rule, p, steps = fields["rule"], fields["p"], fields["steps"]
-    effort = EFFORTS.get(fields["effort"] or "")
+def _decoding(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> dict[str, Any]:
+    """Rule, steps, temperature and seed. The p of an effort is a probability, so it applies to `threshold` only."""
+    rule, p, steps = asked.rule or limits.rules.names[0], asked.p, asked.steps
+    effort = EFFORTS.get(asked.effort or "")
     if effort is not None and p is None and rule == "threshold":
         p = effort.p
     allowed = next(iter(all_rules.ALL[rule].ranges.values()), None)  # of the first parameter, which p sets
     if p is not None and allowed is not None and not allowed.holds(p):
-        raise refused("p", p, f"of the rule {rule}: {allowed}")
+        raise invalid_value("p", p, f"of the rule {rule}: {allowed}")
     if steps is None:
         steps = lm.decoding.get("steps") or 0
-        steps = max(1, round(effort.steps * (steps or block))) if effort is not None else steps
-    sampling = {"temperature": fields["temperature"], "seed": fields["seed"]}
+        steps = max(1, round(effort.steps * (steps or limits.block))) if effort is not None else steps
+    sampling = {"temperature": asked.temperature, "seed": asked.seed}
     return {"rule": rule, "p": p, "steps": steps, "frames": True, **sampling}
 
 
-def with_grammar(lm: LM, request: EngineRequest, schema: Mapping[str, Any] | None) -> EngineRequest:
+def with_grammar(lm: LM, request: EngineRequest, schema: dict[str, Any] | None) -> EngineRequest:
     """The request bound to a JSON Schema. Compiles the grammar, so it must not run in the event loop's thread.
 
     Args:
@@ -248,10 +257,10 @@ def with_grammar(lm: LM, request: EngineRequest, schema: Mapping[str, Any] | Non
     """
     if schema is None:
         return request
-    return dataclasses.replace(request, grammar=compiled(lm, JSONSchema(schema), "schema"))
+    return dataclasses.replace(request, grammar=compile_grammar(lm, JSONSchema(schema), "schema"))
 
 
-def page_info(lm: LM, limits: SizeLimits, locked: bool) -> dict[str, Any]:
+def page_info(lm: LM, limits: PageLimits, locked: bool) -> dict[str, Any]:
     """The answer of `GET /playground/info`.
 
     Args:
@@ -263,7 +272,7 @@ def page_info(lm: LM, limits: SizeLimits, locked: bool) -> dict[str, Any]:
         A JSON object.
     """
     number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
-    rules, offered = rule_set(lm), []
+    rules, offered = limits.rules, []
     for rule in rules.rules:
         parameter = next(iter(rule.knobs), None)
         about = (inspect.getdoc(all_rules.ALL[rule.name]) or "").split("\n\n")[0].replace("\n", " ")
