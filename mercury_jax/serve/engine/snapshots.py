@@ -62,17 +62,22 @@ def pass_snapshots(
     """
     denoised = [i for i in range(passes) if frames.n[i, slot] > 0]
     before, run.forwards = run.forwards, run.forwards + len(denoised)
-    first = 0 if run.handle.request.frames else len(denoised) - 1
+    first = 0 if run.handle.request.frames else max(len(denoised) - 1, 0)
     tokens = np.asarray(report.tokens[slot])
     return [
-        _pass_snapshot(run, frames, i, slot, tokens, ends)._replace(forwards=before + count)
-        for count, i in enumerate(denoised, start=1)
-        if count > first
+        _pass_snapshot(run, frames, denoised[k], slot, tokens, ends, before + k + 1)
+        for k in range(first, len(denoised))
     ]
 
 
 def _pass_snapshot(
-    run: RunningRequest, frames: Frame, i: int, slot: int, text: np.ndarray, ends: tuple[int, ...]
+    run: RunningRequest,
+    frames: Frame,
+    i: int,
+    slot: int,
+    text: np.ndarray,
+    ends: tuple[int, ...],
+    forwards: int,
 ) -> Snapshot:
     start, n = int(frames.start[i, slot]), int(frames.n[i, slot])
     prompt = run.prompt_length
@@ -92,9 +97,9 @@ def _pass_snapshot(
         size = min(size, int(np.argmax(close)) + 1) if close.any() else size
     block = min(len(committed), size)
     final = block if run.revises else int(np.argmin(np.append(accepted[:size], False)))
-    return Snapshot(
-        tokens[:size], accepted[:size], confidence[:size], np.zeros(size, bool), final, block, 0, run.cached
-    )
+    forced = np.zeros(size, bool)
+    shown = tokens[:size], accepted[:size], confidence[:size], forced
+    return Snapshot(*shown, final, block, forwards, run.cached)
 
 
 def constrained(run: RunningRequest, gate: Gate, shown: Snapshot) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Clients in numbers: questions, those who leave, and what a process holds on to."""
+"""Many clients: their requests, clients that disconnect, and the resources of a server process."""
 
 import asyncio
 import os
@@ -27,8 +27,8 @@ NAMES = (
 )
 
 
-def questions(count, max_tokens=40, frames=False, **more):
-    """Different questions whose answers are always the same: streams of chats and of texts, in turn."""
+def requests(count, max_tokens=40, frames=False, **more):
+    """Different requests with deterministic answers: streamed chats and completions, in turn."""
     texts = [p.input for p in tasks.draw(tasks.find("add3").generator, count, 0)]
     asks = [chat(MODEL, text, max_tokens, frames, temperature=0, **more) for text in texts]
     for i in range(1, count, 2):
@@ -43,7 +43,7 @@ def questions(count, max_tokens=40, frames=False, **more):
 
 
 def run(url, work, keep=True):
-    """What `work(client)` returns."""
+    """Runs `work(client)` in an event loop and returns its result."""
 
     async def inside():
         client = Client(url, keep=keep)
@@ -55,22 +55,22 @@ def run(url, work, keep=True):
     return asyncio.run(inside())
 
 
-class Held(NamedTuple):
-    """What a process holds on to: threads, open files and sockets, bytes of memory."""
+class Resources(NamedTuple):
+    """Resources of a process: threads, open files and sockets, bytes of memory."""
 
     threads: int
     files: int
     bytes: int
 
 
-def held(pid):
+def resources(pid):
     status = Path(f"/proc/{pid}/status").read_text()
     number = lambda name: int(re.findall(rf"{name}:\s+(\d+)", status)[0])
-    return Held(number("Threads"), len(os.listdir(f"/proc/{pid}/fd")), 1024 * number("VmRSS"))
+    return Resources(number("Threads"), len(os.listdir(f"/proc/{pid}/fd")), 1024 * number("VmRSS"))
 
 
-async def leave(client, ask, draw):
-    """A client that goes away at a random moment: while it asks, while it waits, or while it is answered."""
+async def disconnect(client, ask, draw):
+    """A client that disconnects at a random moment: while it sends, while it waits, or while it reads."""
     data = client.request("POST", ask.path, ask.body)
     moment = draw.choice(("head", "body", "at once", "soon", "reading", "reading", "halfway"))
     wire = await client.wire()
@@ -104,16 +104,16 @@ async def leave(client, ask, draw):
             wire.writer.close()
 
 
-def leavers(count, seed):
-    """So many clients that come and go within some seconds; half of them do not stream."""
+def disconnecting_clients(count, seed):
+    """`count` clients that connect and disconnect within some seconds; half of them do not stream."""
     draw = random.Random(seed)
-    asks = questions(16, max_tokens=80, frames=True)
+    asks = requests(16, max_tokens=80, frames=True)
     asks += [Ask(ask.path, ask.body | {"stream": False}) for ask in asks]
 
     async def one(client, i):
         own = random.Random(draw.random())
         await asyncio.sleep(own.random() * count / 200)
-        await leave(client, asks[i % len(asks)], own)
+        await disconnect(client, asks[i % len(asks)], own)
 
     async def every(client):
         await asyncio.gather(*(one(client, i) for i in range(count)))
