@@ -292,12 +292,17 @@ def test_logprobs_belong_to_the_tokens_of_the_answer(client, nano):
     assert stream(client, payload)[-1]["choices"][0]["logprobs"] == made["logprobs"]
     plain = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "logprobs": 2}
     choice = post(client, plain, "/v1/completions")["choices"][0]
-    assert "".join(choice["logprobs"]["tokens"]) == choice["text"] and len(choice["logprobs"]["text_offset"]) == 8
+    assert (
+        "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        and len(choice["logprobs"]["text_offset"]) == 8
+    )
 
 
 def test_sampling_parameters_change_the_answer(client):
     payload = {"model": "nano", "prompt": "def f(x):", "max_tokens": 8, "temperature": 1.2, "seed": 1}
-    texts = lambda **more: [c["text"] for c in post(client, {**payload, **more}, "/v1/completions")["choices"]]
+    texts = lambda **more: [
+        c["text"] for c in post(client, {**payload, **more}, "/v1/completions")["choices"]
+    ]
     [one] = texts()
     assert texts(n=3)[0] == one and texts(n=2, seed=2)[0] == texts(n=3)[1] != one
     assert texts(top_k=1) == texts(min_p=1) == texts(top_p=0, seed=2) != [one]  # one token is left to draw

@@ -321,9 +321,15 @@ def arguments(*words):
 
 def test_command_line_options_reach_the_app(monkeypatch):
     monkeypatch.setenv(serve.KEYS, " one-more-key, ")
-    options = serve.options_of(arguments("--api-key", "first-key-123", "--rate", "60", "--strict-temperature"))
+    options = serve.options_of(
+        arguments("--api-key", "first-key-123", "--rate", "60", "--strict-temperature")
+    )
     assert "key" not in repr(options) and "first" not in repr(options)
-    assert options.keys == ("first-key-123", "one-more-key") and options.rate == 60 and options.strict_temperature
+    assert (
+        options.keys == ("first-key-123", "one-more-key")
+        and options.rate == 60
+        and options.strict_temperature
+    )
     assert "localhost" in options.hosts and "*" not in options.hosts
     assert serve.options_of(arguments("--host", "0.0.0.0")).hosts == ("*",)
     assert "gpu" in serve.options_of(arguments("--host", "0.0.0.0", "--allow-host", "gpu")).hosts
