@@ -177,16 +177,16 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch):
         seen.append((a, b))
         return hmac.compare_digest(a, b)
 
-    scripted_app = AuthMiddleware(None, ServerOptions(keys=KEYS))
+    middleware = AuthMiddleware(app_of(), ServerOptions(keys=KEYS))
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
     for key in (*KEYS, "wrong"):
         seen.clear()
         headers = [(b"authorization", f"Bearer {key}".encode())]
         if key == "wrong":
             with pytest.raises(ApiError):
-                scripted_app.authenticate(headers)
+                middleware.authenticate(headers)
         else:
-            assert scripted_app.authenticate(headers) == digest(key).hex()
+            assert middleware.authenticate(headers) == digest(key).hex()
         assert [b for _, b in seen] == [digest(k) for k in KEYS]
         assert all(isinstance(a, bytes) and len(a) == 32 for a, _ in seen)
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from mercury_jax.decode.grammar import JSONObject, compile
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions
 from tests.serve.api_client import PAYLOAD, TEXT, client_of, content_of, events
@@ -90,8 +91,9 @@ def test_requests_beyond_the_queue_are_refused_before_they_are_rendered(nano):
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled(nano, monkeypatch):
-    compiled = []
-    monkeypatch.setattr("mercury_jax.decode.grammar.compile", lambda *args: compiled.append(args))
+    compiled, grammar = [], compile(nano.tokenizer, JSONObject())
+    fake = lambda *args: compiled.append(args) or grammar
+    monkeypatch.setattr("mercury_jax.decode.grammar.compile", fake)
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     client = client_of(ScriptedEngine(nano, text_snapshots(nano, "{}")))
@@ -108,11 +110,12 @@ def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
     """Large schemas occupy all threads of their pool; small ones have their own."""
     engine = ScriptedEngine(nano, text_snapshots(nano, '{"a": 1}'))
     app, done, seen = create_app(engine, ServerOptions(playground=False)), threading.Event(), []
+    grammar = compile(nano.tokenizer, JSONObject())
 
     def slow(tokenizer, spec):
         seen.append(spec)
         assert "k0" not in str(spec) or done.wait(20)
-        return
+        return grammar
 
     monkeypatch.setattr("mercury_jax.decode.grammar.compile", slow)
     held = lambda schema: {**PAYLOAD, "response_format": {"type": "json_schema",
