@@ -83,7 +83,7 @@ def alone(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) 
 def passes(part: Alone) -> float:
     """Seconds of a pass, the mean of a turn; the one that encodes the prompt is left out."""
     nobody, one = np.zeros(part.rows, bool), np.int32(1)
-    held = jax.device_put(part.knobs)
+    held = jax.device_put(part.params)
     step = lambda state: programs.run_passes(part.program, part.params, state, held, nobody, one, 1).state
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))

@@ -149,8 +149,8 @@ def _serve(args: argparse.Namespace, socket: Any, settings: EngineConfig, told: 
 
 def settings_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings; ValueError for a number that is none."""
-    from mercury_jax.config.checks import at_least
-    from mercury_jax.models.cache import check_kind
+    from mercury_jax.config import at_least
+    from mercury_jax.models.cache import check_kv_kind
     from mercury_jax.serve.engine.request import EngineConfig
 
     given = {
@@ -160,7 +160,7 @@ def settings_of(args: argparse.Namespace) -> EngineConfig:
     if args.memory is not None and not args.memory > 0:
         raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
-    check_kind(args.kv)
+    check_kv_kind(args.kv)
     return EngineConfig(
         slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,

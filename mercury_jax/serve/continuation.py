@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from mercury_jax.decode import silent
-from mercury_jax.decode.effort import EFFORTS
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode import thinking
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Snapshot
 from mercury_jax.serve.service import AnswerHandle, AnswerParser, ServingEngine
 from mercury_jax.types import LM
@@ -123,18 +123,18 @@ def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
     def continuation(job: EngineRequest, last: Snapshot) -> tuple[Snapshot, EngineRequest] | None:
         if job.grammar is not None or job.visible:  # these always have content
             return None
-        answer, thinking = tuple(last.tokens.tolist()), opened or job.thinking > 0
+        answer, inside = tuple(last.tokens.tolist()), opened or job.thinking > 0
         left = context - len(job.prompt) - len(answer) - 1
-        unfinished = last.finish == "length" and silent.thinks(tokenizer, answer, thinking)
+        unfinished = last.finish == "length" and thinking.is_thinking(tokenizer, answer, inside)
         if unfinished and not job.thinking and left >= 2:
             max_tokens = min(job.max_tokens, left - 1)
             budget = min(EFFORTS["low"].thinking, left - max_tokens)
             prompt = (*job.prompt, *answer)
             return last, dataclasses.replace(job, prompt=prompt, thinking=budget, max_tokens=max_tokens)
-        closed = silent.closed(tokenizer, answer, thinking)
-        room = silent.room(tokenizer, job.prompt, closed, job.max_tokens, context)
+        closed = thinking.close_thinking_ids(tokenizer, answer, inside)
+        behind, size = thinking.continuation_prompt(tokenizer, job.prompt, closed, job.max_tokens, context)
         following = dataclasses.replace(
-            job, prompt=room.prompt, max_tokens=room.max_tokens, thinking=0, visible=True
+            job, prompt=tuple(behind.ids), max_tokens=size, thinking=0, visible=True
         )
         if marks is not None and closed != answer:
             last = append_token(last, marks.close)

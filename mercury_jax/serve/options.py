@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 
 # Names of the vendor's models that clients have built in. By default each of them gets the model that is loaded.
 VENDOR_MODELS = (

@@ -9,7 +9,7 @@ import dataclasses
 import secrets
 from typing import Any, NamedTuple
 
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.protocol import ApiRequest

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mercury_jax.decode.output import LogProbs
+from mercury_jax.decode.sample import LogProbs
 from mercury_jax.serve.continuation import join
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api_client import PAYLOAD, choices, client_of, content_of, events, post

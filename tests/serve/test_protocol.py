@@ -8,7 +8,7 @@ import time
 import pytest
 from jsonschema.validators import Draft202012Validator
 
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.serve import protocol
 from mercury_jax.serve.chat.messages import ROLES
 from mercury_jax.serve.errors import ApiError

@@ -171,7 +171,7 @@ def _content(content: Any, name: str) -> str:
         return _text(content or "", name)
     if not isinstance(content, list):
         raise invalid_field(name, type(content).__name__, "a string, null, or a list of text parts")
-    return _text(chat.joined(_list(content, name, 0, MAX_PARTS), name, invalid_field), name)
+    return _text(chat.join_parts(_list(content, name, 0, MAX_PARTS), name, invalid_field), name)
 
 
 def _tool_calls(message: Mapping[str, Any], name: str, calls: _EarlierCalls) -> list[dict[str, Any]]:

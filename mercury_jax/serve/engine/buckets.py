@@ -3,7 +3,7 @@
 The slots are one `State` whose sizes are static: rows, positions per row, and what the sampler can do. A few of each
 are compiled, so that few and short requests do not pay for the largest batch; a request runs in the smallest bucket
 with room for it and its neighbours. The largest bucket is compiled before the first request, the others in a
-background thread of low priority, together with the small programs that move rows between buckets.
+background, together with the small programs that move rows between buckets.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mercury_jax.decode.amend import nothing
-from mercury_jax.decode.program import bucket as padded_size, slots_for
-from mercury_jax.decode.state import Program, State
+from mercury_jax.decode.constrained import no_tokens
+from mercury_jax.decode.request import bucket as padded_size, slots_for
+from mercury_jax.decode.state import DecodeConfig, State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
-from mercury_jax.sharding import along, apart, caches, over
+from mercury_jax.sharding import cache_shardings, dividing_axes, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM
 
 SMALLEST = 256  # positions per row of the smallest bucket; the next ones double
@@ -87,10 +88,10 @@ class Buckets(NamedTuple):
         config = self.lm.model.config
         if self.bidirectional:
             return capacity // (2 if self.leave_one_out else 1)
-        block_causal = config.pattern == "block_causal" and self.rules.own.verify is None
+        block_causal = config.pattern == "block_causal" and self.rules.own.speculate is None
         return config.block if block_causal else self.block
 
-    def program(self, capacity: int, level: int) -> Program:
+    def program(self, capacity: int, level: int) -> DecodeConfig:
         """The static sizes of the decoder; the number of rows is not part of them.
 
         Args:
@@ -101,13 +102,13 @@ class Buckets(NamedTuple):
             What a compiled step closes over.
         """
         width = self.width(capacity)
-        return Program(
+        return DecodeConfig(
             self.lm.model,
             self.lm.corruption,
             width=width,
             block=min(self.block, width),
-            blind=self.leave_one_out,
-            verify=self.rules.own.verify is not None,
+            leave_one_out=self.leave_one_out,
+            speculative=self.rules.own.speculate is not None,
             logprobs=self.config.max_logprobs if level > sampling.PLAIN else None,
         )
 
@@ -162,8 +163,10 @@ class Buckets(NamedTuple):
         mesh = self.mesh
         if mesh is None:
             return None
-        rows = lambda leaf: NamedSharding(mesh, PartitionSpec(along(("data",), leaf.shape[0], mesh) or None))
-        return jax.tree.map(rows, state)._replace(cache=caches(state.cache, mesh))
+        rows = lambda leaf: NamedSharding(
+            mesh, PartitionSpec(dividing_axes(("data",), leaf.shape[0], mesh) or None)
+        )
+        return jax.tree.map(rows, state)._replace(cache=cache_shardings(state.cache, mesh))
 
     def sharded(self, state: State) -> State:
         """The state on the model's mesh; unchanged on a single device."""
@@ -186,19 +189,19 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     """
     model, rules = lm.model.config, sampling.rule_set(lm, config.rules)
     block = config.block or model.block
-    if rules.own.verify is not None:
-        block = min(block, rules.own.verify + 1)
+    if rules.own.speculate is not None:
+        block = min(block, rules.own.speculate + 1)
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(lm.params))
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
     buckets = Buckets(
-        lm=dataclasses.replace(lm, model=over(lm.model, apart(lm.params))),
+        lm=dataclasses.replace(lm, model=with_mesh(lm.model, model_parallel_mesh(lm.params))),
         rules=rules,
         config=config,
         block=block,
         context=min(config.context or model.context, model.context),
         rows=(config.slots,),
         capacities=(),
-        leave_one_out=any(rule.blind for rule in rules.rules),
+        leave_one_out=any(rule.leave_one_out for rule in rules.rules),
         bidirectional=model.pattern == "bidirectional",
         mesh=next((mesh for mesh in meshes if mesh.size > 1), None),
     )
@@ -230,6 +233,8 @@ class CompiledPrograms:
         self.steps: dict[Bucket, Callable[..., programs.DispatchResult]] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # Only XLA's part of a compilation yields: a thread that traces holds Python's lock, and all would wait for it.
+        self._compiler = ThreadPoolExecutor(1, "mercury-xla", initializer=_yield_to_requests)
 
     def start(self, on_complete: Callable[[], None] = lambda: None) -> State:
         """Compiles the largest bucket, then starts to compile the others in the background.
@@ -244,7 +249,7 @@ class CompiledPrograms:
         # Prefill compiles beside the step: each of the two takes about one core.
         prefill = threading.Thread(target=self._warm_up_row, args=(self.largest.capacity,))
         prefill.start()
-        self.steps[self.largest] = self._compile(self.largest)
+        self.steps[self.largest] = self._lower(self.largest).compile()
         prefill.join()
         if self._stop.is_set():
             return state
@@ -261,6 +266,7 @@ class CompiledPrograms:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._compiler.shutdown()
 
     @property
     def complete(self) -> bool:
@@ -269,7 +275,7 @@ class CompiledPrograms:
 
     def add(self, bucket: Bucket) -> None:
         """Compiles a bucket, and the moves of rows between it and the others; then it is used."""
-        compiled, buckets = self._compile(bucket), self.buckets
+        compiled, buckets = self._compiler.submit(self._lower(bucket).compile).result(), self.buckets
         known = {(other.rows, other.capacity): other for other in self.steps}
         if (bucket.rows, bucket.capacity) not in known:
             state = buckets.sharded(buckets.idle(bucket))
@@ -287,10 +293,6 @@ class CompiledPrograms:
         return min(fits, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
 
     def _compile_others(self, on_complete: Callable[[], None]) -> None:
-        # A low priority, which the compiler's threads inherit (Linux only). Otherwise XLA's compiler takes every core
-        # of a small machine, and running streams halt while it compiles.
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         buckets = self.buckets
         for level in (sampling.PLAIN, sampling.PROCESSORS):
             for capacity in buckets.capacities:
@@ -300,7 +302,7 @@ class CompiledPrograms:
                     self.add(Bucket(rows, capacity, level))
         on_complete()
 
-    def _compile(self, bucket: Bucket) -> Any:
+    def _lower(self, bucket: Bucket) -> Any:
         buckets = self.buckets
         one = sampling.row_params(buckets.rules, NO_REQUEST, bucket.level, buckets.lm, buckets.block)
         state = jax.eval_shape(lambda: buckets.idle(bucket))
@@ -308,7 +310,7 @@ class CompiledPrograms:
         if shardings is not None:  # the result must lie where the next dispatch expects it
             laid_out = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
             state, run = jax.tree.map(laid_out, state, shardings), programs.run_passes_sharded(shardings)
-        lowered = run.lower(
+        return run.lower(
             buckets.program(bucket.capacity, bucket.level),
             buckets.lm.params,
             state,
@@ -317,7 +319,6 @@ class CompiledPrograms:
             np.int32(0),
             buckets.config.passes,
         )
-        return lowered.compile()
 
     def _warm_up(self, bucket: Bucket, state: State) -> State:
         """Runs what happens between two dispatches once, so that no request waits for its compilation.
@@ -336,7 +337,7 @@ class CompiledPrograms:
             row = programs.insert_cache(row, keys, np.int32(0))
         program = buckets.program(bucket.capacity, sampling.TRUNCATION)
         eos = np.full(bucket.rows, buckets.lm.model.config.eos, np.int32)
-        unchanged = nothing(bucket.rows, program.width)
+        unchanged = no_tokens(bucket.rows, program.width)
         state = buckets.sharded(programs.write_tokens(program, state, unchanged, eos))
         state = buckets.sharded(programs.place_row(state, np.int32(0), row))
         programs.row_logprobs(state, np.int32(0))
@@ -349,3 +350,12 @@ class CompiledPrograms:
             return row
         program = self.buckets.program(capacity, sampling.TRUNCATION)
         return programs.encode_prompt(program, self.buckets.lm.params, row, PREFILL_WIDTH, np.int32(0))
+
+
+def _yield_to_requests() -> None:
+    """Lowers the priority of the calling thread, and of the compiler's threads, which inherit it (Linux only).
+
+    Otherwise XLA's compiler takes every core of a small machine, and running streams halt while it compiles.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

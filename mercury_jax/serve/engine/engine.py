@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.gate import Gate
+from mercury_jax.decode.constrained import ConstrainedRow
 from mercury_jax.decode.state import State
 from mercury_jax.models import cache
 from mercury_jax.serve.engine import programs, sampling_params as sampling
@@ -96,7 +96,7 @@ class Engine:
         if config.passes is None:
             config = dataclasses.replace(config, passes=1 if jax.default_backend() == "cpu" else 4)
         if config.kv is not None:
-            lm = dataclasses.replace(lm, model=cache.kept(lm.model, config.kv))
+            lm = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, config.kv))
         check_memory(lm, config)
         self.lm, self.config = lm, config
         self.buckets = make_buckets(lm, config)
@@ -304,7 +304,7 @@ class Engine:
         if request.thinking and marks is not None:
             run.end_think = marks.close
         if request.grammar is not None:
-            run.gate = Gate(request.grammar.walk(request.max_tokens))
+            run.gate = ConstrainedRow(request.grammar.walk(request.max_tokens))
             if not request.thinking:
                 run.gate.begin(len(request.prompt))
         self._counts["cached_tokens"] += cached
@@ -317,7 +317,7 @@ class Engine:
     def _prefill_chunk(self, slots: Slots, prefill: ChunkedPrefill) -> None:
         """Encodes the next chunk of a prompt; after the last one the request gets its slot."""
         request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
-        program = self.buckets.program(prefill.row.text.shape[1], sampling.TRUNCATION)
+        program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
         upto = np.int32(prefill.upto)
         prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
         if prefill.upto >= len(request.prompt):
@@ -336,9 +336,9 @@ class Engine:
             shown = pass_snapshots(run, frames, read.passes, report, slot, self._ends)
             self._counts["forwards"] += run.forwards - before
             if gate is not None:  # then the dispatch was a single pass
-                if gate.begun and (n := int(frames.n[0, slot])):
-                    proposal, accepted = frames.answer[0, slot, :n], frames.settled[0, slot, :n]
-                    gate.look(int(frames.start[0, slot]), proposal, accepted)  # type: ignore[arg-type]
+                if gate.begun and (n := int(frames.used[0, slot])):
+                    proposal, accepted = frames.answer[0, slot, :n], frames.accepted[0, slot, :n]
+                    gate.propose(int(frames.start[0, slot]), proposal, accepted)  # type: ignore[arg-type]
                 elif not gate.begun and report.answer_budget[slot] == 0:  # thinking was closed in this pass
                     gate.begin(int(report.committed[slot]))
                 shown = [constrained(run, gate, snapshot) for snapshot in shown]

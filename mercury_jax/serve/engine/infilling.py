@@ -15,9 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import infill
-from mercury_jax.decode.holes import Hole, Row
-from mercury_jax.decode.lengths import Grid
+from mercury_jax.decode.infill import Hole, LengthSearch, Pieces, fill
+from mercury_jax.decode.request import Request
 from mercury_jax.decode.state import Frame
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, RequestHandle, Snapshot
 from mercury_jax.serve.engine.sampling_params import RuleSet, build_sampler, sampler_level
@@ -31,7 +30,7 @@ MAX_HOLE = 64  # most tokens of a hole whose length the model chooses: each leng
 SUFFIX_TOKENS = 256  # most tokens of the suffix that the canvas holds
 STEPS = 16  # denoising steps where the request names none
 # An editor waits for the answer: lengths double, and texts of any length share a few programs.
-GRID = Grid(quantum=256, growth=2.0, rows=8)
+GRID = LengthSearch(quantum=256, growth=2.0, rows=8)
 
 
 class RequestCancelled(Exception):
@@ -130,17 +129,15 @@ class InfillWorker:
         # With `frames` the hole has a fixed length, so that there is one canvas to show.
         open_hole = Hole(most=min(request.max_tokens, MAX_HOLE))
         hole = Hole(request.max_tokens) if request.frames else open_hole
-        row: Row = [list(request.prompt), hole, list((request.suffix or ())[:SUFFIX_TOKENS])]
+        row: Pieces = [list(request.prompt), hole, list((request.suffix or ())[:SUFFIX_TOKENS])]
         try:
             sampler = build_sampler(self._rules, request, sampler_level(request), lm.model.config.vocab)
-            out = infill.fill(
+            out = fill(
                 lm,
                 [row],
-                sampler,
-                request.seed,
-                plan=Plan(steps=request.steps or STEPS),
-                watch=lambda frames: self._after_pass(handle, frames, len(request.prompt), hole.tokens),
-                grid=GRID,
+                Request(sampler=sampler, seed=request.seed, plan=Plan(steps=request.steps or STEPS)),
+                on_frame=lambda frames: self._after_pass(handle, frames, len(request.prompt), hole.tokens),
+                search=GRID,
             )
         except RequestCancelled:
             return early_end(handle, "cancelled")
@@ -163,10 +160,10 @@ class InfillWorker:
         """
         if handle.cancelled or self._stop:
             raise RequestCancelled
-        if size is not None and frames.n[0, 0] > 0:
+        if size is not None and frames.used[0, 0] > 0:
             before = handle.latest or EMPTY_SNAPSHOT
             skip = max(prompt - int(frames.start[0, 0]), 0)
-            shown = (frames.answer, frames.settled, frames.confidence)
+            shown = (frames.answer, frames.accepted, frames.confidence)
             tokens, accepted, confidence = (np.asarray(x[0, 0, skip : skip + size]) for x in shown)
             forced = np.zeros(len(tokens), bool)
             handle.publish(Snapshot(tokens, accepted, confidence, forced, 0, 0, before.forwards + 1, 0))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.config import refuse
-from mercury_jax.hub.memory import room
+from mercury_jax.hub import params
 from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
 from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.types import LM
@@ -80,7 +80,7 @@ def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
     states = 1 + (areas[-2] / areas[-1] if len(areas) > 1 else 0)
     program, model = buckets.program(largest.capacity, largest.level), lm.model.config
     positions = largest.rows * program.width + PREFILL_WIDTH
-    logits = largest.rows * program.window * min(model.vocab, program.piece) * LOGIT_COPIES
+    logits = largest.rows * program.window * min(model.vocab, program.vocab_chunk) * LOGIT_COPIES
     return EngineMemory(
         cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),
         other=int(_device_bytes(rest, rest_shardings) * states) + config.prefix_bytes,
@@ -155,7 +155,7 @@ def free_memory(lm: LM, config: EngineConfig) -> int | None:
     here = jax.process_index()
     shardings = [leaf.sharding for leaf in jax.tree.leaves(lm.params) if hasattr(leaf, "sharding")]
     devices = {d for sharding in shardings for d in sharding.device_set if d.process_index == here}
-    free = room(sorted(devices, key=lambda d: d.id) or jax.devices()[:1])
+    free = params.free_memory(sorted(devices, key=lambda d: d.id) or jax.devices()[:1])
     return None if free is None else int(free * SHARE)
 
 

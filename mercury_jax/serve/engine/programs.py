@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode import machine
-from mercury_jax.decode.amend import amend
-from mercury_jax.decode.state import Frame, Knobs, Nats, Program, State, admit, begin
+from mercury_jax.decode import decoder
+from mercury_jax.decode.constrained import write_committed
+from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
+from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import Cache, Params
 
 
@@ -29,7 +30,7 @@ class DispatchReport(NamedTuple):
     end: Int[Array, "B"]
     answer_budget: Int[Array, "B"]
     cache_length: Int[Array, "B"]
-    forwards: Int[Array, "B"]
+    nfe: Int[Array, "B"]
     nan_step: Int[Array, "B"]
     done: Bool[Array, "B"]
 
@@ -44,10 +45,10 @@ class DispatchResult(NamedTuple):
 
 
 def _run_passes(
-    program: Program,
+    program: DecodeConfig,
     params: Params,
     state: State,
-    sampling: Knobs,
+    sampling: SamplingParams,
     idle: Bool[Array, "B"],
     limit: Int[Array, ""],
     passes: int,
@@ -64,16 +65,16 @@ def _run_passes(
         passes: Static number of frames of the result.
     """
     state = state._replace(done=state.done | idle)
-    state, frames, used = machine.run(program, params, state, sampling, passes, limit)
+    state, frames, used = decoder.run(program, params, state, sampling, passes, limit)
     assert frames is not None
     report = DispatchReport(
-        tokens=state.text,
-        committed=state.known,
-        end=state.total,
-        answer_budget=state.reserve,
-        cache_length=state.length,
-        forwards=state.forwards,
-        nan_step=state.bad,
+        tokens=state.tokens,
+        committed=state.committed,
+        end=state.end,
+        answer_budget=state.answer_budget,
+        cache_length=state.cache_length,
+        nfe=state.nfe,
+        nan_step=state.nan_step,
         done=state.done,
     )
     return DispatchResult(state, frames, used, jax.tree.map(jnp.copy, report))
@@ -94,7 +95,9 @@ def run_passes_sharded(shardings: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def start_row(program: Program, sampling: Knobs, tokens: Int[Array, "1 S"], sizes: Int[Array, "5"]) -> State:
+def start_row(
+    program: DecodeConfig, sampling: SamplingParams, tokens: Int[Array, "1 S"], sizes: Int[Array, "5"]
+) -> State:
     """A state of one row that starts a request.
 
     Args:
@@ -110,12 +113,14 @@ def start_row(program: Program, sampling: Knobs, tokens: Int[Array, "1 S"], size
     prompt, end, answer_budget, seed, cached = (sizes[i : i + 1] for i in range(5))
     given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
     draft = jnp.zeros_like(given)
-    state = begin(program, sampling, tokens, given, draft, prompt, end, end, answer_budget, prompt, seed)
-    return state._replace(length=cached)
+    rows = Rows(tokens, given, prompt, end, seed, draft, prompt, end, answer_budget)
+    return first_state(program, sampling, rows)._replace(cache_length=cached)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
-def encode_prompt(program: Program, params: Params, row: State, width: int, upto: Int[Array, ""]) -> State:
+def encode_prompt(
+    program: DecodeConfig, params: Params, row: State, width: int, upto: Int[Array, ""]
+) -> State:
     """Prefills a row up to position `upto` of its prompt, in forward passes of `width` tokens.
 
     Args:
@@ -128,15 +133,13 @@ def encode_prompt(program: Program, params: Params, row: State, width: int, upto
     Returns:
         The row with a longer committed KV cache.
     """
-    committed = row.known
-    row = machine.prefill(program, params, row._replace(known=jnp.minimum(committed, upto)), width)
-    return row._replace(known=committed)
+    return decoder.prefill(program, params, row, width, upto)
 
 
 # (state, slot, row) -> the state with a row of one request in a slot; the state is donated.
 place_row = jax.jit(admit, donate_argnums=0)
 # (program, state, change, eos) -> the state with tokens that grammars have committed; the state is donated.
-write_tokens = jax.jit(amend, static_argnums=0, donate_argnums=1)
+write_tokens = jax.jit(write_committed, static_argnums=0, donate_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -164,15 +167,15 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
     taken = lambda tree: jax.tree.map(lambda leaf: leaf[jnp.maximum(order, 0)], tree)
     canvases = lambda tree: jax.tree.map(lambda leaf: resized(leaf, width), tree)
     # The second axis of a leaf is a position of the row, a position of the canvas, or neither.
-    plain = state._replace(memory=(), key=(), canvas=(), answer=(), held=(), carry=())  # type: ignore[arg-type]
+    plain = state._replace(memory=(), key=(), canvas=(), answer=(), frozen=(), self_cond=())  # type: ignore[arg-type]
     moved = jax.tree.map(lambda leaf: resized(leaf, capacity), plain)
     return moved._replace(
         memory=taken(state.memory),
         key=taken(state.key),
         canvas=canvases(state.canvas),
         answer=canvases(state.answer),
-        held=canvases(state.held),
-        carry=canvases(state.carry),
+        frozen=canvases(state.frozen),
+        self_cond=canvases(state.self_cond),
         done=moved.done | (order < 0),
     )
 
@@ -211,7 +214,7 @@ def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
 
 
 @jax.jit
-def row_logprobs(state: State, slot: Int[Array, ""]) -> Nats:
+def row_logprobs(state: State, slot: Int[Array, ""]) -> LogprobBuffer:
     """Log-probabilities of one row.
 
     Args:
@@ -221,7 +224,7 @@ def row_logprobs(state: State, slot: Int[Array, ""]) -> Nats:
     Returns:
         Arrays without the batch axis.
     """
-    return jax.tree.map(lambda leaf: leaf[slot], state.nats)
+    return jax.tree.map(lambda leaf: leaf[slot], state.logprobs)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mercury_jax.decode.grammar import Grammar
-    from mercury_jax.decode.output import LogProbs
+    from mercury_jax.decode.sample import LogProbs
 
 BACKLOG = 1024  # snapshots kept for a slow reader; older ones are dropped, never the last
 

@@ -20,10 +20,11 @@ import jax
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.decode import defaults, rules as all_rules, shape as processors
-from mercury_jax.decode.parts import Part, Sampler, Whole, complete
-from mercury_jax.decode.silent import visible
-from mercury_jax.decode.state import Knobs
+from mercury_jax.decode import defaults, processors, rules as all_rules
+from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static, StoppingCriterion
+from mercury_jax.decode.state import SamplingParams
+from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
@@ -49,8 +50,8 @@ class RuleSet(NamedTuple):
     """
 
     names: tuple[str, ...]
-    rules: tuple[Part, ...]
-    stops: tuple[Part, ...]
+    rules: tuple[Rule, ...]
+    stops: tuple[StoppingCriterion, ...]
     own: Sampler
     revises: tuple[bool, ...]
     visible: np.ndarray
@@ -81,20 +82,22 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     Raises:
         ValueError: For a wanted rule that the model cannot decode with.
     """
-    own = complete(defaults.sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive)
-    names = () if own.verify is not None else (UNIFORM if lm.corruption.mask is None else MASKED)
+    own = complete_sampler(
+        defaults.default_sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive
+    )
+    names = () if own.speculate is not None else (UNIFORM if lm.corruption.mask is None else MASKED)
     for name in wanted or ():
         if name not in (own.rule.name, *names):
             raise refuse("rules", name, ", ".join(dict.fromkeys((own.rule.name, *names))))
     others = [n for n in names if n != own.rule.name and (wanted is None or n in wanted)]
-    samplers = [own, *(complete(all_rules.ALL[n](), lm.corruption) for n in others)]
+    samplers = [own, *(complete_sampler(all_rules.ALL[n](), lm.corruption) for n in others)]
     return RuleSet(
         names=tuple(s.rule.name for s in samplers),
         rules=tuple(s.rule for s in samplers),
-        stops=tuple(s.stop for s in samplers if s.stop is not None),
+        stops=tuple(s.stopping for s in samplers if s.stopping is not None),
         own=own,
-        revises=tuple(lm.corruption.mask is None or s.rule.stop is not None for s in samplers),
-        visible=visible(lm.tokenizer, lm.model.config.vocab),
+        revises=tuple(lm.corruption.mask is None or s.rule.stopping is not None for s in samplers),
+        visible=visible_ids(lm.tokenizer, lm.model.config.vocab),
     )
 
 
@@ -125,12 +128,12 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int
     """
     r, chosen = request, rules.index(request.rule)
     parts = list(rules.rules)
-    if r.p is not None and parts[chosen].knobs:
-        strictness = next(iter(parts[chosen].knobs))  # the first parameter of every rule
-        knobs = parts[chosen].knobs | {strictness: float(r.p)}
-        parts[chosen] = dataclasses.replace(parts[chosen], knobs=knobs)
-    more: tuple[Part, ...] = ()
-    allow: tuple[Part, ...] = ()
+    if r.p is not None and parts[chosen].params:
+        strictness = next(iter(parts[chosen].params))  # the first parameter of every rule
+        params = parts[chosen].params | {strictness: float(r.p)}
+        parts[chosen] = dataclasses.replace(parts[chosen], params=params)
+    more: tuple[LogitsProcessor, ...] = ()
+    allow: tuple[LogitsProcessor, ...] = ()
     if level >= PROCESSORS:
         more = (
             processors.repetition(float(r.repetition_penalty)),
@@ -145,14 +148,14 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int
     default = rules.own.temperature if chosen == 0 else rules.rules[chosen].temperature
     return Sampler(
         all_rules.one_of(parts, chosen),
-        (*rules.own.shape, *more),
+        (*rules.own.processors, *more),
         all_rules.one_of(rules.stops, chosen),
         temperature=float(default if r.temperature is None else r.temperature),
         allow=allow,
     )
 
 
-def bias_processor(biases: Mapping[int, float], vocab: int) -> Part:
+def bias_processor(biases: Mapping[int, float], vocab: int) -> LogitsProcessor:
     """A logits processor that adds biases; its arrays have the same shape for every table.
 
     Args:
@@ -174,11 +177,11 @@ def bias_processor(biases: Mapping[int, float], vocab: int) -> Part:
             raise refuse(f"logit_bias[{id}]", value, "a finite number")
     ids, values = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
     ids[: len(biases)], values[: len(biases)] = list(biases), list(biases.values())
-    arrays: Any = {"ids": Whole(ids), "values": Whole(values)}  # type: ignore[arg-type]
-    return dataclasses.replace(processors.bias({0: 0.0}), knobs=arrays)
+    arrays: Any = {"ids": Static(ids), "values": Static(values)}  # type: ignore[arg-type]
+    return dataclasses.replace(processors.bias({0: 0.0}), params=arrays)
 
 
-def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block: int) -> Knobs:
+def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block: int) -> SamplingParams:
     """The sampling parameters of one row, as numpy arrays without a batch axis.
 
     Args:
@@ -193,23 +196,23 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
     """
 
     def typed(x: Any) -> np.ndarray:
-        # A table of ids (`Whole`) becomes the row's own, so that each row may have another one.
-        x = np.asarray(x.value if isinstance(x, Whole) else x)
+        # A table of ids (`Static`) becomes the row's own, so that each row may have another one.
+        x = np.asarray(x.value if isinstance(x, Static) else x)
         if x.dtype.kind == "f":
             return x.astype(np.float32)
         return x if x.dtype == np.uint32 else x.astype(np.int32)
 
     sampler = build_sampler(rules, request, level, lm.model.config.vocab)
-    numbers = jax.tree.map(typed, sampler, is_leaf=lambda x: isinstance(x, Whole))
+    numbers = jax.tree.map(typed, sampler, is_leaf=lambda x: isinstance(x, Static))
     marks = lm.tokenizer.thinking
     close = marks.close if marks is not None and request.thinking else -1
     # Of a constrained row the host accepts at least one token per pass, so a pass per position is enough.
     constrained = request.grammar is not None
     ints: Any = [np.int32(x) for x in (block if constrained else request.steps, lm.model.config.eos, close)]
-    return Knobs(numbers, *ints, gated=np.bool_(constrained))
+    return SamplingParams(numbers, *ints, constrained=np.bool_(constrained))
 
 
-def stack_rows(rows: int, one: Knobs) -> Knobs:
+def stack_rows(rows: int, one: SamplingParams) -> SamplingParams:
     """Parameters [rows, ...] on the host, every row as `one`.
 
     Args:
@@ -222,7 +225,7 @@ def stack_rows(rows: int, one: Knobs) -> Knobs:
     return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], rows, axis=0), one)
 
 
-def set_row(params: Knobs, row: int, one: Knobs) -> None:
+def set_row(params: SamplingParams, row: int, one: SamplingParams) -> None:
     """Writes one row's parameters into arrays of `stack_rows`, in place.
 
     Args:
@@ -233,7 +236,7 @@ def set_row(params: Knobs, row: int, one: Knobs) -> None:
     jax.tree.map(lambda rows, x: rows.__setitem__(row, x), params, one)
 
 
-def set_allowed(params: Knobs, row: int, words: np.ndarray, start: int) -> None:
+def set_allowed(params: SamplingParams, row: int, words: np.ndarray, start: int) -> None:
     """Writes the grammar mask of one row, in place.
 
     Args:
@@ -243,10 +246,10 @@ def set_allowed(params: Knobs, row: int, words: np.ndarray, start: int) -> None:
         start: Position behind the prompt to which the mask applies.
     """
     part = params.sampler.allow[0]
-    part.knobs["bits"][row], part.knobs["start"][row] = words, start
+    part.params["bits"][row], part.params["start"][row] = words, start
 
 
-def with_allowed(on_device: Knobs, on_host: Knobs) -> Knobs:
+def with_allowed(on_device: SamplingParams, on_host: SamplingParams) -> SamplingParams:
     """Parameters on the device with the grammar masks that the host holds now; nothing else is transferred.
 
     Args:
@@ -257,6 +260,6 @@ def with_allowed(on_device: Knobs, on_host: Knobs) -> Knobs:
         The parameters on the device with the newer masks.
     """
     part = on_device.sampler.allow[0]
-    masks = jax.device_put({name: on_host.sampler.allow[0].knobs[name] for name in part.knobs})
-    sampler = on_device.sampler._replace(allow=(dataclasses.replace(part, knobs=masks),))
+    masks = jax.device_put({name: on_host.sampler.allow[0].params[name] for name in part.params})
+    sampler = on_device.sampler._replace(allow=(dataclasses.replace(part, params=masks),))
     return on_device._replace(sampler=sampler)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mercury_jax.decode.amend import nothing
-from mercury_jax.decode.state import Frame, Knobs, State
+from mercury_jax.decode.constrained import no_tokens
+from mercury_jax.decode.state import Frame, SamplingParams, State
 from mercury_jax.serve.engine import programs, sampling_params as sampling
 from mercury_jax.serve.engine.buckets import NO_REQUEST, Bucket, Buckets, CompiledPrograms
 from mercury_jax.serve.engine.programs import DispatchReport, DispatchResult
@@ -61,8 +61,10 @@ class Slots:
     bucket: Bucket = field(init=False)
     requests: list[RunningRequest | None] = field(init=False)
     pending: deque[tuple[DispatchResult, tuple[RunningRequest | None, ...]]] = field(default_factory=deque)
-    _host_params: Knobs = field(init=False)  # sampling parameters of all rows, at the bucket's level
-    _device_params: Knobs | None = field(init=False)  # the same; None: changed since the last dispatch
+    _host_params: SamplingParams = field(init=False)  # sampling parameters of all rows, at the bucket's level
+    _device_params: SamplingParams | None = field(
+        init=False
+    )  # the same; None: changed since the last dispatch
     _smaller_fits: int = field(init=False)  # dispatches in a row for which a smaller bucket would have done
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class Slots:
         slot = self.requests.index(None)
         self.requests[slot] = run
         buckets, capacity = self.buckets, self.bucket.capacity
-        if row.text.shape[1] != capacity:
+        if row.tokens.shape[1] != capacity:
             row = programs.move_rows(row, np.zeros(1, np.int32), capacity, buckets.width(capacity))
         self.state = buckets.sharded(programs.place_row(self.state, np.int32(slot), row))
         sampling.set_row(self._host_params, slot, self._params(run.handle.request))
@@ -123,16 +125,18 @@ class Slots:
         if not gates:
             return
         program = self.buckets.program(self.bucket.capacity, sampling.TRUNCATION)
-        while any(gate.news for _, _, gate in gates):  # more tokens than a canvas holds take several writes
-            change = nothing(self.bucket.rows, program.width)
+        while any(
+            gate.pending for _, _, gate in gates
+        ):  # more tokens than a canvas holds take several writes
+            change = no_tokens(self.bucket.rows, program.width)
             for slot, _, gate in gates:
-                if gate.news:
-                    gate.fill(change, slot)
+                if gate.pending:
+                    gate.write(change, slot)
             eos = np.asarray(self._host_params.eos)
             self.state = self.buckets.sharded(programs.write_tokens(program, self.state, change, eos))
         for slot, run, gate in gates:
-            if not gate.over:
-                sampling.set_allowed(self._host_params, slot, gate.bits(), gate.front - run.prompt_length)
+            if not gate.ended:
+                sampling.set_allowed(self._host_params, slot, gate.bits(), gate.frontier - run.prompt_length)
         if self._device_params is not None:
             self._device_params = sampling.with_allowed(self._device_params, self._host_params)
 
@@ -170,6 +174,6 @@ class Slots:
             self.requests[slot] = run
             sampling.set_row(self._host_params, slot, self._params(run.handle.request))
 
-    def _params(self, request: EngineRequest) -> Knobs:
+    def _params(self, request: EngineRequest) -> SamplingParams:
         buckets = self.buckets
         return sampling.row_params(buckets.rules, request, self.bucket.level, buckets.lm, buckets.block)

@@ -2,7 +2,7 @@
 
 A frame shows the active block of a row after one pass. A snapshot shows the whole output: what is committed in front of
 the block, the block as it would be emitted now, and how much of both is final. For grammar-constrained rows the host
-decides what is accepted (`decode.gate`), so its tokens replace those of the frame.
+decides what is accepted (`decode.constrained`), so its tokens replace those of the frame.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mercury_jax.decode.gate import Gate
-from mercury_jax.decode.output import LogProbs
-from mercury_jax.decode.state import Frame, Nats
+from mercury_jax.decode.constrained import ConstrainedRow
+from mercury_jax.decode.sample import LogProbs
+from mercury_jax.decode.state import Frame
+from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.serve.engine.programs import DispatchReport
 from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, RequestHandle, Snapshot
 
@@ -36,7 +37,7 @@ class RunningRequest:
     revises: bool
     end_think: int = -1
     forwards: int = 0
-    gate: Gate | None = None
+    gate: ConstrainedRow | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -60,7 +61,7 @@ def pass_snapshots(
     Returns:
         None, one or several; a pass in which the row only prefilled has none.
     """
-    denoised = [i for i in range(passes) if frames.n[i, slot] > 0]
+    denoised = [i for i in range(passes) if frames.used[i, slot] > 0]
     before, run.forwards = run.forwards, run.forwards + len(denoised)
     first = 0 if run.handle.request.frames else max(len(denoised) - 1, 0)
     tokens = np.asarray(report.tokens[slot])
@@ -79,14 +80,14 @@ def _pass_snapshot(
     ends: tuple[int, ...],
     forwards: int,
 ) -> Snapshot:
-    start, n = int(frames.start[i, slot]), int(frames.n[i, slot])
+    start, n = int(frames.start[i, slot]), int(frames.used[i, slot])
     prompt = run.prompt_length
     first = max(start, prompt)  # a block may begin inside the prompt
     in_block = slice(first - start, n)
     # What stands in front of the block is committed, the token that closes thinking included.
     committed = text[prompt:first]
     tokens = np.concatenate([committed, frames.answer[i, slot, in_block]]).astype(np.int32)
-    accepted = np.concatenate([np.ones(len(committed), bool), frames.settled[i, slot, in_block]])
+    accepted = np.concatenate([np.ones(len(committed), bool), frames.accepted[i, slot, in_block]])
     confidence = np.concatenate([np.ones(len(committed), np.float32), frames.confidence[i, slot, in_block]])
     # Nothing is shown behind an accepted end of text. While the request thinks, nothing behind the token that closes
     # thinking either: the block is decoded anew from there, as the answer.
@@ -102,7 +103,7 @@ def _pass_snapshot(
     return Snapshot(*shown, final, block, forwards, run.cached)
 
 
-def constrained(run: RunningRequest, gate: Gate, shown: Snapshot) -> Snapshot:
+def constrained(run: RunningRequest, gate: ConstrainedRow, shown: Snapshot) -> Snapshot:
     """A snapshot as its grammar leaves it: tokens that the grammar has committed are final, no others.
 
     Args:
@@ -115,7 +116,7 @@ def constrained(run: RunningRequest, gate: Gate, shown: Snapshot) -> Snapshot:
     """
     if gate.first is None:  # still thinking
         return shown
-    answer, front, n = gate.first - run.prompt_length, gate.front - run.prompt_length, len(gate.committed)
+    answer, front, n = gate.first - run.prompt_length, gate.frontier - run.prompt_length, len(gate.committed)
     # When thinking fills its budget, it is closed after the pass that was shown: the closing token is missing there.
     missing = max(answer - len(shown.tokens), 0)
 
@@ -134,7 +135,11 @@ def constrained(run: RunningRequest, gate: Gate, shown: Snapshot) -> Snapshot:
 
 
 def final_snapshot(
-    run: RunningRequest, report: DispatchReport, slot: int, ends: tuple[int, ...], logprobs: Nats | None
+    run: RunningRequest,
+    report: DispatchReport,
+    slot: int,
+    ends: tuple[int, ...],
+    logprobs: LogprobBuffer | None,
 ) -> Snapshot:
     """The last snapshot of a row that is done.
 
@@ -162,7 +167,7 @@ def final_snapshot(
     kept = None
     if logprobs is not None:
         k, output = run.handle.request.logprobs or 0, slice(prompt, end)
-        kept = LogProbs(logprobs.token[output], logprobs.ids[output, :k], logprobs.top[output, :k])  # type: ignore[arg-type]
+        kept = LogProbs(logprobs.chosen[output], logprobs.top_ids[output, :k], logprobs.top[output, :k])  # type: ignore[arg-type]
     finish = "stop" if int(text[end]) in ends else "length"
     return Snapshot(
         tokens,
@@ -171,7 +176,7 @@ def final_snapshot(
         forced,
         n,
         n,
-        int(report.forwards[slot]),
+        int(report.nfe[slot]),
         run.cached,
         finish,
         "",

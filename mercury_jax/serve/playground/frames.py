@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.decode.output import decoded
-from mercury_jax.decode.program import bucket as padded_size
-from mercury_jax.decode.read import forbid
+from mercury_jax.decode.request import bucket as padded_size
+from mercury_jax.decode.sample import decode_answer
+from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
 from mercury_jax.types import LM, Model, Params
@@ -135,7 +135,7 @@ def end_event(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[st
     Returns:
         A JSON object.
     """
-    thinking, text = decoded(lm, snapshot.tokens, chat)
+    thinking, text = decode_answer(lm, snapshot.tokens, chat)
     return {
         "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish, "message": snapshot.message,
         "tokens": len(snapshot.tokens), "forwards": snapshot.forwards, "cached": snapshot.cached,

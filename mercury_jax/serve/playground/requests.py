@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from mercury_jax.decode import rules as all_rules
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
-from mercury_jax.decode.prompts import normalise
+from mercury_jax.decode.inputs import encode_prompts
 from mercury_jax.serve.constraint import compile_grammar
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
@@ -222,7 +222,7 @@ def _hole(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> PageRequest:
 
 
 def _text_ids(lm: LM, text: str) -> tuple[int, ...]:
-    return tuple(normalise(lm, text)[0][0].ids)
+    return tuple(encode_prompts(lm, text)[0][0].ids)
 
 
 def _decoding(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _decoding(lm: LM, asked: PlaygroundRequest, limits: PageLimits) -> dict[str,
     if effort is not None and p is None and rule == "threshold":
         p = effort.p
     allowed = next(iter(all_rules.ALL[rule].ranges.values()), None)  # of the first parameter, which p sets
-    if p is not None and allowed is not None and not allowed.holds(p):
+    if p is not None and allowed is not None and not allowed.contains(p):
         raise invalid_value("p", p, f"of the rule {rule}: {allowed}")
     if steps is None:
         steps = lm.decoding.get("steps") or 0
@@ -274,11 +274,11 @@ def page_info(lm: LM, limits: PageLimits, locked: bool) -> dict[str, Any]:
     number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
     rules, offered = limits.rules, []
     for rule in rules.rules:
-        parameter = next(iter(rule.knobs), None)
+        parameter = next(iter(rule.params), None)
         about = (inspect.getdoc(all_rules.ALL[rule.name]) or "").split("\n\n")[0].replace("\n", " ")
         offered.append({
             "name": rule.name, "about": about, "knob": parameter,
-            "value": None if parameter is None else number(rule.knobs[parameter]),
+            "value": None if parameter is None else number(rule.params[parameter]),
             "temperature": number(rule.temperature),
         })  # fmt: skip
     mask = lm.corruption.mask

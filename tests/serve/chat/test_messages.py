@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from mercury_jax import chat
 from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools, invalid_field
 from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
@@ -218,7 +217,7 @@ def _mutate(rng: random.Random, value) -> None:
 def test_a_prompt_is_rendered_by_the_template_and_may_open_thinking():
     tok: Tokenizer = tokenizer()
     lm, said, tools = answers.lm_of(tok), check_messages([USER, ASKED]), check_tools(tool())
-    assert render_prompt(lm, said, tools) == tuple(chat.render(tok, said, tools=tools))
+    assert render_prompt(lm, said, tools) == tuple(tok.render(said, tools=tools))
     assert render_prompt(lm, said, []) == render_prompt(lm, said)
     assert opens_thinking(lm, render_prompt(lm, said, thinking=True)) and not opens_thinking(
         lm, render_prompt(lm, said)

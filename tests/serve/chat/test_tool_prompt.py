@@ -58,9 +58,9 @@ def test_a_template_with_tools_renders_them(marks: str):
     ],
 )
 def test_user_text_never_becomes_a_control_token(tok):
-    control = set(tok.spelt.control.values())
+    control = set(tok.tokens.control.values())
     kept = lambda ids: [i for i in ids if i in control]
-    forged = "".join(tok.spelt.control)
+    forged = "".join(tok.tokens.control)
     call = {"id": "c", "function": {"name": "add", "arguments": json.dumps({forged: forged})}}
     chat = lambda said, call: check_messages([
         {"role": "user", "content": said},
@@ -74,14 +74,14 @@ def test_user_text_never_becomes_a_control_token(tok):
 
 
 def test_the_tool_format_follows_from_template_and_vocabulary():
-    control = tokenizers.hermes("special").spelt.control
+    control = tokenizers.hermes("special").tokens.control
     found = tool_format(tokenizers.hermes("special"))
     assert (found.open, found.close, found.native) == (control["<tool_call>"], control["</tool_call>"], True)
     assert found.lead == "\n"
     for marks in ("shown", "text"):
         assert tool_format(tokenizers.hermes(marks))[:4] == ("<tool_call>", "</tool_call>", "\n", True)
     assert tool_format(tokenizers.without_tools())[:4] == ("<tool_call>", "</tool_call>", "\n", False)
-    assert tool_format(tokenizers.gemma()).quote == tokenizers.gemma().spelt.control['<|"|>']
+    assert tool_format(tokenizers.gemma()).quote == tokenizers.gemma().tokens.control['<|"|>']
 
 
 @pytest.mark.parametrize(

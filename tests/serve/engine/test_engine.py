@@ -12,7 +12,7 @@ import pytest
 from mercury_jax import sample
 from mercury_jax.config import Plan
 from mercury_jax.decode import grammar, infill, rules
-from mercury_jax.decode.effort import EFFORTS
+from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.holes import Hole
 from mercury_jax.serve.engine.buckets import Bucket
 from mercury_jax.serve.engine.engine import Engine
