@@ -73,7 +73,7 @@ def tool_format(tok: AnyTokenizer) -> ToolFormat:
     """The form in which the model of a tokenizer writes tool calls, by its vocabulary and chat template."""
     if not isinstance(tok, HFTokenizer):
         return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
-    templates, ids = tok.vocabulary.templates, tok.tokens.control
+    templates, ids = tok.data.templates, tok.tokens.control
     template = templates.get("tool_use", templates.get("default", ""))
     if "tools" in template and "call:" in template and set(GEMMA[:3]) <= set(ids):
         first, last, quote = (ids[text] for text in GEMMA[:3])

@@ -13,7 +13,8 @@ from mercury_jax import sample
 from mercury_jax.config import Plan
 from mercury_jax.decode import grammar, infill, rules
 from mercury_jax.decode.defaults import EFFORTS
-from mercury_jax.decode.holes import Hole
+from mercury_jax.decode.infill import Hole
+from mercury_jax.decode.request import Request
 from mercury_jax.serve.engine.buckets import Bucket
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import (
@@ -179,7 +180,9 @@ def test_a_hole_is_filled_as_infill_fills_it(engine):
     final = engine.submit(request).wait(60)
     assert len(final.tokens) == 6 and final.finish == "stop"
     row = [list(request.prompt), Hole(6), list(request.suffix)]
-    want = infill.fill(tiny(), [row], rules.threshold(), 0, plan=Plan(), watch=lambda frames: None)
+    want = infill.fill(
+        tiny(), [row], Request(sampler=rules.threshold(), seed=0, plan=Plan()), on_frame=lambda frames: None
+    )
     assert final.tokens.tolist() == want.fillings[0][0].tolist()
 
 

@@ -78,11 +78,13 @@ def test_slots_or_context_given_by_the_user_are_kept_or_refused():
 
 
 def test_the_default_limit_is_the_free_memory_of_the_device(monkeypatch):
-    monkeypatch.setattr(memory, "room", lambda devices: 2**30)
+    monkeypatch.setattr(memory.params, "free_memory", lambda devices: 2**30)
     assert memory.free_memory(tiny(), EngineConfig()) == int(2**30 * memory.SHARE)
     with pytest.raises(ValueError, match="memory for 8 slots of 262144 tokens"):
         Engine(long(), EngineConfig())
-    monkeypatch.setattr(memory, "room", lambda devices: None)  # a backend that does not report its memory
+    monkeypatch.setattr(
+        memory.params, "free_memory", lambda devices: None
+    )  # a backend that does not report its memory
     memory.check_memory(long(), EngineConfig())
 
 
