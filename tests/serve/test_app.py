@@ -10,7 +10,7 @@ import pytest
 from jsonschema.validators import Draft202012Validator
 from starlette.testclient import TestClient
 
-from mercury_jax.decode.grammar.plan import Search
+from mercury_jax.decode.grammar.search import EndSearch
 from mercury_jax.serve import openapi
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions

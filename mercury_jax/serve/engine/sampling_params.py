@@ -145,7 +145,7 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int
         allow = (processors.allow_bits(allowed, 0),)
     if level >= TRUNCATION:
         more += (processors.top_k(r.top_k or vocab), processors.top_p(r.top_p), processors.min_p(r.min_p))
-    default = rules.own.temperature if chosen == 0 else rules.rules[chosen].temperature
+    default: Any = rules.own.temperature if chosen == 0 else rules.rules[chosen].temperature
     return Sampler(
         all_rules.one_of(parts, chosen),
         (*rules.own.processors, *more),
