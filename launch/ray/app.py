@@ -50,7 +50,7 @@ def build(words: Sequence[str]) -> Callable[[], Any]:
         from starlette.concurrency import run_in_threadpool
 
         from mercury_jax.cli import options, show
-        from mercury_jax.serve.api import create_app
+        from mercury_jax.serve.app import create_app
         from mercury_jax.serve.engine.engine import Engine
 
         lm = show.load(args.model, **options.reading(args))
@@ -96,7 +96,7 @@ def application(spread: argparse.Namespace, words: Sequence[str]) -> serve.Appli
 
 
 def main(argv: Sequence[str]) -> int:
-    from mercury_jax.serve.api.server import check_address
+    from mercury_jax.serve.options import check_address
 
     end = argv.index("--") if "--" in argv else len(argv)
     spread, words = parser().parse_args(argv[:end]), argv[end + 1 :]

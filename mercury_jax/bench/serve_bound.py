@@ -16,8 +16,9 @@ import numpy as np
 
 from mercury_jax.bench.overhead import endless, prompts
 from mercury_jax.bench.timing import timed
-from mercury_jax.serve.engine import device, knobs, shapes
-from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.serve.engine import programs, sampling_params as sampling
+from mercury_jax.serve.engine.buckets import make_buckets
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.types import LM
 
 PASSES = 12  # of one turn
@@ -66,25 +67,24 @@ def bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> Bound:
 def alone(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) -> Alone:
     """Rows that write one token a pass and come to no end. rules: that the program offers (None: as a server's)."""
     lm = endless(lm)
-    plan = shapes.plan(lm, Settings(slots=rows, context=tokens, rules=rules))
+    buckets = make_buckets(lm, EngineConfig(slots=rows, context=tokens, rules=rules))
     prompt = tuple(prompts(lm, 1)[0][: max(1, tokens // 4)])
-    slow = "confidence" if "confidence" in plan.menu.names else plan.menu.names[0]
-    job = Job(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)
-    size = shapes.positions(plan, tokens)
-    width = shapes.width_of(plan, size)
-    one = shapes.row(plan, size, job, 0)
-    start = device.move(one, np.zeros(rows, np.int32), size, width)
-    row = knobs.row(plan.menu, job, knobs.PLAIN, lm, 0)
-    return Alone(
-        rows, width, shapes.program(plan, size, knobs.PLAIN), lm.params, knobs.stack(rows, row), start
-    )
+    names = buckets.rules.names
+    slow = "confidence" if "confidence" in names else names[0]
+    job = EngineRequest(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)
+    size = buckets.capacity(tokens)
+    width = buckets.width(size)
+    start = programs.move_rows(buckets.row(size, job), np.zeros(rows, np.int32), size, width)
+    row = sampling.row_params(buckets.rules, job, sampling.PLAIN, lm, 0)
+    program = buckets.program(size, sampling.PLAIN)
+    return Alone(rows, width, program, lm.params, sampling.stack_rows(rows, row), start)
 
 
 def passes(part: Alone) -> float:
     """Seconds of a pass, the mean of a turn; the one that encodes the prompt is left out."""
     nobody, one = np.zeros(part.rows, bool), np.int32(1)
-    held = jax.device_put(part.knobs)
-    step = lambda state: device.run(part.program, part.params, state, held, nobody, one, 1).state
+    held = jax.device_put(part.params)
+    step = lambda state: programs.run_passes(part.program, part.params, state, held, nobody, one, 1).state
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 

@@ -43,7 +43,7 @@ def server(
 ) -> Iterator[Own]:
     """A server on a free port of the loopback, every program compiled. RuntimeError where it does not get there.
 
-    model: a folder (None: the embedded one). settings, options: of `serve.engine.Settings`, `serve.api.Options`.
+    model: a folder (None: the embedded one). settings: of `serve.engine.Settings`. options: of `serve.options`.
     within: seconds for loading and compiling. env: what its environment has beside ours.
     """
     asked = {"model": model, "settings": dict(settings or {}), "options": dict(options or {}), "drain": drain}

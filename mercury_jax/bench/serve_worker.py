@@ -15,16 +15,16 @@ import time
 
 def main(asked: dict) -> int:
     from mercury_jax import load
-    from mercury_jax.serve.api import create_app
-    from mercury_jax.serve.api.options import Options
-    from mercury_jax.serve.api.server import Server, listen, settle
+    from mercury_jax.serve.app import create_app
     from mercury_jax.serve.engine.engine import Engine
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
+    from mercury_jax.serve.options import ServerOptions
+    from mercury_jax.serve.server import Server, freeze_startup_objects, listen
 
     logging.basicConfig(stream=sys.stderr)
-    engine = Engine(load(asked.get("model")), Settings(**asked.get("settings", {})))
-    app = create_app(engine, Options(**asked.get("options", {})))
-    server = Server(app, engine, asked.get("drain", 30.0), settle)
+    engine = Engine(load(asked.get("model")), EngineConfig(**asked.get("settings", {})))
+    app = create_app(engine, ServerOptions(**asked.get("options", {})))
+    server = Server(app, engine, asked.get("drain", 30.0), freeze_startup_objects)
     socket = listen("127.0.0.1", 0)
     began = time.perf_counter()
     say = lambda **told: print(json.dumps(told), flush=True)

@@ -15,8 +15,8 @@ from mercury_jax.cli.parser import Parser, number, whole
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.serve.api.options import Options
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
+    from mercury_jax.serve.options import ServerOptions
 
 KEYS = "MERCURY_API_KEYS"
 SLOTS = 8  # where memory allows
@@ -107,7 +107,8 @@ def _answers(group: Any) -> None:
 def run(argv: Sequence[str]) -> int:
     args = parser().read(argv)
     _check_installed()
-    from mercury_jax.serve.api.server import check_address, listen
+    from mercury_jax.serve.options import check_address
+    from mercury_jax.serve.server import listen
 
     settings, told = settings_of(args), options_of(args)
     check_address(args.host, told)
@@ -115,23 +116,23 @@ def run(argv: Sequence[str]) -> int:
     return _serve(args, socket, settings, told)
 
 
-def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Options) -> int:
+def _serve(args: argparse.Namespace, socket: Any, settings: EngineConfig, told: ServerOptions) -> int:
     import dataclasses
 
-    from mercury_jax.serve.api import create_app
-    from mercury_jax.serve.api.server import Server, settle
+    from mercury_jax.serve.app import create_app
     from mercury_jax.serve.engine import memory
     from mercury_jax.serve.engine.engine import Engine
+    from mercury_jax.serve.server import Server, freeze_startup_objects
 
     lm = show.load(args.model, mesh=mesh_of(args.mesh), **options.reading(args))
     told = dataclasses.replace(told, aliases=aliases(args.alias, lm.name))
-    settings = memory.fitted(lm, settings, slots=args.slots is None, context=args.context is None)
+    settings = memory.fit_config(lm, settings, slots=args.slots is None, context=args.context is None)
     engine = Engine(lm, settings)
-    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.told(memory.need(lm, settings))}")
+    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.engine_memory(lm, settings)}")
     began = time.perf_counter()
 
     def ready() -> None:
-        settle()
+        freeze_startup_objects()
         show.say(f"ready in {time.perf_counter() - began:.1f} s")
 
     server = Server(create_app(engine, told), engine, args.drain, ready)
@@ -146,11 +147,11 @@ def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Opti
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings; ValueError for a number that is none."""
     from mercury_jax.config import at_least
     from mercury_jax.models.cache import check_kv_kind
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
     given = {
         name: value for name in ("slots", "context", "block") if (value := getattr(args, name)) is not None
@@ -160,7 +161,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
     check_kv_kind(args.kv)
-    return Settings(
+    return EngineConfig(
         slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,
         context=args.context,
@@ -191,15 +192,15 @@ def mesh_of(text: str | None) -> Any:
     return mesh(*(sizes[axis] for axis in AXES), devices=here[:used])
 
 
-def options_of(args: argparse.Namespace) -> Options:
+def options_of(args: argparse.Namespace) -> ServerOptions:
     """What the app is told; the aliases need the model's name and come later."""
-    from mercury_jax.serve.api.options import ANY, LOOPBACK, Options, loopback
+    from mercury_jax.serve.options import ANY_HOST, LOOPBACK_HOSTS, ServerOptions, is_loopback
 
     keys = (*args.api_key, *filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
-    open_door = not args.allow_host and not loopback(args.host)
-    return Options(
+    open_door = not args.allow_host and not is_loopback(args.host)
+    return ServerOptions(
         keys=keys,
-        hosts=(ANY,) if open_door else (*LOOPBACK, *args.allow_host),
+        hosts=(ANY_HOST,) if open_door else (*LOOPBACK_HOSTS, *args.allow_host),
         rate=args.rate,
         effort=args.default_effort,
         strict_temperature=args.strict_temperature,
@@ -217,14 +218,14 @@ def aliases(words: Sequence[str] | None, model: str) -> dict[str, str] | None:
 
 
 def _check_installed() -> None:
-    needed = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
+    needed = ("starlette", "uvicorn", "pydantic", "prometheus_client", "jsonschema", "llguidance")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         allowed = f"an environment with them: {install.command('serve')}"
         raise refuse("this environment", f"without {', '.join(missing)}", allowed)
 
 
-def _greet(model: str, host: str, port: int, told: Options) -> None:
+def _greet(model: str, host: str, port: int, told: ServerOptions) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if told.keys else ""
     show.say(f"{model} at {url}/v1" + (f"   playground: {url}/" if told.playground else ""))

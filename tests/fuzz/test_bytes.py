@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mercury_jax.bench.serve_client import Broken
 from tests.fuzz import bodies, heads
-from tests.load.crowd import held, run
+from tests.load.load_clients import resources, run
 
 HANG = 30.0  # seconds: an answer that fills the context under a grammar takes 2 of an idle core
 GAP = 120.0  # seconds: filling a gap between two texts compiles a program where its shape is new
@@ -113,9 +113,9 @@ def test_no_body_is_too_odd_to_be_refused(server, cases):
     mutants = [bodies.mutated(draw, right(cases)) for _ in range(10 * cases)]
     first, rest = mutants[: len(mutants) // 5], mutants[len(mutants) // 5 :]
     told = run(server.url, lambda client: several(client, first, sent))
-    before = held(server.process.pid)
+    before = resources(server.process.pid)
     told += run(server.url, lambda client: several(client, rest, sent))
-    now = held(server.process.pid)
+    now = resources(server.process.pid)
     report(told, before, now)
     assert [(one.status, one.sent[:400], one.body[:200]) for one in told if one.wrong] == []
     refused = sum(one.status >= 400 for one in told)
@@ -128,9 +128,9 @@ def test_no_head_is_too_odd_to_be_refused(server, cases):
     """Where a request is not complete, closing the connection is an answer, too."""
     draw = random.Random(6)
     odd = [heads.odd(draw) for _ in range(max(cases, 200))]
-    before = held(server.process.pid)
+    before = resources(server.process.pid)
     told = run(server.url, lambda client: several(client, odd, raw, WAITING))
-    now = held(server.process.pid)
+    now = resources(server.process.pid)
     report(told, before, now)
     silent = [one for one in told if one.status == 0]
     bad = [one for one in told if one.status and one.wrong and not one.sent.startswith(b"HEAD ")]
