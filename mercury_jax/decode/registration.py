@@ -1,7 +1,7 @@
 """Registration: the decorators that make rules, logits processors and stopping criteria of functions.
 
-A part with `name=` is registered, which makes it known to `mj.rules` (`mj.processors`, `mj.stopping`), `mercury info`,
-command line and the server. The annotation of a parameter may state its range (`ranges.py`), which is then enforced.
+Registration makes a part known by name to `mj.rules` (`mj.processors`, `mj.stopping`), `mercury info`, the command line
+and the server. The annotation of a parameter may state its range (`ranges.py`), which is then enforced.
 """
 
 from __future__ import annotations
@@ -67,19 +67,22 @@ def _factory(
     name: str | None,
     source: str,
 ) -> Any:
-    """Makes a factory of a decorated function, and registers it where a name is given.
+    """Makes a factory of a decorated function, and registers it under its name.
 
     Args:
         function: Takes the arguments of its kind, then parameters.
         kind: A key of `ARGUMENTS`.
         make: Makes the value from the checked parameters and the name.
         registry: Where to register.
-        name: Under which it is registered; None: it is not.
+        name: Under which it is registered; None: the function's, unless another function or an expression made it.
         source: Paper or reference implementation.
     """
     parameters = function_parameters(function, kind)
     names, ranges = [p.name for p in parameters], ranges_of(function)
     title = name or function_title(function)
+    # "<lambda>", or "outer.<locals>.inner": two of these may differ, and nobody can name them in a command.
+    if name is None and "<" not in getattr(function, "__qualname__", "<"):
+        name = title
 
     @functools.wraps(function)
     def factory(*args: Any, **given: Any) -> Any:
@@ -153,7 +156,8 @@ def rule(
 
     Args:
         function: See `RuleFunction`. Annotate parameters with a range to have them checked.
-        name: Registers the rule under this name. None: it is used as a value only.
+        name: Registers the rule under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
         source: Paper and equation, or reference implementation.
         fields: `init`, `temperature`, `stopping`, `leave_one_out`, `variable_length` and `needs_logits` of `Rule`.
@@ -204,7 +208,8 @@ def logits_processor(
 
     Args:
         function: See `LogitsProcessorFunction`.
-        name: Registers the processor under this name. None: it is used as a value only.
+        name: Registers the processor under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         source: Paper and equation, or reference implementation.
         needs_logits: False promises that each id's new logit depends on its own old one and the view alone.
 
@@ -247,7 +252,8 @@ def stopping_criterion(
 
     Args:
         function: See `StoppingFunction`.
-        name: Registers the criterion under this name. None: it is used as a value only.
+        name: Registers the criterion under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         source: Paper and equation, or reference implementation.
         init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
         needs_logits: False promises that it does not read `view.logits`.

@@ -6,7 +6,7 @@ when its steps are used up, or when an end of text is decided with no open posit
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -166,3 +166,9 @@ def stalled(
 def after_sixteen_edits() -> StoppingCriterion:
     """Returns `fixed_point(patience=1, limit=16)`, the criterion of LLaDA2.1's and LLaDA2.2's editing."""
     return fixed_point(patience=1, limit=16)
+
+
+def __getattr__(name: str) -> Any:
+    if name in STOPPING:
+        return STOPPING[name]
+    raise AttributeError(f"no stopping criterion is called {name!r}; there are {', '.join(STOPPING)}")
