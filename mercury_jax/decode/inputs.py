@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import chat
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.ranges import AtLeast, check_number
+from mercury_jax.decode.registration import AtLeast, check_number
 from mercury_jax.types import LM, PackedPass, Params
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake

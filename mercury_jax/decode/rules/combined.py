@@ -8,8 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import jax
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.ranges import AtLeast, Between, check_number
-from mercury_jax.decode.registration import sampler_preset
+from mercury_jax.decode.registration import AtLeast, Between, NonNegative, check_number, sampler_preset
 from mercury_jax.decode.rules.masked import confidence
 from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion
 
@@ -90,8 +89,8 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     )
 
 
-@sampler_preset(name="autoregressive")
-def autoregressive(temperature: Annotated[Param, AtLeast(0)] = 0.0) -> Sampler:
+@sampler_preset()
+def autoregressive(temperature: NonNegative = 0.0) -> Sampler:
     """Returns a sampler for plain autoregressive decoding: one token per pass, from the causal pass's prediction.
 
     Args:
@@ -106,10 +105,10 @@ def autoregressive(temperature: Annotated[Param, AtLeast(0)] = 0.0) -> Sampler:
     return Sampler(confidence(), temperature=temperature, speculate=0)
 
 
-@sampler_preset(name="self_speculation", source="LinearSpec; TiDAR, arXiv 2511.08923")
+@sampler_preset("LinearSpec; TiDAR, arXiv 2511.08923")
 def self_speculation(
     draft: Annotated[int, AtLeast(1, integer=True)] = 31,
-    temperature: Annotated[Param, AtLeast(0)] = 0.0,
+    temperature: NonNegative = 0.0,
     rule: Rule | None = None,
 ) -> Sampler:
     """Returns a sampler that drafts by diffusion and verifies by one causal pass of the same weights.

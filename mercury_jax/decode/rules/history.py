@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule
+from mercury_jax.decode.registration import AtLeast, Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import even_share, fixed_share, top
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(
-    name="credit",
     noise="absorbing",
     init=lambda canvas, vocab: jnp.zeros((*canvas.shape, vocab), jnp.float32),
     source="dInfer's `CreditThresholdParallelDecoder`, arXiv 2510.08666",
@@ -25,10 +23,10 @@ def credit(
     key: Key,
     view: View,
     memory: Float[Array, "L V"],
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    weight: Annotated[Param, AtLeast(0)] = 0.7,
-    boost: Annotated[Param, AtLeast(0)] = 0.2,
-    decay: Annotated[Param, Between(0, 1)] = 0.8,
+    p: Probability = 0.9,
+    weight: NonNegative = 0.7,
+    boost: NonNegative = 0.2,
+    decay: Probability = 0.8,
 ) -> tuple[Proposal, Float[Array, "L V"]]:
     """Applies `threshold` to logits that favour what has been the argmax in earlier passes.
 
@@ -68,22 +66,19 @@ class Stability(NamedTuple):
     stable: Int[Array, "L"]  # passes in a row in which the distribution has hardly changed
 
 
-def _unstable(canvas: Int[Array, "L"], vocab: int) -> Stability:
-    return Stability(jnp.zeros((*canvas.shape, vocab), jnp.float32), jnp.zeros(canvas.shape, jnp.int32))
-
-
 @rule(
-    name="klass",
     noise="absorbing",
-    init=_unstable,
+    init=lambda canvas, vocab: Stability(
+        jnp.zeros((*canvas.shape, vocab), jnp.float32), jnp.zeros(canvas.shape, jnp.int32)
+    ),
     source="KLASS, arXiv 2511.05664, `stable_confident_decode` in its `llada_klass.py`",
 )
 def klass(
     key: Key,
     view: View,
     memory: Stability,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    kl: Annotated[Param, AtLeast(0)] = 0.01,
+    p: Probability = 0.9,
+    kl: NonNegative = 0.01,
     patience: Annotated[Param, AtLeast(0, integer=True)] = 2,
 ) -> tuple[Proposal, Stability]:
     """Accepts every mask above `p` whose distribution changed by less than `kl` in each of `patience` passes.
@@ -129,7 +124,6 @@ def _first_cycle(canvas: Int[Array, "L"], vocab: int) -> Cycle:
 
 
 @rule(
-    name="slow_fast",
     noise="absorbing",
     init=_first_cycle,
     needs_logits=False,
@@ -139,11 +133,11 @@ def slow_fast(
     key: Key,
     view: View,
     memory: Cycle,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    low: Annotated[Param, Between(0, 1)] = 0.3,
-    spread: Annotated[Param, AtLeast(0)] = 1.0,
-    least: Annotated[Param, AtLeast(1, integer=True)] = 2,
-    most: Annotated[Param, AtLeast(1, integer=True)] = 6,
+    p: Probability = 0.9,
+    low: Probability = 0.3,
+    spread: NonNegative = 1.0,
+    least: Count = 2,
+    most: Count = 6,
 ) -> tuple[Proposal, Cycle]:
     """Explores until the span that the model predicts well is known, fills it in parallel, and continues behind it.
 
@@ -205,9 +199,7 @@ def _explore(cycle: Cycle, guess: Int[Array, ""], spread: Param, least: Param, m
 
 
 @rule(
-    name="prophet",
-    noise="absorbing",
-    source="Prophet, arXiv 2508.19982, `should_early_exit` in its `generate_earlyexit.py`",
+    noise="absorbing", source="Prophet, arXiv 2508.19982, `should_early_exit` in its `generate_earlyexit.py`"
 )
 def prophet(
     key: Key,

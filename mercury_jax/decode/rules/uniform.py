@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import processors, stopping
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule, sampler_preset
-from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
+from mercury_jax.decode.registration import NonNegative, Probability, rule, sampler_preset
+from mercury_jax.decode.sampler import Memory, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(
-    name="entropy_bound",
     temperature=1.0,
     needs_logits=False,
     source="EB-Sampler, arXiv 2505.24857, in the form of transformers' generation_diffusion_gemma.py",
 )
-def entropy_bound(
-    key: Key, view: View, memory: Memory, gamma: Annotated[Param, AtLeast(0)] = 0.1
-) -> tuple[Proposal, Memory]:
+def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1) -> tuple[Proposal, Memory]:
     """Accepts the positions of the lowest entropy whose joint entropy without the last stays below `gamma`.
 
     Positions are sorted by entropy H; position i is accepted while cumsum(H) - H_i <= gamma, so that the first always
@@ -60,7 +54,7 @@ def argmax_answer(view: View) -> Int[Array, "L"]:
     return jnp.where(view.editable, view.stats.argmax, view.canvas)
 
 
-@sampler_preset(name="diffusion_gemma", source="transformers' DiffusionGemmaGenerationConfig")
+@sampler_preset("transformers' DiffusionGemmaGenerationConfig")
 def diffusion_gemma() -> Sampler:
     """Returns DiffusionGemma's own sampler.
 
@@ -77,7 +71,6 @@ def diffusion_gemma() -> Sampler:
 
 
 @rule(
-    name="predictor_corrector",
     noise="uniform",
     temperature=1.0,
     stopping=stopping.never,
@@ -87,8 +80,8 @@ def predictor_corrector(
     key: Key,
     view: View,
     memory: Memory,
-    kappa: Annotated[Param, Between(0, 1)] = 0.95,
-    own: Annotated[Param, Between(0, 1)] = 0.0,
+    kappa: Probability = 0.95,
+    own: Probability = 0.0,
 ) -> tuple[Proposal, Memory]:
     """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
