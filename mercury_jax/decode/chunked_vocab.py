@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import DecodeConfig, SamplingParams, State
 from mercury_jax.decode.token_stats import NEVER, search_cdf
-from mercury_jax.decode.view import Observation, process_row
+from mercury_jax.decode.view import Observation, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
@@ -127,8 +127,8 @@ def _walk(
     def chunk(soft: SoftEmbedding | None, at: Any, size: int) -> tuple[SoftEmbedding | None, ChunkStats]:
         first = base + at  # id of the chunk's first column, which is column `at` of the tables
         logits = part(params, hidden, at, size)  # [B, L, size]
-        process = lambda row, one, x, sampling: process_row(config, row, one, x, sampling, first)
-        logits = jax.vmap(process)(state, seen, logits, sampling)
+        process = functools.partial(process_logits, config, first_id=first)
+        logits = jax.vmap(process)(state, seen.view, seen.window.at, logits, sampling)
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
             assert model.embed_mixture is not None

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
-from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
@@ -38,7 +37,7 @@ from mercury_jax.decode.token_stats import (
     update_logprobs,
     write_at,
 )
-from mercury_jax.decode.view import Observation, observe, process_row
+from mercury_jax.decode.view import Observation, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
 
 
@@ -87,8 +86,15 @@ def denoise(
         raw = None
     else:
         raw = config.model.head(params, hidden)  # [B, L, V]
-        logits = jax.vmap(functools.partial(process_row, config))(small, seen, raw, sampling)
-        drawn = _draw_rows(logits, seen.uniforms, sampling.sampler.temperature)
+        process = functools.partial(process_logits, config)
+        logits = jax.vmap(process)(small, seen.view, seen.window.at, raw, sampling)
+        # Tokens are drawn by cumulative sums, which are computed only if some row draws at all.
+        temperature = jnp.asarray(sampling.sampler.temperature, jnp.float32)
+        drawn = jax.lax.cond(
+            jnp.any(temperature > 0),
+            lambda: jax.vmap(draw)(logits, seen.uniforms, temperature),
+            lambda: logits.argmax(-1).astype(jnp.int32),
+        )
         view = seen.view._replace(logits=logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
@@ -110,16 +116,6 @@ def denoise(
         state.cache_length + offset, jnp.where(rows, used, 0), answer, accepted, confidence, moved.done
     )
     return moved, frame
-
-
-def _draw_rows(
-    logits: Float[Array, "B L V"], uniforms: Float[Array, "B L"], temperature: Param | None
-) -> Int[Array, "B L"]:
-    """Draws the tokens of every row; the cumulative sums are computed only if some row draws at all."""
-    warmth = jnp.asarray(temperature, jnp.float32)
-    sample = lambda: jax.vmap(draw)(logits, uniforms, warmth)
-    greedy = lambda: logits.argmax(-1).astype(jnp.int32)
-    return jax.lax.cond(jnp.any(warmth > 0), sample, greedy)
 
 
 def _window_into_canvas(config: DecodeConfig, state: State, self_cond: Any) -> Any:
@@ -351,7 +347,7 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
             (config.window, model_config.vocab), accumulation_dtype(jnp.dtype(model_config.dtype))
         )
         seen = observe(config, row, params)
-        logits = process_row(config, row, seen, raw, params)
+        logits = process_logits(config, row, seen.view, seen.window.at, raw, params)
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
         if not chunked_vocab.applies(config, params.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))

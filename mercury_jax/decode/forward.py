@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.state import DecodeConfig, SamplingParams, State, window_of, window_offset
-from mercury_jax.decode.view import steps_of, time_of
+from mercury_jax.decode.view import steps_of
 from mercury_jax.types import Cache, Params, Pass
 
 
@@ -91,12 +91,11 @@ def times(
     if not config.model.config.timed:
         return None
 
-    def one(row: State, sampling: SamplingParams) -> Array:
-        steps = steps_of(window_of(config, row), sampling)
-        return jnp.clip(time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
-
     small = state._replace(cache=(), self_cond=())
-    return jnp.where(causal, 0.0, jax.vmap(one)(small, sampling))
+    steps = jax.vmap(lambda row, params: steps_of(window_of(config, row), params))(small, sampling)
+    return jnp.where(
+        causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
+    )  # no canvas is open at step -1
 
 
 def _partial_forward(

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
-from mercury_jax.decode.sampler import Memory, Sampler
+from mercury_jax.decode.sampler import Memory, Sampler, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, empty_logprobs, slice_at
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Cache, Key, Model, SelfCond
@@ -32,9 +32,7 @@ class DecodeConfig(NamedTuple):
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
     refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = (
-        False  # each pass also predicts every position by a mask that does not see its token
-    )
+    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
@@ -186,9 +184,10 @@ def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]
     Returns:
         Both memories.
     """
-    assert sampler.stopping is not None
-    vocab = config.model.config.vocab
-    return sampler.rule.first_memory(canvas, vocab), sampler.stopping.first_memory(canvas, vocab)
+    rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
+    assert stopping is not None
+    memory = call_part(f"init of the rule {rule.name}", rule.init, canvas, vocab)
+    return memory, call_part(f"init of the stopping criterion {stopping.name}", stopping.init, canvas, vocab)
 
 
 def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:

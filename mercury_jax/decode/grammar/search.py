@@ -80,10 +80,6 @@ ANY = SearchLimits(3, 12_000, first=True)  # at the start of a grammar
 BEST = SearchLimits(24, 4_000)
 
 
-def _never() -> bool:
-    return False
-
-
 class _Node(NamedTuple):
     matcher: Any
     lex: Lex
@@ -123,9 +119,8 @@ class EndSearch:
     ):
         self.vocabulary, self.macros, self._known = vocabulary, macros, known
         self.run = vocabulary.fill[:1] * RUN
-        self.missed = (
-            False  # whether a state was left out: then finding nothing does not prove that there is nothing
-        )
+        # Whether a state was left out: then finding nothing does not prove that there is nothing.
+        self.missed = False
         self.trouble = ""  # the error of llguidance where a state exceeded its limits
         self._new: dict[bytes, list[Unit]] = {}
         self._led: dict[bytes, deque[list[Unit]]] = {}
@@ -159,7 +154,7 @@ class EndSearch:
         room: int,
         limits: SearchLimits,
         bridges: Sequence[list[Unit]] = (),
-        late: Callable[[], bool] = _never,
+        late: Callable[[], bool] = lambda: False,
     ) -> list[Unit] | None:
         """Searches for a completion of a byte matcher.
 
