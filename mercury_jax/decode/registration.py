@@ -273,7 +273,8 @@ def _register(
 ) -> Any:
     """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name.
 
-    A function of the same module and name replaces the one before: a notebook's cell may run twice.
+    A function of the same name replaces that of the same module or file: a notebook's cell may run twice, and a module
+    may be imported under two names.
     """
     name = factory.__name__
     factory.params, factory.ranges, factory.source = params, ranges, source
@@ -284,7 +285,9 @@ def _register(
     sections = (inspect.cleandoc(factory.__doc__ or ""), source and f"Source: {source}.", "\n".join(lines))
     factory.__doc__ = "\n\n".join(x for x in sections if x)
     old = registry.get(name, factory)
-    if (old.__module__, old.__qualname__) != (factory.__module__, factory.__qualname__):
+    file = lambda made: getattr(getattr(inspect.unwrap(made), "__code__", None), "co_filename", made)
+    same_home = old.__module__ == factory.__module__ or file(old) == file(factory)
+    if not same_home or old.__qualname__ != factory.__qualname__:
         raise refuse("name", name, f"a name that is not taken: {old.__module__} defines {name}")
     registry[name] = factory
     return factory

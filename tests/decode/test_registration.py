@@ -25,7 +25,7 @@ def execute(source, module="users_module"):
     """The names that a module of this source defines."""
     space = types.ModuleType(module)
     space.__dict__.update(mj=mj)
-    exec(source, space.__dict__)
+    exec(compile(source, f"{module}.py", "exec"), space.__dict__)
     return space
 
 
@@ -55,6 +55,13 @@ def test_a_notebooks_cell_may_run_twice_and_its_last_run_counts():
     execute(source.format(0.1))
     execute(source.format(0.2))
     assert mj.rules.users_own().params == {"p": 0.2}
+
+
+def test_a_module_may_be_imported_under_two_names():
+    source = "@mj.rule\ndef users_own(key, view, memory):\n    return view, memory"
+    for module in ("__main__", "users_own"):
+        exec(compile(source, "users_own.py", "exec"), {"mj": mj, "__name__": module})
+    assert mj.rules.users_own.__module__ == "users_own"
 
 
 @pytest.mark.parametrize(
