@@ -15,7 +15,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import default_sampler
-from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts
+from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts, prompt_rows
 from mercury_jax.decode.request import Request, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
 from mercury_jax.decode.state import Rows
@@ -104,7 +104,10 @@ def edit(
     texts, single = _texts(text)
     span_lists = _span_lists(spans, single, len(texts))
     edited = [_encode_text(lm, t, s, i) for i, (t, s) in enumerate(zip(texts, span_lists, strict=True))]
-    prompts = _prompts(lm, prompt, texts)
+    if prompt is None:
+        prompts = [list(lm.tokenizer.begin) if isinstance(one, str) else [] for one in texts]
+    else:
+        prompts = prompt_rows(lm, prompt, len(texts), row="text")
     began = time.perf_counter()
     rows = _rows(lm, edited, prompts, request.plan, check_seed(seed))
     session = start(lm, request._replace(sampler=_sampler(lm, sampler, spans), rows=rows))
@@ -160,18 +163,6 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
     if len(spans) != count:
         raise refuse("spans", f"{len(spans)} lists", f"{count}, one for each text")
     return list(spans)
-
-
-def _prompts(lm: LM, prompt: Any, texts: Sequence[Any]) -> list[list[int]]:
-    """The ids that precede each text."""
-    count = len(texts)
-    if prompt is None:
-        return [list(lm.tokenizer.begin) if isinstance(text, str) else [] for text in texts]
-    prompts, single = encode_prompts(lm, prompt)
-    if not single and len(prompts) != count:
-        raise refuse("prompt", f"{len(prompts)} prompts", f"one, or {count}: one for each text")
-    ids = [list(p.ids) for p in prompts]
-    return ids * count if single else ids
 
 
 def _encode_text(lm: LM, text: Any, spans: Any, index: int) -> EncodedText:
@@ -233,8 +224,13 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
         if size > context:
             allowed = f"at most the model's context of {context}"
             raise refuse(f"text[{i}] and its prompt", f"{size} tokens", allowed)
-    padding = [_padding(lm, k, n, plan) for k, n in zip(committed, text_end, strict=True)]
-    end = np.minimum(context, text_end + padding)
+    # End-of-text tokens complete the last canvas, as `Model.layout` fills it in training: an answer always fills its
+    # canvas, so a canvas that ends with the text is one that the model has never seen, and predicts badly.
+    causal_encoder = lm.model.config.pattern == "causal_encoder"
+    block = (causal_encoder and plan.block) or lm.model.config.block
+    # Its canvases begin behind the prompt, and are as wide as the plan's block.
+    behind = text_end - committed if causal_encoder else text_end
+    end = np.minimum(context, text_end + -behind % block)
     tokens = np.full((len(texts), int(end.max())), lm.model.config.eos, np.int32)
     given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
@@ -244,20 +240,6 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
         given[i, inside] = False if text.noised is None else ~text.noised
         draft[i, inside] = text.noised is None
     return Rows(tokens, given, committed, end, row_seeds(seed, len(texts)), draft=draft)
-
-
-def _padding(lm: LM, committed: int, text_end: int, plan: Plan) -> int:
-    """How many end-of-text tokens complete the last canvas of a row.
-
-    As `Model.layout` fills it in training: an answer always fills its canvas, so a canvas that ends with the text is
-    one that the model has never seen, and predicts badly.
-    """
-    config = lm.model.config
-    if (
-        config.pattern == "causal_encoder"
-    ):  # canvases begin behind the prompt, and are as wide as the plan's block
-        return -(text_end - committed) % (plan.block or config.block)
-    return -text_end % config.block
 
 
 def _collect(

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
-from mercury_jax.decode.inputs import check_lm, check_seed
+from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_seed, check_whole
 from mercury_jax.decode.request import QUANTUM, Request, bucket, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
@@ -52,11 +52,9 @@ class Hole:
     most: int = 32
 
     def __post_init__(self) -> None:
-        for name, value in (("tokens", self.tokens), ("most", self.most)):
-            if value is None and name == "tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise refuse(f"Hole.{name}", value, "a whole number from 1 on")
+        check_whole("Hole.most", self.most, 1, MAX_TOKENS)
+        if self.tokens is not None:
+            check_whole("Hole.tokens", self.tokens, 1, MAX_TOKENS)
 
     @property
     def room(self) -> int:

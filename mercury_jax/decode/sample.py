@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Plan
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import Effort
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import Prompts, check_lm
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole
 from mercury_jax.decode.request import (
     Request,
     check_session,
@@ -149,10 +149,8 @@ def sample(
     """
     began = time.perf_counter()
     check_lm(lm)
-    if passes is not None and (
-        isinstance(passes, bool) or not isinstance(passes, int | np.integer) or passes < 1
-    ):
-        raise refuse("passes", passes, "a whole number from 1 on, or None")
+    if passes is not None:
+        passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,

@@ -12,7 +12,7 @@ import numpy as np
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import Effort
-from mercury_jax.decode.inputs import Prompts, check_lm, encode_prompts
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole, encode_prompts
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
 from mercury_jax.decode.sample import decode_answer
 from mercury_jax.decode.sampler import SamplerLike
@@ -81,8 +81,7 @@ def stream(
     _, single = encode_prompts(lm, prompt)
     if not single:
         raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise refuse("every", every, "1 or more passes")
+    every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
     request = encode_request(lm, Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, state=state,
