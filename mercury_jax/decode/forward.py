@@ -91,8 +91,8 @@ def times(
     if not config.model.config.timed:
         return None
 
-    small = state._replace(cache=(), self_cond=())
-    steps = jax.vmap(lambda row, params: steps_of(window_of(config, row), params))(small, sampling)
+    count = lambda row, params: steps_of(window_of(config, row), params)
+    steps = jax.vmap(count)(state.without_cache(), sampling)
     return jnp.where(
         causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
     )  # no canvas is open at step -1

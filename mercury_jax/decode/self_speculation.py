@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.denoise import select_rows
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
@@ -26,6 +25,7 @@ from mercury_jax.decode.state import (
     close_thinking,
     ends_text,
     position_uniforms,
+    update_rows,
 )
 from mercury_jax.decode.token_stats import LogprobBuffer, draw, update_logprobs, write_at
 from mercury_jax.decode.view import process_logits, row_view
@@ -54,12 +54,9 @@ def verify(
     Returns:
         The next state and frame, of both kinds of rows.
     """
-    small = state._replace(cache=(), self_cond=())
-    changes, count, drawn = jax.vmap(functools.partial(verify_row, config))(small, logits, sampling)
-    moved = moved._replace(
-        **{name: select_rows(rows, new, getattr(moved, name)) for name, new in changes.items()},
-        nfe=moved.nfe + rows,
-    )
+    row = functools.partial(verify_row, config)
+    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, sampling)
+    moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
     shown = Frame(
         start=state.cache_length + 1,
         used=jnp.where(rows, jnp.minimum(count, moved.end - state.cache_length - 1), 0),
@@ -68,7 +65,7 @@ def verify(
         confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),
         done=moved.done,
     )
-    return moved, select_rows(rows, shown, frame)
+    return moved, update_rows(frame, rows, shown._asdict())
 
 
 def verify_row(

@@ -8,7 +8,8 @@ stays editable before it. `decoder.py` advances a `State`, `request.py` makes th
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,10 @@ class State(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
 
+    def without_cache(self) -> State:
+        """Returns what one row's own step may look at: cheap to take apart by rows."""
+        return self._replace(cache=(), self_cond=())
+
 
 class Frame(NamedTuple):
     """What one pass shows of each row; small enough to keep for every pass."""
@@ -171,6 +176,26 @@ def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
         The state of all slots.
     """
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
+
+
+Record = TypeVar("Record", State, Frame)
+
+
+def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, Any]) -> Record:
+    """Changes some rows of a state or frame. Only for small fields: never the cache.
+
+    Args:
+        record: Every leaf has the batch axis first.
+        rows: Which rows change.
+        changes: New values of fields, for all rows.
+
+    Returns:
+        The record with the new values in these rows.
+    """
+    pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    return record._replace(
+        **{name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
+    )
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
