@@ -65,11 +65,10 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
+    if config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None:
+        return False
     separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)
-    needs_all = (
-        config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None
-    )
-    return separable and not needs_all and config.model.config.vocab > config.vocab_chunk
+    return separable and config.model.config.vocab > config.vocab_chunk
 
 
 def chunked_stats(

@@ -101,9 +101,15 @@ def edit(
     request = Request(
         seed=seed, sampler=sampler, plan=plan, temperature=temperature, mesh=mesh, infilling=True
     ).checked()
-    texts, single = _texts(text)
-    span_lists = _span_lists(spans, single, len(texts))
-    edited = [_encode_text(lm, t, s, i) for i, (t, s) in enumerate(zip(texts, span_lists, strict=True))]
+    encoded, single = encode_prompts(lm, text, begin=False, name="text")
+    texts = [text] if single else list(text)
+    for i, one in enumerate(encoded):
+        if one.chat:
+            raise refuse(f"text[{i}]", texts[i], "a text, or ids")
+    edited = [EncodedText(np.asarray(one.ids, np.int32), None) for one in encoded]
+    if spans is not None:
+        pairs = zip(texts, _span_lists(spans, single, len(texts)), strict=True)
+        edited = [_encode_spans(lm, one, chosen) for one, chosen in pairs]
     if prompt is None:
         prompts = [list(lm.tokenizer.begin) if isinstance(one, str) else [] for one in texts]
     else:
@@ -137,25 +143,8 @@ def _sampler(lm: LM, sampler: Any, spans: Any) -> SamplerLike:
     return sampler
 
 
-def _texts(text: Any) -> tuple[list[Any], bool]:
-    """The texts, each a text or ids, and whether a single one was given."""
-    if isinstance(text, jax.Array):
-        text = np.asarray(text)
-    is_number = lambda x: isinstance(x, int | float | np.integer | np.floating)
-    if isinstance(text, np.ndarray) and text.ndim == 2:
-        return list(text), False
-    is_ids = isinstance(text, Sequence) and len(text) > 0 and is_number(text[0])
-    if isinstance(text, str | np.ndarray) or is_ids:
-        return [text], True
-    if not isinstance(text, Sequence) or len(text) == 0:
-        raise refuse("text", text, "a text, ids, or a non-empty list of these")
-    return list(text), False
-
-
 def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
-    """One list of spans per text, or None."""
-    if spans is None:
-        return [None] * count
+    """One list of spans per text."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
@@ -165,20 +154,10 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
     return list(spans)
 
 
-def _encode_text(lm: LM, text: Any, spans: Any, index: int) -> EncodedText:
-    """One text as ids; each span begins and ends a token."""
-    name = f"text[{index}]"
+def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
+    """One text as ids; each span begins and ends a token, and starts from noise."""
     if not isinstance(text, str):
-        if spans is not None:
-            raise refuse("spans", spans, "None for a text that is given as ids")
-        prompts, single = encode_prompts(lm, text, name=name)
-        if not single or prompts[0].chat:
-            raise refuse(name, text, "a text, or ids")
-        return EncodedText(np.asarray(prompts[0].ids, np.int32), None)
-    if not text:
-        raise refuse(name, text, "a text of at least one character")
-    if spans is None:
-        return EncodedText(np.asarray(lm.tokenizer.encode(text), np.int32), None)
+        raise refuse("spans", spans, "None for a text that is given as ids")
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_span_range(text, span) for span in spans)

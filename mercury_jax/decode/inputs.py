@@ -36,7 +36,13 @@ class Prompt(NamedTuple):
 
 
 def encode_prompts(
-    lm: LM, prompt: Any, *, thinking: bool = False, previous: Sequence[Prompt] = (), name: str = "prompt"
+    lm: LM,
+    prompt: Any,
+    *,
+    thinking: bool = False,
+    previous: Sequence[Prompt] = (),
+    begin: bool = True,
+    name: str = "prompt",
 ) -> tuple[list[Prompt], bool]:
     """Checks prompts and encodes them.
 
@@ -47,6 +53,7 @@ def encode_prompts(
             these; a 2-D integer array is a list of rows of ids.
         thinking: Whether the answer to a conversation must begin with its thinking.
         previous: What the prompts continue, one for each, answers included.
+        begin: Whether a text gets the tokens that begin a text; not where it is the middle or the end of one.
         name: The argument that errors name.
 
     Returns:
@@ -56,7 +63,7 @@ def encode_prompts(
         ValueError: For anything else: bytes, floats, empty prompts, ids outside of the vocabulary.
     """
     prompt = _as_numpy(prompt, name)
-    before = lambda i: previous[i] if i < len(previous) else None
+    before = lambda i: previous[i] if i < len(previous) else None if begin else Prompt([], False)
     binary = isinstance(prompt, bytes | bytearray)
     first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) > 0 and not binary else None
     ids_or_chat = isinstance(first, Mapping | int | float | np.integer | np.floating)

@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, UInt
 
 from mercury_jax.config import refuse
+from mercury_jax.decode.inputs import check_whole
 from mercury_jax.decode.registration import (
     PROCESSORS,
     Above,
@@ -43,6 +44,7 @@ from mercury_jax.types import View
 ALL = PROCESSORS  # by name
 Ids: TypeAlias = Sequence[int] | np.ndarray
 Biases: TypeAlias = Mapping[int, float]
+MOST_ID = 2**31 - 1
 
 
 def keep_forbidden(old: Logits, new: Logits) -> Logits:
@@ -91,12 +93,7 @@ def temperature(logits: Logits, view: View, t: NonNegative = 1.0) -> Logits:
 
 
 @logits_processor(needs_logits=False, source="DiffusionGemma, transformers' generation config")
-def cooling(
-    logits: Logits,
-    view: View,
-    last: NonNegative = 0.4,
-    first: NonNegative = 0.8,
-) -> Logits:
+def cooling(logits: Logits, view: View, last: NonNegative = 0.4, first: NonNegative = 0.8) -> Logits:
     """Divides by a temperature that falls linearly in time, from `first` at pure noise to `last` at clean text.
 
     Args:
@@ -267,7 +264,7 @@ def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
     rows, shared = _tables("logit_bias", table)
     for row in rows:
         for id, value in row.items():
-            _check_id("logit_bias id", id)
+            check_whole("logit_bias id", id, 0, MOST_ID)
             number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
             if not number or not abs(value) <= np.finfo(np.float32).max:
                 raise refuse(f"logit_bias[{id}]", value, "a finite number")
@@ -296,7 +293,7 @@ def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
     for row in rows:
         if not _is_list(row):
             raise refuse("ban", row, allowed)
-    checked = [[_check_id("ban id", x) for x in row] for row in rows]
+    checked = [[check_whole("ban id", x, 0, MOST_ID) for x in row] for row in rows]
     packed = _packed(checked, np.int32, shared)
     return LogitsProcessor(_forbid, {"ids": packed}, "ban", needs_logits=False)
 
@@ -319,10 +316,10 @@ def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> Logi
     for one in tables:
         pairs = []
         for at, ids in one.items():
-            position = _check_id("allow position", at)
+            position = check_whole("allow position", at, 0, MOST_ID)
             if not _is_list(ids) or len(ids) == 0:
                 raise refuse(f"allow[{position}]", ids, "a list of at least one id")
-            pairs += [(position, _check_id(f"allow[{position}] id", id)) for id in ids]
+            pairs += [(position, check_whole(f"allow[{position}] id", id, 0, MOST_ID)) for id in ids]
         rows.append(pairs)
     positions = _packed([[at for at, _ in row] for row in rows], np.int32, shared)
     ids = _packed([[id for _, id in row] for row in rows], np.int32, shared)
@@ -445,13 +442,6 @@ def _tables(name: str, table: Any) -> tuple[list[Mapping[Any, Any]], bool]:
 def _is_list(x: Any) -> bool:
     listed = isinstance(x, Sequence | Set) and not isinstance(x, str | bytes)
     return listed or (isinstance(x, np.ndarray) and x.ndim > 0)
-
-
-def _check_id(name: str, value: Any) -> int:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
-    if not whole or not 0 <= value < 2**31:
-        raise refuse(name, value, "whole numbers in 0..2**31 - 1")
-    return int(value)
 
 
 def __getattr__(name: str) -> Any:

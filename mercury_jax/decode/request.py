@@ -19,22 +19,10 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import guidance, processors
+from mercury_jax.decode import guidance, inputs, processors
 from mercury_jax.decode.decoder import Session, first_state_program, prefill_program
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
-from mercury_jax.decode.inputs import (
-    MAX_TOKENS,
-    Prompt,
-    check_logprobs,
-    check_max_tokens,
-    check_seed,
-    check_temperature,
-    check_whole,
-    encode_prompts,
-    explain_wrong_params,
-    prompt_rows,
-)
 from mercury_jax.decode.sampler import Sampler, broadcast_params, check_sampler
 from mercury_jax.decode.state import ArrayLike, DecodeConfig, Rows, SamplingParams
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
@@ -67,7 +55,7 @@ class Request(NamedTuple):
     schema: Any = None
 
     rows: Rows | None = None
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[inputs.Prompt] = ()
     end_thinking: int | None = None  # the id that ends the thinking
     infilling: bool = False  # no id ends the answer
     block: int | None = None  # width of the canvas where the rows fix it, instead of the plan's
@@ -96,8 +84,8 @@ class Request(NamedTuple):
         return self._replace(
             plan=self.plan or Plan(),
             mesh=mesh,
-            temperature=None if self.temperature is None else check_temperature(self.temperature),
-            logprobs=check_logprobs(self.logprobs),
+            temperature=None if self.temperature is None else inputs.check_temperature(self.temperature),
+            logprobs=inputs.check_logprobs(self.logprobs),
         )
 
 
@@ -116,7 +104,7 @@ def encode_request(lm: LM, request: Request) -> Request:
     """
     effort = find_effort(request.effort)
     prompts = _prompts(lm, request, thinking=effort is not None and effort.thinking > 0)
-    max_tokens = check_max_tokens(lm, prompts, request.max_tokens)
+    max_tokens = inputs.check_max_tokens(lm, prompts, request.max_tokens)
     # Room for thinking in each row: of conversations only, and never more than the context leaves.
     thinking = 0 if effort is None else effort.thinking
     left = [lm.model.config.context - len(p.ids) - max_tokens - 1 for p in prompts]
@@ -128,7 +116,7 @@ def encode_request(lm: LM, request: Request) -> Request:
             p._replace(ids=p.ids[:cut]) if p.chat and not budget else p for p, budget in zip(prompts, budgets)
         ]
     return resolve_sampler(lm, request)._replace(
-        rows=rows_of(prompts, max_tokens, check_seed(request.seed), budgets),
+        rows=rows_of(prompts, max_tokens, inputs.check_seed(request.seed), budgets),
         prompts=prompts,
         end_thinking=None if marks is None else marks.close,
     )
@@ -151,11 +139,11 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     return request._replace(sampler=sampler, plan=plan)
 
 
-def _prompts(lm: LM, request: Request, thinking: bool) -> list[Prompt]:
+def _prompts(lm: LM, request: Request, thinking: bool) -> list[inputs.Prompt]:
     """The prompts of a request, behind the session that they continue."""
     session: Session | None = request.state
     previous = () if session is None else session.prompts
-    prompts, _ = encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
+    prompts, _ = inputs.encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
     if session is None:
         return prompts
     check_session(lm, session)
@@ -164,7 +152,7 @@ def _prompts(lm: LM, request: Request, thinking: bool) -> list[Prompt]:
     if len(prompts) != session.rows:
         raise refuse("prompt", f"{len(prompts)} prompts", f"{session.rows}, one for each row of state")
     pairs = zip(session.tokens, prompts, strict=True)
-    return [Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
+    return [inputs.Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
 
 
 def check_session(lm: LM, session: Session) -> None:
@@ -182,7 +170,10 @@ def check_session(lm: LM, session: Session) -> None:
 
 
 def rows_of(
-    prompts: Sequence[Prompt], max_tokens: int | np.ndarray, seed: int, thinking: Sequence[int] | None = None
+    prompts: Sequence[inputs.Prompt],
+    max_tokens: int | np.ndarray,
+    seed: int,
+    thinking: Sequence[int] | None = None,
 ) -> Rows:
     """Lays prompts out as left-aligned rows.
 
@@ -239,7 +230,7 @@ def start(lm: LM, request: Request) -> Session:
     guided = _guidance(lm, request, len(rows.committed))
     config, sampling, padded = configure(lm, request)
     state = first_state_program(config, sampling, padded)
-    with explain_wrong_params(lm):
+    with inputs.explain_wrong_params(lm):
         if guided is not None:
             weights, negatives = guided
             more = len(padded.committed) - len(weights)
@@ -283,7 +274,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     assert rows is not None
     sampler = complete_sampler(request.sampler, lm.corruption, model_config.autoregressive)
     temperature = sampler.temperature if request.temperature is None else request.temperature
-    sampler = sampler._replace(temperature=check_temperature(temperature))
+    sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
     _check_plan_fits(lm, plan, sampler)
@@ -358,7 +349,9 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
     if draft is None:
         return
-    check_whole("sampler.speculate", draft, 0, MAX_TOKENS, "a number of tokens to draft, 0 or more, or None")
+    inputs.check_whole(
+        "sampler.speculate", draft, 0, inputs.MAX_TOKENS, "a number of tokens to draft, 0 or more, or None"
+    )
     if not config.predicts_next:
         allowed = "None: this model's encoding pass does not predict the next token"
         raise refuse("sampler.speculate", draft, allowed)
@@ -493,7 +486,10 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
     if negative is None:
         return weights, [[]] * rows
-    texts, room = prompt_rows(lm, negative, rows, "negative"), lm.model.config.context - request.max_tokens
+    texts, room = (
+        inputs.prompt_rows(lm, negative, rows, "negative"),
+        lm.model.config.context - request.max_tokens,
+    )
     for i, ids in enumerate(texts):
         if len(ids) > room:
             allowed = f"at most {room}: context less max_tokens"
@@ -517,7 +513,7 @@ def continue_request(
     """
     context, prompts, budgets = lm.model.config.context, [], []
     for i, (prompt, reply) in enumerate(zip(request.prompts, replies, strict=True)):
-        begun, budget = Prompt([*prompt.ids, *reply], True), 0
+        begun, budget = inputs.Prompt([*prompt.ids, *reply], True), 0
         if i in which:
             begun, budget = continuation_prompt(lm.tokenizer, prompt.ids, reply, request.max_tokens, context)
         prompts.append(begun)

@@ -268,11 +268,10 @@ def _continue_empty_answers(
     lm: LM, request: Request, session: Session, out: Output
 ) -> tuple[Output, Session, int]:
     """Continues conversations whose answer shows no text, behind their thinking; also returns the further passes."""
-    prompts = request.prompts
+    prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
     which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
     if not which:
         return out, session, 0
-    replies = [tuple(map(int, ids)) for ids in out.tokens]
     for i in which:
         replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
     began = time.perf_counter() - out.seconds

@@ -13,18 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.inputs import (
-    MAX_TOKENS,
-    Ids,
-    Prompt,
-    Prompts,
-    check_lm,
-    check_seed,
-    check_whole,
-    encode_prompts,
-    explain_wrong_params,
-    prompt_rows,
-)
+from mercury_jax.decode import inputs
 from mercury_jax.decode.request import QUANTUM, bucket
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
@@ -61,7 +50,9 @@ class MaskedDocument(NamedTuple):
     weight: np.ndarray  # [N, T] of their cross-entropies
 
 
-def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, seed: int = 0) -> Score:
+def score(
+    lm: LM, prompt: inputs.Prompts, completion: inputs.Prompts, *, samples: int = 32, seed: int = 0
+) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
     k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
@@ -86,13 +77,13 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
-    check_lm(lm)
+    inputs.check_lm(lm)
     causal = lm.model.config.autoregressive
     if lm.corruption.mask is None and not causal:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
-    samples = check_whole("samples", samples, 1, MAX_TOKENS)
+    samples = inputs.check_whole("samples", samples, 1, inputs.MAX_TOKENS)
     pairs, single = _pairs(lm, prompt, completion)
-    seed, documents = check_seed(seed), []
+    seed, documents = inputs.check_seed(seed), []
     tokens = np.array([len(after) for _, after in pairs])
     if causal:
         scores = Score(-next_token_nats(lm, pairs), np.zeros(len(pairs)), tokens, 0)
@@ -114,16 +105,16 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
     # Here a prompt may be an empty text: the tokens that begin a text.
     texts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts, list | tuple) and "" in [t for t in texts if isinstance(t, str)]:
-        empty = Prompt(list(lm.tokenizer.begin), False)
-        prompts = [empty if isinstance(t, str) and not t else encode_prompts(lm, [t])[0][0] for t in texts]
+        empty = inputs.Prompt(list(lm.tokenizer.begin), False)
+        prompts = [
+            empty if isinstance(t, str) and not t else inputs.encode_prompts(lm, [t])[0][0] for t in texts
+        ]
         before, one_prompt = [p.ids for p in prompts], isinstance(prompt, str)
     else:
-        prompts, one_prompt = encode_prompts(lm, prompt)
+        prompts, one_prompt = inputs.encode_prompts(lm, prompt)
         before = [p.ids for p in prompts]
     # An answer continues its prompt: no begin-of-text token comes between them.
-    listed = isinstance(completion, Sequence | np.ndarray | jax.Array) and not isinstance(completion, str)
-    previous = [Prompt([], False)] * (max(len(completion), 1) if listed else 1)
-    after, one_answer = encode_prompts(lm, completion, previous=previous, name="completion")
+    after, one_answer = inputs.encode_prompts(lm, completion, begin=False, name="completion")
     for i, answer in enumerate(after):
         if answer.chat:
             name = "completion" if one_answer else f"completion[{i}]"
@@ -276,7 +267,7 @@ def _batched_cross_entropy(
             ranges[layout[at]],
             None if time is None else time[at],
         )
-        with explain_wrong_params(lm):
+        with inputs.explain_wrong_params(lm):
             given = jax.tree.map(jnp.asarray, arrays)
             out.append(np.asarray(_cross_entropy(lm.model, lm.corruption.forbidden, lm.params, *given)))
     return np.concatenate(out)[:count]
@@ -302,8 +293,8 @@ def _cross_entropy(
 
 def logits(
     lm: LM,
-    canvas: Ids | Sequence[Ids],
-    prompt: Prompts | None = None,
+    canvas: inputs.Ids | Sequence[inputs.Ids],
+    prompt: inputs.Prompts | None = None,
     *,
     time: float | Sequence[float] | np.ndarray | None = None,
 ) -> Float[Array, "B L V"]:
@@ -324,10 +315,10 @@ def logits(
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.
     """
-    check_lm(lm)
+    inputs.check_lm(lm)
     ids = _canvas_ids(lm, canvas)
     rows, length = ids.shape
-    before = [[]] * rows if prompt is None else prompt_rows(lm, prompt, rows, row="row of canvas")
+    before = [[]] * rows if prompt is None else inputs.prompt_rows(lm, prompt, rows, row="row of canvas")
     sizes = np.array([len(prefix) for prefix in before])
     if sizes.max() + length > lm.model.config.context:
         allowed = f"with its prompt at most {lm.model.config.context} tokens, the context"
@@ -338,7 +329,7 @@ def logits(
     known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
     widths = int(known.max()), int((sizes - known).max()) + length
     times, (sizes, known) = _times(lm, ids, time), (jnp.asarray(x, jnp.int32) for x in (sizes, known))
-    with explain_wrong_params(lm):
+    with inputs.explain_wrong_params(lm):
         return _pass(lm.model, widths, length, lm.params, jnp.asarray(text), sizes, known, times)
 
 

@@ -123,10 +123,7 @@ def fixed_point(
 
 @stopping_criterion(init=_two_counts, needs_logits=False, source="GIDD's self-correction, arXiv 2503.04482")
 def stalled(
-    view: View,
-    proposal: Proposal,
-    memory: Counts,
-    patience: Annotated[Param, AtLeast(0, integer=True)] = 32,
+    view: View, proposal: Proposal, memory: Counts, patience: Annotated[Param, AtLeast(0, integer=True)] = 32
 ) -> tuple[Bool[Array, ""], Counts]:
     """Stops when no mask is left and nothing changed, or agreement with the argmax has stopped rising.
 

@@ -264,11 +264,7 @@ def local_leap(
 
 @rule(noise="absorbing", needs_logits=False, source="dInfer's `HierarchyDecoder`, arXiv 2510.08666")
 def hierarchical(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Probability = 0.9,
-    low: Probability = 0.4,
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, low: Probability = 0.4
 ) -> tuple[Proposal, Memory]:
     """Accepts the best mask of each run of adjacent masks if above `low`, every mask above `p`, and the best of all.
 
@@ -332,11 +328,7 @@ def dream_origin(key: Key, view: View, memory: Memory, eps: Probability = 1e-3) 
 
 @rule(noise="absorbing", needs_logits=False, source='MaskGIT, arXiv 2202.04200; Dream, `alg="maskgit_plus"`')
 def maskgit_plus(
-    key: Key,
-    view: View,
-    memory: Memory,
-    alg_temp: NonNegative = 0.0,
-    eps: Probability = 1e-3,
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
 ) -> tuple[Proposal, Memory]:
     """Accepts this step's share of the masks, those whose drawn token is the most probable.
 
@@ -359,11 +351,7 @@ def maskgit_plus(
     source='top-k probability margin, arXiv 2502.06768; Dream, `alg="topk_margin"`',
 )
 def topk_margin(
-    key: Key,
-    view: View,
-    memory: Memory,
-    alg_temp: NonNegative = 0.0,
-    eps: Probability = 1e-3,
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
 ) -> tuple[Proposal, Memory]:
     """Accepts this step's share of the masks, those with the largest margin between the two most probable tokens.
 
@@ -382,11 +370,7 @@ def topk_margin(
 
 @rule(noise="absorbing", needs_logits=False, source='Dream, arXiv 2508.15487, `alg="entropy"`')
 def dream_entropy(
-    key: Key,
-    view: View,
-    memory: Memory,
-    alg_temp: NonNegative = 0.0,
-    eps: Probability = 1e-3,
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
 ) -> tuple[Proposal, Memory]:
     """Accepts this step's share of the masks, those of the lowest entropy.
 

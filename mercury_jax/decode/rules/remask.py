@@ -222,11 +222,7 @@ def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
     source="WINO, arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM",
 )
 def wino(
-    key: Key,
-    view: View,
-    memory: Int[Array, ""],
-    p: Probability = 0.6,
-    p_back: Probability = 0.9,
+    key: Key, view: View, memory: Int[Array, ""], p: Probability = 0.6, p_back: Probability = 0.9
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Drafts with a low threshold, and remasks tokens that are improbable when the model cannot see them.
 
@@ -271,11 +267,7 @@ def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) ->
     source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
 )
 def editing(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Probability = 0.95,
-    p_edit: Probability = 0.9,
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
 ) -> tuple[Proposal, Memory]:
     """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
 
@@ -306,11 +298,7 @@ def editing(
     source="`editing` with the leave-one-out predictions of WINO, arXiv 2507.18578",
 )
 def blind_editing(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Probability = 0.95,
-    p_edit: Probability = 0.9,
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
 ) -> tuple[Proposal, Memory]:
     """Decodes as `editing`, where decided tokens are judged by masks that see everything but the token itself.
 
@@ -338,12 +326,7 @@ def blind_editing(
     source="GIDD's self-correction, arXiv 2503.04482; gidd/eval/self_correction.py",
 )
 def self_correct(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Probability = 0.9,
-    t: NonNegative = 0.1,
-    count: Count = 1,
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, t: NonNegative = 0.1, count: Count = 1
 ) -> tuple[Proposal, Memory]:
     """Fills the masks by threshold `p`, then resamples the most probable disagreements until none is left.
 

@@ -77,11 +77,7 @@ def diffusion_gemma() -> Sampler:
     source="Psi-sampler of DUO, arXiv 2506.10892 and 2602.21185; s-sahoo/duo, trainer_base.py",
 )
 def predictor_corrector(
-    key: Key,
-    view: View,
-    memory: Memory,
-    kappa: Probability = 0.95,
-    own: Probability = 0.0,
+    key: Key, view: View, memory: Memory, kappa: Probability = 0.95, own: Probability = 0.0
 ) -> tuple[Proposal, Memory]:
     """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
