@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import refuse
 from mercury_jax.decode import processors
 from mercury_jax.decode.decoder import Session, advance
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, compile
@@ -213,7 +213,16 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema=")
-    check_plan_and_sampler(request.sampler, request.plan)
+    revise = request.plan.revise
+    if revise:
+        raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
+    sampler = None if request.sampler is None else check_sampler(request.sampler)
+    if sampler is not None and sampler.rule.variable_length:
+        allowed = "a rule that keeps the number of tokens, with schema="
+        raise refuse("sampler.rule", sampler.rule.name, allowed)
+    if sampler is not None and sampler.speculate:
+        allowed = "None or 0 with schema=: the grammar judges what is drafted"
+        raise refuse("sampler.speculate", sampler.speculate, allowed)
     prompts, _ = encode_prompts(lm, request.prompt)
     max_tokens, count = check_max_tokens(lm, prompts, request.max_tokens), len(prompts)
     schema = request.schema
@@ -234,29 +243,6 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     return rows
 
 
-def check_plan_and_sampler(sampler: Any, plan: Plan) -> None:
-    """Raises ValueError for ways of decoding that a grammar cannot follow.
-
-    Args:
-        sampler: The caller's, or None.
-        plan: The caller's.
-
-    Raises:
-        ValueError: Names the field that a grammar cannot follow.
-    """
-    if plan.revise:
-        raise refuse("plan.revise", plan.revise, "0 with schema=: tokens that the grammar has accepted stay")
-    if sampler is None:
-        return
-    sampler = check_sampler(sampler)
-    if sampler.rule.variable_length:
-        allowed = "a rule that keeps the number of tokens, with schema="
-        raise refuse("sampler.rule", sampler.rule.name, allowed)
-    if sampler.speculate:
-        allowed = "None or 0 with schema=: the grammar judges what is drafted"
-        raise refuse("sampler.speculate", sampler.speculate, allowed)
-
-
 def with_grammar_mask(lm: LM, request: Request) -> Request:
     """Returns the request whose sampler has a grammar mask per row; for now it allows every id.
 
@@ -273,39 +259,28 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
     return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))
 
 
-def mark_rows(session: Session, grammars: Grammars) -> Session:
-    """Returns the session with its constrained rows marked, whose tokens the host commits.
-
-    Args:
-        session: Not run yet.
-        grammars: One per row, or None.
-
-    Returns:
-        The session.
-    """
-    constrained = np.zeros(session.state.tokens.shape[0], bool)
-    constrained[: session.rows] = [row is not None for row in grammars]
-    # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
-    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps))
-    sampling = session.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
-    return dataclasses.replace(session, sampling=sampling)
-
-
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:
     """Runs a session to its end, with the host between the passes.
 
     Args:
         lm: The model.
-        session: With marked rows.
+        session: Of a request with a grammar mask, not run yet.
         grammars: One per row, or None.
         history: Whether to keep a frame of every pass.
 
     Returns:
         The finished session, the frames, and how many passes were made.
     """
+    constrained = np.zeros(session.state.tokens.shape[0], bool)
+    constrained[: session.rows] = [row is not None for row in grammars]
+    # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
+    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps)).astype(
+        np.int32
+    )
+    sampling = session.sampling._replace(constrained=constrained, steps=steps)
+    session = dataclasses.replace(session, sampling=sampling)
     frames: list[Frame] = []
-    made = 0
-    state = session.state
+    made, state = 0, session.state
     prompt, committed, budget = jax.device_get((state.prompt, state.committed, state.answer_budget))
     _begin_answers(grammars, committed, budget)
     while True:
@@ -314,9 +289,8 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
         if session.done:
             return session, frames, made
         session, chunk, _ = advance(lm, session, 1)
-        chunk, committed, budget = jax.device_get(
-            (chunk, session.state.committed, session.state.answer_budget)
-        )
+        state = session.state
+        chunk, committed, budget = jax.device_get((chunk, state.committed, state.answer_budget))
         frame = jax.tree.map(lambda x: x[0], chunk)
         made += 1
         for i, row in enumerate(grammars):

@@ -439,7 +439,8 @@ def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[
         The prompt, and the hole to fill.
     """
     marks, holes = lm.tokenizer.fim, [i for i, part in enumerate(row) if isinstance(part, Hole)]
-    at, done = holes[len(filled)], dict(zip(holes, filled, strict=False))
+    at = holes[len(filled)]
+    done: dict[int, Any] = dict(zip(holes, filled, strict=False))
     before = [int(x) for i, part in enumerate(row[:at]) for x in done.get(i, part)]
     behind = [x for part in row[at + 1 :] if not isinstance(part, Hole) for x in part]
     assert marks is not None

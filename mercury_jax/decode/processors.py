@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Int, UInt
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.inputs import check_whole
@@ -178,9 +178,9 @@ def repetition(logits: Logits, view: View, p: Annotated[Param, Above(0)] = 1.0) 
     Departs from the paper: it divides all logits; here, as in the implementations in use, negative ones are
     multiplied, so that they fall as well.
     """
-    p = jnp.maximum(p, 1e-6)
-    size = logits.shape[-1]
-    seen = (answer_counts(view, size) > 0) | (_chunk(view.prompt_counts, view, size) > 0)
+    p, size = jnp.maximum(p, 1e-6), logits.shape[-1]
+    in_prompt = jax.lax.dynamic_slice_in_dim(view.prompt_counts, view.first_id, size) > 0
+    seen = (answer_counts(view, size) > 0) | in_prompt
     return keep_forbidden(logits, jnp.where(seen, jnp.where(logits > 0, logits / p, logits * p), logits))
 
 
@@ -239,14 +239,12 @@ def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
     counted = jnp.where(view.masked, redrawn & (j < i), decided)
     token = jnp.where(view.masked, view.answer, view.canvas)
     counted &= token != view.eos
-    counts = jnp.broadcast_to(_chunk(view.output_counts, view, size), (at.shape[0], size))
+    counts = jnp.broadcast_to(
+        jax.lax.dynamic_slice_in_dim(view.output_counts, view.first_id, size), (at.shape[0], size)
+    )
     # A scatter of L x L ones is cheaper than one-hot rows [L, V] and their sums.
     column = columns_of(token, view.first_id, size)
     return counts.at[i, column[None, :]].add(counted.astype(counts.dtype), mode="drop")
-
-
-def _chunk(counts: Int[Array, "V"], view: View, size: int) -> Int[Array, "v"]:
-    return jax.lax.dynamic_slice_in_dim(counts, view.first_id, size)
 
 
 def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
@@ -393,7 +391,7 @@ def _allow(logits: Logits, view: View, *, positions: Int[Array, "n"], ids: Int[A
     column = columns_of(jnp.asarray(ids), view.first_id, size)
     allowed = jnp.zeros((length, size), bool).at[row, column].set(True, mode="drop")
     constrained = jnp.zeros((length,), bool).at[row].set(True, mode="drop")
-    return _keep_only(logits, allowed, constrained)
+    return jnp.where(allowed | ~constrained[:, None], logits, NEVER)
 
 
 def _allow_bits(
@@ -411,10 +409,6 @@ def _allow_bits(
     each = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [L, count, 32]
     allowed = each.reshape(length, -1).astype(bool)
     allowed = jax.lax.dynamic_slice_in_dim(allowed, view.first_id - 32 * word, size, axis=1)
-    return _keep_only(logits, allowed, constrained)
-
-
-def _keep_only(logits: Logits, allowed: Bool[Array, "L v"], constrained: Bool[Array, "L"]) -> Logits:
     return jnp.where(allowed | ~constrained[:, None], logits, NEVER)
 
 

@@ -171,7 +171,6 @@ def sample(
     if state is not None:
         cached = np.asarray(state.state.cache_length)[: session.rows]
     if grammars is not None:
-        session = constrained.mark_rows(session, grammars)
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
