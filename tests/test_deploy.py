@@ -1,4 +1,4 @@
-"""The manifests of launch/gke say of the server what is true of it."""
+"""The manifests of launch/gke agree with the server."""
 
 import itertools
 import re
@@ -35,12 +35,13 @@ def container(pod) -> dict:
 
 @pytest.fixture(scope="module")
 def words(container):
-    """The arguments, read as the command reads them: one that it does not know ends the test."""
-    from mercury_jax.cli.serve import parser
+    """The arguments, read as the command reads them; an unknown one fails the test."""
+    from mercury_jax.cli import arguments
+    from mercury_jax.cli.serve import Serve
 
     command, *rest = container["args"]
     assert command == "serve"
-    return parser().read(rest)
+    return arguments.read(Serve, rest, "mercury serve")
 
 
 def test_every_part_is_there(kinds):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 T = TypeVar("T")
@@ -17,6 +18,18 @@ T = TypeVar("T")
 def refuse(field: str, value: object, allowed: str) -> ValueError:
     """The one form of our errors: the field, the value, what is allowed."""
     return ValueError(f"{field} is {value!r}; allowed: {allowed}")
+
+
+MANY = 16  # names; where one of more than these is similar, the others are not listed
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """What is allowed where a name is unknown: the most similar one first, and all of them unless they are many."""
+    close = difflib.get_close_matches(name, names, n=1)
+    every = ", ".join(names)
+    if close and len(names) > MANY:
+        return f"{close[0]} is the nearest of {len(names)}"
+    return f"{close[0]} is the nearest; all: {every}" if close else every
 
 
 def at_least(least: float, **fields: float) -> None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax import sharding
-from mercury_jax.bench import hlo, ptxas
+from mercury_jax.bench import hlo
 
 
 def test_what_is_compiled_for_a_cpu_is_read_as_it_is():
@@ -117,7 +117,7 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 
 
 def test_kernels_of_a_tpu_have_their_names_and_their_memory():
-    assert hlo.kernels(hlo.parse(TPU)) == [
+    assert hlo.tpu_kernels(hlo.parse(TPU)) == [
         {"name": "canvas_attention", "count": 14, "vmem_bytes": 8192},
         {"name": "ragged-dot-none", "count": 1, "vmem_bytes": 0},
     ]
@@ -139,7 +139,7 @@ ptxas info    : Used 40 registers, used 1 barriers
 
 
 def test_a_kernel_has_its_registers_and_spills():
-    first, second = ptxas.kernels(PTXAS)
+    first, second = hlo.gpu_kernels(PTXAS)
     assert first == {"name": "canvas_mosaic_gpu_kernel", "arch": "sm_90a", "registers": 168, "spill_bytes": 12,
                      "stack_bytes": 16, "shared_bytes": 1024 + 165976, "products": {"wgmma.mma_async": 2}}  # fmt: skip
     assert second["registers"] == 40 and second["spill_bytes"] == 0 and not second["products"]
