@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mercury_jax as mj
-from mercury_jax.bench import kernel_cases
+from mercury_jax.bench import compile_kernels
 from mercury_jax.kernels import blackwell, chip, reference
 from mercury_jax.kernels.blackwell import launch, tensor
 from mercury_jax.kernels.interpret import interpreted
@@ -59,7 +59,7 @@ def lowered(name: str, every: int = 9) -> int:
     """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
     count = 0
     with chip.traced_for(name):
-        for case in kernel_cases.cases(name)[::every]:
+        for case in compile_kernels.forms(name)[::every]:
             try:
                 traced = jax.jit(case.run).trace(*case.args)
             except ValueError:  # there is no such form, as `refuses` says

@@ -1,9 +1,9 @@
 """Reads what compilers print: optimised HLO and the report of ptxas.
 
 From HLO: collectives, matrix products, library and kernel calls, the largest arrays. Work in a loop with a known trip
-count counts that many times; in a loop that ends by a condition (denoising steps, tiles of visible keys) it counts once,
-"per pass". Every branch of a conditional counts. Sizes are of one device. From ptxas: registers, spills and shared
-memory of each Pallas kernel that Mosaic GPU compiles.
+count counts that many times; in a loop that ends by a condition (denoising steps, tiles of visible keys) it counts
+once, "per pass". Every branch of a conditional counts. Sizes are of one device. From ptxas: registers, spills and
+shared memory of each Pallas kernel that Mosaic GPU compiles.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def _payload(visit: Visit) -> int:
 
 
 def products(module: HloModule) -> float:
-    """FLOP of all matrix products that XLA sees: 2 x results x contracted length; those of Pallas kernels are hidden."""
+    """FLOP of all matrix products that XLA sees: 2 x results x contracted length; those of Pallas kernels are
+    hidden."""
     return float(sum(v.times * _product(v) for v in visits(module)))
 
 

@@ -1,9 +1,9 @@
 """Which rule to use: the most tokens per forward pass among those that lose no accuracy that can be seen.
 
 A rule loses nothing on a set of questions if, of the paired 95% interval of its accuracy minus that of one token per
-step, the upper end is 0 or more (it is not significantly worse) and the lower end is above -2 points (a loss of 2 points
-or more is ruled out). The first condition alone would accept every rule that was asked too few questions; the second is
-a test of non-inferiority. Both must hold on each task.
+step, the upper end is 0 or more (it is not significantly worse) and the lower end is above -2 points (a loss of 2
+points or more is ruled out). The first condition alone would accept every rule that was asked too few questions; the
+second is a test of non-inferiority. Both must hold on each task.
 
 The rule is chosen on one half of the questions, and its figures are those of the other half: the best of many rules
 looks better on the questions that chose it than it is.
@@ -93,7 +93,8 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
 
 
 def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
-    """(mean, low, high) of the paired difference in accuracy on the chosen questions, in points, with its 95% interval."""
+    """(mean, low, high) of the paired difference in accuracy on the chosen questions, in points, with its 95%
+    interval."""
     mean, low, high = paired([before.right[i] for i in chosen], [now.right[i] for i in chosen])
     return 100 * mean, 100 * low, 100 * high
 

@@ -381,7 +381,8 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 
 
 def percentile(values: Iterable[float | None], percent: float) -> float:
-    """The smallest value that at least `percent` per cent of the values do not exceed; None is skipped, NaN if empty."""
+    """The smallest value that at least `percent` per cent of the values do not exceed; None is skipped, NaN if
+    empty."""
     ordered = sorted(x for x in values if x is not None)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 

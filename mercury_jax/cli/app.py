@@ -172,7 +172,14 @@ def _run(words: list[str]) -> int:
         other = more.get(words[0])
         raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
     cache_compiled_programs()
-    return importlib.import_module(f"mercury_jax.cli.{commands[words[0]][0]}").run(words[1:])
+    try:
+        module = importlib.import_module(f"mercury_jax.cli.{commands[words[0]][0]}")
+    except ModuleNotFoundError as error:
+        if error.name != "tyro":
+            raise
+        allowed = "an environment with it (pip install tyro); only `mercury bench gpu` runs without"
+        raise refuse("this environment", "without tyro", allowed) from None
+    return module.run(words[1:])
 
 
 def exit_code(error: BaseException) -> int:

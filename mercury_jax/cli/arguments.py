@@ -1,10 +1,10 @@
 """Command lines read by tyro, and the options that several commands share.
 
-A command is a frozen dataclass: its fields are the options, its docstring is the help. `read` turns words into one, and
-every mistake into a ValueError of one line that names the option, the value and what is allowed; `app` prints it and
-exits with 2. The groups `Loading`, `Decoding` and `Processing` are nested dataclasses whose fields become options of the
-command. `registered` is the only place where the command line reads the registries of rules, logits processors and
-stopping criteria. Imports tyro, but not JAX: `app` imports this module only when a command runs.
+A command is a frozen dataclass: its fields are the options, its docstring is the help. `read` turns words into one,
+and every mistake into a ValueError of one line that names the option, the value and what is allowed; `app` prints it
+and exits with 2. The groups `Loading`, `Decoding` and `Processing` are nested dataclasses whose fields become options
+of the command. `registered` is the only place where the command line reads the registries of rules, logits processors
+and stopping criteria. Imports tyro, but not JAX: `app` imports this module only when a command runs.
 """
 
 from __future__ import annotations

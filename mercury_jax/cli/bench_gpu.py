@@ -32,9 +32,9 @@ Each command ends within --budget seconds. A case that hangs is killed, a crash 
 which no time was left have a row that says so. Needed are jax, flax, optax, orbax-checkpoint, sentencepiece, chex and
 jaxtyping.
 
-Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file), for
-this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every kernel,
-MERCURY_KERNELS=0 none. `mercury info` says which are on and why.
+Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file),
+for this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every
+kernel, MERCURY_KERNELS=0 none. `mercury info` says which are on and why.
 
 --out: one JSON object a line, appended as soon as it is measured, so one file may hold all three commands. Records of
 a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. In each row "command", "case", "hardware",

@@ -146,7 +146,8 @@ def _print(out: Output, args: Sample) -> None:
 
 
 def _record(out: Output, i: int, args: Sample) -> dict[str, Any]:
-    """One answer as JSON. `seconds` is of the whole call, which decoded `batch` prompts; the rates are this answer's."""
+    """One answer as JSON. `seconds` is of the whole call, which decoded `batch` prompts; the rates are this
+    answer's."""
     tokens, nfe = out.lengths[i], int(out.forwards[i])
     record = {
         "text": out.texts[i],

@@ -317,6 +317,7 @@ def ours(name, given=None, *more):
 builtins.__import__ = ours
 from mercury_jax.cli import main
 assert main(["bench", "gpu", "--help"]) == 0 and main(["bench", "gpu", "check", "--help"]) == 0
+assert main(["--help"]) == main(["bench", "--help"]) == 0 and main(["info"]) == 2  # which says that tyro is missing
 from mercury_jax.bench.gpu import commands, runner
 import importlib
 from mercury_jax.bench.gpu.worker import WORK

@@ -6,7 +6,7 @@ import json
 import random
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_client import Broken
+from mercury_jax.bench.serve_load import Broken
 from tests.fuzz import bodies, heads
 from tests.load.crowd import held, run
 

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_client import Broken, Client
-from mercury_jax.bench.serve_load import Ask, chat
+from mercury_jax.bench.serve_load import Broken, Client, LoadRequest, chat
 from mercury_jax.evaluate import tasks
 
 MODEL = "nano"
@@ -36,7 +35,7 @@ def questions(count, max_tokens=40, frames=False, **more):
             "prompt": f"def {NAMES[i % len(NAMES)]}{i}(self, ",
             "max_tokens": max_tokens // 2,
         }
-        asks[i] = Ask(
+        asks[i] = LoadRequest(
             "/v1/completions", {k: v for k, v in body.items() if k not in ("messages", "diffusing")}
         )
     return asks
@@ -108,7 +107,7 @@ def leavers(count, seed):
     """So many clients that come and go within some seconds; half of them do not stream."""
     draw = random.Random(seed)
     asks = questions(16, max_tokens=80, frames=True)
-    asks += [Ask(ask.path, ask.body | {"stream": False}) for ask in asks]
+    asks += [LoadRequest(ask.path, ask.body | {"stream": False}) for ask in asks]
 
     async def one(client, i):
         own = random.Random(draw.random())

@@ -180,7 +180,8 @@ class _Child:
         threading.Thread(target=_fill, args=(self._process.stdout, self._lines), daemon=True).start()
 
     def ask(self, case: GpuCase, limit: float, beat: float, tell: Callable[[str], None]) -> Iterator[Row]:
-        """The rows of a case. The last one has {"failed": why} after a failure, and {"killed": True} too after a hang."""
+        """The rows of a case. The last one has {"failed": why} after a failure, and {"killed": True} too after a
+        hang."""
         end, stage = time.monotonic() + limit, "starting"
         try:
             assert self._process.stdin is not None
