@@ -53,9 +53,7 @@ def run(argv: Sequence[str]) -> int:
             raise refuse("--load", module, f"a module that can be imported ({error})") from error
     from mercury_jax import hub
 
-    record = hub.info(
-        hub.NANO if (args.path or args.model) is None else args.path or args.model, mask=args.mask
-    )
+    record = hub.info(args.path or args.model or hub.NANO, mask=args.mask)
     if args.path is None:
         record |= _machine() | _choices()
     if args.json:

@@ -139,7 +139,8 @@ def run(argv: Sequence[str]) -> int:
         show.say(f"ready in {time.perf_counter() - began:.1f} s")
 
     server = Server(create_app(engine, options), engine, args.drain, ready)
-    _greet(lm.name, *socket.getsockname()[:2], options)
+    host, port = socket.getsockname()[:2]
+    _greet(lm.name, host, port, options)
     server.run(sockets=[socket])
     if server.failure is not None:
         raise server.failure

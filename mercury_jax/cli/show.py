@@ -135,8 +135,7 @@ def report(records: Iterable[Mapping[str, Any]], out: str | None, line: Callable
 
 def terminal(stream: TextIO | None = None) -> bool:
     """Whether a person looks at this stream (default: standard output), on a screen that can be repainted."""
-    stream = sys.stdout if stream is None else stream
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager

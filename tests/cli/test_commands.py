@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_prompts_come_from_standard_input_and_escapes_are_read(monkeypatch, caps
 
 
 def test_parameters_reach_the_rule():
-    def read(*words):
+    def read(*words) -> Any:
         args, parameters = arguments.read_with_rule(sample.Sample, ["x", *words], "mercury sample")
         return args.decoding.sampler(parameters)
 
@@ -181,7 +182,8 @@ def test_serve_takes_a_rule_for_requests_that_name_none(own_rule, lm):
     from mercury_jax.decode import defaults
 
     changed = serve.with_rule(lm, own_rule, {"share": 0.3})
-    rule = defaults.sampler(changed).rule
+    chosen: Any = defaults.sampler(changed)
+    rule = chosen.rule
     assert (
         rule.name == "least_certain" and rule.knobs == {"share": 0.3} and serve.with_rule(lm, None, {}) is lm
     )
