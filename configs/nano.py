@@ -31,9 +31,10 @@ def config() -> TrainConfig:
         ),
         # The bound weighs a canvas at t by 1/t; beyond 4 that is mostly variance.
         objective=masked_and_edited(clip=4.0),
+        # Some prompts open or hold the thinking, as decoding with an effort does.
         data=data.mixture(
-            (data.generated("sudoku4"), 0.35),
-            (data.generated("add3", thinking=True), 0.35),
+            (data.generated("sudoku4", thinking=True, prefill=0.3), 0.35),
+            (data.generated("add3", thinking=True, prefill=0.5), 0.35),
             (data.stdlib(), 0.30),
         ),
         optim=OptimConfig(optimizer="muon", lr=3e-3, warmup=100, decay="wsd", final=0.02, tail=0.25),
@@ -42,7 +43,7 @@ def config() -> TrainConfig:
         row=224,  # three Sudokus: a document is laid out twice, as its clean tokens and as its canvases
         ema=0.995,
         # By `mercury bench decode --recommend` on the validation split: the most tokens a pass that lose no accuracy.
-        sampler=rules.factor(0.3),
+        sampler=rules.factor(1.0),
         eval_every=500,
         eval_batches=8,
         sample_every=500,

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mercury_jax as mj
 from mercury_jax import hub, models
 from mercury_jax.chat import example
+from mercury_jax.decode import defaults
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import generators
 from mercury_jax.train.data import Generated
@@ -36,3 +38,23 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
             prompt, answer = example(tokenizer, problem.input, problem.output, thinking)
             laid = model.layout(np.asarray(prompt + answer), len(prompt), tokenizer.eos)
             assert len(laid.tokens) <= config.row, (source.name, problem)
+
+
+def test_the_embedded_model_is_what_its_recipe_makes():
+    """Of the recipe's own model, noise, seed and steps, decoded by its sampler: no other stage, no other mixture."""
+    lm, recipe = mj.load(), load_recipe(RECIPES[0].with_name("nano.py"))
+    assert dict(lm.card) == {"recipe": recipe.name, "seed": recipe.seed, "steps": recipe.steps}
+    assert lm.model.config == recipe.model and hub.native.noise_of(hub.NANO) == recipe.noise
+    assert lm.decoding == defaults.described(recipe.sampler)
+    card = (hub.NANO / "README.md").read_text().splitlines()
+    shares = [
+        (f"{share:.0%}", getattr(source, "name", "python-stdlib")) for source, share in recipe.mixture.sources
+    ]
+    [data] = [line for line in card if line.startswith("- data: ")]
+    told = [part.split()[:2] for part in data.removeprefix("- data: ").split(", ")]
+    assert told == [list(share) for share in shares]
+    steps = f"- steps: {recipe.steps} of {recipe.batch} rows of {recipe.row} positions, "
+    assert [line for line in card if line.startswith("- steps: ")] == [
+        line for line in card if line.startswith(steps)
+    ]
+    assert f"- recipe: `nano`, seed {recipe.seed}: `mercury train nano`" in card

@@ -15,7 +15,9 @@ from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.parts import complete, rule, settle
+from mercury_jax.evaluate import tasks
 from mercury_jax.evaluate.runner import ONE_A_STEP
+from mercury_jax.train import generators
 from tests.tiny import tiny
 
 FIELDS = {
@@ -294,6 +296,22 @@ def test_the_command_prints_one_object_a_line_and_writes_them(at_hand, tmp_path,
     assert main(call) == 0
     shown = capsys.readouterr().out
     assert "threshold(p=0.99)" in shown and "No rule to recommend" in shown and "\x1b[" not in shown
+
+
+def test_rules_are_chosen_on_questions_that_no_figure_is_of(monkeypatch, capsys):
+    monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: tiny())
+    drawn, draw = [], tasks.draw
+
+    def enough(*args):
+        drawn.append({problem.input for problem in draw(*args)})
+        raise ValueError("the questions are known: nothing needs to be decoded")
+
+    monkeypatch.setattr(tasks, "draw", enough)
+    assert main(["bench", "decode", "--rules", "threshold", "--tasks", "add3", "--limit", "9"]) == 2
+    assert main(["eval", "add3", "--limit", "9"]) == 2
+    chosen, reported = drawn
+    assert len(chosen) == len(reported) == 9 and not chosen & reported
+    assert {generators.ALL["add3"].split(question) for question in chosen} == {"validation"}
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,12 @@ def finish(workers: list[subprocess.Popen]) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The same recipe in one process and in two, split along `fsdp`."""
+    """The same recipe in one process and in two, split along `fsdp` or along `data`."""
     root = tmp_path_factory.mktemp("runs")
     tokenizer().save(root / "tokenizer.model")
     (root / "recipe.py").write_text(RECIPE.replace("TOKENIZER", str(root / "tokenizer.model")))
-    finish(begin(root, 1, "one") + begin(root, 2, "fsdp", "--mesh.fsdp", "2", "--mesh.data", "1"))
+    one, split = begin(root, 1, "one"), begin(root, 2, "fsdp", "--mesh.fsdp", "2", "--mesh.data", "1")
+    finish([*one, *split, *begin(root, 2, "data", "--mesh.data", "2")])
     return root
 
 
@@ -90,11 +91,12 @@ def assert_same_run(found: Path, want: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_evaluate_preview_and_export_as_one(runs):
-    assert_same_run(runs / "fsdp", runs / "one")
-    previews = (runs / "fsdp" / "samples.txt").read_text()
+@pytest.mark.parametrize("axis", ["fsdp", "data"])
+def test_two_processes_train_evaluate_preview_and_export_as_one(runs, axis):
+    assert_same_run(runs / axis, runs / "one")
+    previews = (runs / axis / "samples.txt").read_text()
     assert previews == (runs / "one" / "samples.txt").read_text()
-    out = mj.sample(mj.load(runs / "fsdp" / "model"), "1+2=", max_tokens=64, seed=0)
+    out = mj.sample(mj.load(runs / axis / "model"), "1+2=", max_tokens=64, seed=0)
     assert f"'1+2=' -> {out.text!r}" in previews
 
 

@@ -88,6 +88,21 @@ def test_the_excess_is_refused_at_once_and_nothing_is_rendered_for_it(nano):
     assert app.state.service.gate.inside == 0
 
 
+def test_what_is_too_long_is_refused_before_its_grammar_is_compiled(nano, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("mercury_jax.decode.grammar.compile", lambda *args: compiled.append(args))
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    client = client_of(Scripted(nano, saying(nano, "{}")))
+    for bound in ({"response_format": schema}, {"tools": [add], "tool_choice": "required"}):
+        messages = [{"role": "user", "content": "347+585=" * 400}]
+        answer = client.post("/v1/chat/completions", json={**ASK, **bound, "messages": messages})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert compiled == []
+    assert client.post("/v1/chat/completions", json={**ASK, "response_format": schema}).status_code == 200
+    assert len(compiled) == 1
+
+
 def test_a_small_grammar_does_not_wait_for_large_ones(nano, monkeypatch):
     """A few large schemas take every thread that compiles such; the next client's trivial one has its own."""
     engine = Scripted(nano, saying(nano, '{"a": 1}'))
@@ -167,6 +182,7 @@ def test_a_silent_stream_says_that_it_lives(nano):
     assert lines.count(": keep-alive") >= 4 and lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines[:-2] if line.startswith("data: ")]
     assert said(chunks) == TEXT and {line[:6] for line in lines[:-1]} == {": keep", "data: "}
+    assert Options().keep_alive == 15
     busy = client_of(Scripted(nano, saying(nano, TEXT))).post(
         "/v1/chat/completions", json={**ASK, "stream": True}
     )

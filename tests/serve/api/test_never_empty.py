@@ -51,7 +51,8 @@ def replies(client, count):
                 yield choice["message"]["content"], choice["finish_reason"], ask
             continue
         content, finish = [""] * 4, [None] * 4
-        for line in answer.text.split("\n\n")[:-2]:
+        lines = [line for line in answer.text.split("\n\n")[:-2] if not line.startswith(":")]
+        for line in lines:  # but comments, which a stream on a slow machine has
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
                 content[choice["index"]] += choice["delta"].get("content", "")
                 finish[choice["index"]] = choice["finish_reason"] or finish[choice["index"]]

@@ -1,14 +1,18 @@
 """Whole requests against nano: what clients send, through the engine, to what they read."""
 
 import asyncio
+import itertools
 import json
+import threading
 import time
 
 import pytest
 from jsonschema.validators import Draft202012Validator
 from starlette.testclient import TestClient
 
+from mercury_jax.decode.grammar.plan import Search
 from mercury_jax.serve.api import Options, create_app, openapi
+from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api.knock import Line
 
 DOCUMENT = openapi.build()
@@ -88,7 +92,10 @@ def post(client, ask, path=CHAT):
 def stream(client, ask, path=CHAT):
     answer = client.post(path, json={**ask, "stream": True})
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    lines = [
+        line for line in answer.text.split("\n\n")[:-2] if not line.startswith(":")
+    ]  # a slow machine's comments
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert "error" not in str(chunks)
     return [valid(SCHEMAS[path][1], chunk) for chunk in chunks]
 
@@ -214,6 +221,59 @@ def test_with_tools_and_a_format_an_answer_is_calls_or_the_format(client, stream
     assert 0 < called < 12
 
 
+class Waiting(Line):
+    """A stream that notes, for each of its pieces, how many seconds of search the engine had done before."""
+
+    def __init__(self, app, ask, searched):
+        super().__init__(app, ask)
+        self.searched, self.before = searched, []
+
+    async def _send(self, message):
+        self.before.append(self.searched[0])
+        await super()._send(message)
+
+
+def test_a_stream_never_waits_long_for_the_grammar_of_another(app, monkeypatch):
+    """Each state of a hostile schema takes milliseconds, and a search for a legal end visits hundreds of them."""
+    searched, child = [0.0], Search._child
+
+    def slow(*args, **named):
+        if threading.current_thread().name == "mercury-engine":  # all rows wait for it, not for compiling
+            until = time.thread_time() + 0.01
+            while time.thread_time() < until:
+                pass
+            searched[0] += 0.01
+        return child(*args, **named)
+
+    monkeypatch.setattr(Search, "_child", slow)
+    tree = {"$ref": "#/$defs/tree"}
+    pair = {"type": "object", "properties": {"l": tree, "r": tree}, "required": ["l", "r"],
+            "additionalProperties": False}  # fmt: skip
+    schema = {
+        "$defs": {"tree": {"anyOf": [{"type": "string", "pattern": "^[a-z]{4,9}[0-9]$"}, pair]}},
+        **tree,
+    }
+    held = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    ask = {**ASK, "temperature": 2, "reasoning_effort": "instant"}
+    endless = {"logit_bias": {str(i): -100 for i in (SPECIAL.eos, SPECIAL.end_turn)}, "max_tokens": 200}
+
+    async def go():
+        plain = Waiting(app, {**ask, **endless, "stream": True, "diffusing": True}, searched)
+        await plain.open()
+        while len(plain.before) < 2:
+            await asyncio.sleep(0.001)
+        others = [Line(app, {**ask, "response_format": held, "seed": i, "max_tokens": 60}) for i in range(4)]
+        answers = await asyncio.gather(*(line.whole() for line in others))
+        return [*answers, await plain.whole()], plain.before
+
+    (*answers, last), before = asyncio.run(go())
+    assert last.status == 200 and last.body.endswith(b"[DONE]\n\n")
+    for answer in answers:
+        Draft202012Validator(schema).validate(json.loads(answer.json["choices"][0]["message"]["content"]))
+    gaps = [after - earlier for earlier, after in itertools.pairwise(before)]
+    assert 0 < searched[0] < 2.5 and max(gaps) < 0.5
+
+
 def test_log_probabilities_are_those_of_the_answers_tokens(client, nano):
     ask = {**ASK, "logprobs": True, "top_logprobs": 3, "reasoning_effort": "low"}
     made = post(client, ask)["choices"][0]
@@ -239,16 +299,23 @@ def test_seeds_temperatures_and_shapers_are_data(client):
 
 
 def test_a_gap_is_filled(client):
+    """One that used all of its tokens says "length", as one of a single token always does."""
+    path = "/v1/fim/completions"
     ask = {
         "model": "mercury-edit",
         "prompt": "def area(r):\n",
         "suffix": "\n    return a",
-        "max_tokens": 12,
         "stop": [],
+        "seed": 0,
     }
-    body = post(client, {**ask, "seed": 0}, "/v1/fim/completions")
-    assert body["choices"][0]["text"] and body["usage"]["completion_tokens"] <= 12
-    assert text_of(stream(client, {**ask, "seed": 0}, "/v1/fim/completions")) == body["choices"][0]["text"]
+    for most in (12, 1):
+        body, chunks = (made(client, {**ask, "max_tokens": most}, path) for made in (post, stream))
+        [choice], used = body["choices"], body["usage"]["completion_tokens"]
+        assert choice["text"] == text_of(chunks) and choice["text"] and used <= most
+        assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"]
+        assert choice["finish_reason"] == ("length" if used == most else "stop")
+    assert choice["finish_reason"] == "length"
+    assert post(client, {**ask, "max_tokens": 1}, "/v1/completions")["choices"] == [choice]
 
 
 def test_an_edit_comes_in_a_bare_fence_or_as_nothing(client):

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from mercury_jax.cli import serve
+from mercury_jax.cli import main, serve
 from mercury_jax.serve.engine import memory
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.types import Settings
@@ -81,6 +81,23 @@ def test_what_is_free_on_the_device_counts_where_no_memory_is_named(monkeypatch)
         Engine(long(), Settings())
     monkeypatch.setattr(memory, "room", lambda devices: None)  # a backend that does not tell
     memory.check(long(), Settings())
+
+
+def test_mercury_serve_fits_the_device_or_refuses_with_the_numbers(monkeypatch, capsys):
+    """On a device of one GiB, where 8 slots of the whole context take 1.37."""
+    monkeypatch.setattr("mercury_jax.hub.memory._host", lambda: 2**30)
+    monkeypatch.setattr(serve.show, "load", lambda *args, **more: long())
+    engines = []
+    monkeypatch.setattr(
+        "mercury_jax.serve.api.server.Server.run", lambda self, sockets: engines.append(self.engine)
+    )
+    assert main(["serve", "--port", "0"]) == 0
+    [engine] = engines
+    assert engine.settings.slots == 8 and 0 < engine.context < LONG
+    assert f"8 slots of {engine.context} tokens: " in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--slots", "8", "--context", str(LONG)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"memory for 8 slots of 262144 tokens is '[0-9.]+ GiB .*allowed: up to 0.90 GiB", told)
 
 
 def test_the_command_line_refuses_what_it_cannot_hold(monkeypatch, capsys):
