@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from mercury_jax.bench import decode, records
-from mercury_jax.bench.decode import Entry, QuestionSet
+from mercury_jax.bench.decode import QuestionSet, SweepEntry
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
 from mercury_jax.config import Plan, Refresh, refuse
@@ -79,14 +79,14 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def entries(lm: LM, block: int, steps: int | None = None) -> list[Entry]:
+def entries(lm: LM, block: int, steps: int | None = None) -> list[SweepEntry]:
     """One entry for each policy, decoding in blocks by LLaDA's schedule; the first one computes everything."""
     if lm.model.config.pattern != "bidirectional":
         raise refuse(
             "model.pattern", lm.model.config.pattern, "bidirectional: the cache of other models is exact"
         )
     plan = lambda refresh: Plan(block=block, steps=steps, refresh=refresh)
-    return [Entry(name, name, lm, rules.confidence, plan(refresh)) for name, refresh in POLICIES.items()]
+    return [SweepEntry(name, name, lm, rules.confidence, plan(refresh)) for name, refresh in POLICIES.items()]
 
 
 def compare(

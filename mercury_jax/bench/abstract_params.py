@@ -72,7 +72,14 @@ def llada() -> ModelConfig:
 def causal_encoder(
     width: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int
 ) -> ModelConfig:
-    """A causal encoder of ours with blocks of 256 tokens and 32,768 ids."""
+    """A causal encoder of ours with blocks of 256 tokens and 32,768 ids.
+
+    Args:
+        width, layers, heads, kv_heads, head_dim, ffn: As in `ModelConfig`.
+
+    Returns:
+        Its configuration, in bf16.
+    """
     return ModelConfig(
         vocab=32768, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
         block=256, context=32768, dtype="bfloat16",
@@ -105,7 +112,11 @@ PRESETS = {
 
 
 def find_preset(name: str) -> ModelPreset:
-    """A preset by its name. ValueError names the nearest."""
+    """A preset by its name. ValueError names the nearest.
+
+    Raises:
+        ValueError: There is no preset of that name.
+    """
     if name not in PRESETS:
         raise refuse(
             "MODEL", name, f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
@@ -139,6 +150,9 @@ def source(name: str, dtype: str | None = None) -> ModelSource:
     Args:
         name: A folder, a recipe, a config.json, or a preset.
         dtype: Of parameters and arithmetic. Default: the model's own.
+
+    Returns:
+        Its configuration and what else is known of it.
 
     Raises:
         ValueError: There is no such model, or the dtype is unknown.
@@ -187,6 +201,9 @@ def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> 
         found: Of `source`.
         mesh: The devices.
         quantise: "int8" or "fp8" for weight matrices in 8 bits.
+
+    Returns:
+        A model whose programs can be lowered but not run.
     """
     c = found.config
     model = models.build(c)
@@ -196,7 +213,20 @@ def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> 
 
 
 def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
-    """The tree of parameters as shapes: in `dtype`, or matrices in 8 bits whose scales are replicated."""
+    """The tree of parameters as shapes: in `dtype`, or matrices in 8 bits whose scales are replicated.
+
+    Args:
+        model: Pure functions of the model.
+        mesh: The devices.
+        dtype: Of the parameters that are not quantised.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+
+    Returns:
+        A nested dict with a `jax.ShapeDtypeStruct`, or a `Scaled` of two, for each parameter.
+
+    Raises:
+        ValueError: An unknown kind of quantisation.
+    """
     if quantise is not None and quantise not in KINDS:
         raise refuse("--quantise", quantise, ", ".join(KINDS))
     tree: dict[str, Any] = {}

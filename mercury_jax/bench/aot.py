@@ -85,6 +85,14 @@ def stage(text: str) -> None:
 def lower(request: CompileRequest, found: ModelSource, target: Target) -> LoweredProgram:
     """Lowers the program that `sample()`, its prefill, or a training step runs on the devices of a target.
 
+    Args:
+        request: The program and its sizes.
+        found: The model.
+        target: The devices.
+
+    Returns:
+        The lowered program with the sizes that were chosen.
+
     Raises:
         ValueError: The mesh does not fit, or the model has no such program.
     """
@@ -223,7 +231,11 @@ def _text(compiled: Any, folder: Path) -> str:
 
 
 def refused_for_memory(message: str) -> dict[str, Any]:
-    """The record of a program that a TPU's compiler refuses for its memory. ValueError for any other refusal."""
+    """The record of a program that a TPU's compiler refuses for its memory. ValueError for any other refusal.
+
+    Raises:
+        ValueError: The compiler refuses the program for another reason.
+    """
     found = MEMORY.search(message)
     if "RESOURCE_EXHAUSTED" not in message or found is None:
         raise ValueError(f"the compiler refuses the program: {message.splitlines()[0][:400]}")
@@ -241,6 +253,9 @@ def cost(compiled: Any, chip: Chip, dtype: str, what: str, program: str | None =
         dtype: Of the products, for the roofline.
         what: One of `PROGRAMS`; an update also writes its arguments.
         program: HLO text. Default: what `compiled` prints.
+
+    Returns:
+        Bytes, FLOP, collectives, calls, largest arrays and the roofline.
     """
     module = hlo.parse(compiled.as_text() if program is None else program)
     memory = compiled.memory_analysis()

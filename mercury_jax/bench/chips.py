@@ -44,6 +44,7 @@ class Chip:
 
     @property
     def platform(self) -> str:
+        """The name of the platform for XLA."""
         return "tpu" if self.dims else "cuda"
 
 

@@ -67,6 +67,10 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
 def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[dict[str, Any]]:
     """Compiles every form of each of our Pallas kernels for a GPU.
 
+    Args:
+        target: As `chips.target` takes it.
+        stage: Called with what is being done.
+
     Returns:
         The records of `compile_kernels.compile_forms`.
 
@@ -83,7 +87,11 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
 
 
 def check(request: CompileRequest) -> None:
-    """Refuses what can be refused without compiling. ValueError names the option and what is allowed."""
+    """Refuses what can be refused without compiling. ValueError names the option and what is allowed.
+
+    Raises:
+        ValueError: An unknown target, program or mesh, a size below 1, or a missing plugin.
+    """
     target = chips.target(request.target)
     if request.what not in PROGRAMS:
         raise refuse("--what", request.what, ", ".join(PROGRAMS))

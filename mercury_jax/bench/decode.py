@@ -62,7 +62,15 @@ class QuestionSet(NamedTuple):
         return [{"role": "user", "content": self.problems[i].input}]
 
     def right(self, i: int, answer: str) -> bool:
-        """Whether the task accepts an answer to question i."""
+        """Whether the task accepts an answer to question i.
+
+        Args:
+            i: Index of the question.
+            answer: The text of the answer.
+
+        Returns:
+            What the check of the task says.
+        """
         assert self.task.generator is not None
         return bool(self.task.generator.check(self.problems[i].input, answer))
 
@@ -103,6 +111,9 @@ def questions(
         max_tokens: Most tokens of an answer. Default: the task's.
         alone: How many are streamed one at a time for the latencies.
 
+    Returns:
+        The questions, in the order in which the seed draws them.
+
     Raises:
         ValueError: Naming the argument, before anything is compiled.
     """
@@ -129,7 +140,7 @@ def batches(asked: QuestionSet) -> list[QuestionBatch]:
 # --- what is measured
 
 
-class Entry(NamedTuple):
+class SweepEntry(NamedTuple):
     """A model and how it decodes.
 
     Attributes:
@@ -157,7 +168,7 @@ class Trial:
     reason why the model cannot run the rule.
     """
 
-    entry: Entry
+    entry: SweepEntry
     right: list[bool]
     tokens: list[np.ndarray]
     forwards: list[int]
@@ -171,31 +182,45 @@ class Trial:
     refused: str | None = None
 
 
-def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[Entry]:
+def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[SweepEntry]:
     """What is measured: one token per step, the points, and the twin.
 
     Args:
         lm: The model.
         points: Of `sweeps.sweep`.
         twin: An autoregressive model: block-causal with blocks of one token.
+
+    Returns:
+        The entries; the first one is the baseline.
+
+    Raises:
+        ValueError: The twin is not autoregressive.
     """
-    found = [Entry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
-    found += [Entry(p.text, p.rule, lm, p.sampler, p.plan, p.code) for p in points]
+    found = [SweepEntry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
+    found += [SweepEntry(p.text, p.rule, lm, p.sampler, p.plan, p.code) for p in points]
     if twin is not None:
         config = twin.model.config
         if (config.pattern, config.block) != ("block_causal", 1):
             kind = f"{config.pattern} with blocks of {config.block}"
             raise refuse("twin", kind, "block_causal with blocks of 1, as configs/nano_ar.py makes one")
-        found.append(Entry(TWIN, TWIN, twin, rules.confidence, Plan()))
+        found.append(SweepEntry(TWIN, TWIN, twin, rules.confidence, Plan()))
     return found
 
 
-def units(found: Sequence[Entry], asked: QuestionSet) -> int:
-    """How often `run` calls `tick`, unless a rule is refused."""
+def units(found: Sequence[SweepEntry], asked: QuestionSet) -> int:
+    """How often `run` calls `tick`, unless a rule is refused.
+
+    Args:
+        found: The entries.
+        asked: The questions.
+
+    Returns:
+        Two calls for each entry, and one for each entry and batch.
+    """
     return len(found) * (2 + len(batches(asked)))
 
 
-def run(found: Sequence[Entry], asked: QuestionSet, tick: Tick = lambda text: None) -> list[Trial]:
+def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda text: None) -> list[Trial]:
     """Measures every entry on one task.
 
     All entries decode a batch before the next one begins, in alternating order, so that a slow minute of the machine
@@ -226,7 +251,7 @@ def run(found: Sequence[Entry], asked: QuestionSet, tick: Tick = lambda text: No
     return trials
 
 
-def _compile(entry: Entry, asked: QuestionSet, tick: Tick) -> Trial:
+def _compile(entry: SweepEntry, asked: QuestionSet, tick: Tick) -> Trial:
     """Compiles an entry's program by decoding with one step: the number of steps is traced, so any will do."""
     tick(f"{asked.task.name}: compiling {entry.rule}")
     n = len(asked.problems)

@@ -38,6 +38,7 @@ class HloArray(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Size in bytes."""
         return int(
             math.prod(self.dims) * BYTES.get(self.dtype, 1)
         )  # every kind of f8 and f4 takes at most one
@@ -280,6 +281,13 @@ def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
     """The largest arrays that the program makes.
 
     Each shape and origin is listed once, all layers as one; arrays that are updated in place are left out.
+
+    Args:
+        module: The program.
+        most: How many are listed.
+
+    Returns:
+        Records with `shape`, `bytes`, `count`, `op` and `of`, the JAX operation; the largest first.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for visit in visits(module):

@@ -77,6 +77,12 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
         base: One token per step, one result for each task.
         others: The rules; those that miss a task are left out.
         seed: Splits the questions into two halves.
+
+    Returns:
+        The recommendation, or the reason why there is none.
+
+    Raises:
+        ValueError: There is no baseline, or a rule has another number of answers.
     """
     if not base:
         raise refuse("base", base, "one result for each task")
@@ -94,7 +100,16 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
 
 def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
     """(mean, low, high) of the paired difference in accuracy on the chosen questions, in points, with its 95%
-    interval."""
+    interval.
+
+    Args:
+        before: The baseline.
+        now: The rule.
+        chosen: Indices of the questions.
+
+    Returns:
+        (mean, low, high) in points.
+    """
     mean, low, high = paired([before.right[i] for i in chosen], [now.right[i] for i in chosen])
     return 100 * mean, 100 * low, 100 * high
 
@@ -105,7 +120,15 @@ def loses_nothing(difference: tuple[float, float, float]) -> bool:
 
 
 def per_forward(cases: Sequence[RuleResult], chosen: Sequence[np.ndarray]) -> float:
-    """Tokens per forward pass over the chosen questions of all tasks."""
+    """Tokens per forward pass over the chosen questions of all tasks.
+
+    Args:
+        cases: Results of one rule, one for each task.
+        chosen: Indices of the questions of each task.
+
+    Returns:
+        Sum of tokens over sum of forward passes.
+    """
     tokens = sum(c.tokens[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     forwards = sum(c.forwards[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     return tokens / max(forwards, 1)

@@ -29,12 +29,27 @@ def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]
     Forwards and tokens are means over the answers, rates are of whole batches, times in seconds. tokens_per_second =
     tokens_per_forward of all rows x forwards_per_second: forwards are counted for each row, not for the device loop.
     canvases_per_forward is 2 for a rule that also predicts each token with that token masked.
+
+    Args:
+        trials: Of `decode.run`, the baseline first.
+        asked: Their questions.
+
+    Returns:
+        One item for each trial.
     """
     return [_record(trial, trials[0], asked) for trial in trials]
 
 
 def results(trials: Sequence[Trial], asked: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
-    """(one token per step, the rules that may be recommended) on this task."""
+    """(one token per step, the rules that may be recommended) on this task.
+
+    Args:
+        trials: Of `decode.run`, the baseline first.
+        asked: Their questions.
+
+    Returns:
+        Results for `recommend.recommend`; rules that were refused are left out.
+    """
     able = [t for t in trials[1:] if t.refused is None and t.entry.code is not None]
     return _result(trials[0], asked), [_result(t, asked) for t in able]
 
@@ -134,6 +149,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
 
     Returns:
         The path. One panel for each task, one curve for each rule.
+
+    Raises:
+        ValueError: No row has an accuracy, or the plot cannot be written.
     """
     shown = [r for r in rows if "accuracy" in r]
     if not shown:

@@ -74,6 +74,7 @@ class LoadTurn(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
+        """Completion tokens per second over all requests."""
         return sum(one.tokens for one in self.seen) / self.seconds
 
 
@@ -114,6 +115,9 @@ def against(
         key: API key.
         keep: Filled with the turns of each number of clients.
         more: Further fields of each record.
+
+    Yields:
+        A JSON-ready record for each number of clients, for the open loop and for the agents.
     """
     model = _run(url, key, _model)
     about = {"url": url, "model": model, "hardware": card.hardware(), **(more or {})}
@@ -135,7 +139,15 @@ def against(
 
 
 def questions(model: str, load: Load) -> list[LoadRequest]:
-    """Requests with held-out questions of the tasks, one task after the other."""
+    """Requests with held-out questions of the tasks, one task after the other.
+
+    Args:
+        model: Name of the model at the server.
+        load: What is sent.
+
+    Returns:
+        `load.requests` requests.
+    """
     each = -(-load.requests // len(load.tasks))
     drawn = [[p.input for p in tasks.draw(_generator(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
@@ -149,7 +161,16 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
 async def alternate_loads(
     client: Client, asks: Sequence[LoadRequest], load: Load
 ) -> dict[int, list[LoadTurn]]:
-    """Every number of clients once a turn, in alternating order. A first turn warms up and is not kept."""
+    """Every number of clients once a turn, in alternating order. A first turn warms up and is not kept.
+
+    Args:
+        client: Connections to the server.
+        asks: The requests of a turn.
+        load: Numbers of clients and turns.
+
+    Returns:
+        Number of clients -> its turns.
+    """
     parts: dict[int, list[LoadTurn]] = {n: [] for n in sorted(set(load.concurrency))}
     for turn in range(load.turns + 1):
         for n in parts if turn % 2 else reversed(parts):
@@ -167,7 +188,15 @@ async def _counted(client: Client, load: Awaitable[tuple[list[RequestResult], fl
 
 
 def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
-    """Latencies in seconds over all turns, and the median of the turns' rates. Only complete answers count."""
+    """Latencies in seconds over all turns, and the median of the turns' rates. Only complete answers count.
+
+    Args:
+        parts: Turns of one number of clients.
+        load: What was sent.
+
+    Returns:
+        Fields of a record.
+    """
     seen = [one for part in parts for one in part.seen]
     good = [one for one in seen if one.good]
     forwards = sum(part.counted.get("mercury_forwards_total", 0) for part in parts)
@@ -224,7 +253,16 @@ def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Js
 
 
 async def agents(client: Client, model: str, load: Load) -> Json:
-    """Agents one after the other, in alternation with the same conversations in free text."""
+    """Agents one after the other, in alternation with the same conversations in free text.
+
+    Args:
+        client: Connections to the server.
+        model: Name of the model at the server.
+        load: Turns and questions.
+
+    Returns:
+        A record.
+    """
     texts = [ask.body["messages"][0]["content"] for ask in questions(model, load)]
     pairs = []
     for text in [texts[0], *texts[: load.turns * 3]]:  # the first one warms up
@@ -325,6 +363,17 @@ async def run_agent(
     """Asks a question, runs the tools that the model calls for `turns` turns, then has it answer.
 
     With `tools` false the conversation has as many turns in free text, without any constraint.
+
+    Args:
+        client: Connections to the server.
+        model: Name of the model at the server.
+        question: The first user message.
+        turns: Turns with tools before the answer.
+        max_tokens: Most tokens of each response.
+        tools: Whether tools are offered.
+
+    Returns:
+        Times, tokens and calls of the conversation.
     """
     messages: list[Json] = [{"role": "user", "content": question}]
     seconds, tokens, calls, valid = [], 0, 0, 0

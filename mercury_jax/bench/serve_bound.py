@@ -58,6 +58,9 @@ def measure_bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> BatchingBou
         rows: Rows of the larger batch.
         tokens: Prompt and answer of a row.
         turns: How often both are timed.
+
+    Returns:
+        Times and rates of both batches.
     """
     few, many = device_program(lm, 1, tokens), device_program(lm, rows, tokens)
     seconds: dict[int, list[float]] = {1: [], rows: []}
@@ -81,6 +84,9 @@ def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None
         rows: Rows of the batch.
         tokens: Prompt and answer of a row.
         rules: Rules that the program offers. Default: those of a server.
+
+    Returns:
+        The program with a state whose rows have their prompts and no answer yet.
     """
     lm = endless(lm)
     plan = shapes.plan(lm, Settings(slots=rows, context=tokens, rules=rules))
@@ -132,6 +138,9 @@ def explain(speedup: float, found: BatchingBound, wanted: float) -> str:
         speedup: Measured, of the largest concurrency over the least.
         found: Of `measure_bound`.
         wanted: The speedup that is aimed at.
+
+    Returns:
+        A sentence with the figures.
     """
     rows = max(found.seconds)
     longer = found.seconds[rows] / found.seconds[1]

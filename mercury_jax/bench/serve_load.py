@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 # --- client
 
 
-class Broken(ConnectionError):
+class BrokenResponse(ConnectionError):
     """The server closed a connection inside a response, or never responded."""
 
 
@@ -41,6 +41,7 @@ class HttpResponse(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
+        """The body as JSON."""
         return json.loads(self.body)
 
 
@@ -52,7 +53,11 @@ class StreamedResponse:
         self.complete = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises Broken where it ends early."""
+        """The body as it arrives. Raises BrokenResponse where it ends early.
+
+        Raises:
+            BrokenResponse: The body ends early.
+        """
         reader = self._connection.reader
         try:
             if "chunked" in self.headers.get("transfer-encoding", "").lower():
@@ -64,7 +69,7 @@ class StreamedResponse:
             elif self.status not in (204, 304):
                 yield await reader.read()
         except (ValueError, asyncio.IncompleteReadError) as error:
-            raise Broken(f"the body of a response of {self.status} ended early") from error
+            raise BrokenResponse(f"the body of a response of {self.status} ended early") from error
         self.complete = True
 
     async def read(self) -> HttpResponse:
@@ -72,7 +77,11 @@ class StreamedResponse:
         return HttpResponse(self.status, self.headers, b"".join([piece async for piece in self.pieces()]))
 
     async def events(self) -> AsyncIterator[str]:
-        """The data of each server-sent event; comments and other fields are skipped."""
+        """The data of each server-sent event; comments and other fields are skipped.
+
+        Raises:
+            BrokenResponse: The body ends early.
+        """
         rest = b""
         async for piece in self.pieces():
             *blocks, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -81,7 +90,7 @@ class StreamedResponse:
                 if lines:
                     yield b"\n".join(lines).decode("utf-8")
         if rest.strip():
-            raise Broken(f"a stream ended inside an event: {rest[:80]!r}")
+            raise BrokenResponse(f"a stream ended inside an event: {rest[:80]!r}")
 
 
 class Connection(NamedTuple):
@@ -91,7 +100,7 @@ class Connection(NamedTuple):
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> StreamedResponse:
-        """Sends a request and reads the head of the response. Raises Broken where none comes."""
+        """Sends a request and reads the head of the response. Raises BrokenResponse where none comes."""
         with contextlib.suppress(
             OSError
         ):  # the server may have refused it before reading all, and has responded
@@ -100,12 +109,16 @@ class Connection(NamedTuple):
         return await self.read()
 
     async def read(self) -> StreamedResponse:
-        """Reads the head of the next response. Raises Broken where none comes."""
+        """Reads the head of the next response. Raises BrokenResponse where none comes.
+
+        Raises:
+            BrokenResponse: The connection ends before a head was read.
+        """
         try:
             while (head := await self.head())[0] == 100:
                 pass
         except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            raise Broken(f"no response: {type(error).__name__}") from error
+            raise BrokenResponse(f"no response: {type(error).__name__}") from error
         return StreamedResponse(*head, self)
 
     async def head(self) -> tuple[int, dict[str, str]]:
@@ -140,13 +153,31 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, method: str, path: str, value: Any = None) -> HttpResponse:
-        """The complete response to a request. `value` is sent as JSON, bytes as they are."""
+        """The complete response to a request. `value` is sent as JSON, bytes as they are.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Returns:
+            Status, headers and body.
+        """
         async with self.open(method, path, value) as response:
             return await response.read()
 
     @contextlib.asynccontextmanager
     async def open(self, method: str, path: str, value: Any = None) -> AsyncIterator[StreamedResponse]:
-        """A response to read. Leaving the block before it is complete drops the connection."""
+        """A response to read. Leaving the block before it is complete drops the connection.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Yields:
+            The response, with its head read.
+        """
         response = await self._send(self.request(method, path, value))
         try:
             yield response
@@ -158,7 +189,16 @@ class Client:
                 response._connection.drop()
 
     def request(self, method: str, path: str, value: Any = None) -> bytes:
-        """The bytes of a request."""
+        """The bytes of a request.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Returns:
+            Head and body, as they are sent.
+        """
         body = (
             b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode("utf-8")
         )
@@ -182,7 +222,7 @@ class Client:
         while self._idle:
             idle = self._idle.pop()
             if not idle.reader.at_eof():
-                with contextlib.suppress(Broken):
+                with contextlib.suppress(BrokenResponse):
                     return await self._send_on(idle, data)
         return await self._send_on(await self.connect(), data)
 
@@ -247,6 +287,9 @@ def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: A
         max_tokens: Most tokens of the answer.
         frames: Whether every event holds the whole text after a step, instead of what was added.
         more: Further fields of the body.
+
+    Returns:
+        The request.
     """
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "diffusing": frames, **more}
@@ -260,6 +303,9 @@ async def fetch(client: Client, request: LoadRequest, due: float | None = None) 
         client: Connections to the server.
         request: What to send.
         due: When it should have begun, on `time.perf_counter`. Default: now.
+
+    Returns:
+        What the client saw, also of errors and of connections that broke.
     """
     due = time.perf_counter() if due is None else due
     try:
@@ -271,7 +317,7 @@ async def fetch(client: Client, request: LoadRequest, due: float | None = None) 
                 response.headers.get("retry-after"),
             )
             return RequestResult(response.status, time.perf_counter() - due, refused=told, retry_after=retry)
-    except (Broken, OSError) as error:
+    except (BrokenResponse, OSError) as error:
         return RequestResult(0, time.perf_counter() - due, refused=f"{type(error).__name__}: {error}")
 
 
@@ -313,6 +359,11 @@ async def closed_loop(
     client: Client, requests: Sequence[LoadRequest], concurrency: int
 ) -> tuple[list[RequestResult], float]:
     """Sends requests by a number of clients, each of which waits for its response before the next request.
+
+    Args:
+        client: Connections to the server.
+        requests: What to send.
+        concurrency: Number of clients.
 
     Returns:
         (the results in the order of the requests, seconds in all).
@@ -370,7 +421,15 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds at which requests of a Poisson process arrive, without end."""
+    """Seconds at which requests of a Poisson process arrive, without end.
+
+    Args:
+        rate: Mean arrivals/s.
+        seed: Draws them.
+
+    Yields:
+        Seconds since the start, increasing.
+    """
     draw, at = random.Random(seed), 0.0
     while True:
         at += draw.expovariate(rate)
@@ -382,7 +441,15 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 
 def percentile(values: Iterable[float | None], percent: float) -> float:
     """The smallest value that at least `percent` per cent of the values do not exceed; None is skipped, NaN if
-    empty."""
+    empty.
+
+    Args:
+        values: Numbers, in any order.
+        percent: Between 0 and 100.
+
+    Returns:
+        One of the values.
+    """
     ordered = sorted(x for x in values if x is not None)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
@@ -405,7 +472,19 @@ async def counters(client: Client) -> dict[str, float]:
 async def wait_for_counters(
     client: Client, until: Callable[[dict[str, float]], bool], seconds: float = 60.0
 ) -> dict[str, float]:
-    """The metrics once `until` is true of them. TimeoutError after `seconds`."""
+    """The metrics once `until` is true of them. TimeoutError after `seconds`.
+
+    Args:
+        client: Connections to the server.
+        until: Told the metrics.
+        seconds: How long to wait.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        TimeoutError: The condition was not met in time.
+    """
     end = time.perf_counter() + seconds
     while not until(found := await counters(client)):
         if time.perf_counter() > end:

@@ -58,6 +58,9 @@ def server(
         within: Seconds for loading and compiling.
         env: Added to the environment of this process.
 
+    Yields:
+        The running server.
+
     Raises:
         RuntimeError: It ended before it was ready; with its last lines.
     """
@@ -94,7 +97,11 @@ def _next_line(process: subprocess.Popen[str], said: Path) -> dict[str, Any]:
 
 
 def main(asked: dict[str, Any]) -> int:
-    """Runs the server in this process until a signal ends it."""
+    """Runs the server in this process until a signal ends it.
+
+    Raises:
+        Exception: The error that ended the engine.
+    """
     from mercury_jax import load
     from mercury_jax.serve.api import create_app
     from mercury_jax.serve.api.options import Options

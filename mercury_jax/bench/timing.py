@@ -73,6 +73,13 @@ def alternate(
     """Seconds of two calls, one after the other `pairs` times; which begins alternates.
 
     On a shared machine both calls of a pair meet the same load, so their ratio is steadier than either time.
+
+    Args:
+        first, other: Functions without arguments that wait for their results.
+        pairs: How often both are called.
+
+    Returns:
+        (seconds of the first, seconds of the other) for each pair.
     """
     found = []
     for i in range(pairs):
@@ -113,6 +120,9 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
     Args:
         megabytes: Size of the array that is copied.
         width: Rows and columns of the square matrices that are multiplied.
+
+    Returns:
+        Its memory bandwidth and matmul rate.
     """
     w = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
     return Roofline(
@@ -127,6 +137,15 @@ def seconds_per_call(
 
     One program makes `calls` of them, each on the result of the one before, and the fastest of `repeats` such programs
     counts: other work of the device can only add to it.
+
+    Args:
+        call: A function that can be jitted.
+        start: Its first argument.
+        calls: Calls of one program.
+        repeats: Runs of the program.
+
+    Returns:
+        Seconds of the fastest run, divided by `calls`.
     """
 
     def chain(x: Any) -> Any:
@@ -171,7 +190,16 @@ def endless(lm: LM) -> LM:
 
 
 def prompt_ids(lm: LM, batch: int, shorter: int = 0) -> list[list[int]]:
-    """Prompts of one block minus `shorter` tokens each, so that one forward pass encodes them."""
+    """Prompts of one block minus `shorter` tokens each, so that one forward pass encodes them.
+
+    Args:
+        lm: The model.
+        batch: How many prompts.
+        shorter: Tokens by which they are shorter than a block.
+
+    Returns:
+        The same ids `batch` times.
+    """
     ids = lm.tokenizer.encode(TEXT * 8)
     size = max(min(lm.model.config.block, len(ids)) - shorter, 1)
     return [ids[:size] for _ in range(batch)]

@@ -120,6 +120,10 @@ def run_script(command: Command) -> int:
 def execute(command: Command, argv: Sequence[str]) -> int:
     """Runs a function with the words of a command line; prints its errors in one line, or with `--debug` as tracebacks.
 
+    Args:
+        command: Called with the words, without `--debug`.
+        argv: The words.
+
     Returns:
         Its exit code, or that of its error.
     """

@@ -120,6 +120,11 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
     Every parameter of a registered rule is an option: `--rule threshold --p 0.8`. The rules are only imported, and with
     them JAX, when `--rule` or an option that is none of the command's own is among the words.
 
+    Args:
+        command: A dataclass with a field `rule` of its own or in `Decoding`.
+        argv: The words behind the command's name.
+        prog: The name as it is typed.
+
     Returns:
         The dataclass, and the rule's parameters that were given, by name.
 
@@ -429,7 +434,11 @@ class Processing:
         return tuple(known[name].make(x) for name in names if (x := getattr(self, name)) is not None)
 
     def logit_bias(self) -> dict[int, float]:
-        """Token id -> what is added to its logit."""
+        """Token id -> what is added to its logit.
+
+        Raises:
+            ValueError: A pair that is not ID=X.
+        """
         table = {}
         for pair in self.bias:
             name, equals, value = pair.partition("=")
@@ -447,6 +456,9 @@ def add_processors(sampler: Any, processors: tuple[Part, ...], lm: LM) -> Part |
         sampler: A rule, a `Sampler`, or None for the model's own.
         processors: What to add; empty returns the sampler as it is.
         lm: The model, whose own sampler None stands for.
+
+    Returns:
+        The sampler that `mj.sample` takes.
     """
     if not processors:
         return sampler
@@ -460,7 +472,14 @@ def add_processors(sampler: Any, processors: tuple[Part, ...], lm: LM) -> Part |
 def check_request(
     seed: int, temperature: float | None, effort: str | None = None, logprobs: int | None = None
 ) -> None:
-    """Refuses what no model takes, before one is loaded. ValueError names the value and what is allowed."""
+    """Refuses what no model takes, before one is loaded. ValueError names the value and what is allowed.
+
+    Args:
+        seed: Of the decoding.
+        temperature: None for the rule's own.
+        effort: None for none.
+        logprobs: Alternatives at each token; None for none.
+    """
     from mercury_jax.decode import ask, effort as efforts
     from mercury_jax.decode.program import checked_temperature
     from mercury_jax.decode.prompts import check_seed
@@ -481,6 +500,9 @@ def read_text(word: str, escapes: bool) -> str:
     Args:
         word: The text; "-" reads standard input, without its last line break.
         escapes: Whether `\n`, `\t` and `\\` in it are read as Python reads them.
+
+    Returns:
+        The text.
     """
     if word == "-":
         word = sys.stdin.read().removesuffix("\n")
@@ -490,7 +512,20 @@ def read_text(word: str, escapes: bool) -> str:
 
 
 def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bool) -> str:
-    """The text of an argument or of `--file`. ValueError where both or none were given, or the file is unreadable."""
+    """The text of an argument or of `--file`. ValueError where both or none were given, or the file is unreadable.
+
+    Args:
+        name: Of the argument, for the error.
+        text: The argument, or None.
+        file: The value of `--file`, or None.
+        escapes: As of `read_text`.
+
+    Returns:
+        The text, a file's as it is.
+
+    Raises:
+        ValueError: Both or none were given, or the file cannot be read.
+    """
     if (text is None) == (file is None):
         raise refuse(name, text, "a text, or --file PATH, and not both")
     if file is None:

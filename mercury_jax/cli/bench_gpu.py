@@ -71,7 +71,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(command: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of a command. ValueError names the option and the value, or the nearest option."""
+    """Reads the options of a command. ValueError names the option and the value, or the nearest option.
+
+    Args:
+        command: check, speed or model.
+        argv: The words behind it.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: A bad option.
+    """
     about = COMMANDS[command][0].upper() + COMMANDS[command][1:] + "."
     form = argparse.RawDescriptionHelpFormatter
     p = _Parser(f"mercury bench gpu {command}", None, about, MORE, formatter_class=form, allow_abbrev=False)
@@ -98,7 +109,11 @@ def parse(command: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns 1 where a kernel is wrong or a case failed, else 0."""
+    """Runs the command; returns 1 where a kernel is wrong or a case failed, else 0.
+
+    Raises:
+        ValueError: A bad command or option, before a process is started.
+    """
     given = list(argv)
     if not given or given[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:7}{about}" for name, about in COMMANDS.items())))
@@ -114,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
     if command == "check":
         how["seed"] = args.seed
     bad = False
-    with runner.Runner(runner.Clock(args.budget)) as running:
+    with runner.Runner(runner.TimeBudget(args.budget)) as running:
         for row in getattr(commands, command)(running, **how):
             runner.append(args.out, row)
             show.emit(row) if args.json else print(line(row), flush=True)

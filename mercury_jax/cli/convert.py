@@ -41,7 +41,11 @@ class Convert:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     args = arguments.read(Convert, argv, "mercury convert")
     if args.to not in ("ours", "hf"):
         raise refuse("--to", args.to, "ours, hf")

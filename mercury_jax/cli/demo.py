@@ -84,7 +84,7 @@ class Question(NamedTuple):
     remark: Callable[[str], str] = lambda text: ""
 
 
-class Shown(NamedTuple):
+class DemoAnswer(NamedTuple):
     """One answer, whether it is right (None: that cannot be told), and what it cost."""
 
     text: str
@@ -198,7 +198,7 @@ def _decode(lm: LM, question: Question, one_per_step: bool = False) -> Any:
 
 def _ask(
     lm: LM, draw: Callable[[int], Question], live: bool, as_json: bool, say: Callable[[str], None]
-) -> Shown:
+) -> DemoAnswer:
     """Asks questions of one kind until one is answered correctly."""
     for attempt in range(TRIES):
         question = draw(attempt)
@@ -215,7 +215,7 @@ def _ask(
     return shown
 
 
-def _show(lm: LM, question: Question, live: bool, say: Callable[[str], None]) -> Shown:
+def _show(lm: LM, question: Question, live: bool, say: Callable[[str], None]) -> DemoAnswer:
     """Answers a question, shows it, and times it against one token per step."""
     out, slow = _decode(lm, question), _decode(lm, question, one_per_step=True)
     text, right = out.text, question.check(out.text)
@@ -225,7 +225,7 @@ def _show(lm: LM, question: Question, live: bool, say: Callable[[str], None]) ->
     else:
         thinking = out.thinking[0]
         say(question.before + (f"[thinking] {thinking}\n[answer] " if thinking else "") + out.text)
-    return Shown(
+    return DemoAnswer(
         text, right, out.lengths[0], int(out.forwards[0]), out.seconds, int(slow.forwards[0]), slow.seconds
     )
 
@@ -254,7 +254,7 @@ def _watch(lm: LM, question: Question) -> str:
     return last.text
 
 
-def _verdict(question: Question, shown: Shown) -> str:
+def _verdict(question: Question, shown: DemoAnswer) -> str:
     """What is said of an answer: right or wrong, and its speed beside one token per step."""
     told = {True: f"Right: {question.right}.", False: f"Wrong: it should be {question.wrong}."}
     verdict = question.remark(shown.text) if shown.right is None else told[shown.right]
@@ -264,7 +264,7 @@ def _verdict(question: Question, shown: Shown) -> str:
     return f"\n{verdict}\n  {ours}\n  the same model, one token per step: {slow}\n"
 
 
-def _record(question: Question, shown: Shown, attempt: int) -> dict[str, Any]:
+def _record(question: Question, shown: DemoAnswer, attempt: int) -> dict[str, Any]:
     return {
         "scene": question.title,
         "prompt": question.prompt if isinstance(question.prompt, str) else question.prompt[0]["content"],

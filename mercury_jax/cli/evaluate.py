@@ -47,7 +47,11 @@ class Evaluate:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     args, parameters = arguments.read_with_rule(Evaluate, argv, "mercury eval")
     from mercury_jax import evaluate
     from mercury_jax.evaluate import tasks

@@ -37,7 +37,11 @@ class Init:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     from mercury_jax.train.packaged import packaged
 
     known = packaged()

@@ -29,7 +29,15 @@ PACE = 0.06  # least seconds of a frame: a small model is done before the eye ha
 
 
 def style(accepted: bool, confidence: float) -> str:
-    """The style of one token in rich's words: bold, or a colour between PALE and VIVID by its confidence."""
+    """The style of one token in rich's words: bold, or a colour between PALE and VIVID by its confidence.
+
+    Args:
+        accepted: Whether the token is accepted.
+        confidence: Its probability.
+
+    Returns:
+        A style in rich's words.
+    """
     if accepted:
         return ACCEPTED
     share = min(max((confidence - UNKNOWN) / (1 - UNKNOWN), 0.0), 1.0)
@@ -65,7 +73,16 @@ def paint(
 
 
 def tail(text: Text, console: Console, spare: int = 3) -> Text:
-    """The last lines that fit the screen, `spare` left free: what has scrolled away cannot be repainted."""
+    """The last lines that fit the screen, `spare` left free: what has scrolled away cannot be repainted.
+
+    Args:
+        text: The whole text.
+        console: Its width and height count.
+        spare: Lines to leave free.
+
+    Returns:
+        The wrapped last lines.
+    """
     lines = text.wrap(console, console.width)
     return Text("\n").join(lines[-max(console.height - spare, 1) :])
 

@@ -106,7 +106,11 @@ class Serve:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command until a signal ends it; returns its exit code."""
+    """Runs the command until a signal ends it; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     args, parameters = arguments.read_with_rule(Serve, argv, "mercury serve")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -151,7 +155,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def settings_of(args: Serve) -> Settings:
-    """The settings of the engine. ValueError names the option that is out of range."""
+    """The settings of the engine. ValueError names the option that is out of range.
+
+    Raises:
+        ValueError: A number that is out of range.
+    """
     from mercury_jax.config.checks import at_least
     from mercury_jax.models.cache import check_kind
     from mercury_jax.serve.engine.types import Settings
@@ -212,13 +220,30 @@ def mesh_of(text: str | None) -> Mesh | None:
 
 
 def aliases_of(words: Sequence[str], model: str) -> dict[str, str] | None:
-    """Name -> model of each --alias, NAME or NAME=MODEL; None where there was none."""
+    """Name -> model of each --alias, NAME or NAME=MODEL; None where there was none.
+
+    Args:
+        words: The values of --alias.
+        model: Name of the model, for those without one.
+
+    Returns:
+        The names, or None for the vendor's.
+    """
     pairs = [word.partition("=") for word in words]
     return {name: meant or model for name, _, meant in pairs} or None
 
 
 def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
-    """The model with another default rule, which requests that name none are decoded with; None changes nothing."""
+    """The model with another default rule, which requests that name none are decoded with; None changes nothing.
+
+    Args:
+        lm: The model.
+        rule: A registered rule, or MODULE:NAME.
+        parameters: Of the rule.
+
+    Returns:
+        The model; its own block and steps are kept.
+    """
     if rule is None:
         return lm
     name = arguments.find_rule(rule).make.__name__

@@ -77,7 +77,15 @@ def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "")
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines of aligned columns, the first one to the left and the others to the right."""
+    """Lines of aligned columns, the first one to the left and the others to the right.
+
+    Args:
+        head: Names of the columns.
+        rows: Their texts.
+
+    Returns:
+        The head and a line for each row.
+    """
     cells = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return [
@@ -91,6 +99,10 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 def check_writable(option: str, path: str | None) -> None:
     """Refuses a file that could not be written, before any work is done; its content stays as it is.
+
+    Args:
+        option: Name of the option, for the error.
+        path: The file, or None.
 
     Raises:
         ValueError: Naming the option, the path and the reason.
@@ -107,7 +119,12 @@ def check_writable(option: str, path: str | None) -> None:
 
 
 def write_records(path: str | None, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one JSON object a line; does nothing where no path was given."""
+    """Writes one JSON object a line; does nothing where no path was given.
+
+    Args:
+        path: The file, or None.
+        records: JSON-ready.
+    """
     if path is not None:
         Path(path).write_text("".join(as_json(r) + "\n" for r in records), encoding="utf-8")
 

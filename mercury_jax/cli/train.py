@@ -48,7 +48,11 @@ class Train:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     words = [w for w in argv if w != "--json"]
     if not words or words[0] in ("-h", "--help"):
         arguments.read(Train, words, "mercury train")  # prints the help, or says that RECIPE is missing

@@ -232,7 +232,7 @@ def test_a_pass_of_twice_the_width_counts_twice():
     asked = decode.questions("add3", limit=2, batch=2)
     found = []
     for make in (everything, wide):
-        entry = decode.Entry(make.__name__, make.__name__, tiny(), make, Plan(), "code")
+        entry = decode.SweepEntry(make.__name__, make.__name__, tiny(), make, Plan(), "code")
         trial = decode.Trial(
             entry, [True] * 2, [np.arange(4)] * 2, [3, 5], complete(make(), tiny().corruption)
         )

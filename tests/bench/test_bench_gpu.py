@@ -15,7 +15,7 @@ import pytest
 
 from mercury_jax.bench.abstract_params import find_preset
 from mercury_jax.bench.gpu import cases, check, commands, model, speed
-from mercury_jax.bench.gpu.runner import Clock, GpuCase, Runner, append
+from mercury_jax.bench.gpu.runner import GpuCase, Runner, TimeBudget, append
 from mercury_jax.cli import main
 from mercury_jax.kernels import checked, chip
 
@@ -32,7 +32,7 @@ def scripted(script, budget=60.0, **how):
     loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
     body = "".join(f"    {line}\n" for line in script.splitlines())
     said = []
-    return Runner(Clock(budget), (sys.executable, "-c", begin + loop + body), said.append, **how), said
+    return Runner(TimeBudget(budget), (sys.executable, "-c", begin + loop + body), said.append, **how), said
 
 
 CHILD = """
@@ -101,7 +101,7 @@ def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
     """Its group is another than its child's, so that the child ends by itself."""
     script = (
         "from mercury_jax.bench.gpu.runner import *\n"
-        "r = Runner(Clock(60)); r.run(GpuCase('about', 'about', {}))\n"
+        "r = Runner(TimeBudget(60)); r.run(GpuCase('about', 'about', {}))\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(r._child._process.pid)); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
@@ -146,7 +146,7 @@ def broken(tmp_path, monkeypatch):
 
     def run(only=(), **faults):
         monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
-        with Runner(Clock(300.0), BROKEN, lambda line: None) as running:
+        with Runner(TimeBudget(300.0), BROKEN, lambda line: None) as running:
             rows = list(commands.check(running, small=True, only=only))
         return rows, checked.read(checked.key(jax.local_devices()[0].device_kind, jax.__version__))
 

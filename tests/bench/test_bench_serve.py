@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mercury_jax.bench import serve, serve_bound, serve_load
-from mercury_jax.bench.serve_load import Broken, Client
+from mercury_jax.bench.serve_load import BrokenResponse, Client
 from mercury_jax.cli import main
 from tests.bench import scripted_server
 from tests.bench.scripted_server import chunked, chunks, run, whole
@@ -60,7 +60,7 @@ def test_whoever_leaves_early_drops_the_connection_and_a_cut_answer_is_broken():
     assert json.loads(told)["choices"][0]["delta"] == {"content": "a"} and server.connections == 2
 
     async def cut(client):
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenResponse):
             await client.ask("GET", "/a")
         return True
 

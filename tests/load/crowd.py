@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_load import Broken, Client, LoadRequest, chat
+from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat
 from mercury_jax.evaluate import tasks
 
 MODEL = "nano"
@@ -94,7 +94,7 @@ async def leave(client, ask, draw):
             if not left:
                 return
             left -= 1
-    except (TimeoutError, Broken, OSError):
+    except (TimeoutError, BrokenResponse, OSError):
         pass
     finally:
         if draw.random() < 0.5:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mercury_jax.bench import serve_load
-from mercury_jax.bench.serve_load import Broken, LoadRequest
+from mercury_jax.bench.serve_load import BrokenResponse, LoadRequest
 from tests.load.crowd import MODEL, held, leavers, questions, run
 
 MEBI = 1 << 20
@@ -123,7 +123,7 @@ def test_a_signal_drains_and_nothing_fails(narrow):
         while True:
             try:
                 told.add((await client.ask("POST", serve_load.CHAT, body)).status)
-            except (Broken, OSError):
+            except (BrokenResponse, OSError):
                 return told
             await asyncio.sleep(0.02)
 

@@ -32,7 +32,15 @@ OFF = ("MERCURY_KERNELS", "0")
 
 
 def about(small: bool, env: tuple[tuple[str, str], ...] = ()) -> list[GpuCase]:
-    """The first cases of every command: versions and the device, then the roofline that everything is compared with."""
+    """The first cases of every command: versions and the device, then the roofline that everything is compared with.
+
+    Args:
+        small: Whether to use small arrays.
+        env: Environment variables of the process.
+
+    Returns:
+        Two cases.
+    """
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     return [
         GpuCase("about", "about", {}, limit=90.0, env=env),
@@ -47,6 +55,9 @@ def check(chip: str | None, seed: int, small: bool = False) -> list[GpuCase]:
         chip: "sm_90a", "sm_100a" or "tpu", as in `kernels.chip`; None where no kernel is for this device.
         seed: Draws the inputs.
         small: Few small shapes, for the interpreter.
+
+    Returns:
+        The cases in the order in which they run, with NVIDIA's memory checker at the end.
     """
     if small:
         found = [*_small()]

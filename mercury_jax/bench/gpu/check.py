@@ -39,7 +39,15 @@ PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-
 
 
 def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Versions, the device, and which kernels are for it."""
+    """Versions, the device, and which kernels are for it.
+
+    Args:
+        asked: Empty.
+        stage: Called with what is being done.
+
+    Yields:
+        One row.
+    """
     stage("starting JAX on the device")
     devices = jax.devices()
     versions = {}
@@ -67,7 +75,15 @@ def _toolkit() -> dict[str, str | None]:
 
 
 def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products."""
+    """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products.
+
+    Args:
+        asked: `megabytes` of the copied array and `width` of the matrices.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `bytes_per_second` and `flops_per_second`.
+    """
     stage("copying, then multiplying")
     found = measure_roofline(asked["megabytes"], asked["width"])
     yield {"bytes_per_second": found.bandwidth, "flops_per_second": found.matmul}
@@ -83,13 +99,29 @@ class KernelCheck(NamedTuple):
 
 
 def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Checks one shape of one form of the attention kernels."""
+    """Checks one shape of one form of the attention kernels.
+
+    Args:
+        asked: `shape` as fields of `AttentionShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        The row of `_judged`.
+    """
     a = AttentionShape(**asked["shape"])
     yield from _judged(a.check(), asked, stage, {"shape": a.text})
 
 
 def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Checks one shape of the grouped product, or of the gradient of its rows."""
+    """Checks one shape of the grouped product, or of the gradient of its rows.
+
+    Args:
+        asked: `shape` as fields of `GroupedShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        The row of `_judged`.
+    """
     a = GroupedShape(**asked["shape"])
     sizes = a.sizes(np.random.default_rng(asked["seed"]))
     starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
@@ -123,6 +155,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The sizes in words."""
         more = (
             ["int8 keys"] * self.int8
             + [f"pages of {self.page}"] * bool(self.page)
@@ -157,7 +190,17 @@ class AttentionShape(NamedTuple):
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
 
     def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
-        """(arguments of the kernel, of the reference). Unseen keys are NaN in the first and 0 in the second."""
+        """(arguments of the kernel, of the reference). Unseen keys are NaN in the first and 0 in the second.
+
+        Args:
+            q, k, v: Queries [b, t, h, width], keys and values [b, s, g, width], fp32.
+            see: Which keys any query sees [b, s].
+            ranges: [b, t, r, 2].
+            places: Page numbers in the pool [b, pages of a row].
+
+        Returns:
+            Two tuples of arguments.
+        """
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         clean, poisoned = [], []
         for x in (k, v):
@@ -204,6 +247,7 @@ class GroupedShape(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The sizes in words."""
         what = "gradient of rows, " if self.gradient else ""
         return f"{what}{self.rows} rows on {self.experts} x {self.inputs} x {self.outputs} of {self.dtype}"
 
@@ -217,7 +261,16 @@ class GroupedShape(NamedTuple):
         return np.array([*few, 0, *rng.multinomial(rest, share)])
 
     def prepared(self, key: Any, sizes: Any) -> tuple[Any, ...]:
-        """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN."""
+        """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN.
+
+        Args:
+            key: Draws the numbers.
+            sizes: Rows of each expert [experts].
+
+        Returns:
+            (rows [rows + 5, inputs], cotangent [rows + 5, outputs], matrices [experts, inputs, outputs], sizes, scales
+            [experts, outputs] or None).
+        """
         keys, kind, scale = jax.random.split(key, 4), jnp.dtype(self.dtype), None
         x = (
             jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
@@ -335,6 +388,10 @@ def poison(program: Any, like: Any) -> None:
 
     The allocator reuses freed chunks of the right size first, so arrays of the sizes of the program's temporaries and
     outputs (`like`) are filled and freed.
+
+    Args:
+        program: A compiled program.
+        like: Shapes of its outputs.
     """
     need = program.memory_analysis()
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(like)]
@@ -350,6 +407,13 @@ def worst(got: Any, want: Any) -> float:
     The norm of a row counts as at least a twentieth of the typical one. Of outputs with one number for each row, such
     as log-sum-exp, the difference is taken relative to at least 1. Infinities must be at the same places: a row that
     sees nothing has -inf.
+
+    Args:
+        got: Outputs of the kernel, one array or several.
+        want: Outputs of the reference.
+
+    Returns:
+        The largest error.
     """
     found = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -368,7 +432,15 @@ def worst(got: Any, want: Any) -> float:
 
 
 def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Runs NVIDIA's memory checker over some small cases, with a separate allocation for each buffer."""
+    """Runs NVIDIA's memory checker over some small cases, with a separate allocation for each buffer.
+
+    Args:
+        asked: `cases`, each with `work` and `asked`.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, or with `left_out`, the reason why there is no result.
+    """
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:
         yield {"left_out": "compute-sanitizer is not installed here"}

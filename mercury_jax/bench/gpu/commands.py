@@ -108,7 +108,16 @@ class _Verdicts:
 
 def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
     """Times what passed `check` beside cuDNN and XLA, as shares of the roofline; then a model with kernels and graphs
-    on and off. Arguments as of `check`."""
+    on and off. Arguments as of `check`.
+
+    Args:
+        runner: Runs the cases.
+        small: Small shapes and models, for a machine without a GPU.
+        only: Parts of names of cases.
+
+    Yields:
+        A row for each case.
+    """
     told, first = _begun(runner, "speed", small)
     yield from told
     best: dict[str, float] = {}  # shape -> seconds of the fastest other implementation
@@ -126,7 +135,16 @@ def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> I
 
 def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
     """Measures a slice of the 26B model with kernels and without, the whole model, transformers, and training.
-    Arguments as of `check`."""
+    Arguments as of `check`.
+
+    Args:
+        runner: Runs the cases.
+        small: Small shapes and models, for a machine without a GPU.
+        only: Parts of names of cases.
+
+    Yields:
+        A row for each case.
+    """
     told, first = _begun(runner, "model", small)
     yield from told
     ours = None

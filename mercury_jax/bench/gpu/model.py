@@ -59,7 +59,16 @@ def find(name: str) -> ap.ModelSource:
 
 
 def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> LM:
-    """The model with random weights on the first device. It never emits the end of text."""
+    """The model with random weights on the first device. It never emits the end of text.
+
+    Args:
+        found: The model.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+        stage: Called with what is being done.
+
+    Returns:
+        The model, ready to decode.
+    """
     lm = ap.abstract_lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
     stage(f"filling {size(lm.params) / 1e9:.1f} GB of weights")
     return endless(dataclasses.replace(lm, params=jax.block_until_ready(random_params(lm.params))))
@@ -96,7 +105,15 @@ def _bits(shape: tuple[int, ...], seed: int) -> Any:
 
 
 def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
-    """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps."""
+    """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
+
+    Args:
+        asked: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds_per_forward`, bytes and FLOP of a pass.
+    """
     found, batch, prefix = find(asked["model"]), asked["batch"], asked["prefix"]
     lm = random_model(found, asked.get("quantise"), stage)
     c = lm.model.config
@@ -137,6 +154,13 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     """Logits with kernels and without, each against the same weights in fp32 arithmetic.
 
     Passes if the error with kernels is at most 1.5 times that of plain XLA in bf16, or at most 1e-3.
+
+    Args:
+        asked: `model`, `quantise`, and `layers` of the slice.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed` and both errors.
     """
     found = find(asked["model"])
     layers: int = asked["layers"]
@@ -186,6 +210,13 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
 
     A row is a document's clean tokens and its canvases (block diffusion), so there are about twice as many positions as
     tokens to learn from.
+
+    Args:
+        asked: `model`, `rows` and positions of a `row`, `turns` that are timed.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds` of an update and its FLOP.
     """
     from mercury_jax.train import objectives, optim, step as steps  # only this function needs optax
 
@@ -211,7 +242,16 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def load(lm: LM, batch: int, prefix: int) -> tuple[float, float]:
-    """(bytes that a pass must read, FLOP that it must do): all experts are read, but a token multiplies with few."""
+    """(bytes that a pass must read, FLOP that it must do): all experts are read, but a token multiplies with few.
+
+    Args:
+        lm: The model, or its shapes.
+        batch: Rows.
+        prefix: Tokens of each prompt.
+
+    Returns:
+        (bytes, FLOP).
+    """
     c = lm.model.config
     positions = batch * c.block
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params) if x.ndim > 1)
@@ -233,7 +273,16 @@ def peak() -> int | None:
 
 
 def batch_of(c: ModelConfig, rows: int, row: int) -> Batch:
-    """A batch of rows with one random document each, as long as fits behind its clean tokens, then padding."""
+    """A batch of rows with one random document each, as long as fits behind its clean tokens, then padding.
+
+    Args:
+        c: Configuration of the model.
+        rows: Rows of the batch.
+        row: Positions of a row.
+
+    Returns:
+        Numpy arrays in the place of those of the data pipeline.
+    """
     length = row if c.pattern == "bidirectional" else max(c.block, (row + c.block) // (2 * c.block) * c.block)
     ids = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, length)  # no special tokens
     laid = masks.layout(c, ids, 0)
@@ -251,7 +300,16 @@ def batch_of(c: ModelConfig, rows: int, row: int) -> Batch:
 
 def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
     """FLOP that a training step must do: 6 for each matrix parameter and position, 12 for each number of a head and key
-    that a query sees."""
+    that a query sees.
+
+    Args:
+        params: Parameters, or their shapes.
+        c: Configuration of the model.
+        data: The batch.
+
+    Returns:
+        FLOP of the forward and the backward pass.
+    """
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim > 1)
     lookup = 0 if c.tied else c.vocab * c.width
     ranges = np.asarray(data.ranges, np.int64)
@@ -262,6 +320,13 @@ def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
 
 def transformers(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     """Seconds of a denoising pass of transformers' `generate` with random weights of the same shapes.
+
+    Args:
+        asked: `model`, `prefix` tokens of the prompt, `device` of torch.
+        stage: Called with what is being done.
+
+    Raises:
+        RuntimeError: The process of transformers ended without a result.
 
     Yields:
         One row with `seconds_per_forward` and the versions, or with `left_out`, the reason why there is none.

@@ -56,7 +56,7 @@ class GpuCase(NamedTuple):
     alone: bool = False
 
 
-class Clock:
+class TimeBudget:
     """The time budget of a command, in seconds."""
 
     def __init__(self, budget: float) -> None:
@@ -64,10 +64,12 @@ class Clock:
 
     @property
     def spent(self) -> float:
+        """Seconds since the command began."""
         return time.monotonic() - self._began
 
     @property
     def left(self) -> float:
+        """Seconds that are left of the budget."""
         return self.budget - self.spent
 
 
@@ -83,7 +85,7 @@ class Runner:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: TimeBudget,
         worker: Sequence[str] = WORKER,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         beat: float = BEAT,
@@ -158,7 +160,12 @@ def _why(rows: Sequence[Row]) -> str:
 
 
 def append(path: str | None, row: Row) -> None:
-    """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given."""
+    """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given.
+
+    Args:
+        path: A JSONL file, or None.
+        row: The row.
+    """
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -28,7 +28,15 @@ SETS, CALLS, REPEATS = 6, 18, 7
 
 
 def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla"."""
+    """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
+
+    Args:
+        asked: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds`, or with `left_out` or `refused`, the reason why there are none.
+    """
     way, shape = asked["way"], asked["shape"]
     causal, int8 = shape.get("causal", False), shape.get("int8", False)
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
@@ -83,7 +91,15 @@ def _attention(way: str, causal: bool, seen: Any) -> Callable[..., Any]:
 
 
 def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot"."""
+    """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot".
+
+    Args:
+        asked: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds`, or with `left_out`, the reason why there are none.
+    """
     way, shape = asked["way"], asked["shape"]
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     told: dict[str, Any] = {"shape": shape, "way": way}
@@ -124,7 +140,16 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
 
 
 def routed(routing: str, rows: int, experts: int) -> np.ndarray:
-    """Rows of each expert: "even", "random" (uniform), or "skewed" with probabilities 1 / rank^0.7."""
+    """Rows of each expert: "even", "random" (uniform), or "skewed" with probabilities 1 / rank^0.7.
+
+    Args:
+        routing: "even", "random" or "skewed".
+        rows: Rows in all.
+        experts: Number of experts.
+
+    Returns:
+        Counts [experts] whose sum is `rows`.
+    """
     rng = np.random.default_rng(0)
     if routing == "even":
         return np.diff(np.linspace(0, rows, experts + 1).astype(int))

@@ -54,7 +54,15 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(torch: Any, transformers: Any, asked: dict[str, Any]) -> Any:
-    """The model with small random weights, made on the device."""
+    """The model with small random weights, made on the device.
+
+    Args:
+        torch, transformers: The modules.
+        asked: `config`, `dtype` and `device`.
+
+    Returns:
+        The model in evaluation mode.
+    """
     config = transformers.DiffusionGemmaConfig(**asked["config"])
     torch.set_default_dtype(getattr(torch, asked["dtype"]))
     with torch.device(asked["device"]):
@@ -69,7 +77,15 @@ def build(torch: Any, transformers: Any, asked: dict[str, Any]) -> Any:
 
 
 def wait(torch: Any, device: str) -> float:
-    """Waits until the device is idle; returns the time in seconds."""
+    """Waits until the device is idle; returns the time in seconds.
+
+    Args:
+        torch: The module.
+        device: "cuda" or "cpu".
+
+    Returns:
+        `time.perf_counter()`.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

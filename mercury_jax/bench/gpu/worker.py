@@ -40,7 +40,12 @@ def main() -> int:
 
 
 def answer(case: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-    """Runs one case and passes each line of its answer to `say`."""
+    """Runs one case and passes each line of its answer to `say`.
+
+    Args:
+        case: {"work": name, "asked": arguments}.
+        say: Called with each line of the answer.
+    """
     name = case["work"]
     try:
         work: Work = getattr(importlib.import_module(f"mercury_jax.bench.gpu.{WORK[name]}"), name)
