@@ -70,11 +70,11 @@ def build(words: Sequence[str]) -> Callable[[], Any]:
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            await run_in_threadpool(engine.start)  # Ray sends no request before this has returned
+            # Ray sends no request before this has returned.
+            await run_in_threadpool(engine.start)
             yield
-            await run_in_threadpool(
-                engine.stop
-            )  # after Ray has drained the replica: what still runs is cancelled
+            # Ray has drained the replica; what still runs is cancelled.
+            await run_in_threadpool(engine.stop)
 
         made.router.lifespan_context = lifespan
         return made
@@ -119,9 +119,8 @@ def run(argv: Sequence[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
     replicas, words = arguments.read(Replicas, words[:end], "python launch/ray/app.py"), words[end + 1 :]
     args, _ = arguments.read_with_rule(command.Serve, words, "mercury serve")
-    check_address(
-        args.host, command.options_of(args)
-    )  # as `mercury serve`: no other address than loopback without a key
+    # As `mercury serve`: an address beyond the loopback needs a key.
+    check_address(args.host, command.options_of(args))
     app = application(replicas, words)
     serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
     serve.run(app, route_prefix="/", blocking=True)

@@ -39,9 +39,8 @@ class HloArray(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        return int(
-            math.prod(self.dims) * BYTES.get(self.dtype, 1)
-        )  # every kind of f8 and f4 takes at most one
+        # Every kind of f8 and f4 takes at most one byte.
+        return int(math.prod(self.dims) * BYTES.get(self.dtype, 1))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -267,14 +266,10 @@ def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
         name = called[1] if called else re.sub(r"\.\d+$", "", visit.one.name)
         row = found.setdefault(name, {"name": name, "count": 0, "vmem_bytes": 0})
         row["count"] += visit.times
-        row["vmem_bytes"] = max(row["vmem_bytes"], _vmem(visit.one))
+        # VMEM is memory space 1 of the memories that a call lists.
+        sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', visit.one.rest)
+        row["vmem_bytes"] = max(row["vmem_bytes"], sum(map(int, sizes)))
     return list(found.values())
-
-
-def _vmem(one: Instruction) -> int:
-    """Bytes of VMEM, which is memory space 1, among the memories that a call lists."""
-    sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', one.rest)
-    return sum(map(int, sizes))
 
 
 def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:

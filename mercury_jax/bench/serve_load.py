@@ -53,7 +53,7 @@ class StreamedResponse:
         self.complete = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises BrokenResponse where it ends early.
+        """The body as it arrives.
 
         Raises:
             BrokenResponse: The body ends early.
@@ -100,16 +100,15 @@ class Connection(NamedTuple):
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> StreamedResponse:
-        """Sends a request and reads the head of the response. Raises BrokenResponse where none comes."""
-        with contextlib.suppress(
-            OSError
-        ):  # the server may have refused it before reading all, and has responded
+        """Sends a request and reads the head of the response, as `read` does."""
+        # The server may have refused the request before reading all of it, and has responded.
+        with contextlib.suppress(OSError):
             self.writer.write(data)
             await self.writer.drain()
         return await self.read()
 
     async def read(self) -> StreamedResponse:
-        """Reads the head of the next response. Raises BrokenResponse where none comes.
+        """Reads the head of the next response.
 
         Raises:
             BrokenResponse: The connection ends before a head was read.

@@ -236,9 +236,8 @@ def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | 
     if "jax" in sys.modules:
         for name, value in wanted.items():
             sys.modules["jax"].config.update(name, value)
-    os.environ.update(
-        {name.upper(): str(value) for name, value in wanted.items()}
-    )  # child processes read these
+    # Child processes read the environment.
+    os.environ.update({name.upper(): str(value) for name, value in wanted.items()})
     return folder
 
 

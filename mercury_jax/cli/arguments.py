@@ -179,10 +179,8 @@ def _one_line(box: str) -> str:
     words = []
     for line in box.splitlines()[1:]:
         text = line.strip("│| ")
-        if text.startswith(
-            ("──", "----")
-        ):  # a rule; where the title has one of its own, nothing was read yet
-            if words:
+        if text.startswith(("──", "----")):
+            if words:  # else it underlines the title
                 break
         else:
             words.append(text)

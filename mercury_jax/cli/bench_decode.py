@@ -106,9 +106,8 @@ def run(argv: Sequence[str]) -> int:
             trials = decode.run(found, one, lambda text: update(description=text, advance=1))
         new, (slow, able) = records.records(trials, one), records.results(trials, one)
         rows, base, others = rows + new, [*base, slow], others + able
-        show.write_records(
-            args.out, rows
-        )  # after every task, so that one that fails does not take the others along
+        # After every task, so that one that fails does not take the others along.
+        show.write_records(args.out, rows)
         for row in new if args.json else ():
             show.emit(row)
         if not args.json:

@@ -120,11 +120,10 @@ def run(argv: Sequence[str]) -> int:
 
     settings, options = settings_of(args), options_of(args)
     check_address(args.host, options)
+    # A bad parameter and a port that is in use are reported before a model is loaded.
     if args.rule is not None:
-        arguments.find_rule(args.rule).make(
-            **parameters
-        )  # a bad parameter is reported before a model is loaded
-    socket = listen(args.host, args.port)  # and so is a port that is in use
+        arguments.find_rule(args.rule).make(**parameters)
+    socket = listen(args.host, args.port)
 
     from mercury_jax.serve.api import create_app
     from mercury_jax.serve.api.server import Server, settle

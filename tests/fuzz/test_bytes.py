@@ -68,7 +68,7 @@ async def sent(client, case):
 async def raw(client, data):
     """Bytes on a connection of their own; the first answer counts. Where none comes, because the bytes promise more,
     the sending end is closed, and the server has to let go."""
-    wire = await client.wire()
+    wire = await client.connect()
     reading = asyncio.ensure_future(wire.read())
     try:
         wire.writer.write(data)

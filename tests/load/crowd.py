@@ -72,7 +72,7 @@ async def leave(client, ask, draw):
     """A client that goes away at a random moment: while it asks, while it waits, or while it is answered."""
     data = client.request("POST", ask.path, ask.body)
     moment = draw.choice(("head", "body", "at once", "soon", "reading", "reading", "halfway"))
-    wire = await client.wire()
+    wire = await client.connect()
     try:
         if moment in ("head", "body"):
             wire.writer.write(data[: 40 if moment == "head" else -20])

@@ -54,24 +54,16 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    driver = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module
+    # The ptxas that Mosaic and XLA may compile with explains rows in which they could not.
+    ptxas = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
     yield {
         "hardware": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
-        "jax": jax.__version__, "python": platform.python_version(), "versions": versions, "driver": _driver(),
+        "jax": jax.__version__, "python": platform.python_version(), "versions": versions,
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": chip.present(),
-        "kernels": chip.status(), "cores": os.cpu_count(), "cuda": _toolkit(),
+        "kernels": chip.status(), "cores": os.cpu_count(), "cuda": {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": ptxas},
     }  # fmt: skip
-
-
-def _driver() -> str | None:
-    """Version of NVIDIA's driver, from its kernel module."""
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text().splitlines()[0] if file.is_file() else None
-
-
-def _toolkit() -> dict[str, str | None]:
-    """The ptxas that Mosaic and XLA may compile with; explains rows in which they could not."""
-    found = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
-    return {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": found}
 
 
 def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:

@@ -118,8 +118,8 @@ class Runner:
             and not any(r.get("killed") for r in rows)
             and self.clock.left >= case.least
         ):
-            again = self._once(case)
-            rows = [row | {"in_a_used_process": _why(rows)} for row in again]
+            why = next((str(r.get("failed") or r.get("why")) for r in rows if troubled([r])), "")[:300]
+            rows = [row | {"in_a_used_process": why} for row in self._once(case)]
         if case.alone:
             self._end()
         return rows
@@ -153,10 +153,6 @@ class Runner:
 def troubled(rows: Iterable[Row]) -> bool:
     """Whether a case failed or gave a wrong result, after which its process is not used again."""
     return any("failed" in row or row.get("passed") is False for row in rows)
-
-
-def _why(rows: Sequence[Row]) -> str:
-    return next((str(r.get("failed") or r.get("why")) for r in rows if troubled([r])), "")[:300]
 
 
 def append(path: str | None, row: Row) -> None:
