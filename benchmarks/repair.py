@@ -22,8 +22,7 @@ import numpy as np
 
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Positional, option
-from mercury_jax.config import refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import nearest, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.edit import edit
 from mercury_jax.evaluate.report import wilson

@@ -80,7 +80,8 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
     mask = config.model.mask
     _check_init(config, hub.config_of(config.init, mask=mask))
     dtype = "float64" if config.model.dtype == "float64" else "float32"
-    first = hub.load(config.init, dtype=dtype, mask=mask, mesh=on)
+    told = mask if mask is not None and hub.takes_mask(config.init, mask) else None
+    first = hub.load(config.init, dtype=dtype, mask=told, mesh=on)
     # The tokenizer of an autoregressive checkpoint has no mask: it gets the recipe's.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 

@@ -25,9 +25,10 @@ escapes for what is not ASCII, and as everybody's text it never holds a control 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mercury_jax.config import refuse
 from mercury_jax.tokenizer import AnyTokenizer, Special
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -69,6 +70,29 @@ def render(
         ids.append(special.assistant)
         ids += [special.think] * thinking
     return ids
+
+
+def joined(parts: Sequence[Any], name: str, refuse: Callable[[str, Any, str], Exception] = refuse) -> str:
+    """The text of a content that is given as parts, each on lines of its own.
+
+    Args:
+        parts: `{"type": "text", "text": ...}` each, as OpenAI's clients write a content; other keys have no effect.
+        name: What errors call the content, such as "messages[0].content".
+        refuse: Makes the error of (field, value, what is allowed); the server has its own.
+
+    Raises:
+        ValueError: Or what `refuse` makes, for a part that is not a text: an image, a sound, a file.
+    """
+    texts = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise refuse(f"{name}[{i}]", part, "an object with type and text")
+        if part.get("type") != "text":
+            raise refuse(f"{name}[{i}].type", part.get("type"), "text (this model reads text only)")
+        if not isinstance(part.get("text"), str):
+            raise refuse(f"{name}[{i}].text", part.get("text"), "a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ def load(
         dtype: "float32", "bfloat16", "float16", or "float64" under x64. Default: the checkpoint's own.
         quantise: "int8" or "fp8" stores each weight matrix so, with one scale per output. Default: not quantised.
         kv: "int8", "4bit" or "3bit" stores the KV cache so. Default: the dtype of the arithmetic.
-        mask: The mask id, where the checkpoint does not name it or names it wrongly.
+        mask: The mask id of a masked diffusion model, where the checkpoint does not name it or names it wrongly.
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
         progress: Called with the number of bytes of each parameter that was loaded.
 
@@ -42,7 +42,8 @@ def load(
         The model with its parameters, tokenizer and noise process. Nothing in a checkpoint is ever executed.
 
     Raises:
-        ValueError: The architecture is not supported, or the model does not fit into memory.
+        ValueError: The architecture is not supported, the model does not fit into memory, or it has no use for `mask`
+            (it is autoregressive, or its noise has none).
         CheckpointError: A file or tensor is missing, damaged, or has another shape; the message names it.
 
     Example:

@@ -20,8 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mercury_jax import hub, models, noise
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.export import CONFIG, PARAMS
-from mercury_jax.config import Experts, ModelConfig, NoiseConfig, from_dict, one_of, refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import Experts, ModelConfig, NoiseConfig, from_dict, nearest, one_of, refuse
 from mercury_jax.config.model import ComputeType
 from mercury_jax.hub import assemble, native, reading
 from mercury_jax.hub.unread import Ids

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mercury_jax.config import Plan, at_least, refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import Plan, at_least, nearest, refuse
 from mercury_jax.decode import rules
 
 Point = tuple[dict[str, float], Plan]  # parameters of the rule, and the plan

@@ -17,8 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mercury_jax.config import refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import nearest, refuse
 
 Command = Callable[[list[str]], int]  # words -> exit code
 

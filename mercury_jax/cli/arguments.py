@@ -27,8 +27,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from mercury_jax.cli import show
-from mercury_jax.config import Plan, refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import Plan, nearest, refuse
 
 if TYPE_CHECKING:
     from mercury_jax.decode.parts import Part, Sampler

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mercury_jax.cli import show
-from mercury_jax.config import refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import nearest, refuse
 
 COMMANDS = {
     "check": "versions, roofline, and every kernel form against fp32; forms that pass are used from then on",

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from mercury_jax.cli import arguments, show
 from mercury_jax.cli.arguments import Positional, option
-from mercury_jax.config import refuse
-from mercury_jax.config.checks import nearest
+from mercury_jax.config import nearest, refuse
 
 FIRST = "first"  # the packaged recipe that a new one starts as
 

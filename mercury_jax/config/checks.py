@@ -20,16 +20,27 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{field} is {value!r}; allowed: {allowed}")
 
 
-MANY = 16  # names; where one of more than these is similar, the others are not listed
+MANY = 16  # names; where one of so many is similar, the others are not listed
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """What is allowed where a name is unknown: the most similar one first, and all of them unless they are many."""
-    close = difflib.get_close_matches(name, names, n=1)
+    """What is allowed in place of a name that does not exist, for `refuse`.
+
+    Args:
+        name: What was written; `lr` stands for `optim.lr` too.
+        names: Those that exist.
+
+    Returns:
+        The most similar name first, and all of them unless they are many.
+    """
+    bare, name = {n.lstrip("-"): n for n in names}, name.lstrip("-")
+    last = lambda dotted: dotted.rpartition(".")[2]
+    close = difflib.get_close_matches(name, bare, n=1, cutoff=0.5)
+    close = close or [n for n in bare if last(n) == last(name)][:1]
     every = ", ".join(names)
     if close and len(names) > MANY:
-        return f"{close[0]} is the nearest of {len(names)}"
-    return f"{close[0]} is the nearest; all: {every}" if close else every
+        return f"{bare[close[0]]} is the nearest of {len(names)}"
+    return f"{bare[close[0]]} is the nearest; all: {every}" if close else every
 
 
 def at_least(least: float, **fields: float) -> None:

@@ -69,8 +69,10 @@ def edit(
         prompt: What stands before the text and never changes: a text, a conversation or ids; for a list of texts, one
             for all or a list.
         spans: What to write anew, the rest being held: (start, end) in characters, or a piece of the text; for a list
-            of texts, a list of such lists. Spans start from noise. None: editing starts from the text itself, and the
-            rule replaces what the model would not have written.
+            of texts, a list of such lists. Spans start from noise and keep their number of tokens ("syz" may be three
+            where "sys" is one): `infill` with an open `Hole()` tries other lengths. A text that answers something
+            needs it as `prompt`, as in training. None: editing starts from the text itself, and the rule replaces
+            what the model would not have written.
         seed: Row i draws from `seed` + i.
         sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
@@ -90,6 +92,10 @@ def edit(
         >>> mj.edit(lm, "1243\\n4312\\n3421\\n2124", prompt=[{"role": "user", "content": "0200\\n4302\\n3401\\n0004"}])
     """
     check_lm(lm)
+    if lm.model.config.autoregressive:
+        raise refuse(
+            "lm", f"{lm.name}, an autoregressive model", "a diffusion model: only its tokens see both sides"
+        )
     plan, mesh = checked_plan(plan), checked_mesh(mesh)
     texts, single = _texts(text)
     rows = [

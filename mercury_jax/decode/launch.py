@@ -14,8 +14,9 @@ from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guide, machine
 from mercury_jax.decode.arguments import naming_wrong_params
+from mercury_jax.decode.check_sampler import check_sampler
 from mercury_jax.decode.parts import Sampler, spread
-from mercury_jax.decode.program import bucket, checked_temperature, plan_program
+from mercury_jax.decode.program import bucket, checked_temperature, plan_program, slots_for
 from mercury_jax.decode.state import Frame, Knobs, Program, State, begin
 from mercury_jax.types import LM
 
@@ -134,6 +135,7 @@ def arranged(
         _spread(sampler, rows, total), jnp.full((total,), steps, jnp.int32),
         ids(None if infilling else lm.model.config.eos), ids(close),
     )  # fmt: skip
+    check_sampler(program, knobs)
     return program, knobs, padded
 
 
@@ -226,11 +228,11 @@ def _padded(request: Request, sampler: Sampler, program: Program, rows: int) -> 
 
 def capacity_of(request: Request, program: Program) -> int:
     """Slots of text and cache: the longest row, one width behind it, one more for blind masks."""
-    if program.model.config.pattern == "bidirectional":
+    config = program.model.config
+    if config.pattern == "bidirectional":
         return program.width * (2 if program.blind else 1)
-    return bucket(
-        max(int(request.longest.max()), request.text.shape[1]) + program.width * (2 if program.blind else 1)
-    )
+    longest = max(int(request.longest.max()), request.text.shape[1])
+    return slots_for(longest, program.width * (2 if program.blind else 1), config.context)
 
 
 def _spread(sampler: Any, rows: int, total: int) -> Any:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mercury_jax.config import refuse
+from mercury_jax.config import nearest, refuse
 from mercury_jax.decode.ranges import Range, checked, described, ranges_of
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Proposal, View
@@ -78,24 +78,57 @@ def no_memory(canvas: jax.Array, vocab: int) -> Memory:
     return ()
 
 
+# What each kind of part is called with, by position; its parameters follow as keyword-only arguments.
+ARGUMENTS = {
+    "rule": ("key", "view", "memory"),
+    "shaper": ("logits", "view"),
+    "stop": ("view", "proposal", "memory"),
+}
+
+
+def _check_signature(fn: Any, kind: str) -> None:
+    """Raises ValueError unless a function takes the arguments of its kind, and every further one by keyword."""
+    names = ARGUMENTS[kind]
+    if isinstance(fn, Part) or hasattr(fn, "knobs"):
+        raise refuse(
+            f"function of a {kind}", f"the {kind} {_title(fn)}", f"a function of ({', '.join(names)})"
+        )
+    try:
+        found = inspect.signature(fn)
+    except (TypeError, ValueError):  # no function, or one that Python cannot look into
+        raise refuse(f"function of a {kind}", fn, f"a function of ({', '.join(names)})") from None
+    of = lambda kinds: [p.name for p in found.parameters.values() if p.kind in kinds]
+    given = of((inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+    enough = len(given) == len(names) or (len(given) < len(names) and of((inspect.Parameter.VAR_POSITIONAL,)))
+    swapped = any(name in names and names.index(name) != i for i, name in enumerate(given))
+    if not enough or swapped or of((inspect.Parameter.VAR_KEYWORD,)):
+        allowed = f"({', '.join(names)}), then parameters by keyword: ({', '.join(names)}, *, p=0.9)"
+        raise refuse(f"arguments of the {kind} {_title(fn)}", str(found), allowed)
+
+
+def _title(fn: Any) -> str:
+    return getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
+
+
 def _maker(fn: Callable[..., Any], **fields: Any) -> Callable[..., Part]:
+    _check_signature(fn, fields["kind"])
     names = [p for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
     ranges = ranges_of(fn)
-    title = fn.__name__.lstrip("_")
+    title = _title(fn).lstrip("_")
 
     @functools.wraps(fn)
     def make(*args: Any, **knobs: Any) -> Part:
         if len(args) > len(names):
             raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
         given = dict(zip((p.name for p in names), args, strict=False)) | knobs
-        unknown = set(given) - {p.name for p in names}
+        unknown = sorted(set(given) - {p.name for p in names})
         if unknown:
             raise refuse(
-                f"{title}() argument", sorted(unknown)[0], ", ".join(p.name for p in names) or "none"
+                f"{title}() argument", unknown[0], nearest(unknown[0], [p.name for p in names]) or "none"
             )
         values = {p.name: given.get(p.name, p.default) for p in names}
         values = {name: _value(title, name, value, ranges.get(name)) for name, value in values.items()}
-        return Part(step=fn, knobs=values, name=fn.__name__, **fields)
+        return Part(step=fn, knobs=values, name=_title(fn), **fields)
 
     tell(make, {p.name: p.default for p in names}, ranges)
     return make
@@ -123,17 +156,32 @@ def rule(
     grows: bool = False,
     whole: bool = True,
 ) -> Any:
-    """Make a decoding rule of `fn(key, view, memory, *, knobs) -> (Proposal, memory)`.
+    """Makes a decoding rule of `fn(key, view, memory, *, parameters) -> (Proposal, memory)`.
 
-    init(canvas [L], vocabulary size) -> the memory at the start of each block. The other arguments
-    are those of `Part`; whole=False promises that it reads `view.reading` and not `view.logits`.
+    Args:
+        fn: The rule, for one row. Its keyword-only arguments are the rule's parameters; it is traced by JAX, so that
+            what depends on an array is written with `jnp.where` or `lax.cond`, not with `if`.
+        init: (canvas [L], vocabulary size) -> the memory at the start of each block.
+        temperature, stop, fits, blind, grows: Those of `Part`.
+        whole: False promises that it reads `view.reading` and not `view.logits`.
+
+    Returns:
+        What makes the rule with values for its parameters: `mine(0.9)`.
+
+    Raises:
+        ValueError: The function does not take (key, view, memory), or a parameter of it states no sound range.
     """
-    kind = dict(
-        init=init, temperature=temperature, stop=stop, fits=fits, blind=blind, grows=grows, whole=whole
-    )
+    if stop is not None and (isinstance(stop, Part) or not callable(stop)):
+        raise refuse("stop of a rule", stop, "what makes a stopping criterion, such as mj.stop.never")
+    if not fits or not set(fits) <= set(FITS):
+        raise refuse("fits of a rule", fits, f"some of {FITS}")
+    fields = dict(
+        init=init, temperature=temperature, stop=stop, fits=fits, blind=blind, grows=grows, whole=whole,
+        kind="rule",
+    )  # fmt: skip
     if fn is None:
-        return lambda f: _maker(f, **kind)
-    return _maker(fn, **kind)
+        return lambda f: _maker(f, **fields)
+    return _maker(fn, **fields)
 
 
 def shaper(fn: Callable[..., Any] | None = None, *, whole: bool = True) -> Any:
@@ -159,23 +207,57 @@ def stop(
     return _maker(fn, init=init, whole=whole, kind="stop")
 
 
-class Sampler(NamedTuple):
-    """How an answer is decoded. A bare rule is accepted wherever a sampler is.
-
-    temperature draws the tokens (0: argmax); what a rule reads as confidence is `shape`'s
-    business: dividing by a temperature near 0 would make every entropy 0.
-    allow: shapers that run first and last, so that nothing revives what they forbid (`shape.allow`).
-    verify: draft up to so many tokens, then check them by the causal pass of the same weights, so that
-    the answer is the autoregressive one (0: no draft, plain autoregressive decoding); only for models
-    whose encoding pass was trained to predict the next token.
-    """
-
+class _Sampler(NamedTuple):
     rule: Part
     shape: tuple[Part, ...] = ()
     stop: Part | None = None
-    temperature: Any = None  # None: the rule's own
+    temperature: Any = None
     allow: tuple[Part, ...] = ()
     verify: int | None = None
+
+
+class Sampler(_Sampler):
+    """How an answer is decoded. A bare rule is accepted wherever a sampler is.
+
+    A named tuple, so that JAX sees its parameters; a class of its own, since a named tuple cannot check its fields.
+
+    Args:
+        rule: Which positions a step accepts, such as `rules.threshold(0.9)`.
+        shape: Logits processors, in their order.
+        stop: The stopping criterion (None: the rule's own, or the one that the noise suggests).
+        temperature: Draws the tokens (None: the rule's own; 0: argmax). What a rule reads as confidence is `shape`'s
+            business: dividing by a temperature near 0 would make every entropy 0.
+        allow: Processors that run first and last, so that nothing revives what they forbid (`shape.allow`).
+        verify: Draft up to so many tokens, then check them by the causal pass of the same weights, so that the answer
+            is the autoregressive one (0: no draft, plain autoregressive decoding); only for models whose encoding
+            pass was trained to predict the next token.
+
+    Raises:
+        ValueError: Naming the field that holds something else.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        rule: Part | Callable[..., Any],
+        shape: Sequence[Part] = (),
+        stop: Part | None = None,
+        temperature: Any = None,
+        allow: Sequence[Part] = (),
+        verify: int | None = None,
+    ) -> Sampler:
+        return super().__new__(
+            cls,
+            _part("sampler.rule", rule, "rule", "a rule such as rules.threshold(0.9)"),
+            _shapers("shape", shape),
+            None
+            if stop is None
+            else _part("sampler.stop", stop, "stop", "a stop such as stop.steady(), or None"),
+            temperature,
+            _shapers("allow", allow),
+            verify,
+        )
 
 
 def settle(view: View, accept: jax.Array, answer: jax.Array | None = None) -> Proposal:
@@ -184,12 +266,24 @@ def settle(view: View, accept: jax.Array, answer: jax.Array | None = None) -> Pr
     Masked decoding refills with the mask (nothing changes), uniform diffusion with fresh tokens. The
     answer is the chain where it is settled and the argmax where it is not.
     """
+    if getattr(accept, "shape", None) != view.canvas.shape or getattr(accept, "dtype", None) != jnp.bool_:
+        raise refuse("accept of mj.settle", shown(accept), f"bool{list(view.canvas.shape)}, as view.masked")
     drawn = view.reading.sample
     rest = jnp.where(view.masked, view.noise, view.canvas)
     canvas = jnp.where(accept, drawn, rest)
     if answer is None:
         answer = jnp.where(accept, drawn, jnp.where(view.masked, view.reading.argmax, view.canvas))
     return propose(view, canvas, answer)
+
+
+def shown(value: Any) -> str:
+    """A value by the shapes and dtypes of its arrays: their numbers are not known while tracing."""
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(shown(x) for x in value)
+        return f"{type(value).__name__}({inner})" if hasattr(value, "_fields") else f"({inner})"
+    return repr(value)
 
 
 def propose(view: View, canvas: jax.Array, answer: jax.Array | None = None) -> Proposal:
@@ -229,23 +323,16 @@ def checked_sampler(sampler: Any) -> Sampler:
     Raises:
         ValueError: Naming the field that holds something else.
     """
-    if not isinstance(sampler, Sampler):
-        allowed = "a rule such as rules.threshold(0.9), or a Sampler"
-        return checked_sampler(Sampler(_part("sampler", sampler, "rule", allowed)))
-    rule = _part("sampler.rule", sampler.rule, "rule", "a rule such as rules.threshold(0.9)")
-    stop = sampler.stop
-    if stop is not None:
-        stop = _part("sampler.stop", stop, "stop", "a stop such as stop.steady(), or None")
-    shapers = {}
-    for name in ("shape", "allow"):
-        found = getattr(sampler, name)
-        allowed = "a tuple of shapers such as (shape.top_p(0.9),)"
-        if not isinstance(found, tuple | list):
-            raise refuse(f"sampler.{name}", getattr(found, "name", found), allowed)
-        shapers[name] = tuple(
-            _part(f"sampler.{name}[{i}]", x, "shaper", allowed) for i, x in enumerate(found)
-        )
-    return sampler._replace(rule=rule, stop=stop, **shapers)
+    if isinstance(sampler, Sampler):
+        return Sampler(*sampler)  # `_replace` does not check
+    return Sampler(_part("sampler", sampler, "rule", "a rule such as rules.threshold(0.9), or a Sampler"))
+
+
+def _shapers(field: str, found: Any) -> tuple[Part, ...]:
+    allowed = "a tuple of shapers such as (shape.top_p(0.9),)"
+    if not isinstance(found, tuple | list):
+        raise refuse(f"sampler.{field}", getattr(found, "name", found), allowed)
+    return tuple(_part(f"sampler.{field}[{i}]", x, "shaper", allowed) for i, x in enumerate(found))
 
 
 def _part(field: str, part: Any, kind: str, allowed: str) -> Part:
@@ -257,7 +344,8 @@ def _part(field: str, part: Any, kind: str, allowed: str) -> Part:
     if hasattr(part, "knobs"):  # a maker
         raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
     if kind == "rule" and callable(part) and not isinstance(part, type):
-        return Part(part, no_memory, {}, getattr(part, "__name__", "rule"))
+        _check_signature(part, "rule")
+        return Part(part, no_memory, {}, _title(part))
     raise refuse(field, part, allowed)
 
 

@@ -26,6 +26,21 @@ def bucket(size: int, quantum: int = QUANTUM) -> int:
     return -(-size // step) * step
 
 
+def slots_for(tokens: int, behind: int, context: int) -> int:
+    """Slots of a row's text and KV cache: `bucket` of what it needs, but no more than any row of the model needs.
+
+    Without that bound a row that fills a context of 2 ** k would take the next step of the ladder, a quarter more
+    slots, for the canvas behind it.
+
+    Args:
+        tokens: Positions of the longest row.
+        behind: Further slots behind a row's last position, where canvases are written.
+        context: The model's; no row is longer.
+    """
+    most = -(-(context + behind) // QUANTUM) * QUANTUM
+    return min(bucket(tokens + behind), max(most, tokens + behind))
+
+
 def plan_program(
     lm: LM, request: Any, sampler: Any, plan: Plan, *, block: int | None, infilling: bool
 ) -> tuple[Program, Sampler]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from mercury_jax import chat
 from mercury_jax.config import refuse
 from mercury_jax.types import LM
 
@@ -29,8 +30,9 @@ def normalise(
 
     Args:
         lm: Its tokenizer encodes texts and renders conversations; its vocabulary bounds the ids.
-        prompt: A text, a conversation (a list of {"role", "content"}), ids (a list or a 1-D integer array,
-            numpy or JAX), or a list of any of these; a 2-D integer array is a list of rows of ids.
+        prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of
+            {"type": "text", "text": ...}), ids (a list or a 1-D integer array, numpy or JAX), or a list of any of
+            these; a 2-D integer array is a list of rows of ids.
         thinking: The answer to a conversation must begin with its thinking.
         behind: What the prompts continue, one for each, answers included.
         name: The argument that errors name.
@@ -92,8 +94,20 @@ def _one(lm: LM, prompt: Any, name: str, thinking: bool, behind: Prompt | None) 
         return Prompt([*(lm.tokenizer.begin if behind is None else turn), *ids], False)
     if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
         write = lm.tokenizer.follow if turn else lm.tokenizer.render
-        return Prompt(write(prompt, thinking=thinking), True)
+        return Prompt(write(_whole_contents(prompt), thinking=thinking), True)
     return Prompt([*turn, *_ids(lm, prompt, name)], False)
+
+
+def _whole_contents(messages: Sequence[Any]) -> list[Any]:
+    """The messages, contents that are given as parts joined to texts, as the server joins them."""
+
+    def whole(i: int, message: Any) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple):
+            return message
+        return {**message, "content": chat.joined(content, f"messages[{i}].content")}
+
+    return [whole(i, message) for i, message in enumerate(messages)]
 
 
 def _ids(lm: LM, prompt: Any, name: str) -> list[int]:

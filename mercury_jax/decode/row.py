@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import nats
 from mercury_jax.decode.read import forbid, read
-from mercury_jax.decode.returned import done_of, proposal_of
+from mercury_jax.decode.returned import called, done_of, proposal_of
 from mercury_jax.decode.sight import Sight, ends_text
 from mercury_jax.decode.state import Knobs, Program, State
 from mercury_jax.decode.window import Window, paste
@@ -41,13 +41,13 @@ def decide(
         never = (*program.corruption.forbidden, *program.forbidden)
         logits = forbid(blind, never)
         view = view._replace(blind=read(logits, view.canvas, logits.argmax(-1).astype(jnp.int32), view.eos))
-    returned = sampler.rule(sight.key, view, row.memory[0])
+    returned = called(sampler.rule, sampler.rule, sight.key, view, row.memory[0])
     proposal, rule_memory = proposal_of(sampler.rule, returned, view, row.memory[0])
     if not isinstance(knobs.gated, tuple):
         proposal = _front_drawn(view, proposal, knobs.gated & (row.reserve == 0))
     settled = _place(program, row, view, sight.window, proposal)
     assert sampler.stop is not None
-    returned = sampler.stop(view, settled.proposal, row.memory[1])
+    returned = called(sampler.stop, sampler.stop, view, settled.proposal, row.memory[1])
     stopped, stop_memory = done_of(sampler.stop, returned, row.memory[1])
     # A number that is none ends the row here; the caller names the pass.
     broken = jnp.any(jnp.isnan(reading.entropy) & view.editable)

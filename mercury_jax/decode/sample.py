@@ -48,7 +48,8 @@ def sample(
 ) -> Output:
     """Decode an answer to each prompt.
 
-    prompt: a text, a conversation (list of {"role", "content"}), ids, or a list of these.
+    prompt: a text, a conversation (list of {"role", "content"}, a content being a text or a list of text parts
+        {"type": "text", "text": ...}), ids, or a list of these.
     max_tokens: most tokens of an answer, its thinking not counted. seed: row i draws from seed + i.
     sampler: a rule such as `rules.threshold(0.9)` (the default) or a `Sampler`.
     plan: block, steps and reuse of keys. temperature: of the drawn tokens (None: the rule's own; 0: argmax).

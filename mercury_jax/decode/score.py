@@ -236,7 +236,8 @@ def logits(lm: LM, canvas: Any, prompt: Any = None, *, time: Any = None) -> Floa
             its tokens that are masks.
 
     Returns:
-        Logits aligned with the canvas, [B, L, V], at least fp32.
+        Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: of the token behind each
+        one of the canvas, which sees none behind it.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.
@@ -333,9 +334,10 @@ def _pass(
         _, cache = model.forward(
             params, cut(zero, widths[0]), cache, zero, known, known, everyone, (), **clean
         )
-    nobody, rest = jnp.zeros((rows,), bool), sizes + length - known
+    # The tokens of a canvas see each other; those of an autoregressive model only what stands before them.
+    causal, rest = jnp.full((rows,), model.config.autoregressive), sizes + length - known
     hidden, _ = model.forward(
-        params, cut(known, widths[1]), cache, known, rest, sizes + length, nobody, (), **told(time)
+        params, cut(known, widths[1]), cache, known, rest, sizes + length, causal, (), **told(time)
     )
     at = (sizes - known)[:, None] + jnp.arange(length)
     return jnp.take_along_axis(model.head(params, hidden), at[..., None], axis=1)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.parts import Sampler
 from mercury_jax.decode.read import NEVER, forbid
-from mercury_jax.decode.returned import logits_of
+from mercury_jax.decode.returned import called, logits_of
 from mercury_jax.decode.state import Knobs, Program, State, row_key, uniforms_at
 from mercury_jax.decode.window import Window, cut, window_of
 from mercury_jax.types import Key, View
@@ -84,7 +84,7 @@ def shape(program: Program, sampler: Sampler, view: View) -> Float[Array, "L V"]
     view = view._replace(logits=forbid(view.logits, never, view.first))
     # Constraints first too: a truncation must choose among what is allowed.
     for part in (*sampler.allow, *sampler.shape, *sampler.allow):
-        logits = logits_of(part, part(view.logits, view), view.logits)
+        logits = logits_of(part, called(part, part, view.logits, view), view.logits)
         view = view._replace(logits=jnp.maximum(logits, NEVER))
     return forbid(view.logits, never, view.first) if sampler.shape else view.logits
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
 from mercury_jax.decode.parts import Sampler
+from mercury_jax.decode.returned import called
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Cache, Carry, Key, Model
 
@@ -156,7 +157,8 @@ def memory(program: Program, sampler: Sampler, canvas: Array) -> tuple[Any, Any]
     """One row's memories at the start of a block: the rule's and the stop's. canvas [L]."""
     assert sampler.stop is not None
     vocab = program.model.config.vocab
-    return sampler.rule.init(canvas, vocab), sampler.stop.init(canvas, vocab)
+    start = lambda part: called(part, part.init, canvas, vocab, doing="init of ")
+    return start(sampler.rule), start(sampler.stop)
 
 
 def row_key(key: Key, known: Array, step: Array) -> Key:

@@ -34,10 +34,12 @@ def load(
 ) -> LM:
     """An LM from a folder of ours, one in Hugging Face's layout, or an id such as "org/name" or "org/name@revision".
 
-    dtype, quantise, kv, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words.
+    dtype, quantise, kv, mask, mesh: as of `mercury_jax.load`. Raises ValueError or CheckpointError in words, also for
+    a mask that the model would not use.
     """
     cache.check_kind(kv)
     folder = folder_of(source)
+    _check_mask(folder, mask)
     how: dict[str, Any] = dict(dtype=dtype, quantise=quantise, mask=mask, mesh=mesh)
     if is_native(folder):
         lm = native.load(folder, **how)
@@ -81,6 +83,7 @@ def convert(
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
     folder = folder_of(source)
+    _check_mask(folder, mask)
     opened = None if is_native(folder) else reading.open_folder(folder, mask=mask)
     if opened is None:
         lm, noise = native.load(folder, mask=mask, widen=False), native.noise_of(folder)
@@ -115,7 +118,33 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
     """What a checkpoint is, or one of a config.json would be, and what memory it needs; nothing is loaded."""
     alone = Path(source).suffix == ".json" and Path(source).is_file()
     folder = Path(source) if alone else folder_of(source)
+    _check_mask(folder, mask)
     return describe.describe(folder, native_folder=is_native(folder), mask=mask)
+
+
+def takes_mask(source: str | Path, mask: int) -> bool:
+    """Whether a checkpoint is one of masked diffusion, once it is told the mask id; nothing is loaded.
+
+    False for an autoregressive model and for one whose noise has no mask. A recipe makes a diffusion model of the
+    former (`config_of`).
+    """
+    return _takes_mask(folder_of(source), mask)
+
+
+def _takes_mask(path: Path, mask: int) -> bool:
+    if is_native(path):
+        return native.read_config(manifest.read_json(path / CONFIG)["config"]).mask is not None
+    read = reading.open_config if path.is_file() else reading.open_folder
+    return read(path, mask=mask).config.mask == mask
+
+
+def _check_mask(path: Path, mask: int | None) -> None:
+    if mask is not None and not _takes_mask(path, mask):
+        raise refuse(
+            "mask", mask, "None: this model is autoregressive, or its noise has no mask. A recipe makes a masked "
+            f"diffusion model of an autoregressive one: model=hub.config_of({str(path)!r}, mask={mask}, "
+            "pattern='bidirectional', predicts_next=False), and mercury train --init"
+        )  # fmt: skip
 
 
 def is_native(folder: Path) -> bool:
@@ -138,4 +167,4 @@ def folder_of(source: str | Path) -> Path:
     )
 
 
-__all__ = ["config_of", "convert", "folder_of", "info", "is_native", "load", "save"]
+__all__ = ["config_of", "convert", "folder_of", "info", "is_native", "load", "save", "takes_mask"]

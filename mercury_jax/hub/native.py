@@ -84,6 +84,8 @@ def load(
     tokenizer = _tokenizer(found)
     config = read_config(data, dtype, mask)
     _check_tokenizer(tokenizer, config, data)
+    if mask is not None:
+        tokenizer = tokenizer.with_mask(mask)
     model = models.build(config)
     kind = WIDE.get(config.dtype) if widen else None
     memory.check(model, mesh, kind or config.dtype, quantise, data["name"])

@@ -7,7 +7,7 @@ line overrides every plain field: `mercury train configs/x.py --optim.lr 3e-4`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import inspect
 import re
 import runpy
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, refuse
+from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
 from mercury_jax.train.data.sources import Mixture, Source, mixture
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.packaged import find_recipe
@@ -109,7 +109,7 @@ class TrainConfig:
     def _check_data(self) -> None:
         if isinstance(self.data, Source):
             object.__setattr__(self, "data", mixture((self.data, 1.0)))
-        elif self.data is not _KEPT and not isinstance(self.data, Mixture):
+        elif not isinstance(self.data, Mixture):
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
             raise refuse("data", self.data, allowed)
 
@@ -125,8 +125,7 @@ class TrainConfig:
         return Path(self.out or f"runs/{self.name}")
 
 
-MANY = 16  # names; where one of so many is similar, the others are not listed
-_KEPT: Any = object()  # in place of data and sampler while tyro reads the command line
+VALUES = ("data", "objective", "sampler")  # fields that only Python can write
 
 
 def load_recipe(recipe: str | Path) -> TrainConfig:
@@ -168,7 +167,7 @@ def _unknown_argument(error: TypeError) -> Exception:
     if made is None:
         return error
     names = list(inspect.signature(made).parameters)
-    return refuse(f"{found[1]} key", found[2], _nearest(found[2], names))
+    return refuse(f"{found[1]} key", found[2], nearest(found[2], names))
 
 
 def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -183,22 +182,47 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     for word in argv:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
-            raise refuse("option", word.split("=")[0], _nearest(name, known, "--"))
-    # tyro makes options of dataclasses and leaves what it does not know as it is.
-    plain = dataclasses.replace(config, data=_KEPT, sampler=_KEPT)
+            raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
     fixed = (tyro.conf.SuppressFixed,)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those two
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
         new = tyro.cli(
-            type(config), default=plain, args=list(argv), prog="mercury train RECIPE", config=fixed
-        )
-    return dataclasses.replace(new, data=config.data, sampler=config.sampler)
+            _optional(type(config)), default=_optional(type(config))(**_plain(config)), args=list(argv),
+            prog="mercury train RECIPE", config=fixed,
+        )  # fmt: skip
+    return dataclasses.replace(config, **_plain(new))
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    """The fields that an option may change."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in VALUES}
+
+
+@functools.cache
+def _optional(kind: type[TrainConfig]) -> type[TrainConfig]:
+    """The config without its values of Python, for tyro: it makes options, or subcommands, of every dataclass in one.
+
+    What stands in their place has no type that tyro knows, so it is left as it is.
+    """
+    return dataclasses.make_dataclass(
+        kind.__name__,
+        [(name, Any, field(default=object())) for name in VALUES],
+        bases=(kind,),
+        namespace={
+            "__doc__": kind.__doc__,
+            "__module__": kind.__module__,  # there, by the class's name, tyro finds the comments that --help prints
+            "_check_data": lambda self: None,
+            "_check_objective": lambda self: None,
+        },
+        frozen=True,
+        kw_only=True,
+    )
 
 
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of values that only Python can write."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if not prefix and f.name in ("data", "objective", "sampler"):
+        if not prefix and f.name in VALUES:
             continue
         if dataclasses.is_dataclass(value):
             yield from keys(value, f"{prefix}{f.name}.")
@@ -209,16 +233,6 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 def _negated(key: str) -> str:
     head, _, last = key.rpartition(".")
     return f"{head}.no_{last}" if head else f"no_{last}"
-
-
-def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    # `--lr` means `--optim.lr`: compare the last part too.
-    close = close or [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    every = ", ".join(prefix + n for n in names)
-    if close and len(names) > MANY:
-        return f"{prefix}{close[0]} is the nearest of {len(names)}; --help lists them"
-    return f"{prefix}{close[0]} is the nearest; all: {every}" if close else every
 
 
 def resolved(config: Any) -> Any:

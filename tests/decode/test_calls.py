@@ -40,6 +40,38 @@ def test_settled_tokens_of_masked_decoding_never_change(pattern):
         np.testing.assert_array_equal(a.tokens[:n][kept], b.tokens[:n][kept])
 
 
+def said(*parts, role="user"):
+    return [{"role": role, "content": list(parts)}]
+
+
+def test_a_content_may_be_text_parts_and_reads_as_the_lines_they_make():
+    lm, text = tiny(), lambda x: {"type": "text", "text": x, "cache_control": {"type": "ephemeral"}}
+    parts, plain = said(text("def x"), text("return y")), [{"role": "user", "content": "def x\nreturn y"}]
+    want = mj.sample(lm, plain, max_tokens=8, seed=3)
+    assert mj.sample(lm, parts, max_tokens=8, seed=3).texts == want.texts
+    assert mj.sample(lm, [parts, plain], max_tokens=8, seed=3).texts[0] == want.text
+    *_, last = mj.stream(lm, parts, max_tokens=8, seed=3)
+    assert last.text == want.text
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (
+            {"type": "image_url", "image_url": {}},
+            r"messages\[0\].content\[0\].type is 'image_url'; allowed: text",
+        ),
+        ({"type": "text", "text": 3}, r"messages\[0\].content\[0\].text is 3; allowed: a string"),
+        ({"text": "x"}, r"messages\[0\].content\[0\].type is None; allowed: text"),
+        ("x", r"messages\[0\].content\[0\] is 'x'; allowed: an object with type and text"),
+    ],
+)
+def test_other_parts_of_a_content_are_refused_by_name(part, words):
+    for call in (mj.sample, mj.stream):
+        with pytest.raises(ValueError, match=words):
+            call(tiny(), said(part), max_tokens=8)
+
+
 def test_history_holds_one_frame_a_pass():
     lm = tiny()
     out = mj.sample(lm, PROMPT, max_tokens=12, sampler=mj.rules.confidence(), history=True)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.bench import repair
 from mercury_jax.decode import infill, lengths
 from mercury_jax.decode.fim import _asked
 from mercury_jax.decode.holes import segments, whole
@@ -28,6 +29,15 @@ def test_edit_writes_the_spans_anew_and_holds_the_rest(pattern):
         assert at[0] <= change.at < at[1] or at[2] <= change.at < at[3]
     never = [lm.tokenizer.mask, lm.tokenizer.pad, lm.tokenizer.eos]
     assert not np.isin(out.tokens[0], never).any()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_edit_writes_wrong_cells_of_a_sudoku_anew(several):
+    lm, found = mj.load(), repair.cases(16, 5)
+    spans = [[(i, i + 1) for i in sorted({c.at, *c.blanks[: 3 * several]})] for c in found]
+    puzzles = [[{"role": "user", "content": c.puzzle}] for c in found]
+    out = mj.edit(lm, [c.wrong for c in found], spans=spans, prompt=puzzles)
+    assert sum(text == c.truth for text, c in zip(out.texts, found, strict=True)) >= 15
 
 
 @mj.rule(stop=mj.stop.never)

@@ -1,11 +1,13 @@
 """Wrong calls: refused by name before anything is computed, whatever the argument."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import TypeCheckError
 
 import mercury_jax as mj
 from mercury_jax.types import Proposal
@@ -38,6 +40,39 @@ forgets = rule_that(lambda proposal, memory: (proposal, ()), init=lambda canvas,
 other = rule_that(lambda proposal, memory: ((proposal.canvas, proposal.answer), memory))
 stops_twice = mj.stop.stop(lambda view, proposal, memory: (proposal.canvas > 0, memory))
 Sampler, threshold, top_p = mj.Sampler, mj.rules.threshold, mj.shape.top_p
+
+
+def deciding(decide):
+    """A rule that does something with what it sees, before it accepts everything."""
+
+    @mj.rule
+    def mine(key, view, memory):
+        return mj.settle(view, decide(view)), memory
+
+    return mine()
+
+
+def accepts_if(view):
+    return view.masked if view.reading.entropy.mean() > 1 else ~view.masked
+
+
+@mj.shaper
+def iffy(logits, view):
+    return logits * 2 if view.step > 3 else logits
+
+
+@mj.shaper
+def half(logits, view):
+    return logits.astype(jnp.float16)
+
+
+@mj.stop.stop
+def hasty(view, proposal, memory):
+    return bool(view.step > 3), memory
+
+
+def starting(init):
+    return rule_that(lambda proposal, memory: (proposal, memory), init=init)
 
 
 def broken(change):
@@ -86,6 +121,74 @@ WRONG = {
     "memory of another structure": (lambda: sampled(sampler=forgets), "memory of the rule mine"),
     "logits of another shape": (lambda: sampled(sampler=Sampler(threshold(), (narrow(),))), "the shaper narrow"),
     "done for each position": (lambda: sampled(sampler=Sampler(threshold(), stop=stops_twice())), "done of the stop"),
+    # what parts do with traced values
+    "a rule that asks a traced value": (
+        lambda: sampled(sampler=deciding(accepts_if)),
+        "^the rule mine decides by a traced value in Python .* allowed: jnp.where.* jax.lax.cond",
+    ),
+    "a rule that counts to a traced value": (
+        lambda: sampled(sampler=deciding(lambda view: sum(view.masked for _ in range(view.n)) > 0)),
+        "^the rule mine uses a traced value as a Python int",
+    ),
+    "a rule that uses numpy": (
+        lambda: sampled(sampler=deciding(lambda view: np.sort(view.masked))), "^the rule mine gives .* to numpy"
+    ),
+    "a rule that selects by a traced mask": (
+        lambda: sampled(sampler=deciding(lambda view: view.masked[view.masked])), "^the rule mine selects by a"
+    ),
+    "a rule that adds other shapes": (
+        lambda: sampled(sampler=deciding(lambda view: view.masked & (jnp.arange(5) > 2))), "^the rule mine fails: "
+    ),
+    "a rule that accepts numbers": (
+        lambda: sampled(sampler=deciding(lambda view: view.reading.p_sample)),
+        r"^the rule mine fails: accept of mj.settle is 'float32\[8\]'; allowed: bool\[8\]",
+    ),
+    "a shaper that asks a traced value": (
+        lambda: sampled(sampler=Sampler(threshold(), (iffy(),))), "^the shaper iffy decides by a traced value"
+    ),
+    "logits of a narrower dtype": (
+        lambda: sampled(sampler=Sampler(threshold(), (half(),))),
+        r"what the shaper half returned is 'float16\[8, 320\]'; allowed: logits float32\[8, 320\]",
+    ),
+    "a stop that asks a traced value": (
+        lambda: sampled(sampler=Sampler(threshold(), stop=hasty())), "^the stop hasty decides by a traced value"
+    ),
+    "init of other arguments": (
+        lambda: sampled(sampler=starting(lambda canvas: canvas)), "^init of the rule mine fails: .*2 were given"
+    ),
+    "a stream refuses at its call": (
+        lambda: mj.stream(tiny(), "x", sampler=deciding(accepts_if)), "^the rule mine decides by a traced value"
+    ),
+    # what parts are made of
+    "a rule without memory": (
+        lambda: mj.rule(lambda key, view: None),
+        r"arguments of the rule <lambda> is '\(key, view\)'; allowed: \(key, view, memory\)",
+    ),
+    "a rule of four arguments": (lambda: mj.rule(lambda key, view, memory, p=0.9: None), "then parameters by keyword"),
+    "a rule of any keywords": (lambda: mj.rule(lambda key, view, memory, **more: None), "arguments of the rule"),
+    "arguments in another order": (lambda: mj.rule(lambda view, key, memory: None), "arguments of the rule"),
+    "a shaper without view": (lambda: mj.shaper(lambda logits: logits), r"shaper .* allowed: \(logits, view\)"),
+    "a stop of two arguments": (
+        lambda: mj.stop.stop(lambda view, memory: memory), r"stop .* allowed: \(view, proposal, memory\)"
+    ),
+    "a rule of a rule": (lambda: mj.rule(threshold), "the rule threshold'; allowed: a function of"),
+    "a rule of a number": (lambda: mj.rule(3), "function of a rule is 3"),
+    "a stop that is made already": (
+        lambda: mj.rule(stop=mj.stop.never())(lambda key, view, memory: 0), "stop of a rule"
+    ),
+    "noise that does not exist": (lambda: mj.rule(fits=("mask",))(lambda key, view, memory: 0), "fits of a rule"),
+    "a function of two arguments as sampler": (lambda: sampled(sampler=lambda key, view: 0), "arguments of the rule"),
+    "Sampler of a shaper": (lambda: Sampler(top_p(0.9)), "sampler.rule is 'the shaper top_p'; allowed: a rule"),
+    "Sampler of a stop": (lambda: Sampler(mj.stop.never()), "sampler.rule is 'the stop never'"),
+    "Sampler without its call": (lambda: Sampler(threshold), "threshold without its call"),
+    "misspelt parameter of a rule": (
+        lambda: threshold(pp=0.9), r"threshold\(\) argument is 'pp'; allowed: p is the nearest; all: p"
+    ),
+    "misspelt parameter of a shaper": (lambda: mj.shape.top_p(q=0.9), r"top_p\(\) argument is 'q'; allowed: p$"),
+    "misspelt parameter of a stop": (
+        lambda: mj.stop.steady(patiense=2), "allowed: patience is the nearest; all: entropy, patience"
+    ),
+    "a parameter of none": (lambda: mj.rules.confidence(p=0.9), r"confidence\(\) argument is 'p'; allowed: none"),
     # models
     "a name as model": (lambda: mj.sample("nano", "x"), "lm is 'nano'"),
     "a model in edit": (lambda: mj.edit("nano", "x"), "lm is 'nano'"),
@@ -130,8 +233,43 @@ WRONG = {
 
 @pytest.mark.parametrize(("call", "said"), WRONG.values(), ids=WRONG)
 def test_a_wrong_call_is_refused_by_name(call, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeCheckError)) as error:
         call()
+    if isinstance(error.value, TypeCheckError):  # with --jaxtyping alone
+        pytest.skip("the type checker refuses it first")
+    assert re.search(said, str(error.value)), error.value
+
+
+def test_what_jax_says_of_a_rule_is_the_cause():
+    with pytest.raises(ValueError) as error:
+        sampled(sampler=deciding(accepts_if))
+    assert isinstance(error.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+def test_an_error_of_a_rules_own_code_stays_what_it_is():
+    with pytest.raises(ZeroDivisionError):
+        sampled(sampler=deciding(lambda view: view.masked & (1 / 0)))
+
+
+def test_a_sampler_is_checked_once_for_all_values_of_its_parameters():
+    calls = []
+
+    @mj.rule
+    def counted(key, view, memory, *, p=0.5):
+        calls.append(1)
+        return mj.settle(view, view.masked & (view.reading.p_sample > p)), memory
+
+    for p in (0.0, 0.1, 0.2):
+        mj.sample(tiny(), "x", max_tokens=4, sampler=counted(p), plan=mj.Plan(steps=1))
+        first = len(calls) if p == 0.0 else first
+    assert len(calls) == first
+
+
+def test_a_sampler_stays_a_tuple_that_jax_maps_over():
+    sampler = Sampler(threshold(0.5), [top_p(0.9)], temperature=0.5)
+    twice = jax.tree.map(lambda x: x * 2, sampler)
+    assert isinstance(twice, Sampler) and twice.shape[0].knobs == {"p": 1.8} and twice.temperature == 1.0
+    assert sampler._replace(temperature=0.0).rule is sampler.rule
 
 
 def test_a_rule_may_return_any_kind_of_whole_numbers():

@@ -41,6 +41,36 @@ def test_an_autoregressive_model_says_what_a_plain_loop_says():
         mj.sample(lm, "text")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma4_dense", "duo", "diffusion_gemma"])
+def test_a_mask_that_a_model_would_not_use_is_refused(name, tmp_path, capsys):
+    words = "mask is 9; allowed: None: this model is autoregressive, or its noise has no mask. A recipe makes"
+    for call in (mj.load, hub.info, lambda folder, mask: hub.convert(folder, tmp_path / "out", mask=mask)):
+        with pytest.raises(ValueError, match=words):
+            call(GOLDENS / name, mask=9)
+    assert main(["sample", "x", "--model", str(GOLDENS / name), "--mask", "9"]) == 2
+    assert "mask is 9; allowed: None" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_mask_is_refused_for_an_autoregressive_folder_of_ours(tmp_path):
+    hub.convert(GOLDENS / "qwen3", tmp_path / "ours")
+    with pytest.raises(ValueError, match="mask is 9; allowed: None"):
+        mj.load(tmp_path / "ours", mask=9)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4_dense"])
+def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
+    lm = mj.load(GOLDENS / name)
+    whole = mj.logits(lm, [[7, 8, 9, 10], [7, 8, 11, 10]], PROMPT)
+    np.testing.assert_allclose(whole[0, :2], whole[1, :2], atol=1e-5)  # what follows says nothing to it
+    for i in range(4):  # one token behind a longer prompt reads the same
+        alone = mj.logits(lm, [7 + i], [*PROMPT, *range(7, 7 + i)])
+        np.testing.assert_allclose(whole[0, i], alone[0, 0], atol=1e-4)
+    with pytest.raises(ValueError, match=r"plan.block is 4; allowed: a divisor of 1"):
+        mj.sample(lm, PROMPT, plan=mj.Plan(block=4))
+    with pytest.raises(ValueError, match="lm is '.*, an autoregressive model'; allowed: a diffusion model"):
+        mj.edit(lm, [7, 8, 9])
+
+
 @pytest.mark.parametrize("name", ["dream", "fast_dllm"])
 def test_a_shifted_model_is_read_where_it_speaks(name):
     g = golden(name)

@@ -80,7 +80,7 @@ def test_errors_of_the_users_own_code_pass_unchanged(write):
         recipe.load_recipe(write("def config(): return 1 + 'a'"))
 
 
-def test_what_is_no_recipe_is_refused():
+def test_what_is_no_recipe_is_refused(unhooked):
     with pytest.raises(ValueError, match="config is 3; allowed: a TrainConfig"):
         mj.train(3)  # type: ignore[arg-type]
 
@@ -98,6 +98,15 @@ def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
     assert found.sample_prompts == ("a", "b") and (found.mesh.fsdp, found.mesh.data) == (2, 3)
     assert found.objective is base.objective and found.data is base.data
     assert recipe.override(base, []) == base
+
+
+def test_help_lists_plain_fields_with_their_comments_and_offers_no_value_that_only_python_can_write(capsys):
+    with pytest.raises(SystemExit) as ended:
+        recipe.override(tiny.config("x"), ["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "rows of an update, over all devices" in told and "--optim.lr" in told
+    assert "data:" not in told and "sampler" not in told
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
         "jax": jax.__version__, "python": platform.python_version(), "versions": versions,
         "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": chip.present(),
-        "kernels": chip.status(), "cores": os.cpu_count(), "cuda": {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": ptxas},
+        "kernels": chip.status(), "cores": os.cpu_count(),
+        "cuda": {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": ptxas},
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mercury_jax import chat
 from mercury_jax.serve.chat import data
 from mercury_jax.serve.chat.refused import Refused
 from mercury_jax.serve.chat.tools import checked_tools
@@ -84,16 +85,7 @@ def _content(content: Any, name: str) -> str:
         return data.text(content, name)
     if not isinstance(content, list):
         raise data.refuse(name, type(content).__name__, "a string, null, or a list of text parts")
-    parts = data.listed(content, name, 0, MOST_PARTS)
-    return "\n".join(_part(part, f"{name}[{j}]") for j, part in enumerate(parts))
-
-
-def _part(part: Any, name: str) -> str:
-    part = data.mapping(part, name)
-    kind = part.get("type")
-    if kind != "text":
-        raise data.refuse(f"{name}.type", kind, "text (this model reads text only)")
-    return data.text(part.get("text"), f"{name}.text")
+    return data.text(chat.joined(data.listed(content, name, 0, MOST_PARTS), name, data.refuse), name)
 
 
 def _asked(message: Mapping[str, Any], name: str, calls: _Calls) -> list[dict[str, Any]]:

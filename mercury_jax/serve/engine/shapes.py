@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mercury_jax.decode.program import bucket
+from mercury_jax.decode.program import bucket, slots_for
 from mercury_jax.decode.state import Program, State
 from mercury_jax.serve.engine import device, knobs
 from mercury_jax.serve.engine.types import Job, Settings
@@ -61,7 +61,7 @@ def positions(plan: Plan, tokens: int) -> int:
     blind = any(part.blind for part in plan.menu.rules)
     if plan.lm.model.config.pattern == "bidirectional":
         return bucket(tokens) * (2 if blind else 1)
-    return bucket(tokens + width_of(plan, tokens) * (2 if blind else 1))
+    return slots_for(tokens, width_of(plan, tokens) * (2 if blind else 1), plan.context)
 
 
 def width_of(plan: Plan, slots: int) -> int:
