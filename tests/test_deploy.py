@@ -57,7 +57,7 @@ def test_every_part_is_there(kinds):
     assert {one["metadata"]["name"] for one in kinds.values()} == {"mercury"}
 
 
-def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words, kinds):
+def test_probes_use_routes_without_key_on_the_servers_port(container, words, kinds):
     pytest.importorskip("starlette")
     from mercury_jax.serve.api.app import OPEN
 
@@ -76,7 +76,7 @@ def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words
     assert ports[port["targetPort"]] == words.port
 
 
-def test_a_pod_ends_behind_its_last_answer(pod, container, words, kinds):
+def test_the_grace_period_covers_draining(pod, container, words, kinds):
     pytest.importorskip("uvicorn")
     from mercury_jax.serve.api.server import FLUSH, NOTICE
 
@@ -101,7 +101,7 @@ def test_it_asks_for_a_key(container, words, kinds):
     assert all(f"--from-literal={key}=" in told for key in ("api-keys", "metrics-key"))
 
 
-def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
+def test_the_autoscaler_watches_a_metric_of_the_server(kinds):
     pytest.importorskip("prometheus_client")
     from mercury_jax.serve.api.app import GET
     from mercury_jax.serve.api.metrics import GAUGES
@@ -115,7 +115,7 @@ def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
     assert endpoint["path"] in GET
 
 
-def test_everything_means_the_same_pods(kinds, container, pod):
+def test_all_selectors_match_the_same_pods(kinds, container, pod):
     labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
     selectors = [
         kinds["Service"]["spec"]["selector"],

@@ -1,4 +1,4 @@
-"""A server that says what a test has written down: for clients that are measured without a model."""
+"""A server with scripted responses, for tests of the client without a model."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ def whole(value, status=200, headers=()):
 
 
 def chunked(*pieces):
-    """A body in pieces of any size, each sent on its own."""
+    """A chunked body, each piece sent separately."""
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n"
     return [head, *(f"{len(p):x}\r\n".encode() + p + b"\r\n" for p in pieces), b"0\r\n\r\n"]
 
 
 class Server:
-    """answer(method, path, body): the bytes to send, or a list of pieces; None, also as a piece, closes."""
+    """answer(method, path, body) returns the bytes to send, or a list of pieces; None closes the connection."""
 
     def __init__(self, answer):
         self.answer, self.connections, self.now, self.most = answer, 0, 0, 0
@@ -75,7 +75,7 @@ def run(answer, work):
 
 @contextlib.contextmanager
 def apart(answer):
-    """The address of a server in a thread of its own."""
+    """The address of a server in another thread."""
     ready, urls, loop = threading.Event(), [], asyncio.new_event_loop()
     done = asyncio.Event()
 

@@ -26,7 +26,7 @@ CONFIG_26B = Path(__file__).parents[1] / "hub" / "diffusiongemma_26b.json"
     [("h200", 1, "1x1x1"), ("h200x8", 8, "1x1x8"), ("h200x64", 64, "1x8x8"), ("b200x2", 2, "1x1x2"),
      ("v5e:4x4", 16, "4x4"), ("v6e:16x16", 256, "16x16"), ("v5p:8x8x8", 512, "8x8x8")],
 )  # fmt: skip
-def test_a_target_is_a_chip_and_how_many_of_it(name, devices, topology):
+def test_a_target_is_a_chip_and_a_number_of_devices(name, devices, topology):
     found = chips.target(name)
     assert (found.devices, found.topology) == (devices, topology)
     assert found.chip.platform == ("tpu" if ":" in name else "cuda")
@@ -40,7 +40,7 @@ def test_other_targets_are_refused_with_what_is_allowed(name):
         chips.target(name)
 
 
-def test_every_gpu_has_a_description_whose_numbers_are_the_chip_s():
+def test_the_description_of_every_gpu_agrees_with_its_datasheet():
     for chip in chips.ALL.values():
         if chip.platform == "cuda":
             text = (chips.TARGETS / f"{chip.name}.txtpb").read_text()
@@ -56,7 +56,7 @@ def test_the_26b_configuration_is_that_of_its_config_json():
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])
-def test_a_known_name_has_the_parameters_that_it_says(name, billions):
+def test_a_preset_has_the_parameters_that_its_name_says(name, billions):
     model = models.build(abstract_params.find_preset(name).config())
     total = sum(np.prod(x.shape) for x in assemble.shapes_of(model).values())
     assert total == pytest.approx(billions * 1e9, rel=0.02)
@@ -67,7 +67,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
         abstract_params.source("llada-7b")
 
 
-def test_a_model_without_weights_lies_as_a_loaded_one_does():
+def test_abstract_parameters_are_sharded_as_loaded_ones():
     on = sharding.mesh(data=2, tensor=2)
     found = abstract_params.source("nano", "bfloat16")
     plain, small = (
@@ -108,7 +108,7 @@ def test_the_roofline_is_the_longer_of_both_times():
     assert chips.datasheet_roofline(chip, "float32", 494e12, 0)["seconds"] == 1.0
 
 
-def test_a_program_that_a_tpu_has_no_room_for_does_not_fit():
+def test_a_program_too_large_for_a_tpu_does_not_fit():
     told = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     told += "Used 20.50G of 15.75G hbm."
     found = aot.refused_for_memory(told)
@@ -143,7 +143,7 @@ def test_the_training_step_is_lowered_with_its_state_on_the_mesh(monkeypatch):
     assert record["aliased_bytes"] > 0.9 * record["output_bytes"]  # the state is donated
 
 
-def test_a_missing_plugin_is_told_with_what_to_install(capsys, monkeypatch):
+def test_a_missing_plugin_is_reported_with_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     for target, what in (("h200", "CUDA plugin"), ("v5e:4x4", "libtpu")):
         assert main(["bench", "compile", "nano", "--for", target]) == 2
@@ -158,20 +158,20 @@ def test_a_missing_plugin_is_told_with_what_to_install(capsys, monkeypatch):
      (["--for", "h200", "--context", "0"], "--context is 0"),
      (["--for", "h200", "--what", "train", "--quantise", "int8"], "--quantise is 'int8'")],
 )  # fmt: skip
-def test_bad_words_are_refused_before_a_process_is_started(words, told, capsys, monkeypatch):
+def test_bad_options_are_refused_before_a_process_is_started(words, told, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     assert main(["bench", "compile", "nano", *words]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_what_the_child_refuses_comes_back_in_words(tmp_path):
+def test_the_child_reports_why_it_refuses(tmp_path):
     out = tmp_path / "out.json"
     ask = json.dumps(aot.CompileRequest("llada-7b", "h200")._asdict())
     assert aot.main([ask, str(out)]) == 2
     assert "llada-8b is the nearest" in json.loads(out.read_text())["refused"]
 
 
-def test_a_child_that_dies_is_told_as_such(monkeypatch):
+def test_a_child_that_dies_is_reported(monkeypatch):
     monkeypatch.setattr(chips, "missing", lambda chip: None)
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     with pytest.raises(compiling.CompilerFailed, match="ended with code 1"):

@@ -298,7 +298,7 @@ def test_the_command_prints_one_object_a_line_and_writes_them(at_hand, tmp_path,
     assert "threshold(p=0.99)" in shown and "No rule to recommend" in shown and "\x1b[" not in shown
 
 
-def test_rules_are_chosen_on_questions_that_no_figure_is_of(monkeypatch, capsys):
+def test_rules_are_chosen_on_other_questions_than_those_of_the_figures(monkeypatch, capsys):
     monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: tiny())
     drawn, draw = [], tasks.draw
 

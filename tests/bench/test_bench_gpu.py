@@ -1,4 +1,4 @@
-"""`mercury bench gpu` without a GPU: what fails costs its own case, what passed is kept, no time is overrun."""
+"""`mercury bench gpu` without a GPU: failures affect their own case only, results are stored, the budget is kept."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def asking(do="", **how):
     return GpuCase(do or "fine", "x", {"do": do}, **how)
 
 
-def test_what_hangs_crashes_or_fails_costs_its_own_case_alone():
+def test_a_hang_a_crash_or_a_failure_affects_its_own_case_only():
     running, said = scripted(CHILD, beat=0.2)
     with running:
         first, second = (running.run(asking())[0]["pid"] for _ in range(2))
@@ -66,7 +66,7 @@ def test_what_hangs_crashes_or_fails_costs_its_own_case_alone():
     assert any("hang: in a kernel" in line and "of at most 1 s" in line for line in said)
 
 
-def test_what_fails_in_a_used_process_is_tried_again_alone():
+def test_a_failure_in_a_used_process_is_repeated_in_a_new_one():
     script = "new = not globals().get('used'); used = True\nsay(row={'passed': new}); say(done=True)"
     running, _ = scripted(script)
     with running:
@@ -75,7 +75,7 @@ def test_what_fails_in_a_used_process_is_tried_again_alone():
         assert row["passed"] and "in_a_used_process" in row
 
 
-def test_nothing_begins_without_time_and_nothing_outlasts_it():
+def test_no_case_begins_without_time_or_exceeds_the_budget():
     running, _ = scripted(CHILD, budget=2.0)
     with running:
         began = time.monotonic()
@@ -84,7 +84,7 @@ def test_nothing_begins_without_time_and_nothing_outlasts_it():
         assert running.run(asking(least=0.5))[0]["not_run"] == "time"
 
 
-def test_each_environment_has_a_process_of_its_own_and_no_kernels_are_forced_unasked(monkeypatch):
+def test_each_environment_has_its_own_process_and_kernels_are_not_forced(monkeypatch):
     monkeypatch.setenv("MERCURY_KERNELS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--a")
     running, _ = scripted("say(row={**os.environ, 'pid': os.getpid()}); say(done=True)")
@@ -98,7 +98,7 @@ def test_each_environment_has_a_process_of_its_own_and_no_kernels_are_forced_una
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a child with its parent")
 def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
-    """Its group is another than its child's, so that the child ends by itself."""
+    """The child is in another process group, so it must end by itself."""
     script = (
         "from mercury_jax.bench.gpu.runner import *\n"
         "r = Runner(TimeBudget(60)); r.run(GpuCase('about', 'about', {}))\n"
@@ -120,7 +120,7 @@ def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
     raise AssertionError("the child lives on")
 
 
-def test_a_row_is_in_the_file_when_it_is_measured(tmp_path):
+def test_rows_are_appended_as_they_are_measured(tmp_path):
     file = tmp_path / "rows.jsonl"
     for n in range(2):
         append(str(file), {"n": n})
@@ -132,7 +132,7 @@ def test_a_row_is_in_the_file_when_it_is_measured(tmp_path):
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """broken(faults) -> rows of a check of the plain form of four head sizes, and what is kept of each form."""
+    """broken(faults) -> rows of a check of the plain form of four head sizes, and what is stored of each form."""
     shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
     found = [
         cases._case("attention", f"attention-{w}-bfloat16", shape | {"width": w, "r": r}, limit=25.0)
@@ -166,7 +166,7 @@ def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
         assert len(later) == 1
 
 
-def test_a_form_that_hangs_is_off_and_what_an_earlier_case_broke_is_not(broken, monkeypatch):
+def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(broken, monkeypatch):
     monkeypatch.setattr(cases, "check", lambda *a, found=cases.check(): [
         c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
     ])  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_form_that_hangs_is_off_and_what_an_earlier_case_broke_is_not(broken, 
     assert any("only here" in row.get("in_a_used_process", "") for row in rows)
 
 
-def test_a_part_of_a_name_chooses_whole_forms_and_the_others_keep_what_was_found(broken, monkeypatch):
+def test_a_part_of_a_name_selects_whole_forms_and_other_forms_keep_their_results(broken, monkeypatch):
     rows, kept = broken(w256="error")
     assert "ILLEGAL_ADDRESS" in kept["attention-256-bfloat16"]["why"]
     rows, kept = broken(only=["attention-256-bfloat16 b=1 t=4 h=2 g=1 s=64 r=2"])
@@ -185,7 +185,7 @@ def test_a_part_of_a_name_chooses_whole_forms_and_the_others_keep_what_was_found
     assert all(told["passed"] for told in kept.values()) and len(kept) == 4
 
 
-def test_a_form_whose_time_did_not_come_is_off(broken, monkeypatch):
+def test_a_form_for_which_no_time_was_left_is_off(broken, monkeypatch):
     found = cases.check()
     monkeypatch.setattr(cases, "check", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
     rows, kept = broken()
@@ -194,7 +194,7 @@ def test_a_form_whose_time_did_not_come_is_off(broken, monkeypatch):
 
 
 def drawn(a):
-    """The shapes of what is drawn for a case."""
+    """Shapes of the inputs of a case."""
     shape = jax.ShapeDtypeStruct
     q, k = (shape((a.b, n, heads, a.width), jnp.float32) for n, heads in ((a.t, a.h), (a.s, a.g)))
     pages = shape((a.b, a.s // (a.page or a.s)), jnp.int32)
@@ -202,7 +202,7 @@ def drawn(a):
 
 
 @pytest.mark.parametrize("which", [chip.HOPPER, chip.BLACKWELL])
-def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_for(which):
+def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
     names = set()
     for case in cases.check(which, 0):
         if case.work == "sanitizer":
@@ -222,8 +222,8 @@ def test_forms_of_cases_have_the_names_that_attend_and_the_grouped_product_look_
     assert len(names) == (28 if which == chip.HOPPER else 15)
 
 
-def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
-    """Each form's first and last shape, lowered for CUDA: no chip is needed to find what cannot even be built."""
+def test_every_case_of_a_chip_is_lowered_for_it():
+    """The first shape of each form, lowered for CUDA; this needs no chip."""
     todo = {}
     for case in cases.check(chip.HOPPER, 0):
         if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
@@ -241,7 +241,7 @@ def test_every_case_of_a_chip_is_lowered_for_it_or_refused_in_words():
             assert "mosaic_gpu" in text, case.name
 
 
-def test_the_error_is_that_of_the_worst_row():
+def test_the_error_is_of_the_worst_row():
     want = np.random.default_rng(0).normal(size=(1, 50, 2, 8)).astype(np.float32)
     got = want.copy()
     assert check.worst((got,), (want,)) == 0
@@ -257,15 +257,15 @@ def test_the_error_is_that_of_the_worst_row():
 # --- models
 
 
-def test_the_load_of_a_pass_counts_experts_once_each_and_products_of_the_active_alone():
-    """DiffusionGemma: 25.2B parameters, 3.8B of them active; every expert is read, few of them multiply."""
+def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_ones():
+    """DiffusionGemma: 25.2B parameters, 3.8B of them active."""
     found = model.find(cases.GEMMA)
     lm = model.ap.abstract_lm(found, model.sharding.mesh(devices=jax.devices()[:1]))
     bytes, flops = model.load(lm, 1, 1024)
     assert 50e9 < bytes < 54e9 and 1.9e12 < flops < 2.3e12
 
 
-def test_a_training_row_is_full_and_its_work_is_six_a_parameter_and_position():
+def test_a_training_row_is_full_and_costs_six_flop_for_each_parameter_and_position():
     c = find_preset("mercury-100m").config()
     data = model.batch_of(c, 2, 2048)
     assert data.tokens.shape == (2, 2048) and data.editable[0].sum() == data.editable[1].sum() >= 1024
@@ -274,7 +274,7 @@ def test_a_training_row_is_full_and_its_work_is_six_a_parameter_and_position():
     assert alone == 6 * 100 * 2 * 2048
 
 
-def test_weights_are_random_numbers_of_the_right_size_and_no_two_leaves_are_alike():
+def test_random_weights_have_the_right_deviation_and_differ_between_leaves():
     lm = model.random_model(model.find("tiny"), "int8", lambda stage: None)
     leaves = [x for x in jax.tree.leaves(lm.params) if x.ndim > 1]
     wide = [
@@ -303,8 +303,8 @@ def test_routings_have_all_rows_and_differ():
 # --- the commands
 
 
-def test_the_commands_import_neither_grain_nor_tyro_nor_rich_of_their_own(tmp_path):
-    """Every module that the parent and a child need, where these are not installed; flax itself brings rich along."""
+def test_the_commands_import_neither_grain_nor_tyro_nor_rich(tmp_path):
+    """Imports every module that the parent and a child need, without these packages; flax itself imports rich."""
     script = """
 import builtins, sys
 for name in ("grain", "tyro", "matplotlib", "starlette", "uvicorn", "jinja2", "tokenizers", "huggingface_hub", "torch"):
@@ -362,7 +362,7 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_the_command_checks_a_form_tells_it_and_keeps_it(tmp_path, capsys, monkeypatch):
+def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(checked.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
     only = ["grouped-bfloat16 "]
@@ -377,12 +377,12 @@ def test_the_command_checks_a_form_tells_it_and_keeps_it(tmp_path, capsys, monke
     assert main(["bench", "gpu", "check", "--small", "--only", "nothing of that name"]) == 2
 
 
-def test_info_tells_which_kernels_are_on_and_why(capsys):
+def test_info_says_which_kernels_are_on_and_why(capsys):
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"]["rule"] == "off: no kernel is written for cpu"
 
 
-def test_the_command_times_what_it_can_and_says_why_not_else(tmp_path):
+def test_the_command_times_what_it_can_and_says_why_not_the_rest(tmp_path):
     out = tmp_path / "rows.jsonl"
     assert (
         main(
@@ -396,7 +396,7 @@ def test_the_command_times_what_it_can_and_says_why_not_else(tmp_path):
     assert 0 < rows["xla"]["share_of_bound"]
 
 
-def test_transformers_is_left_out_in_words_where_it_is_not_installed():
+def test_missing_transformers_is_reported():
     script = str(ROOT / "mercury_jax/bench/gpu/transformers_worker.py")
     absent = (
         f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"

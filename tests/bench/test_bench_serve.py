@@ -16,7 +16,7 @@ ASK = serve_load.chat("m", "hi", 8)
 
 
 def asking(work):
-    """`work(client)`, with a client that is closed behind it."""
+    """A function of the URL that calls `work(client)` and closes the client."""
 
     async def inside(url):
         client = Client(url)
@@ -47,7 +47,7 @@ def test_connections_are_kept_and_a_dead_one_is_replaced():
     assert told == [200] * 3 and server.connections == 2
 
 
-def test_whoever_leaves_early_drops_the_connection_and_a_cut_answer_is_broken():
+def test_leaving_early_drops_the_connection_and_a_truncated_response_is_an_error():
     async def peek(client):
         async with client.open("POST", "/a", {}) as reply:
             async for data in reply.events():
@@ -68,7 +68,7 @@ def test_whoever_leaves_early_drops_the_connection_and_a_cut_answer_is_broken():
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_an_answer_is_the_same_however_it_is_cut(size):
+def test_a_stream_is_read_the_same_however_it_is_split(size):
     seen = fetched(chunks("4", "2", tokens=5), size)
     assert seen.good and (seen.text, seen.finishes, seen.tokens) == ("42", ("stop",), 5)
     times = [0.0, seen.first, seen.last, seen.whole]
@@ -89,11 +89,11 @@ def test_an_answer_is_the_same_however_it_is_cut(size):
     ],
     ids=["no done", "two dones", "no finish", "an event behind", "an error", "cut"],
 )
-def test_only_exactly_one_end_is_good(events):
+def test_only_an_answer_with_exactly_one_end_counts(events):
     assert fetched(chunks("a")).good and not fetched(events).good
 
 
-def test_a_refusal_and_a_dead_server_are_told_apart():
+def test_a_refusal_differs_from_a_broken_connection():
     refusal = whole({"error": {"message": "busy"}}, 429, ["retry-after: 3"])
     seen, _ = run(lambda *_: refusal, asking(lambda client: serve_load.fetch(client, ASK)))
     assert (seen.status, seen.retry_after, seen.good) == (429, "3", False) and "busy" in seen.refused
@@ -112,7 +112,7 @@ def slow(seconds):
     return answer
 
 
-def test_a_closed_loop_keeps_so_many_and_the_order():
+def test_a_closed_loop_keeps_its_concurrency_and_the_order():
     asks = [serve_load.chat("m", str(i), 8) for i in range(12)]
     (seen, seconds), server = run(slow(0.02), asking(lambda client: serve_load.closed_loop(client, asks, 3)))
     assert [one.text for one in seen] == [str(i) for i in range(12)]
@@ -120,7 +120,7 @@ def test_a_closed_loop_keeps_so_many_and_the_order():
 
 
 def test_an_open_loop_hides_no_delay():
-    """One answer at a time, and arrivals four times as fast: the last one has waited for all before it."""
+    """One answer at a time, and arrivals four times as fast: the last request waits for all before it."""
     turn = asyncio.Lock()
 
     async def answer(method, path, body):
@@ -135,7 +135,7 @@ def test_an_open_loop_hides_no_delay():
     assert gaps == sorted(gaps) and gaps[-1] == pytest.approx(80, rel=0.1)
 
 
-def test_percentiles_are_values_that_were_measured():
+def test_percentiles_are_measured_values():
     assert [serve_load.percentile(range(1, 101), p) for p in (50, 90, 99, 100)] == [50, 90, 99, 100]
     assert serve_load.percentile([3.0, None, 1.0], 50) == 1.0 and math.isnan(
         serve_load.percentile([None], 50)
@@ -146,7 +146,7 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def talker(method, path, body):
-    """A server of Mercury's surface, as far as the bench asks for it."""
+    """A scripted server with the routes that the benchmark uses."""
     if path == "/v1/models":
         return whole({"data": [{"id": "m"}]})
     if path == "/metrics":
@@ -163,7 +163,7 @@ def talker(method, path, body):
     return whole({"choices": [{"message": message}], "usage": {"completion_tokens": 6}})
 
 
-def test_rows_have_every_figure_and_the_least_is_its_own_measure():
+def test_records_have_every_figure_and_the_fewest_clients_are_the_baseline():
     talker.count = 0
     load = serve.Load(concurrency=(2, 1), requests=4, turns=2, rate=500.0, tasks=("add3",), agent=2)
     with scripted_server.apart(talker) as url:
@@ -179,7 +179,7 @@ def test_rows_have_every_figure_and_the_least_is_its_own_measure():
     json.dumps(found)
 
 
-def test_an_agent_counts_calls_that_its_tools_do_not_take():
+def test_an_agent_counts_calls_with_invalid_arguments():
     assert serve.run_tool({"name": "multiply", "arguments": '{"a": 2, "b": 3}'}) == 6
     bad = [
         ("add", "{"),
@@ -198,7 +198,7 @@ def bound(longer, rates):
     return serve_bound.BatchingBound({1: 1.0, 16: longer}, 16 / longer, dict(zip((1, 16), rates)), 100.0)
 
 
-def test_what_bound_it_is_named_by_the_figures():
+def test_the_figures_explain_what_limits_batching():
     words = lambda speedup, found: serve_bound.explain(speedup, found, 4.0)
     assert words(5.0, bound(2.0, (10, 80))).startswith("nothing")
     assert words(1.9, bound(8.0, (45, 90))).startswith(
@@ -208,8 +208,8 @@ def test_what_bound_it_is_named_by_the_figures():
     assert words(2.0, bound(2.0, (10, 80))).startswith("the server around the device, which reaches 25%")
 
 
-def test_the_program_alone_is_timed_in_the_middle_of_answers(monkeypatch):
-    """Every row writes in every pass, to the last one that is timed."""
+def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
+    """Every row accepts tokens in every pass that is timed."""
     from tests.tiny import tiny
 
     seen = []
@@ -237,7 +237,7 @@ def test_the_program_alone_is_timed_in_the_middle_of_answers(monkeypatch):
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bad_input_is_told_in_words(argv, words, capsys):
+def test_bench_serve_refuses_bad_input(argv, words, capsys):
     assert main(["bench", "serve", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and [w for w in words if w not in err] == []

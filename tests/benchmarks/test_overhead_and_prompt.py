@@ -27,7 +27,7 @@ def test_warm_calls_compile_nothing_and_make_the_passes_that_are_compared():
     json.dumps(row)
 
 
-def test_the_bare_loop_ends_on_the_logits_of_its_last_pass():
+def test_the_bare_loop_returns_the_logits_of_its_last_pass():
     lm, setting = tiny(), SweepPoint("threshold", {"p": 0.9})
     bare = overhead.BarePasses(lm, setting, 1, 16, passes=3)
     model, like, width = lm.model, bare.like, bare.like.canvas.shape[1]
@@ -56,7 +56,7 @@ def test_prompts_grow_in_rising_order_with_a_cache_in_proportion():
     json.dumps([small, large])
 
 
-def test_one_layer_encodes_without_attention():
+def test_one_layer_prefills_without_attention():
     def program(layers):
         lm = prompt.small_model(tiny(), 256, layers, 0)
         asked = prompt._request(lm, 128, 0)

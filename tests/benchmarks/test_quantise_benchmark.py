@@ -13,7 +13,7 @@ def nano():
     return mj.load()
 
 
-def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
+def test_the_bound_with_a_kv_cache_equals_that_without(nano):
     for piece in quantise.masked_texts(nano, 2, 4, 0):
         ids = np.concatenate([piece.before, piece.canvas])
         laid = nano.model.layout(ids, len(piece.before), whole=False)
@@ -24,7 +24,7 @@ def test_the_bound_through_a_cache_is_that_of_a_pass_without_one(nano):
         assert abs(quantise.nats_per_token(nano, piece) - want) < 1e-4
 
 
-def test_every_variant_is_measured_against_the_model_in_full(monkeypatch):
+def test_every_variant_is_compared_with_the_model_in_full(monkeypatch):
     monkeypatch.setattr(quantise, "PAIRS", ((None, None), ("fp8", "3bit")))
     answers, fewer, text, rougher = quantise.compare(
         mj.load, ["sudoku4"], limit=4, batch=4, pieces=4, samples=2
@@ -40,6 +40,6 @@ def test_every_variant_is_measured_against_the_model_in_full(monkeypatch):
     )
 
 
-def test_numbers_that_are_none_are_refused_before_anything_is_loaded():
+def test_bad_numbers_are_refused_before_a_model_is_loaded():
     with pytest.raises(ValueError, match="limit"):
         quantise.compare(lambda **how: pytest.fail("loaded"), ["sudoku4"], limit=0)

@@ -34,20 +34,20 @@ def kept(when, **environ):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_programs_are_kept_whether_jax_was_loaded_before_or_not(tmp_path):
+def test_programs_are_cached_whether_jax_was_imported_before_or_not(tmp_path):
     for when in ("early", "late"):
         ours, jax = kept(when, MERCURY_CACHE=str(tmp_path / when))
         assert ours == jax and list(Path(ours).iterdir()), when
 
 
-def test_the_user_decides(tmp_path):
+def test_the_environment_decides_about_the_cache(tmp_path):
     mine = str(tmp_path / "mine")
     assert kept("early", JAX_COMPILATION_CACHE_DIR=mine, MERCURY_CACHE=str(tmp_path)) == [None, mine]
     assert kept("early", MERCURY_CACHE="", HOME=str(tmp_path)) == [None, None]
     assert os.listdir(tmp_path) == ["mine"]
 
 
-def test_the_folder_is_the_users_and_the_processors(monkeypatch):
+def test_the_cache_folder_depends_on_the_user_and_the_processor(monkeypatch):
     at_home = app.cache_folder({"XDG_CACHE_HOME": "/x"})
     assert at_home is not None and at_home.parent == Path("/x/mercury_jax")
     assert app.cache_folder({app.CACHE: "/y"}) == Path("/y") / at_home.name

@@ -185,7 +185,7 @@ def test_a_mistyped_option_is_refused_in_one_line(option, capsys):
     assert len(told) < 150 and told.count("\n") == 1
 
 
-def test_train_refuses_what_no_recipe_has(recipe, capsys):
+def test_train_refuses_unknown_fields_and_recipes(recipe, capsys):
     assert "--steps is the nearest" in refused(capsys, "train", recipe, "--stepps", "5")
     assert "--optim.lr" in refused(capsys, "train", recipe, "--optim.lrr", "5")
     assert "/no/recipe.py" in refused(capsys, "train", "/no/recipe.py")

@@ -35,7 +35,7 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
     assert f"{sum(row['tokens'] for row in rows)} tokens" in err
 
 
-def test_a_backslash_that_may_be_meant_as_a_line_break_is_pointed_out(at_hand, capsys):
+def test_a_literal_backslash_n_gives_a_hint(at_hand, capsys):
     assert main(["sample", r"a\nb", "--max-tokens", "8", "--model", at_hand]) == 0
     assert "--escapes reads" in capsys.readouterr().err
     assert main(["sample", r"a\nb", "--escapes", "--max-tokens", "8", "--model", at_hand]) == 0
@@ -96,7 +96,7 @@ def test_eval_dumps_every_question(at_hand, tmp_path, capsys):
     assert all(set(r) >= {"input", "prediction", "correct", "forwards"} for r in rows)
 
 
-def test_a_probe_of_the_dump_leaves_the_disk_as_it_was(tmp_path, capsys):
+def test_checking_the_dump_changes_no_file(tmp_path, capsys):
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     old.write_text("kept\n")
     for path in (old, new):

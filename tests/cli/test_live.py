@@ -31,13 +31,13 @@ def test_accepted_tokens_guesses_and_noise_look_different(lm):
     assert live.style(False, 0.3) != live.style(False, 0.9)
 
 
-def test_the_view_joins_bytes_and_lets_no_control_code_through(lm):
+def test_the_view_joins_bytes_and_removes_control_codes(lm):
     ids = lm.tokenizer.encode("é\x1b[2J\n")
     text = live.paint(lm.tokenizer, ids, [True] * len(ids), [1.0] * len(ids)).plain
     assert text == "é\N{REPLACEMENT CHARACTER}[2J\n"
 
 
-def test_a_played_answer_ends_as_text_on_the_screen(lm):
+def test_a_followed_answer_ends_as_text_on_the_screen(lm):
     ids = lm.tokenizer.encode("\n".join(map(str, range(40))))
     moments = [moment(ids, False, 0.5, False), moment(ids, True, 1.0, True)]
     screen = io.StringIO()
@@ -48,7 +48,7 @@ def test_a_played_answer_ends_as_text_on_the_screen(lm):
     assert "\n".join(map(str, range(40))) in shown
 
 
-def test_the_demo_admits_wrong_answers_and_exits_with_1(at_hand, monkeypatch, capsys):
+def test_the_demo_reports_wrong_answers_and_exits_with_1(at_hand, monkeypatch, capsys):
     from mercury_jax.cli import demo
 
     asked = []
