@@ -30,7 +30,7 @@ class Score(NamedTuple):
     log_p: float | np.ndarray
     se: float | np.ndarray
     tokens: int | np.ndarray  # of the answer
-    samples: int  # masked canvases for each row
+    samples: int  # masked canvases for each row; 0: one causal pass, exact
 
     @property
     def nats_per_token(self) -> float | np.ndarray:
@@ -47,7 +47,7 @@ class Masked(NamedTuple):
 
 
 def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int = 0) -> Score:
-    """Scores answers: a lower bound on log p(completion | prompt), one for each row.
+    """Scores answers: a lower bound on log p(completion | prompt), one for each row; exact for autoregressive models.
 
     k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
     less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). k is stratified over the samples.
@@ -57,7 +57,7 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
         prompt: A text (it may be empty), a conversation or ids; or a list of these with one for each row. A 2-D array
             is a list of rows of ids.
         completion: A text or ids; or a list of these with one for each row. With one prompt, several answers to it.
-        samples: Masked canvases that are drawn for each row.
+        samples: Masked canvases that are drawn for each row. An autoregressive model takes one pass and draws none.
         seed: Row i draws its canvases from `seed` + i.
 
     Returns:
@@ -65,19 +65,27 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit: several prompts with one answer or with
-            another number of answers, ids that are no whole numbers, a model without masks.
+            another number of answers, ids that are no whole numbers, a model without masks that is not autoregressive,
+            an empty prompt of an autoregressive model whose tokenizer puts no token in front.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
     check_lm(lm)
-    if lm.corruption.mask is None:
+    exact_model = lm.model.config.autoregressive
+    if lm.corruption.mask is None and not exact_model:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
     if not isinstance(samples, int) or isinstance(samples, bool):
         raise refuse("samples", samples, "a whole number from 1 on")
     at_least(1, samples=samples)
     pairs, single = _pairs(lm, prompt, completion)
     seed, asked = check_seed(seed), []
+    tokens = np.array([len(after) for _, after in pairs])
+    if exact_model:
+        log_p = -next_token_nats(lm, pairs)
+        if single:
+            return Score(float(log_p[0]), 0.0, int(tokens[0]), 0)
+        return Score(log_p, np.zeros(len(pairs)), tokens, 0)
     for i, (before, after) in enumerate(pairs):
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), whole=False)
         asked.append(Masked(laid, *masks(laid, samples, np.random.default_rng((seed + i) % 2**31))))
@@ -86,7 +94,6 @@ def score(lm: LM, prompt: Any, completion: Any, *, samples: int = 32, seed: int 
     # Canvases of one token, which is masked in every sample.
     exact = [bool((m.hidden & (m.weight == 1.0))[:, m.laid.editable].all()) for m in asked]
     log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, spread)
-    tokens = np.array([len(after) for _, after in pairs])
     if single:
         return Score(float(log_p[0]), float(se[0]), int(tokens[0]), samples)
     return Score(log_p, se, tokens, samples)
@@ -161,6 +168,45 @@ def times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
             most = weight[row, at].max()
             t[row, at] = 1.0 / most if most else 0.0
     return t
+
+
+def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.ndarray:
+    """-log p of each answer under an autoregressive model, by one causal pass over prompt and answer.
+
+    Args:
+        lm: An autoregressive model: its hidden state at position i predicts the token at i + 1.
+        pairs: Ids of the prompt and of the answer, one pair for each row.
+
+    Returns:
+        float64 [B], nats summed over the answer's tokens.
+
+    Raises:
+        ValueError: For a row without any token before its answer: nothing predicts the first one.
+    """
+    for i, (before, _) in enumerate(pairs):
+        if not before:
+            name = "prompt" if len(pairs) == 1 else f"prompt of row {i}"
+            raise refuse(name, "no token", "at least one: this model predicts tokens from those before them")
+    size = bucket(max(len(before) + len(after) - 1 for before, after in pairs), QUANTUM)
+    text = np.zeros((len(pairs), size + 1), np.int32)
+    scored = np.zeros((len(pairs), size), bool)
+    for row, (before, after) in enumerate(pairs):
+        n = len(before) + len(after)
+        text[row, :n] = [*before, *after]
+        scored[row, len(before) - 1 : n - 1] = True
+    rows = min(ROWS, len(pairs))
+    positions = np.arange(size, dtype=np.int32)
+    first = np.stack([np.zeros_like(positions), positions + 1], axis=-1)
+    ranges = np.stack([first, np.zeros_like(first)], axis=1)  # [T, 2, 2]: all up to itself, and nothing
+    fixed = [jnp.broadcast_to(x, (rows, *x.shape)) for x in (positions, ranges)]
+    out = []
+    for i in range(0, len(pairs), rows):
+        at = np.minimum(np.arange(i, i + rows), len(pairs) - 1)  # the last pass repeats the last row
+        given, target = jnp.asarray(text[at, :-1]), jnp.asarray(text[at, 1:])
+        with naming_wrong_params(lm):
+            ce = _ce(lm.model, lm.corruption.forbidden, lm.params, given, target, *fixed, None)
+        out.append(np.where(scored[at], np.asarray(ce), 0.0).sum(axis=1, dtype=np.float64))
+    return np.concatenate(out)[: len(pairs)]
 
 
 ROWS = 16  # samples of one pass

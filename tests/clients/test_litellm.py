@@ -38,7 +38,7 @@ def test_mercurys_own_fields_pass(to_us):
         messages=user(SUM), temperature=0, reasoning_effort="low", reasoning_summary=True,
         reasoning_summary_wait=True, realtime=True, max_completion_tokens=64, **to_us,
     )  # fmt: skip
-    assert said.choices[0].message.content.strip()
+    assert said.choices[0].message.content == TOTAL
     assert 0 < said.usage.completion_tokens_details.reasoning_tokens < said.usage.completion_tokens
 
 

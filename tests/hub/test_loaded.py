@@ -32,6 +32,26 @@ def greedy(name, tokens, count):
     return row[0, len(tokens) : at + 1].tolist()
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma4_dense"])
+def test_the_score_of_an_autoregressive_model_is_its_likelihood(name):
+    """Of one answer and of rows of several lengths, against one plain pass over prompt and answer."""
+    lm, answers = mj.load(GOLDENS / name), [[9, 4], [30], [7, 7, 12, 1, 25]]
+
+    def nats(answer):
+        text = [*PROMPT, *answer]
+        log_p = jax.nn.log_softmax(logits_of(golden(name), np.array([text])))[0]
+        return -sum(float(log_p[i - 1, text[i]]) for i in range(len(PROMPT), len(text)))
+
+    want = [nats(answer) for answer in answers]
+    found = mj.score(lm, PROMPT, answers)
+    np.testing.assert_allclose(-found.log_p, want, rtol=1e-5)
+    assert found.se.tolist() == [0.0] * 3 and found.tokens.tolist() == [2, 1, 5] and found.samples == 0
+    parts = mj.score(lm, PROMPT[:5], PROMPT[5:]), mj.score(lm, PROMPT[:5], [*PROMPT[5:], *answers[0]])
+    assert parts[1].log_p - parts[0].log_p == pytest.approx(-want[0], rel=1e-4)  # the chain rule
+    with pytest.raises(ValueError, match="prompt is 'no token'; allowed: at least one"):
+        mj.score(lm, "", [3, 4])
+
+
 def test_an_autoregressive_model_says_what_a_plain_loop_says():
     lm = mj.load(GOLDENS / "llama3")
     out = mj.sample(lm, PROMPT, max_tokens=6)
