@@ -80,7 +80,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def entries(lm: LM, block: int, steps: int | None = None) -> list[SweepEntry]:
-    """One entry for each policy, decoding in blocks by LLaDA's schedule; the first one computes everything."""
+    """One entry for each policy, decoding in blocks by LLaDA's schedule; the first one computes everything.
+
+    Args:
+        lm: A bidirectional model.
+        block: Tokens of a block.
+        steps: Denoising steps of a block. Default: its tokens.
+
+    Returns:
+        The entries for `decode.run`.
+
+    Raises:
+        ValueError: The model is not bidirectional.
+    """
     if lm.model.config.pattern != "bidirectional":
         raise refuse(
             "model.pattern", lm.model.config.pattern, "bidirectional: the cache of other models is exact"
@@ -105,6 +117,9 @@ def compare(
         block: Tokens of a block.
         steps: Denoising steps of a block. Default: its tokens.
         tick: Called with what comes next.
+
+    Yields:
+        The records.
     """
     found = entries(lm, block, steps)
     for one in asked:

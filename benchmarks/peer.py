@@ -114,7 +114,15 @@ def config_of(size: PeerSize) -> GemmaConfig:
 
 
 def model_of(size: PeerSize, seed: int = 0) -> LM:
-    """A model with random parameters."""
+    """A model with random parameters.
+
+    Args:
+        size: Of `SIZES`.
+        seed: Draws the parameters.
+
+    Returns:
+        The model.
+    """
     config = config_of(size)
     model = models.build(config)
     return LM(

@@ -10,7 +10,13 @@ import time
 
 
 def main(folder: str, prompt: list[int], threads: int) -> None:
-    """Answers calls with the checkpoint in `folder` until standard input ends."""
+    """Answers calls with the checkpoint in `folder` until standard input ends.
+
+    Args:
+        folder: A Hugging Face checkpoint.
+        prompt: Ids.
+        threads: Threads of torch.
+    """
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 

@@ -120,7 +120,17 @@ def measure(
 
 
 def small_model(lm: LM, context: int, layers: int, seed: int) -> LM:
-    """A small causal encoder with random weights and a context of `context` positions; its answers never end."""
+    """A small causal encoder with random weights and a context of `context` positions; its answers never end.
+
+    Args:
+        lm: Its vocabulary and noise are used.
+        context: Positions of a row.
+        layers: Layers.
+        seed: Draws the weights.
+
+    Returns:
+        The model.
+    """
     config = ModelConfig(
         vocab=lm.model.config.vocab, width=64, layers=layers, heads=2, kv_heads=1, head_dim=32, ffn=176,
         pattern="causal_encoder", block=SAMPLED, context=context, mask=lm.model.config.mask,

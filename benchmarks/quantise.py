@@ -172,6 +172,9 @@ def compare(
 
     Returns:
         A record for each variant on each task, and one for each on text.
+
+    Raises:
+        ValueError: A number out of range, or pieces for a model without a mask.
     """
     at_least(1, limit=limit, samples=samples, batch=batch)
     at_least(0, pieces=pieces)
@@ -222,7 +225,20 @@ def _text(
 
 
 def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText]:
-    """The third block of chunks of held-out code, behind the first two."""
+    """The third block of chunks of held-out code, behind the first two.
+
+    Args:
+        lm: The model.
+        count: Pieces.
+        samples: Times that each is masked.
+        seed: Draws chunks and masks.
+
+    Returns:
+        The pieces.
+
+    Raises:
+        ValueError: Three blocks do not fit into a chunk.
+    """
     rng, block = np.random.default_rng((seed, 3)), lm.model.config.block
     texts = []
     for laid in code.chunks(lm, 2 * count, seed):
@@ -237,7 +253,15 @@ def masked_texts(lm: LM, count: int, samples: int, seed: int) -> list[MaskedText
 
 
 def nats_per_token(lm: LM, piece: MaskedText) -> float:
-    """The bound on -log p for each token of the canvas, in nats: the mean over the samples."""
+    """The bound on -log p for each token of the canvas, in nats: the mean over the samples.
+
+    Args:
+        lm: The model.
+        piece: A masked text.
+
+    Returns:
+        Nats for each token.
+    """
     assert lm.corruption.mask is not None
     noised = np.where(piece.hidden, lm.corruption.mask, piece.canvas)
     logits = np.array(score.logits(lm, noised, prompt=piece.before.tolist()), np.float64)

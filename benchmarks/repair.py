@@ -117,7 +117,15 @@ class WrongAnswer(NamedTuple):
 
 
 def wrong_answers(n: int, seed: int) -> list[WrongAnswer]:
-    """Draws `n` held-out puzzles with their solutions, one digit of an open cell replaced by another digit."""
+    """Draws `n` held-out puzzles with their solutions, one digit of an open cell replaced by another digit.
+
+    Args:
+        n: How many.
+        seed: Draws puzzles, cells and digits.
+
+    Returns:
+        The answers, the same for the same seed.
+    """
     rng = np.random.default_rng((seed, 17))
     task = find("sudoku4")
     assert task.generator is not None

@@ -34,7 +34,7 @@ from mercury_jax.types import Batch
 
 PROGRAMS = ("sample", "train", "prefill")
 CONTEXT = {"sample": 32768, "prefill": 32768, "train": 2048}  # at most, where the request does not say
-ROWS = 8  # of each device, in a training step whose batch nobody names
+ROWS = 8  # of each device, in a training step where the request names no batch
 
 MEMORY = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) \w+", re.ASCII)  # in a TPU compiler's refusal
 UNIT = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -94,7 +94,7 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
     first = [h[0] for h in halves]
     best = _best(base, rules, first)
     if best is None:
-        return Advice(None, None, _nobody(base, rules, first), considered=len(rules))
+        return Advice(None, None, _nearest_miss(base, rules, first), considered=len(rules))
     return _reported(base, best, [h[1] for h in halves], len(rules))
 
 
@@ -183,7 +183,9 @@ def _best(
     return max(kept, key=lambda cases: (per_forward(cases, first), _rate(cases) or 0.0), default=None)
 
 
-def _nobody(base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]) -> str:
+def _nearest_miss(
+    base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]
+) -> str:
     """Which rule came nearest to qualifying, and which condition it fails."""
     fast = per_forward(base, first)
     faster = [cases for cases in rules if per_forward(cases, first) > fast]

@@ -60,7 +60,7 @@ class Load:
         at_least(1, concurrency=min(self.concurrency, default=0))
         at_least(0, agent=self.agent)
         if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise refuse("rate", self.rate, "a number of requests a second above 0")
+            raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
             _generator(name)
 

@@ -104,9 +104,9 @@ def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None
 
 def seconds_per_pass(part: DeviceProgram) -> float:
     """Mean seconds of a denoising pass; the pass that encodes the prompt is left out."""
-    nobody, one = np.zeros(part.rows, bool), np.int32(1)
+    cancelled, one = np.zeros(part.rows, bool), np.int32(1)
     held = jax.device_put(part.knobs)
-    step = lambda state: device.run(part.program, part.params, state, held, nobody, one, 1).state
+    step = lambda state: device.run(part.program, part.params, state, held, cancelled, one, 1).state
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 
