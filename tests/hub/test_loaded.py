@@ -45,7 +45,9 @@ def test_the_score_of_an_autoregressive_model_is_its_likelihood(name):
     want = [nats(answer) for answer in answers]
     found = mj.score(lm, PROMPT, answers)
     np.testing.assert_allclose(-found.log_p, want, rtol=1e-5)
-    assert found.se.tolist() == [0.0] * 3 and found.tokens.tolist() == [2, 1, 5] and found.samples == 0
+    assert (
+        np.array_equal(found.se, [0.0] * 3) and np.array_equal(found.tokens, [2, 1, 5]) and found.samples == 0
+    )
     parts = mj.score(lm, PROMPT[:5], PROMPT[5:]), mj.score(lm, PROMPT[:5], [*PROMPT[5:], *answers[0]])
     assert parts[1].log_p - parts[0].log_p == pytest.approx(-want[0], rel=1e-4)  # the chain rule
     with pytest.raises(ValueError, match="prompt is 'no token'; allowed: at least one"):
