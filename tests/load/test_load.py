@@ -7,8 +7,7 @@ import time
 import pytest
 
 from mercury_jax.bench import serve_load
-from mercury_jax.bench.serve_client import Broken
-from mercury_jax.bench.serve_load import Ask
+from mercury_jax.bench.serve_load import BrokenResponse, LoadRequest
 from tests.load.crowd import MODEL, held, leavers, questions, run
 
 MEBI = 1 << 20
@@ -17,7 +16,9 @@ FULL = 500  # clients from which on times are part of the law
 
 async def quiet(client):
     """The counters once nothing runs and nothing waits."""
-    return await serve_load.polled(client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0)
+    return await serve_load.wait_for_counters(
+        client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0
+    )
 
 
 async def never_failed(client):
@@ -29,10 +30,10 @@ async def never_failed(client):
 
 def test_everyone_gets_one_end_and_the_text_of_being_alone(wide, clients):
     asks = questions(max(clients // 10, 20))
-    alone, _ = run(wide.url, lambda client: serve_load.closed(client, asks, 1))
+    alone, _ = run(wide.url, lambda client: serve_load.closed_loop(client, asks, 1))
     assert all(one.good for one in alone) and len({one.text for one in alone}) > len(asks) // 2
     crowd = [asks[i * 7 % len(asks)] for i in range(clients)]
-    together, _ = run(wide.url, lambda client: serve_load.closed(client, crowd, clients))
+    together, _ = run(wide.url, lambda client: serve_load.closed_loop(client, crowd, clients))
     assert [one for one in together if not one.good] == []
     wanted = [alone[i * 7 % len(asks)] for i in range(clients)]
     assert [one.text for one in together] == [one.text for one in wanted]
@@ -61,18 +62,18 @@ def test_those_who_leave_leave_nothing_behind(wide, clients):
 def test_a_slot_is_free_one_step_after_its_client_left(wide):
     """A step is under way, and one is sent already, when the word comes; the counts are read before and after."""
     asks = [
-        Ask(ask.path, ask.body | {"reasoning_effort": "high", "max_tokens": 160})
+        LoadRequest(ask.path, ask.body | {"reasoning_effort": "high", "max_tokens": 160})
         for ask in questions(16)[1::2]
     ]
 
     async def scene(client):
-        wires = [await client.wire() for _ in asks]
+        wires = [await client.connect() for _ in asks]
         replies = [
             await wire.send(client.request("POST", ask.path, ask.body))
             for wire, ask in zip(wires, asks, strict=True)
         ]
         assert {reply.status for reply in replies} == {200}
-        running = await serve_load.polled(client, lambda now: now["mercury_running"] == len(asks))
+        running = await serve_load.wait_for_counters(client, lambda now: now["mercury_running"] == len(asks))
         for wire in wires:
             wire.drop()
         return running, await quiet(client)
@@ -86,12 +87,12 @@ def test_excess_is_refused_at_once_and_the_accepted_do_not_wait_for_it(narrow, c
     asks = questions(64, frames=True)[::2]
     room = 4 + 12
     load = [asks[i % len(asks)] for i in range(max(clients // 5, 3 * room))]
-    warm, _ = run(narrow.url, lambda client: serve_load.closed(client, load[:room], room))
-    full, seconds = run(narrow.url, lambda client: serve_load.closed(client, load, room))
+    warm, _ = run(narrow.url, lambda client: serve_load.closed_loop(client, load[:room], room))
+    full, seconds = run(narrow.url, lambda client: serve_load.closed_loop(client, load, room))
     assert all(one.good for one in warm + full)
     rate = 10 * len(load) / seconds
     many = [asks[i % len(asks)] for i in range(max(clients, int(rate)))]
-    seen, _ = run(narrow.url, lambda client: serve_load.opened(client, many, rate))
+    seen, _ = run(narrow.url, lambda client: serve_load.open_loop(client, many, rate))
     accepted, refused = [one for one in seen if one.good], [one for one in seen if one.status == 429]
     assert len(accepted) + len(refused) == len(many) and len(accepted) >= room
     assert len(refused) > 0.5 * len(many)
@@ -105,7 +106,9 @@ def test_excess_is_refused_at_once_and_the_accepted_do_not_wait_for_it(narrow, c
 
 def test_a_signal_drains_and_nothing_fails(narrow):
     """The last one: it ends the server. Whoever was let in is answered; whoever comes later is told to go elsewhere."""
-    asks = [Ask(ask.path, ask.body | {"stream": i % 4 > 0}) for i, ask in enumerate(questions(14, 48))]
+    asks = [
+        LoadRequest(ask.path, ask.body | {"stream": i % 4 > 0}) for i, ask in enumerate(questions(14, 48))
+    ]
 
     async def answer(client, ask):
         if ask.body["stream"]:
@@ -120,14 +123,14 @@ def test_a_signal_drains_and_nothing_fails(narrow):
         while True:
             try:
                 told.add((await client.ask("POST", serve_load.CHAT, body)).status)
-            except (Broken, OSError):
+            except (BrokenResponse, OSError):
                 return told
             await asyncio.sleep(0.02)
 
     async def scene(client):
         tasks = [asyncio.ensure_future(answer(client, ask)) for ask in asks]
         inside = lambda now: now["mercury_running"] + now["mercury_waiting"] >= 10
-        await serve_load.polled(client, inside)
+        await serve_load.wait_for_counters(client, inside)
         narrow.process.terminate()
         await asyncio.sleep(0.1)
         told = await late(client)

@@ -9,6 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import kernels
+from mercury_jax.hub.load import open_config
 from mercury_jax.models import cache, kv_quant
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS
