@@ -14,7 +14,7 @@ from mercury_jax.bench.gpu import worker
 from mercury_jax.kernels import reference
 
 
-def run(q, k, v, ranges, **how):
+def run(q, k, v, ranges, device=None, **how):
     """Attention in plain jnp with one fault."""
     fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(q.shape[-1]))
     if fault == "crash":
