@@ -29,7 +29,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-@rule(fits=("uniform",))
+@rule(noise="uniform")
 def stranger(key, view, memory):
     """A rule that models with a mask cannot run."""
     return accept(view, view.masked), memory
