@@ -1,4 +1,4 @@
-"""The manifests of launch/gke say of the server what is true of it."""
+"""The manifests of launch/gke agree with the server."""
 
 import itertools
 import re
@@ -35,12 +35,13 @@ def container(pod) -> dict:
 
 @pytest.fixture(scope="module")
 def words(container):
-    """The arguments, read as the command reads them: one that it does not know ends the test."""
-    from mercury_jax.cli.serve import parser
+    """The arguments, read as the command reads them; an unknown one fails the test."""
+    from mercury_jax.cli import arguments
+    from mercury_jax.cli.serve import Serve
 
     command, *rest = container["args"]
     assert command == "serve"
-    return parser().read(rest)
+    return arguments.read(Serve, rest, "mercury serve")
 
 
 def test_every_part_is_there(kinds):
@@ -56,7 +57,7 @@ def test_every_part_is_there(kinds):
     assert {one["metadata"]["name"] for one in kinds.values()} == {"mercury"}
 
 
-def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words, kinds):
+def test_probes_use_routes_without_key_on_the_servers_port(container, words, kinds):
     pytest.importorskip("starlette")
     from mercury_jax.serve.app import PUBLIC_ROUTES
 
@@ -75,7 +76,7 @@ def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words
     assert ports[port["targetPort"]] == words.port
 
 
-def test_a_pod_ends_behind_its_last_answer(pod, container, words, kinds):
+def test_the_grace_period_covers_draining(pod, container, words, kinds):
     pytest.importorskip("uvicorn")
     from mercury_jax.serve.server import FLUSH_SECONDS, NOTICE_SECONDS
 
@@ -100,7 +101,7 @@ def test_it_asks_for_a_key(container, words, kinds):
     assert all(f"--from-literal={key}=" in told for key in ("api-keys", "metrics-key"))
 
 
-def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
+def test_the_autoscaler_watches_a_metric_of_the_server(kinds):
     pytest.importorskip("prometheus_client")
     from mercury_jax.serve.app import GET_ROUTES
     from mercury_jax.serve.metrics import ENGINE_GAUGES
@@ -114,7 +115,7 @@ def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
     assert endpoint["path"] in GET_ROUTES
 
 
-def test_everything_means_the_same_pods(kinds, container, pod):
+def test_all_selectors_match_the_same_pods(kinds, container, pod):
     labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
     selectors = [
         kinds["Service"]["spec"]["selector"],

@@ -16,19 +16,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import (
-    Annotated,
-    Any,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    cast,
-    overload,
-    runtime_checkable,
-)  # fmt: skip
+from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
 import numpy as np
@@ -202,7 +190,7 @@ P = ParamSpec("P")
 F_co = TypeVar("F_co", covariant=True)
 
 
-@runtime_checkable
+@typing.runtime_checkable
 class Factory(Protocol[P, F_co]):
     """What the decorators return: call it with parameters to get a rule, processor or stopping criterion.
 
@@ -432,6 +420,6 @@ def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory
         parameters = inspect.signature(function).parameters
         ranges = ranges_of(function, parameters)
         params = {name: p.default for name, p in parameters.items() if name in ranges}
-        return cast(Any, _register(function, params, ranges, source, RULES))
+        return typing.cast(Any, _register(function, params, ranges, source, RULES))
 
     return decorate

@@ -6,7 +6,7 @@ import json
 import random
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_client import Broken
+from mercury_jax.bench.serve_load import BrokenResponse
 from tests.fuzz import bodies, heads
 from tests.load.load_clients import resources, run
 
@@ -59,7 +59,7 @@ async def sent(client, case):
         async with asyncio.timeout(GAP if b"suffix" in body else HANG):
             answer = await client.ask("POST", path, body)
         return Told(body, answer.status, answer.body)
-    except Broken:
+    except BrokenResponse:
         return Told(body, 0, b"")
     except TimeoutError:
         return Told(body, -1, b"")
@@ -68,7 +68,7 @@ async def sent(client, case):
 async def raw(client, data):
     """Bytes on a connection of their own; the first answer counts. Where none comes, because the bytes promise more,
     the sending end is closed, and the server has to let go."""
-    wire = await client.wire()
+    wire = await client.connect()
     reading = asyncio.ensure_future(wire.read())
     try:
         wire.writer.write(data)
@@ -81,7 +81,7 @@ async def raw(client, data):
         return Told(data, reply.status, b"" if answer is None else answer.body)
     except TimeoutError:
         return Told(data, -1, b"")
-    except (Broken, OSError):
+    except (BrokenResponse, OSError):
         return Told(data, 0, b"")
     finally:
         reading.cancel()

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_client import Broken, Client
-from mercury_jax.bench.serve_load import Ask, chat
+from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat
 from mercury_jax.evaluate import tasks
 
 MODEL = "nano"
@@ -36,7 +35,7 @@ def requests(count, max_tokens=40, frames=False, **more):
             "prompt": f"def {NAMES[i % len(NAMES)]}{i}(self, ",
             "max_tokens": max_tokens // 2,
         }
-        asks[i] = Ask(
+        asks[i] = LoadRequest(
             "/v1/completions", {k: v for k, v in body.items() if k not in ("messages", "diffusing")}
         )
     return asks
@@ -73,7 +72,7 @@ async def disconnect(client, ask, draw):
     """A client that disconnects at a random moment: while it sends, while it waits, or while it reads."""
     data = client.request("POST", ask.path, ask.body)
     moment = draw.choice(("head", "body", "at once", "soon", "reading", "reading", "halfway"))
-    wire = await client.wire()
+    wire = await client.connect()
     try:
         if moment in ("head", "body"):
             wire.writer.write(data[: 40 if moment == "head" else -20])
@@ -95,7 +94,7 @@ async def disconnect(client, ask, draw):
             if not left:
                 return
             left -= 1
-    except (TimeoutError, Broken, OSError):
+    except (TimeoutError, BrokenResponse, OSError):
         pass
     finally:
         if draw.random() < 0.5:
@@ -108,7 +107,7 @@ def disconnecting_clients(count, seed):
     """`count` clients that connect and disconnect within some seconds; half of them do not stream."""
     draw = random.Random(seed)
     asks = requests(16, max_tokens=80, frames=True)
-    asks += [Ask(ask.path, ask.body | {"stream": False}) for ask in asks]
+    asks += [LoadRequest(ask.path, ask.body | {"stream": False}) for ask in asks]
 
     async def one(client, i):
         own = random.Random(draw.random())

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from mercury_jax.bench import serve_load
-from mercury_jax.bench.serve_client import Broken
-from mercury_jax.bench.serve_load import Ask
+from mercury_jax.bench.serve_load import BrokenResponse, LoadRequest
 from tests.load.load_clients import MODEL, disconnecting_clients, requests, resources, run
 
 MEBI = 1 << 20
@@ -17,7 +16,9 @@ FULL = 500  # with at least so many clients, times are checked too
 
 async def quiet(client):
     """The counters when no request runs or waits."""
-    return await serve_load.polled(client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0)
+    return await serve_load.wait_for_counters(
+        client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0
+    )
 
 
 async def never_failed(client):
@@ -29,10 +30,10 @@ async def never_failed(client):
 
 def test_every_request_ends_once_with_the_text_it_has_without_load(large_server, clients):
     asks = requests(max(clients // 10, 20))
-    alone, _ = run(large_server.url, lambda client: serve_load.closed(client, asks, 1))
+    alone, _ = run(large_server.url, lambda client: serve_load.closed_loop(client, asks, 1))
     assert all(one.good for one in alone) and len({one.text for one in alone}) > len(asks) // 2
     crowd = [asks[i * 7 % len(asks)] for i in range(clients)]
-    together, _ = run(large_server.url, lambda client: serve_load.closed(client, crowd, clients))
+    together, _ = run(large_server.url, lambda client: serve_load.closed_loop(client, crowd, clients))
     assert [one for one in together if not one.good] == []
     wanted = [alone[i * 7 % len(asks)] for i in range(clients)]
     assert [one.text for one in together] == [one.text for one in wanted]
@@ -63,7 +64,7 @@ def test_disconnecting_clients_leak_no_resources(large_server, clients):
 def test_a_slot_is_free_one_step_after_its_client_disconnected(large_server):
     """One step runs and one is dispatched when a client disconnects; counts are read before and after."""
     asks = [
-        Ask(ask.path, ask.body | {"reasoning_effort": "high", "max_tokens": 160})
+        LoadRequest(ask.path, ask.body | {"reasoning_effort": "high", "max_tokens": 160})
         for ask in requests(16)[1::2]
     ]
 
@@ -74,7 +75,7 @@ def test_a_slot_is_free_one_step_after_its_client_disconnected(large_server):
             for wire, ask in zip(wires, asks, strict=True)
         ]
         assert {reply.status for reply in replies} == {200}
-        running = await serve_load.polled(client, lambda now: now["mercury_running"] == len(asks))
+        running = await serve_load.wait_for_counters(client, lambda now: now["mercury_running"] == len(asks))
         for wire in wires:
             wire.drop()
         return running, await quiet(client)
@@ -88,12 +89,12 @@ def test_excess_is_refused_at_once_and_does_not_delay_accepted_requests(small_se
     asks = requests(64, frames=True)[::2]
     room = 4 + 12
     load = [asks[i % len(asks)] for i in range(max(clients // 5, 3 * room))]
-    warm, _ = run(small_server.url, lambda client: serve_load.closed(client, load[:room], room))
-    full, seconds = run(small_server.url, lambda client: serve_load.closed(client, load, room))
+    warm, _ = run(small_server.url, lambda client: serve_load.closed_loop(client, load[:room], room))
+    full, seconds = run(small_server.url, lambda client: serve_load.closed_loop(client, load, room))
     assert all(one.good for one in warm + full)
     rate = 10 * len(load) / seconds
     many = [asks[i % len(asks)] for i in range(max(clients, int(rate)))]
-    seen, _ = run(small_server.url, lambda client: serve_load.opened(client, many, rate))
+    seen, _ = run(small_server.url, lambda client: serve_load.open_loop(client, many, rate))
     accepted, refused = [one for one in seen if one.good], [one for one in seen if one.status == 429]
     assert len(accepted) + len(refused) == len(many) and len(accepted) >= room
     assert len(refused) > 0.5 * len(many)
@@ -107,7 +108,7 @@ def test_excess_is_refused_at_once_and_does_not_delay_accepted_requests(small_se
 
 def test_a_signal_drains_the_server_and_no_request_fails(small_server):
     """Runs last, since it ends the server: accepted requests are answered, later ones get 503."""
-    asks = [Ask(ask.path, ask.body | {"stream": i % 4 > 0}) for i, ask in enumerate(requests(14, 48))]
+    asks = [LoadRequest(ask.path, ask.body | {"stream": i % 4 > 0}) for i, ask in enumerate(requests(14, 48))]
 
     async def answer(client, ask):
         if ask.body["stream"]:
@@ -122,14 +123,14 @@ def test_a_signal_drains_the_server_and_no_request_fails(small_server):
         while True:
             try:
                 told.add((await client.ask("POST", serve_load.CHAT, body)).status)
-            except (Broken, OSError):
+            except (BrokenResponse, OSError):
                 return told
             await asyncio.sleep(0.02)
 
     async def scene(client):
         tasks = [asyncio.ensure_future(answer(client, ask)) for ask in asks]
         inside = lambda now: now["mercury_running"] + now["mercury_waiting"] >= 10
-        await serve_load.polled(client, inside)
+        await serve_load.wait_for_counters(client, inside)
         small_server.process.terminate()
         await asyncio.sleep(0.1)
         told = await late(client)

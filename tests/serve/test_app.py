@@ -240,7 +240,7 @@ class TimedConnection(Connection):
 
 def test_a_stream_does_not_wait_for_the_grammar_of_another_request(app, monkeypatch):
     """Each state of this schema takes milliseconds, and a search for a valid end visits hundreds of them."""
-    searched, child = [0.0], Search._child
+    searched, child = [0.0], EndSearch._child
 
     def slow(*args, **named):
         if threading.current_thread().name == "mercury-engine":  # all rows wait for it, not for compiling

@@ -149,6 +149,7 @@ def test_join_makes_one_snapshot_of_two():
     two = join(one, snapshot([4, 5], final=1, logprobs=nats(2), forwards=2))
     assert two.tokens.tolist() == [1, 2, 3, 4, 5] and two.accepted.tolist() == [True] * 4 + [False]
     assert (two.final, two.start, two.cached, two.forwards, two.finish) == (4, 4, 7, 7, None)
+    assert two.logprobs is not None
     assert len(two.confidence) == len(two.forced) == len(two.logprobs.tokens) == len(two.logprobs.top) == 5
     assert join(one, snapshot([], logprobs=None)).logprobs is None
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mercury_jax.cli import serve
+from mercury_jax.cli import arguments as command_line, serve
 from mercury_jax.serve import server
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions, check_address
@@ -316,7 +316,7 @@ def test_a_signal_while_compiling_ends_the_process_cleanly(tmp_path):
 
 
 def arguments(*words):
-    return serve.parser().read(list(words))
+    return command_line.read(serve.Serve, words, "mercury serve")
 
 
 def test_command_line_options_reach_the_app(monkeypatch):
@@ -336,8 +336,8 @@ def test_command_line_options_reach_the_app(monkeypatch):
     settings = serve.settings_of(arguments("--slots", "3", "--queue", "0", "--prefix-cache", "2"))
     assert (settings.slots, settings.queue, settings.prefix_bytes) == (3, 0, 2 << 20)
     assert (
-        serve.aliases(["a", "b=nano"], "nano") == {"a": "nano", "b": "nano"}
-        and serve.aliases(None, "x") is None
+        serve.aliases_of(["a", "b=nano"], "nano") == {"a": "nano", "b": "nano"}
+        and serve.aliases_of((), "x") is None
     )
 
 

@@ -21,7 +21,7 @@ from mercury_jax.decode.sample import decode_answer
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
-from mercury_jax.types import LM, Model, Params
+from mercury_jax.types import LM, Model, Params, Pass
 
 ACCEPTED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
 PRECISION = 1000  # steps of a confidence on the page: finer ones would change more cells than the eye sees
@@ -262,13 +262,12 @@ def _forward(
     time: Float[Array, ""],
 ) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
     encoded, n, position = (sizes[i : i + 1] for i in range(3))
-    timed = lambda t: {"time": t[None]} if model.config.timed else {}
+    clean, noise = (jnp.zeros((1,)), time[None]) if model.config.timed else (None, None)
     # Padding writes behind the end of the cache: it has a canvas more than what is used.
     cache = model.empty_cache(1, before.shape[1] + 2 * canvas.shape[1])
     yes, zero = jnp.ones((1,), bool), jnp.zeros((1,), jnp.int32)
-    clean = timed(jnp.zeros_like(time))
-    _, cache = model.forward(params, before, cache, zero, encoded, encoded, yes, (), **clean)
-    hidden, _ = model.forward(params, canvas, cache, encoded, n, encoded + n, ~yes, (), **timed(time))
+    _, cache = model.forward(params, Pass(before, cache, zero, encoded, encoded, yes, time=clean))
+    hidden, _ = model.forward(params, Pass(canvas, cache, encoded, n, encoded + n, ~yes, time=noise))
     cell = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, position[0], 1, axis=1), hidden)
     logits = forbid(model.head(params, cell)[0], forbidden)
     return jax.lax.top_k(jax.nn.softmax(logits[0]), TOP)
