@@ -35,10 +35,10 @@ class CommittedTokens(NamedTuple):
     """What the host commits to constrained rows between two passes. used = 0 and not ended: nothing."""
 
     tokens: Int[Array, "B W"]
-    start: Int[Array, "B"]  # absolute position of the first of them: behind what is committed already
+    start: Int[Array, "B"]  # absolute position of the first of them: after what is committed already
     used: Int[Array, "B"]
-    clear: Bool[Array, "B"]  # what stands behind them becomes noise again
-    ended: Bool[Array, "B"]  # the answer ends behind them
+    clear: Bool[Array, "B"]  # what stands after them becomes noise again
+    ended: Bool[Array, "B"]  # the answer ends after them
 
 
 def no_tokens(rows: int, width: int) -> CommittedTokens:
@@ -65,7 +65,7 @@ def write_committed(
         config: Static sizes.
         state: Of all rows.
         committed: Of each row.
-        eos: Written behind an answer that ends.
+        eos: Written after an answer that ends.
 
     Returns:
         The state, in which these tokens are frozen.
@@ -183,7 +183,7 @@ class ConstrainedRow:
         arrays.tokens[row, : len(new)] = new
         arrays.start[row], arrays.used[row] = start, len(new)
         self._end_written = self.ended and not self._unwritten
-        # An answer that the budget cuts off fills its row, and has no end of text behind it.
+        # An answer that the budget cuts off fills its row, and has no end of text after it.
         arrays.clear[row], arrays.ended[row] = self._clear, self._end_written and not self.walker.cut
         self._clear = bool(self._unwritten) and self._clear
 
@@ -330,7 +330,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
         bits[i], start[i] = ALL_IDS, 0
         if row is not None and row.begun and not row.ended:
             words = row.bits()
-            bits[i] = 0  # also of the model's ids behind the tokenizer's last
+            bits[i] = 0  # also of the model's ids after the tokenizer's last
             bits[i, 0, : len(words)] = words
             start[i] = row.frontier - prompt[i]
     mask = dataclasses.replace(mask, params=mask.params | {"bits": bits, "start": start})
@@ -339,7 +339,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
 
 
 def _with_commits(frame: Frame, grammars: Grammars, rows: int) -> Frame:
-    """The frame of a pass with what was committed of it."""
+    """The frame of a pass, in which the committed tokens are accepted."""
     answer, accepted = frame.answer[:rows].copy(), frame.accepted[:rows].copy()
     for i, row in enumerate(grammars):
         if row is not None and row.first is not None:

@@ -1,8 +1,8 @@
 """The decoder: pure functions over one `State`, under every public call and the server alike.
 
-A row's phase follows from its numbers and is never stored: done; else *encode* while `cache_length` is behind the
-committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is to write
-it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
+A row's phase follows from its numbers and is never stored: done; else *encode* while `cache_length` is below the
+number of committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is
+to write it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
 
 `step` is one pass. `run` repeats it on the device. `Session` is a decoding in progress; `advance` runs it for some
 passes.
@@ -83,7 +83,7 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
 
 
 def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Returns how many committed tokens are written to the cache for good; a verifying pass encodes the last itself.
+    """Returns how many committed tokens an encoding pass writes to the cache; a verifying pass encodes the last itself.
 
     Args:
         config: Its model knows which tokens may be encoded.

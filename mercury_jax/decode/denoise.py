@@ -246,7 +246,7 @@ def _commit(
         finished |= jnp.min(jnp.where(editable & ends(proposal.canvas), at, far)) < first_open
     if not isinstance(params.constrained, tuple):  # the host commits, but for the thinking
         finished &= ~params.constrained | (row.answer_budget > 0)
-    # A row that ends keeps its end-of-text token just behind its text.
+    # A row that ends keeps its end-of-text token just after its text.
     behind = finished & (at > first_end) & editable & (params.eos >= 0)
     answer = jnp.where(behind, view.eos, proposal.answer)
     end = jnp.where(finished, jnp.minimum(decision.row_end, first_end), decision.row_end)

@@ -71,7 +71,7 @@ def edit(
             ids are filled in.
         prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
             all or a list.
-        spans: What to write anew, the rest being kept: (start, end) in characters, or a piece of the text; for a list
+        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; for a list
             of texts, a list of such lists. Spans start from noise and keep their number of tokens ("syz" may be three
             where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text that answers something
             needs it as `prompt`, as in training. None: editing starts from the text itself, and the rule replaces
@@ -79,7 +79,7 @@ def edit(
         seed: Row i draws from seed + i.
         sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
-            logits cannot be asked so and takes `rules.editing()`; one trained on uniform noise always takes
+            logits has no such predictions and takes `rules.editing()`; one trained on uniform noise always takes
             `rules.entropy_bound()`, which redraws what it is unsure of.
         plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
         temperature: Of drawn tokens (None: the rule's own; 0: argmax).
@@ -207,7 +207,7 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
     # canvas, so a canvas that ends with the text is one that the model has never seen, and predicts badly.
     causal_encoder = lm.model.config.pattern == "causal_encoder"
     block = (causal_encoder and plan.block) or lm.model.config.block
-    # Its canvases begin behind the prompt, and are as wide as the plan's block.
+    # Its canvases begin after the prompt, and are as wide as the plan's block.
     behind = text_end - committed if causal_encoder else text_end
     end = np.minimum(context, text_end + -behind % block)
     tokens = np.full((len(texts), int(end.max())), lm.model.config.eos, np.int32)

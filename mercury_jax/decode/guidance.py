@@ -8,7 +8,7 @@ arXiv 2502.09992), written so that w = 0 is plain decoding bit for bit. LLaDA's 
 each token of the prompt: that is a negative prompt of as many masks. A pass costs twice as much.
 
 The unconditional branch's sequence is the negative prompt, then what follows the prompt, moved by `shift` positions.
-Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens behind the prompt, and its
+Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens after the prompt, and its
 hidden states are gathered back to the positions of the conditional branch.
 """
 
@@ -202,7 +202,7 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
         end=given.end + cache.shift, self_cond=jax.tree.map(lambda x: _gather(x, other.source), given.self_cond),
     ))  # fmt: skip
     index = other.index
-    if given.leave_one_out is not None:  # the leave-one-out states follow behind all the tokens
+    if given.leave_one_out is not None:  # the leave-one-out states follow all the tokens
         index = jnp.concatenate([index, index + other.tokens.shape[1]], axis=1)
     other_hidden = jax.tree.map(lambda x: _gather(x, index), other_hidden)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))
@@ -214,7 +214,7 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
     """Lays out the unconditional branch's pass.
 
     Its tokens at positions below `length` come from the negative prompt, the rest from the conditional pass. `start`
-    already wrote the first `encoded` tokens to the cache: a pass that reaches down to the prompt begins behind them
+    already wrote the first `encoded` tokens to the cache: a pass that reaches down to the prompt begins after them
     (at 0 where nothing is ever encoded).
     """
     tokens, reach = given.tokens, given.tokens.shape[1]

@@ -342,7 +342,7 @@ def _fill_open(
 
     For each length n the model fills n masks between the same texts. What is compared is
     log p(filling, following text | text before), by the any-order bound of `score`: a filling of the wrong length
-    leaves the text behind it improbable.
+    leaves the text after it improbable.
     """
     # An open hole starts at a guess, until it is decided itself.
     guess = lambda p: Hole(max(1, p.most // 4)) if _is_open(p) else p
@@ -380,7 +380,26 @@ def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, 
 
 def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     """Fills every row's holes one after the other, in FIM order; rows side by side."""
-    _check_fim(lm, rows)
+    # 1. Refuse holes that a block-causal model cannot fill.
+    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
+    if lm.tokenizer.fim is None:
+        why = f"a block-causal model fills holes in FIM order, and the tokenizer of {lm.name} has no tokens for that"
+        raise refuse("parts", "a hole", f"texts: {why}")
+    for i, row in enumerate(rows):
+        fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
+        if any(fixed) and not all(fixed):
+            raise refuse(
+                f"parts[{i}]", "holes of fixed and of open length", "one kind, for a block-causal model"
+            )
+        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
+        if size > context:
+            raise refuse(
+                f"parts[{i}]", f"{size} tokens in FIM order", f"at most the model's context of {context}"
+            )
+    if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
+        allowed = "one kind in a call, for a block-causal model"
+        raise refuse("parts", "rows of fixed and of open holes", allowed)
+    # 2. One session for each place: the first holes of all rows, then the second ones.
     holes = [sum(isinstance(p, Hole) for p in row) for row in rows]
     fillings: list[list[np.ndarray]] = [[] for _ in rows]
     forwards = np.zeros(len(rows), int)
@@ -403,28 +422,6 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
             fillings[i].append(text[at, committed[at] : ends[at]])
             forwards[i] += nfe[at]
     return Filled(fillings, forwards)
-
-
-def _check_fim(lm: LM, rows: Sequence[Pieces]) -> None:
-    """Refuses holes that a block-causal model cannot fill."""
-    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
-    if lm.tokenizer.fim is None:
-        why = f"a block-causal model fills holes in FIM order, and the tokenizer of {lm.name} has no tokens for that"
-        raise refuse("parts", "a hole", f"texts: {why}")
-    for i, row in enumerate(rows):
-        fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
-        if any(fixed) and not all(fixed):
-            raise refuse(
-                f"parts[{i}]", "holes of fixed and of open length", "one kind, for a block-causal model"
-            )
-        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
-        if size > context:
-            raise refuse(
-                f"parts[{i}]", f"{size} tokens in FIM order", f"at most the model's context of {context}"
-            )
-    if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
-        allowed = "one kind in a call, for a block-causal model"
-        raise refuse("parts", "rows of fixed and of open holes", allowed)
 
 
 def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[int], Hole]:

@@ -111,7 +111,7 @@ def _as_numpy(prompt: Any, name: str) -> Any:
 
 
 def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt | None) -> Prompt:
-    """Encodes one prompt; behind a conversation, its last turn is ended first."""
+    """Encodes one prompt; after a conversation, its last turn is ended first."""
     end_turn = [lm.tokenizer.end_turn] if previous is not None and previous.chat else []
     if isinstance(prompt, str):
         if not prompt:

@@ -6,11 +6,11 @@ found here too. A forbidden id (its logit is `token_stats.NEVER`) stays forbidde
 processors.
 
 An autoregressive decoder counts the tokens before a position. On a canvas tokens are decided in any order: what counts
-for a position is every decided token, before and behind it, but not the position's own.
+for a position is every decided token, before and after it, but not the position's own.
 
 Tables become arrays that are padded to a power of two, so that another table of a similar size recompiles nothing; a
 grammar writes new bits between two passes. A hard constraint belongs into `Sampler(allow=)`, whose processors run last.
-Position 0 is the first one behind the prompt.
+Position 0 is the first one after the prompt.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
     """Counts how often ids occur in the answer, as seen from each position of the window.
 
     The answer before the window counts for every position, and a decided token for every position but its own. Under
-    uniform noise nothing is ever decided: there the previous answer counts instead, but only for the positions behind
+    uniform noise nothing is ever decided: there the previous answer counts instead, but only for the positions after
     a token, because two equal neighbours would otherwise suppress each other in turn. At time 0 the canvas is a draft
-    that is verified from left to right, and a token counts for the positions behind it only. The end of text does not
+    that is verified from left to right, and a token counts for the positions after it only. The end of text does not
     count: a run of them at the end would make the position before them avoid ending.
 
     Args:

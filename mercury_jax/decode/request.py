@@ -140,7 +140,7 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
 
 
 def _prompts(lm: LM, request: Request, thinking: bool) -> list[inputs.Prompt]:
-    """The prompts of a request, behind the session that they continue."""
+    """The prompts of a request, after the session that they continue."""
     session: Session | None = request.state
     previous = () if session is None else session.prompts
     prompts, _ = inputs.encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
@@ -308,7 +308,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         speculative=sampler.speculate is not None,
         logprobs=request.logprobs,
     )
-    # Slots behind a row's last position, where canvases are written; leave-one-out masks come behind the canvas.
+    # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
     behind = width * (2 if rule.leave_one_out else 1)
     slots = behind
     if not bidirectional:
@@ -406,7 +406,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
 
     Args:
         tokens: Positions of the longest row.
-        behind: Further slots behind a row's last position, where canvases are written.
+        behind: Further slots after a row's last position, where canvases are written.
         context: The model's; no row is longer.
 
     Returns:
@@ -417,7 +417,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
 
 
 def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots: int) -> Rows:
-    """Rows up to `count` with `slots` positions, all fields set; added rows want nothing, so they are done."""
+    """Rows up to `count` with `slots` positions, all fields set; added rows write nothing, so they are done."""
     more = count - len(rows.committed)
     wide = lambda x: np.pad(x, [(0, more), (0, slots - x.shape[1])])
     long = lambda x: np.pad(np.asarray(x), (0, more)).astype(np.int32)
@@ -500,7 +500,7 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
 def continue_request(
     lm: LM, request: Request, replies: Sequence[tuple[int, ...]], which: Sequence[int]
 ) -> Request:
-    """Makes the request that continues answers in which nothing shows, behind their closed thinking.
+    """Makes the request that continues answers in which nothing shows, after their closed thinking.
 
     Args:
         lm: The model.

@@ -227,7 +227,7 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, session.prompts, strict=True)]
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
-    for i in range(count):  # the end of text is just behind an answer that the model ended
+    for i in range(count):  # the end of text is just after an answer that the model ended
         ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
@@ -266,7 +266,7 @@ def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]
 def _continue_empty_answers(
     lm: LM, request: Request, session: Session, out: Output
 ) -> tuple[Output, Session, int]:
-    """Continues conversations whose answer shows no text, behind their thinking; also returns the further passes."""
+    """Continues conversations whose answer shows no text, after their thinking; also returns the further passes."""
     prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
     which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
     if not which:

@@ -279,7 +279,7 @@ ARGUMENTS = {
 
 
 def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
-    """Returns a function's parameters behind the arguments of its kind.
+    """Returns a function's parameters after the arguments of its kind.
 
     Args:
         function: A user's function.

@@ -310,7 +310,7 @@ def logits(
 
     Returns:
         Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: logits of the token
-        behind each one of the canvas, which sees only what precedes it.
+        after each one of the canvas, which sees only what precedes it.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.

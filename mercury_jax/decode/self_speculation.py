@@ -46,7 +46,7 @@ def verify(
         config: Static sizes.
         state: Before the pass.
         sampling: Of each row.
-        logits: Of the causal pass; logits[:, j] predicts the token behind canvas position j.
+        logits: Of the causal pass; logits[:, j] predicts the token after canvas position j.
         rows: Which rows verify.
         moved: The state after the denoising step of the other rows.
         frame: That step's frame.
@@ -76,7 +76,7 @@ def verify_row(
     Args:
         config: Static sizes.
         row: One row of a state.
-        logits: logits[j] predicts the token behind canvas position j.
+        logits: logits[j] predicts the token after canvas position j.
         params: Of the row.
 
     Returns:
@@ -105,7 +105,7 @@ def verify_row(
     first_end = jnp.min(jnp.where(ends, place, config.width))
     ended = first_end < count
     count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
-    # 3. The row behind them.
+    # 3. The row after them.
     committed = row.committed + count
     end = jnp.where(ended, committed - 1, row.end)  # the end of text itself is not part of the text
     new = place < count
@@ -123,7 +123,7 @@ def verify_row(
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
     )
     changes |= close_thinking(row, changes, params)
-    # Behind a closed thinking the canvas is led by the closing token, which is not encoded yet.
+    # After a closed thinking the canvas is led by the closing token, which is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):

@@ -1,7 +1,7 @@
 """The state of decoding: what is static, what varies per row, and what changes from pass to pass.
 
 A batch holds rows that are at different points. A row's tokens are left-aligned; its canvas holds the W positions
-behind what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
+after what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
 stays editable before it. `decoder.py` advances a `State`, `request.py` makes the first one.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
 from mercury_jax.decode.sampler import Memory, Sampler, call_part
-from mercury_jax.decode.token_stats import LogprobBuffer, empty_logprobs, slice_at
+from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Cache, Key, Model, SelfCond
 
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
     draft: Bool[ArrayLike, "B S"] | None = None  # tokens that a canvas starts from, instead of noise
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
-    answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer behind the thinking
+    answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
 class State(NamedTuple):
@@ -137,6 +137,10 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
     blank = jnp.zeros((count, config.width), jnp.int32)
     self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
     committed, end = int32(rows.committed), int32(rows.end)
+    alternatives = (count, slots, config.logprobs or 0)
+    logprobs = LogprobBuffer(
+        jnp.zeros((count, slots)), jnp.zeros(alternatives, jnp.int32), jnp.zeros(alternatives)
+    )
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -160,7 +164,7 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
         unverified=jnp.zeros((count,), bool),
         nfe=zeros,
         nan_step=zeros - 1,
-        logprobs=() if config.logprobs is None else empty_logprobs(count, slots, config.logprobs),
+        logprobs=() if config.logprobs is None else logprobs,
     )
 
 

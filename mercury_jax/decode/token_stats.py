@@ -130,21 +130,6 @@ class LogprobBuffer(NamedTuple):
     top: Float[Array, "B S k"]
 
 
-def empty_logprobs(rows: int, slots: int, alternatives: int) -> LogprobBuffer:
-    """Makes log-probabilities [B, S] of zeros with k = `alternatives`.
-
-    Args:
-        rows: B.
-        slots: S.
-        alternatives: k.
-
-    Returns:
-        The buffer.
-    """
-    shape = (rows, slots, alternatives)
-    return LogprobBuffer(jnp.zeros((rows, slots)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
-
-
 def update_logprobs(
     logprobs: LogprobBuffer,
     logits: Float[Array, "L V"],

@@ -170,11 +170,11 @@ class WalkerStep(NamedTuple):
     commit: list[int]  # tokens that are committed, from the frontier on
     forced: list[bool]  # of each: the grammar or the budget left no choice
     ended: bool  # the answer is complete
-    clear: bool  # what the model proposed behind them does not fit them
+    clear: bool  # what the model proposed after them does not fit them
 
 
 class _Legal(NamedTuple):
-    """What the grammar alone makes of a proposal. plan: an end behind it; None where one must be searched."""
+    """What the grammar alone makes of a proposal. plan: an end after it; None where one must be searched."""
 
     taken: list[int]
     forced: list[bool]
@@ -296,7 +296,7 @@ class Walker:
         return _Legal(taken, forced, False, True, plan)
 
     def _affordable(self, taken: list[int], plan: list[Unit] | None, late: Callable[[], bool]) -> int:
-        """How many of the tokens leave room for a plan; the matcher is left behind that many, with a plan that fits."""
+        """How many of the tokens leave room for a plan; the matcher is left after that many, with a plan that fits."""
         broken = self._tokens.is_error()
         if plan is not None and not broken and self._fits(plan, self.room - len(taken)):
             self._plan = plan
@@ -342,7 +342,7 @@ class Walker:
         if late():
             return None
         search, vocabulary, room = self._search, self.grammar.vocabulary, self.room - len(taken)
-        # Ends of the plan that another one may join: at its start, and behind some of its closing bytes.
+        # Ends of the plan that another one may join: at its start, and after some of its closing bytes.
         closing = [i + 1 for i, unit in enumerate(self._plan[:-1]) if unit in b'"}],' or unit > 255]
         bridges = [self._plan[i:] for i in list(dict.fromkeys([0, *closing]))[:_MOST_BRIDGES]]
         mask = self._tokens.compute_bitmask()
@@ -371,7 +371,7 @@ class Walker:
         return size is not None and size <= room
 
     def _completes(self, plan: list[Unit]) -> bool:
-        """Returns whether the token matcher takes the plan and accepts behind it."""
+        """Returns whether the token matcher takes the plan and accepts after it."""
         ids = self.grammar.vocabulary.bytewise(plan)
         if ids is None:
             return False
@@ -379,7 +379,7 @@ class Walker:
         return self._tokens.validate_tokens(ids) == len(ids)
 
     def _synced(self, new: list[Unit]) -> tuple[Any, Lex]:
-        """The byte matcher behind what is written and these units, and its lexical state."""
+        """The byte matcher after what is written and these units, and its lexical state."""
         late = self.grammar.vocabulary.units_of(self.written[self._synced_tokens :])
         self._units.try_consume_tokens(late)
         self._lex = advance_lex(self._lex, late)

@@ -128,7 +128,7 @@ def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
     rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{bodies}"
     if len(rules) > MOST_BYTES:
         raise grammar_error("tools", f"{len(rules)} bytes", f"at most {MOST_BYTES}")
-    # 2. The list of calls: the first one, and those behind it.
+    # 2. The list of calls: the first one, and those after it.
     least, most = calls.at_least, MOST_CALLS if calls.at_most is None else calls.at_most
     if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MOST_CALLS:
         raise grammar_error("at_most", calls.at_most, f"1..{MOST_CALLS}, or None")

@@ -23,7 +23,7 @@ _MOST_LEARNED = 3  # completions that are remembered per state
 MOST_DEPTH = 96  # nested brackets that a completion opens
 RUN = 64  # bytes of filler that are taken at once
 
-# Lexical state of JSON: (open brackets; 1 inside of a string, 2 behind a backslash; finished strings, separators and
+# Lexical state of JSON: (open brackets; 1 inside of a string, 2 after a backslash; finished strings, separators and
 # closed brackets).
 Lex: TypeAlias = tuple[int, int, int]
 START: Lex = (0, 0, 0)
@@ -37,7 +37,7 @@ def advance_lex(lex: Lex, units: Iterable[Unit]) -> Lex:
         units: Bytes and special tokens.
 
     Returns:
-        The state behind them.
+        The state after them.
     """
     depth, inside, marks = lex
     for unit in units:

@@ -39,7 +39,7 @@ def grammar_error(where: str, value: object, allowed: str) -> GrammarError:
 class JSONSchema:
     """A JSON value that validates against a schema (draft 2020-12, or the one that `$schema` names).
 
-    Properties come in the schema's order, with at most one space behind a comma and a colon. Keywords that cannot be
+    Properties come in the schema's order, with at most one space after a comma and a colon. Keywords that cannot be
     guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused.
 
     Attributes:
@@ -215,25 +215,23 @@ def _rewritten(schema: Any, where: str, patterns: list[str]) -> dict[str, Any] |
     _check_texts(new, where)
     _tighten(new)
     patterns += _patterns(new, where)
-    for key in new:
-        new[key] = _inner(key, new[key], f"{where}/{key}", patterns)
+    for key, value in new.items():
+        place = f"{where}/{key}"
+        if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
+            if not isinstance(value, list | tuple):
+                raise grammar_error(place, value, "a list of schemas")
+            new[key] = [_rewritten(inner, f"{place}/{i}", patterns) for i, inner in enumerate(value)]
+        elif key in _NAMED:
+            if not isinstance(value, Mapping):
+                raise grammar_error(place, value, "an object of schemas")
+            new[key] = {name: _rewritten(inner, f"{place}/{name}", patterns) for name, inner in value.items()}
+        elif key in _ONE:
+            new[key] = _rewritten(value, place, patterns)
     # Dates and times are those that exist: no 29 February in other years, no second 60.
     format, every = new.get("format"), new.get("allOf", [])
     if isinstance(format, str) and format in _EXACT and isinstance(every, list | tuple):
         new["allOf"] = [*every, *({"pattern": pattern} for pattern in _EXACT[format])]
     return new
-
-
-def _inner(key: str, value: Any, where: str, patterns: list[str]) -> Any:
-    if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
-        if not isinstance(value, list | tuple):
-            raise grammar_error(where, value, "a list of schemas")
-        return [_rewritten(inner, f"{where}/{i}", patterns) for i, inner in enumerate(value)]
-    if key in _NAMED:
-        if not isinstance(value, Mapping):
-            raise grammar_error(where, value, "an object of schemas")
-        return {name: _rewritten(inner, f"{where}/{name}", patterns) for name, inner in value.items()}
-    return _rewritten(value, where, patterns) if key in _ONE else value
 
 
 def _check_numbers(schema: dict[str, Any], where: str) -> None:

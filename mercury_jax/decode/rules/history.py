@@ -118,14 +118,11 @@ class Cycle(NamedTuple):
     filling: Bool[Array, ""]
 
 
-def _first_cycle(canvas: Int[Array, "L"], vocab: int) -> Cycle:
-    zero, no = jnp.asarray(0, jnp.int32), jnp.asarray(False)
-    return Cycle(jnp.asarray(-1, jnp.int32), zero, zero, zero, no, no)
-
-
 @rule(
     noise="absorbing",
-    init=_first_cycle,
+    init=lambda canvas, vocab: Cycle(
+        jnp.int32(-1), jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.bool_(False), jnp.bool_(False)
+    ),
     needs_logits=False,
     source="SlowFast Sampling, arXiv 2506.10848, section 3.3",
 )
@@ -139,7 +136,7 @@ def slow_fast(
     least: Count = 2,
     most: Count = 6,
 ) -> tuple[Proposal, Cycle]:
-    """Explores until the span that the model predicts well is known, fills it in parallel, and continues behind it.
+    """Explores until the span that the model predicts well is known, fills it in parallel, and continues after it.
 
     Both phases accept every mask of confidence `p` in their reach and at least the most confident one. Exploring
     reaches from the cycle's start to the end of the block, filling from its start to the cycle's end. An exploring

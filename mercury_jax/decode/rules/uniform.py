@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mercury_jax.decode import processors, stopping
 from mercury_jax.decode.registration import NonNegative, Probability, rule, sampler_preset
@@ -39,19 +39,14 @@ def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1
     fits = jnp.cumsum(ordered) - ordered <= gamma
     which = jnp.zeros_like(fits).at[order].set(fits) & view.masked
     proposal = accept(view, which)
-    answer = jnp.where(is_uniform(view), argmax_answer(view), proposal.answer)
-    return proposal._replace(answer=answer), memory
+    argmax = jnp.where(view.editable, view.stats.argmax, view.canvas)
+    return proposal._replace(answer=jnp.where(is_uniform(view), argmax, proposal.answer)), memory
 
 
 def is_uniform(view: View) -> Bool[Array, ""]:
     """Returns whether the noise is uniform: some open position does not hold a mask, whose probability is 0."""
     holds_mask = (view.canvas == view.noise) & (view.stats.p_canvas == 0)
     return jnp.any(view.masked & ~holds_mask)
-
-
-def argmax_answer(view: View) -> Int[Array, "L"]:
-    """Returns the argmax at every editable position, and the canvas elsewhere."""
-    return jnp.where(view.editable, view.stats.argmax, view.canvas)
 
 
 @sampler_preset("transformers' DiffusionGemmaGenerationConfig")
@@ -111,7 +106,8 @@ def predictor_corrector(
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))
     corrected = jnp.where(u < view.alpha_s, x0, view.noise)
     canvas = jnp.where(uniform(mix) < kappa, predicted, corrected)
-    return propose(view, jnp.where(view.editable, canvas, view.canvas), argmax_answer(view)), memory
+    keep = lambda new: jnp.where(view.editable, new, view.canvas)
+    return propose(view, keep(canvas), keep(view.stats.argmax)), memory
 
 
 def bridge(

@@ -133,7 +133,7 @@ def expand(
     Returns:
         The proposal, and the expansions that are left.
 
-    Departs from the reference: its option to empty everything behind a predicted end is left out, because with
+    Departs from the reference: its option to empty everything after a predicted end is left out, because with
     several holes it would empty the later ones.
     """
     word, _ = argmax_without(view, expand, delete)
@@ -281,7 +281,7 @@ def daedal(
     Returns:
         The proposal, and whether the answer is still being lengthened.
 
-    Departs from the reference: it fixes 16 tokens of end-of-text behind the answer and decodes in blocks of its own;
+    Departs from the reference: it fixes 16 tokens of end-of-text after the answer and decodes in blocks of its own;
     here the answer is not padded, and blocks are the plan's.
     """
     confidence = jnp.where(view.eos < 0, 1.0, end_confidence(view, tail))
