@@ -131,6 +131,7 @@ def _walk(
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
             assert model.embed_mixture is not None
+            # Online softmax: where this chunk raises the maximum, what was summed before is scaled down.
             top = jnp.maximum(soft.max, stats.max[..., None])
             weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
             total = soft.total * scale + weights.sum(-1, keepdims=True)
@@ -139,6 +140,7 @@ def _walk(
         assert temperature is not None
         return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
 
+    # The accumulator starts empty: its maximum is NEVER, so the first chunk replaces it.
     soft = None
     if model.embed_mixture is not None:
         zero = jnp.zeros((state.canvas.shape[0], config.window, 1), jnp.float32)
@@ -146,6 +148,7 @@ def _walk(
         soft = SoftEmbedding(zero + NEVER, zero, embedding)
     soft, chunks = jax.lax.scan(lambda soft, i: chunk(soft, i * size, size), soft, jnp.arange(count // size))
     if count % size:
+        # The ids that fill no chunk of their own are a smaller last one.
         soft, last = chunk(soft, count - count % size, count % size)
         chunks = jax.tree.map(lambda all, x: jnp.concatenate([all, x[None]]), chunks, last)
     return soft, chunks
@@ -165,6 +168,7 @@ def chunk_stats(
     Returns:
         The statistics; the draw is the argmax.
     """
+    # All weights are relative to the largest logit of the chunk, so that exp cannot overflow. [L, v]
     best, at = logits.max(axis=-1), logits.argmax(axis=-1)
     centred = logits - best[:, None]
     e = jnp.exp(centred)
@@ -236,10 +240,13 @@ def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[
         The statistics [L], as `token_stats` computes them from all logits.
     """
     best, winner = c.max.max(axis=0), c.max.argmax(axis=0)  # [L]
+    # Bring every chunk to the common maximum. With m = max + gap: sum e^(x - best) = e^gap sum e^(x - max), and the
+    # moment of (x - best) gains gap times that sum.
     gap = c.max - best  # [P, L], at most 0
     total = (c.total * jnp.exp(gap)).sum(axis=0)
     moment = (jnp.exp(gap) * (c.moment + gap * c.total)).sum(axis=0)
     of_chunk = lambda x, index: jnp.take_along_axis(x, index[None], axis=0)[0]
+    # The second largest logit is the winner chunk's own second, or the maximum of another chunk.
     second = jnp.where(jnp.arange(len(gap))[:, None] == winner, c.second, c.max).max(axis=0)
     argmax = of_chunk(c.argmax, winner)
     # The chunk of the draw: invert the distribution over chunks.
@@ -266,6 +273,7 @@ def _walk_sharded(
 
     rows: arguments of `_walk`; every leaf has the batch axis first.
     """
+    # Each device holds the rows of the tables for `count` consecutive ids.
     tables = {name: params[name] for name in TABLES if name in params}
     count = config.model.config.vocab // mesh.shape[AXIS]
     row = dividing_axes(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None

@@ -81,6 +81,7 @@ def _write_row(
     at = row.cache_length + jnp.arange(config.width, dtype=jnp.int32)
     slots = jnp.arange(row.tokens.shape[0], dtype=jnp.int32)
     reach = change.start + change.used
+    # The committed tokens are the positions start .. reach; they go into the row's tokens and into its open canvas.
     token_at = lambda where: change.tokens[jnp.clip(where - change.start, 0, config.width - 1)]
     inside = lambda where: (where >= change.start) & (where < reach)
     tokens = jnp.where(inside(slots), token_at(slots), row.tokens)
@@ -158,6 +159,7 @@ class ConstrainedRow:
         """
         if not self.begun or self.ended or start > self.frontier:
             return
+        # What the window holds before the frontier is committed already.
         skip = self.frontier - start
         self._advance([int(i) for i in answer[skip:]], [bool(s) for s in accepted[skip:]])
 
@@ -297,6 +299,7 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
             if row is not None and row.begun and frame.used[i]:
                 used = int(frame.used[i])
                 row.propose(int(frame.start[i]), frame.answer[i, :used], frame.accepted[i, :used])
+        # Rows whose thinking ended in this pass begin their answer; what the grammar forces is written next.
         _begin_answers(grammars, committed, budget)
         if history:
             frames.append(_with_commits(frame, grammars, session.rows))

@@ -159,6 +159,7 @@ def prefill(
 
     def body(state: State) -> State:
         used = jnp.minimum(pending(state), width)
+        # tokens [B, width]: the next ones of each row; `used` says how many of them count.
         slots = state.cache_length[:, None] + jnp.arange(width)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
         everyone = jnp.ones_like(state.done)

@@ -49,6 +49,7 @@ def forward(
     time, start = times(config, state, sampling, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time, mask)
     hidden, cache = config.model.forward(params, given)
+    # With leave-one-out masks the pass returns 2 W hidden states: the tokens' and then the masks'.
     own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
     if mask is None:
         return own, None, cache
@@ -116,6 +117,7 @@ def _partial_forward(
     part = min(config.width, refresh.before + config.window + refresh.after)
     due = (state.step == 0) if refresh.every is None else (state.step % refresh.every == 0)
     due = due & ~state.done
+    # The part holds the window, `before` positions ahead of it and `after` positions after it.
     first = jnp.clip(offset - refresh.before, 0, config.width - part)  # of the part, within the canvas
     nobody = jnp.zeros_like(state.done)
     time = times(config, state, sampling, nobody)

@@ -175,6 +175,7 @@ def _empty(model: Model, batch: int, slots: int) -> GuidedCache:
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _encode_negatives(model: Model, width: int, params: Params, cache: GuidedCache) -> GuidedCache:
     """Encodes the negative prompts, as far as the model's pattern encodes text, `width` tokens per pass."""
+    # Rows have negative prompts of several lengths: a row that is done uses 0 tokens of the remaining passes.
     ready = model.encodable(cache.prompt_length + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
     clean = jnp.zeros(ready.shape) if model.config.timed else None
@@ -218,6 +219,8 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
     (at 0 where nothing is ever encoded).
     """
     tokens, reach = given.tokens, given.tokens.shape[1]
+    # The conditional pass feeds positions start .. start + T. Moved by `shift`, these are the positions of the same
+    # tokens in the unconditional sequence; what precedes them is the negative prompt.
     width = reach + cache.extra
     length = cache.prompt_length + cache.shift
     encoded = model.encodable(length)
@@ -226,10 +229,12 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
     begin = jnp.where(behind_prompt, jnp.maximum(moved, encoded), encoded)
     used = jnp.where(given.used > 0, jnp.clip(moved + given.used - begin, 0, width), 0)
     at = begin[:, None] + jnp.arange(width, dtype=jnp.int32)  # [B, W] positions in the unconditional sequence
+    # Where each position's token comes from: the negative prompt, or column `source` of the conditional pass.
     from_negative = at < length[:, None]
     source = at - moved[:, None]
     own = jnp.take_along_axis(tokens, jnp.clip(source, 0, reach - 1), axis=1)
     negative = jnp.take_along_axis(cache.negative, jnp.minimum(at, cache.negative.shape[1] - 1), axis=1)
+    # And back: the column of this pass that holds each token of the conditional one.
     index = (moved - begin)[:, None] + jnp.arange(reach, dtype=jnp.int32)
     return UnconditionalPass(
         tokens=jnp.where(from_negative, negative, own),

@@ -349,6 +349,7 @@ def _fill_open(
     forwards, fillings = np.zeros(len(rows), int), []
     for i, row in enumerate(rows):
         chosen, filling = [guess(p) for p in row], []
+        # A row without open holes makes one attempt (j = -1).
         for j in [j for j, p in enumerate(row) if _is_open(p)] or [-1]:
             sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
             tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]

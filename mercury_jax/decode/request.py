@@ -278,11 +278,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
     _check_plan_fits(lm, plan, sampler)
+    # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
     region = int((longest - rows.committed).max())  # tokens that a row may write
     width, block = _sizes(lm, plan, sampler, request.block, int(longest.max()), region)
+    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
     bidirectional = model_config.pattern == "bidirectional"
     refresh = plan.refresh
     if refresh is not None and refresh.after is None:

@@ -299,6 +299,7 @@ def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # no function, or one that Python cannot inspect
         raise refuse(f"function of a {kind}", function, f"a function of {wanted}") from None
+    # The first parameters must be the arguments of the kind, in their order; `*args` may stand for them.
     found = list(signature.parameters.values())
     positional = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     count = min(len(positional), len(names))

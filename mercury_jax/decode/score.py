@@ -153,6 +153,7 @@ def draw_masks(
     weight = np.zeros((samples, len(canvas)))
     for c in np.unique(canvas[canvas >= 0]):
         at = np.flatnonzero(canvas == c)
+        # Stratified: one offset for all samples, which divide [0, 1) evenly.
         u = (rng.random() + rng.permutation(samples) / samples) % 1.0
         k = 1 + np.floor(len(at) * u).astype(int)
         rank = rng.random((samples, len(at))).argsort(axis=1).argsort(axis=1)
@@ -207,6 +208,7 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
         end = len(before) + len(after)
         text[row, :end] = [*before, *after]
         scored[row, len(before) - 1 : end - 1] = True
+    # Plain causal attention, as key ranges.
     at = np.arange(size, dtype=np.int32)
     causal = np.stack([np.zeros_like(at), at + 1], axis=-1)  # [T, 2] keys up to the position itself
     ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty

@@ -286,6 +286,7 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
+    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens.
     end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), row.committed + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))

@@ -94,6 +94,7 @@ def continuation_prompt(
     """
     prompt = tuple(prompt)
     left = context - len(prompt)
+    # Thinking that filled the context gives a quarter of it back to the answer.
     answer = min(max_tokens, max(left - len(thinking), left // 4, 1))
     kept = thinking[: left - answer]
     marks = tokenizer.thinking

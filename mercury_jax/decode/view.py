@@ -44,6 +44,7 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
         The observation; `view.stats`, `view.leave_one_out` and `view.logits` are None.
     """
     corruption, window = config.corruption, window_of(config, row)
+    # The randomness depends on the row, its block and the step alone.
     draw_key, noise_key, rule_key = jax.random.split(step_key(row.key, row.committed, row.step), 3)
     if config.speculative:  # a draft is drawn with the uniforms of its verification
         uniforms = position_uniforms(row.key, window.at)

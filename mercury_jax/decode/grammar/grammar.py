@@ -303,6 +303,7 @@ class Walker:
             return len(taken)
         if self._tight and plan == self._plan and not broken:
             return self._affordable_before_plan(taken)
+        # Halve the number of tokens until what remains leaves room for an end that a search finds.
         consumed = count = len(taken)
         while True:
             self._roll_back(taken, consumed, count)
@@ -346,6 +347,7 @@ class Walker:
         closing = [i + 1 for i, unit in enumerate(self._plan[:-1]) if unit in b'"}],' or unit > 255]
         bridges = [self._plan[i:] for i in list(dict.fromkeys([0, *closing]))[:_MOST_BRIDGES]]
         mask = self._tokens.compute_bitmask()
+        # Cheap guesses before a search: the plan without its first units, and ways that led to an end before.
         guesses = [self._plan[i:] for i in range(min(_MOST_SKIPPED, len(self._plan)))]
         guesses += [way + bridge for way in search.learned(mask) for bridge in (*bridges, [])]
         for guess in guesses:

@@ -178,6 +178,7 @@ class EndSearch:
         heap = [0]
         best, cost, last, left = None, room + 1, math.inf, limits.nodes
         seen: Counter[bytes] = Counter()
+        # Levels by number of bytes, the shortest first. `last` bounds the levels once a completion is known.
         while heap and left > 0 and heap[0] <= min(last, 16 * max(room, 1)):
             at = heapq.heappop(heap)
             level = levels.pop(at)
@@ -218,6 +219,7 @@ class EndSearch:
         if forced:
             child = self._child(node, forced, late)
             return [] if child is None else [(child, len(forced))]
+        # Texts of the patterns are tried as a whole, and inside of strings runs of filler.
         macros = [macro for macro in self.macros if node.allows(macro[0])]
         if not node.allows(0x22) and node.allows(self.run[0]):
             macros.append(self.run)
@@ -271,6 +273,7 @@ def _kept(nodes: list[_Node], limits: SearchLimits, seen: Counter[bytes]) -> lis
             group.append(node)
     if len(groups) <= width:
         return [node for group in groups.values() for node in group]
+    # Half of the beam for states near an end (few open brackets), half for those furthest in the structure.
     heads = [group[0] for group in groups.values()]
     near = sorted(heads, key=lambda node: (node.lex[0] + (node.lex[1] > 0), seen[node.mask], -node.lex[2]))
     far = sorted(heads, key=lambda node: (-node.lex[2], seen[node.mask]))

@@ -164,6 +164,7 @@ class GrammarVocabulary:
         """Shortest path over the positions of the text, from its end, so that the longest first token wins a tie."""
         if text in self._spelt:
             return self._spelt[text]
+        # cost[i]: fewest tokens of text[i:]; step[i]: bytes of the first of them.
         far = len(text) + 1
         cost = [far] * len(text) + [0]
         step = [0] * len(text)

@@ -76,6 +76,7 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     variable = [p.name for p in rules if p.variable_length]
     if len(rules) > 1 and variable:
         raise refuse("one_of parts", variable, "rules that keep the number of tokens")
+    # The combination is made for the noise that all of its rules are made for.
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")

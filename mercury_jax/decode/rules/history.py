@@ -49,9 +49,11 @@ def credit(
     the draw is from the logits before, and only the best is accepted where none passes.
     """
     stats, at = view.stats, jnp.arange(view.canvas.shape[0])
+    # Masks earn credit for their argmax; all credit decays.
     earned = jnp.where(view.masked, stats.p_argmax**boost, 0.0)
     memory = jnp.asarray(decay * memory).at[at, stats.argmax].add(earned).astype(jnp.float32)
     log_p = jax.nn.log_softmax(view.logits + weight * jnp.log1p(memory), axis=-1)
+    # The draw was made from the logits before: it is kept unless it was their argmax.
     argmax = log_p.argmax(-1).astype(stats.sample.dtype)
     token = jnp.where(stats.sample == stats.argmax, argmax, stats.sample)
     c = jnp.exp(log_p[at, token])
@@ -100,6 +102,7 @@ def klass(
     Departs from the reference: it keeps the distributions of the last pass across blocks; here each block starts anew.
     """
     log_p, c = jax.nn.log_softmax(view.logits, axis=-1), view.stats.p_sample
+    # KL(p_now || p_before) of each position [L]. There is no earlier pass at step 0.
     change = jnp.sum(jnp.exp(log_p) * (log_p - memory.log_p), axis=-1)
     stable = jnp.where((view.step > 0) & (change < kl), memory.stable + 1, 0)
     ready = view.masked & (c > p) & (stable >= patience)
@@ -162,6 +165,7 @@ def slow_fast(
     cycle = _current_cycle(view, memory)
     reach = view.masked & ((at < cycle.end) | ~cycle.filling)  # nothing is masked before the start
     which = reach & ((c >= p) | top(c, reach, 1))
+    # One past the furthest mask that the model is not unsure of.
     guess = 1 + jnp.max(jnp.where(reach & (c >= low), at, cycle.start)).astype(jnp.int32)
     explored = _explore(cycle, guess, spread, least, most)
     return accept(view, which), jax.tree.map(
@@ -225,6 +229,7 @@ def prophet(
     Departs from the reference: it looks at five positions where the answer is expected and counts the steps of all
     blocks; here a block looks at all of its own masks and counts its own steps.
     """
+    # Mean gap between the two largest logits of the open masks.
     two, _ = jax.lax.top_k(view.logits, 2)
     gap = jnp.sum(jnp.where(view.masked, two[:, 0] - two[:, 1], 0.0)) / jnp.maximum(view.masked.sum(), 1)
     progress = (view.step + 1) / view.steps

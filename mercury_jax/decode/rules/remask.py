@@ -150,6 +150,7 @@ def remdm_confidence(
     Returns:
         The proposal, and the new c.
     """
+    # softmax(-c) over the decided tokens alone.
     doubt = jnp.where(view.editable & ~view.masked, jnp.exp(-memory), 0.0)
     share = doubt / jnp.maximum(doubt.sum(), 1e-9)
     sigma = jnp.minimum(eta * share, 1.0) * sigma_max(view.alpha_t, view.alpha_s)
@@ -243,9 +244,11 @@ def wino(
         The proposal, and how many tokens were drafted.
     """
     c = view.stats.p_sample
+    # 1. Draft: the most confident masks above p, a bounded number of them.
     most = jnp.clip(view.masked.sum() * 7 // 10, 5, 20)
     which = top(c, view.masked & (c > p), most) | top(c, view.masked, 1)
     drafted = which.sum()
+    # 2. Verify the tokens that were there before this step, by what the model predicts without seeing them.
     p_seen = view.leave_one_out.p_canvas
     wrong = view.editable & ~view.masked & (p_seen < p_back)
     wrong = top(-p_seen, wrong, memory - 1) & (drafted > 1)
@@ -350,6 +353,7 @@ def self_correct(
     """
     c = view.stats.p_sample
     filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
+    # Correction starts once no mask is left.
     tokens, chance = resample(key, view.logits, jnp.asarray(t, jnp.float32))
     full = ~jnp.any(view.masked)
     differ = view.editable & full & (tokens != view.canvas)

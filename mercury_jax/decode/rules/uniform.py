@@ -33,6 +33,7 @@ def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1
     Returns:
         The proposal, and the unchanged memory.
     """
+    # Sort by entropy, closed positions last; a position fits while the entropies before it sum to at most gamma.
     entropy = jnp.where(view.masked, view.stats.entropy, jnp.inf)
     order = jnp.argsort(entropy, stable=True)
     ordered = jnp.where(jnp.isfinite(entropy), entropy, 0.0)[order]
@@ -101,6 +102,7 @@ def predictor_corrector(
     on_canvas = view.alpha_t * allowed * view.stats.p_canvas
     stays = uniform(tilt) * (on_canvas + 1.0 - view.alpha_t) < on_canvas * own
     x0 = jnp.where(stays, view.canvas, view.stats.sample)
+    # Draw x_s: the token of the canvas with weight `old`, x_0 with weight `new`, else a fresh one.
     old, new = bridge(x0 == view.canvas, view.alpha_t, view.alpha_s, allowed)
     u = uniform(walk)
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))

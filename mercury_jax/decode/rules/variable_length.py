@@ -50,6 +50,8 @@ def rearrange(
         For each new position the old one that it continues; -1 where it is new, or unused.
     """
     size = keep.shape[0]
+    # Each old position leaves `count` new ones: those inserted before it, and itself where it is kept. Its new place
+    # is that of its stretch, plus what the positions before it in the stretch leave, plus what is inserted before it.
     count = keep + extra.astype(jnp.int32)
     before = jnp.cumsum(count) - count
     to = start + before - before[start] + extra.astype(jnp.int32)
@@ -136,6 +138,7 @@ def expand(
     Departs from the reference: its option to empty everything after a predicted end is left out, because with
     several holes it would empty the later ones.
     """
+    # What the answer shows at open masks: the two ids are no text.
     word, _ = argmax_without(view, expand, delete)
     room = jnp.where(view.step + 1 >= view.steps, 0, jnp.minimum(view.growth, memory))
     # In a full window: the draw and its probability as if `expand` were impossible.
@@ -144,6 +147,7 @@ def expand(
     p_other = jnp.exp(jnp.take_along_axis(log_p, other[:, None], axis=-1)[:, 0])
     token, c = jnp.where(room == 0, other, drawn), jnp.where(room == 0, p_other, view.stats.p_sample)
     which = view.masked & (c > p) | top(c, view.masked, 1)
+    # Accepted predictions either split their mask, or delete it, or are written.
     split = which & (token == expand)
     grow = split & (jnp.cumsum(split) <= room)  # the others remain masks
     gone = which & (token == delete)
@@ -286,8 +290,10 @@ def daedal(
     """
     confidence = jnp.where(view.eos < 0, 1.0, end_confidence(view, tail))
     room = jnp.where(view.step + 1 >= view.steps, 0, view.growth)
+    # 1. Lengthening: masks are appended, and nothing is accepted.
     lengthen = memory & (confidence < p_end) & (room > 0)
     c, at = view.stats.p_sample, jnp.arange(view.canvas.shape[0])
+    # 2. Decoding: accept by threshold; the least confident mask may become several.
     which = (view.masked & (c > p) | top(c, view.masked, 1)) & ~lengthen
     uncertain = view.masked & ~which & (c < p_low) & (confidence < p_full) & ~lengthen
     uncertain = top(-c, uncertain, 1)
