@@ -49,6 +49,15 @@ def dequantise(x: KVArray, dtype: jnp.dtype) -> Array:
     return (x.values * x.scale[..., None] if isinstance(x, Int8Vectors) else x).astype(dtype)
 
 
-def slice_slots(x: KVArray, start: int | Int[Array, ""], size: int) -> KVArray:
-    """The slots start .. start + size of keys or values; `start` may be traced."""
+def slice_slots(x: KVArray, start: int | Int[Array, ""], size: int) -> Float[Array, "B size G K"] | Int8Vectors:
+    """Cuts a run of cache slots out of keys or values.
+
+    Args:
+        x: Keys or values, [B, S, G, K].
+        start: First slot; may be traced. Clamped so that the run ends at S at the latest.
+        size: Number of slots; static.
+
+    Returns:
+        Keys or values in the form of `x`, [B, size, G, K].
+    """
     return jax.tree.map(lambda y: jax.lax.dynamic_slice_in_dim(y, start, size, 1), x)

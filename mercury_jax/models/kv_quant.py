@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from mercury_jax import kernels
@@ -139,7 +140,7 @@ def quantise_rotated(x: Float[Array, "*s K"], bits: int) -> RotatedVectors:
     return RotatedVectors(pack_bits(codes, bits), norm[..., 0].astype(jnp.bfloat16), bits, width)
 
 
-def dequantise_rotated(x: RotatedVectors, dtype: jnp.dtype) -> Float[Array, "*s K"]:
+def dequantise_rotated(x: RotatedVectors, dtype: DTypeLike) -> Float[Array, "*s K"]:
     """The vectors as numbers, still rotated.
 
     Args:
