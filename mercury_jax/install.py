@@ -1,6 +1,6 @@
-"""How an extra is added to this installation, for messages about a missing package.
+"""The pip command that adds an extra to this installation, for messages about missing packages.
 
-There is no release in a package index, so a message names what this installation was made from: the clone whose code
+There is no release in a package index, so the command names what this installation was made from: the clone whose code
 runs, or what pip recorded in `direct_url.json` (a folder, a Git address or an archive; PEP 610).
 """
 
@@ -41,7 +41,7 @@ def command(extra: str) -> str:
 
 
 def _direct_url() -> dict:
-    """What pip wrote down about where it took the package from; empty where nothing is known."""
+    """What pip recorded about the origin of the package; empty where nothing is known."""
     try:
         return json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):

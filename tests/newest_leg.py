@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mercury_jax as mj
-from mercury_jax.bench import kernel_cases
+from mercury_jax.bench import compile_kernels
 from mercury_jax.kernels import blackwell, device as kernel_device, reference
 from mercury_jax.kernels.blackwell import attention, program
 from mercury_jax.kernels.interpreter import interpreted
@@ -58,9 +58,9 @@ def tcgen05() -> float:
 def lowered(name: str, every: int = 9) -> int:
     """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
     count = 0
-    for case in kernel_cases.cases(name)[::every]:
+    for form in compile_kernels.forms(name)[::every]:
         try:
-            traced = jax.jit(case.run).trace(*case.args)
+            traced = jax.jit(form.run).trace(*form.args)
         except ValueError:  # there is no such form, as `refuses` says
             continue
         traced.lower(lowering_platforms=("cuda",))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import jax
 
@@ -33,6 +33,7 @@ P = ParamSpec("P")
 F_co = TypeVar("F_co", covariant=True)
 
 
+@runtime_checkable
 class Factory(Protocol[P, F_co]):
     """What the decorators return: call it with parameters to get a rule, processor or stopping criterion.
 

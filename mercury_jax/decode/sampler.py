@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Static(NamedTuple):
     value: jax.Array
 
 
+@runtime_checkable
 class RuleFunction(Protocol):
     """Decides what becomes of each position of one row in one denoising step."""
 
@@ -50,6 +51,7 @@ class RuleFunction(Protocol):
         ...
 
 
+@runtime_checkable
 class LogitsProcessorFunction(Protocol):
     """Changes the logits [L, V] of one row before the token statistics are computed."""
 
@@ -58,6 +60,7 @@ class LogitsProcessorFunction(Protocol):
         ...
 
 
+@runtime_checkable
 class StoppingFunction(Protocol):
     """Decides whether one row's block is finished before its steps are used up."""
 

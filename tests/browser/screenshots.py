@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mercury_jax as mj
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.types import Settings
+from mercury_jax.serve.engine.request import EngineConfig
 from tests.browser.conftest import ARGS, Served
 from tests.browser.seeing import open_page, run, seek
 
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with (
-        Served(Engine(mj.load(), Settings(slots=4, programs="one"))) as served,
+        Served(Engine(mj.load(), EngineConfig(slots=4, programs="one"))) as served,
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=path, args=ARGS)

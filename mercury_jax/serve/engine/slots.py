@@ -1,147 +1,179 @@
-"""The slots: one state on the device, who sits where, and the dispatches under way."""
+"""The slots: one batched `State` on the device, the request in each row, and the dispatches in flight.
+
+All methods belong to the engine's thread. A dispatch is asynchronous: `dispatch` hands the state to the device and
+`read` waits for the oldest result, so that the device works while the host publishes snapshots.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from mercury_jax.decode.constrained import no_tokens
-from mercury_jax.decode.state import SamplingParams, State
-from mercury_jax.serve.engine import device, knobs, moments, shapes
-from mercury_jax.serve.engine.programs import Programs
-from mercury_jax.serve.engine.shapes import Shape
-from mercury_jax.serve.engine.types import Job
+from mercury_jax.decode.state import Frame, SamplingParams, State
+from mercury_jax.serve.engine import programs, sampling_params as sampling
+from mercury_jax.serve.engine.buckets import NO_REQUEST, Bucket, Buckets, CompiledPrograms
+from mercury_jax.serve.engine.programs import DispatchReport, DispatchResult
+from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.engine.snapshots import RunningRequest
+from mercury_jax.types import Params
 
-CALM = 16  # dispatches that must fit a smaller shape before the slots move to it
+PATIENCE = 16  # dispatches that must fit into a smaller bucket before the rows move to it
 
 
-class Pending(NamedTuple):
-    """A dispatch that has not been read: its result on the device, and who sat where."""
+class ReadDispatch(NamedTuple):
+    """A dispatch whose result is on the host.
 
-    result: device.Result
-    seats: tuple[moments.Running | None, ...]
+    Attributes:
+        requests: The request of each row when it was sent.
+        frames: Of all passes, [passes, B, ...].
+        passes: How many of them were made.
+        report: The rows afterwards.
+    """
+
+    requests: tuple[RunningRequest | None, ...]
+    frames: Frame
+    passes: int
+    report: DispatchReport
 
 
 @dataclass
 class Slots:
-    """Every method is for the engine's thread alone. state: an idle one of the largest shape."""
+    """Rows of the batch and the requests in them.
 
-    plan: shapes.Plan
-    programs: Programs
+    Attributes:
+        buckets: Sizes.
+        compiled: Programs by bucket.
+        state: An idle state of the largest bucket at first.
+        bucket: Bucket of the state.
+        requests: The request of each row; None for a free slot.
+        pending: Results that have not been read, with the requests of their rows, the oldest first.
+    """
+
+    buckets: Buckets
+    compiled: CompiledPrograms
     state: State
-    shape: Shape = field(init=False)
-    seats: list[moments.Running | None] = field(init=False)
-    pending: deque[Pending] = field(default_factory=deque)
-    _knobs: list[SamplingParams] = field(init=False)  # by level, on the host
-    _sent: Any = None  # those of the level in use, on the device
-    _calm: int = 0
+    bucket: Bucket = field(init=False)
+    requests: list[RunningRequest | None] = field(init=False)
+    pending: deque[tuple[DispatchResult, tuple[RunningRequest | None, ...]]] = field(default_factory=deque)
+    _host_params: SamplingParams = field(init=False)  # sampling parameters of all rows, at the bucket's level
+    _device_params: SamplingParams | None = field(
+        init=False
+    )  # the same; None: changed since the last dispatch
+    _smaller_fits: int = field(init=False)  # dispatches in a row for which a smaller bucket would have done
 
     def __post_init__(self) -> None:
-        self._seat(self.programs.largest)
+        self._assign(self.compiled.largest, ())
 
     @property
     def running(self) -> int:
-        """Seats that are taken."""
-        return sum(seat is not None for seat in self.seats)
+        """Number of requests in slots."""
+        return sum(run is not None for run in self.requests)
 
     @property
-    def gated(self) -> bool:
-        """Whether a grammar has to see each pass before the next one."""
-        return any(seat is not None and seat.gate is not None for seat in self.seats)
+    def constrained(self) -> bool:
+        """Whether a grammar must see each pass before the next one."""
+        return any(run is not None and run.gate is not None for run in self.requests)
 
-    @property
-    def need(self) -> Shape:
-        """The shape that what runs now asks for."""
-        jobs = [seat.ticket.job for seat in self.seats if seat is not None]
-        most = max((shapes.positions(self.plan, shapes.tokens_of(job)) for job in jobs), default=0)
-        return Shape(max(len(jobs), 1), most, max((knobs.level_of(job) for job in jobs), default=0))
+    def fit(self, extra: EngineRequest | None = None) -> None:
+        """Moves to the bucket that fits what runs: to a larger one at once, to a smaller one after PATIENCE dispatches.
 
-    def settle(self, more: Job | None = None) -> None:
-        """Move to the shape that fits what runs, and one job more: at once to a larger one, later to a smaller."""
-        need = self.need
-        if more is not None:
-            size = shapes.positions(self.plan, shapes.tokens_of(more))
-            need = Shape(self.running + 1, max(need.slots, size), max(need.level, knobs.level_of(more)))
-        fits = (
-            need.rows <= self.shape.rows and need.slots <= self.shape.slots and need.level <= self.shape.level
+        Args:
+            extra: A request that is about to be admitted.
+        """
+        requests = [run.handle.request for run in self.requests if run is not None]
+        requests += [] if extra is None else [extra]
+        need = Bucket(
+            max(len(requests), 1),
+            max((self.buckets.capacity(request.max_length) for request in requests), default=0),
+            max((sampling.sampler_level(request) for request in requests), default=0),
         )
-        best = self.programs.fitting(*need)
-        self._calm = 0 if best == self.shape or not fits else self._calm + 1
-        if not fits or self._calm > CALM or (self.running == 0 and best != self.shape):
+        fits = all(have >= want for have, want in zip(self.bucket, need))
+        best = self.compiled.fitting(need)
+        self._smaller_fits = 0 if best == self.bucket or not fits else self._smaller_fits + 1
+        if not fits or self._smaller_fits > PATIENCE or (self.running == 0 and best != self.bucket):
             self._move(best)
 
-    def admit(self, run: moments.Running, row: State) -> None:
-        """Put a row of this shape's positions into a free seat."""
-        slot = self.seats.index(None)
-        self.seats[slot] = run
-        if row.tokens.shape[1] != self.shape.slots:
-            width = shapes.width_of(self.plan, self.shape.slots)
-            row = device.move(row, np.zeros(1, np.int32), self.shape.slots, width)
-        self.state = shapes.seated(self.plan, device.place(self.state, np.int32(slot), row))
-        for level, rows in enumerate(self._knobs):
-            job = run.ticket.job
-            knobs.put(rows, slot, knobs.row(self.plan.menu, job, level, self.plan.lm, self.plan.block))
-        self._sent = None
+    def admit(self, run: RunningRequest, row: State) -> None:
+        """Puts a request into a free slot.
 
-    def constrain(self) -> None:
-        """Write what the grammars have accepted, and what they allow next."""
-        gates = [(i, s.gate) for i, s in enumerate(self.seats) if s is not None and s.gate and s.gate.begun]
-        program = shapes.program(self.plan, self.shape.slots, knobs.CUT)
-        while any(gate.pending for _, gate in gates):
-            change = no_tokens(self.shape.rows, program.width)
-            for i, gate in gates:
+        Args:
+            run: The request.
+            row: Its state of one row.
+        """
+        slot = self.requests.index(None)
+        self.requests[slot] = run
+        buckets, capacity = self.buckets, self.bucket.capacity
+        if row.tokens.shape[1] != capacity:
+            row = programs.move_rows(row, np.zeros(1, np.int32), capacity, buckets.width(capacity))
+        self.state = buckets.sharded(programs.place_row(self.state, np.int32(slot), row))
+        sampling.set_row(self._host_params, slot, self._params(run.handle.request))
+        self._device_params = None
+
+    def apply_grammars(self) -> None:
+        """Writes what grammars have committed into the state, and what they allow next into the parameters."""
+        gates = [
+            (slot, run, run.gate)
+            for slot, run in enumerate(self.requests)
+            if run is not None and run.gate is not None and run.gate.begun
+        ]
+        if not gates:
+            return
+        program = self.buckets.program(self.bucket.capacity, sampling.TRUNCATION)
+        while any(
+            gate.pending for _, _, gate in gates
+        ):  # more tokens than a canvas holds take several writes
+            change = no_tokens(self.bucket.rows, program.width)
+            for slot, _, gate in gates:
                 if gate.pending:
-                    gate.write(change, i)
-            eos = np.asarray(self._knobs[self.shape.level].eos)
-            self.state = shapes.seated(self.plan, device.write(program, self.state, change, eos))
-        for i, gate in gates:
-            seat = self.seats[i]
-            if not gate.ended and seat is not None:
-                words = gate.bits()
-                for rows in self._knobs[knobs.SHAPED :]:
-                    knobs.constrain(rows, i, words, gate.frontier - seat.prompt)
-        if gates and self._sent is not None:
-            self._sent = knobs.with_constraints(self._sent, self._knobs[self.shape.level])
+                    gate.write(change, slot)
+            eos = np.asarray(self._host_params.eos)
+            self.state = self.buckets.sharded(programs.write_tokens(program, self.state, change, eos))
+        for slot, run, gate in gates:
+            if not gate.ended:
+                sampling.set_allowed(self._host_params, slot, gate.bits(), gate.frontier - run.prompt_length)
+        if self._device_params is not None:
+            self._device_params = sampling.with_allowed(self._device_params, self._host_params)
 
-    def dispatch(self, params: Any) -> None:
-        """Send the next passes to the device, without waiting for them; rows without a seat stand still."""
-        leave = np.array([seat is None for seat in self.seats])
-        if self._sent is None:
-            self._sent = jax.device_put(self._knobs[self.shape.level])
-        limit = 1 if self.gated else self.plan.settings.passes or 1
-        result = self.programs.step(self.shape)(params, self.state, self._sent, leave, np.int32(limit))
+    def dispatch(self, params: Params) -> None:
+        """Sends the next passes to the device without waiting for them. Rows without a request do not change."""
+        idle = np.array([run is None for run in self.requests])
+        if self._device_params is None:
+            self._device_params = jax.device_put(self._host_params)
+        limit = 1 if self.constrained else self.buckets.config.passes or 1
+        step = self.compiled.steps[self.bucket]
+        result = step(params, self.state, self._device_params, idle, np.int32(limit))
         self.state = result.state
-        self.pending.append(Pending(result, tuple(self.seats)))
+        self.pending.append((result, tuple(self.requests)))
 
-    def read(self) -> tuple[Pending, Any]:
-        """Wait for the oldest dispatch; (it, its frames, used and report on the host)."""
-        first = self.pending.popleft()
-        return first, jax.device_get((first.result.frames, first.result.used, first.result.report))
+    def read(self) -> ReadDispatch:
+        """Waits for the oldest dispatch."""
+        result, requests = self.pending.popleft()
+        frames, passes, report = jax.device_get((result.frames, result.passes, result.report))
+        return ReadDispatch(requests, frames, int(passes), report)
 
-    def _move(self, shape: Shape) -> None:
-        old = [i for i, seat in enumerate(self.seats) if seat is not None]
-        seats = [self.seats[i] for i in old]
-        kept = [jax.tree.map(lambda x: x[old], rows) for rows in self._knobs]
-        if (shape.rows, shape.slots) != (self.shape.rows, self.shape.slots):
-            order = np.full(shape.rows, -1, np.int32)
-            order[: len(old)] = old
-            width = shapes.width_of(self.plan, shape.slots)
-            state = (
-                device.move(self.state, order, shape.slots, width) if old else shapes.idle(self.plan, shape)
-            )
-            self.state = shapes.seated(self.plan, state)
-            self._seat(shape)
-            self.seats[: len(seats)] = seats
-            for rows, some in zip(self._knobs, kept, strict=True):
-                jax.tree.map(lambda all, new: all.__setitem__(slice(0, len(old)), new), rows, some)
-        self.shape, self._sent, self._calm = shape, None, 0
+    def _move(self, bucket: Bucket) -> None:
+        running = [(slot, run) for slot, run in enumerate(self.requests) if run is not None]
+        if (bucket.rows, bucket.capacity) != (self.bucket.rows, self.bucket.capacity):
+            old, buckets = [slot for slot, _ in running], self.buckets
+            moved = buckets.moved(self.state, old, bucket) if old else buckets.sharded(buckets.idle(bucket))
+            self.state, running = moved, list(enumerate(run for _, run in running))
+        self._assign(bucket, running)
 
-    def _seat(self, shape: Shape) -> None:
-        nothing = Job(prompt=(0,), max_tokens=1, rule=self.plan.menu.names[0])
-        row = lambda level: knobs.row(self.plan.menu, nothing, level, self.plan.lm, self.plan.block)
-        self.shape, self.seats = shape, [None] * shape.rows
-        self._knobs = [knobs.stack(shape.rows, row(level)) for level in range(knobs.CUT + 1)]
+    def _assign(self, bucket: Bucket, running: Iterable[tuple[int, RunningRequest]]) -> None:
+        """Sets the bucket, the requests in its rows, and their sampling parameters."""
+        self.bucket, self.requests, self._smaller_fits = bucket, [None] * bucket.rows, 0
+        self._host_params = sampling.stack_rows(bucket.rows, self._params(NO_REQUEST))
+        self._device_params = None
+        for slot, run in running:
+            self.requests[slot] = run
+            sampling.set_row(self._host_params, slot, self._params(run.handle.request))
+
+    def _params(self, request: EngineRequest) -> SamplingParams:
+        buckets = self.buckets
+        return sampling.row_params(buckets.rules, request, self.bucket.level, buckets.lm, buckets.block)

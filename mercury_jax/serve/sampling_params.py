@@ -1,0 +1,177 @@
+"""Sampling parameters: from the fields of a request to those of an engine job.
+
+Covers the budget of tokens, the effort, temperature, penalties, truncation, logit bias and seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any, NamedTuple
+
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.serve import errors
+from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.protocol import ApiRequest
+from mercury_jax.serve.service import Service
+
+DEFAULT_MAX_TOKENS = 16384  # the vendor's, for a chat answer
+MIN_THINKING = 8  # tokens; with less room there is no thinking
+# With `strict_temperature`: the range of the vendor's model, and what replaces other values.
+VENDOR_MIN_TEMPERATURE, VENDOR_MAX_TEMPERATURE, VENDOR_TEMPERATURE = 0.5, 1.0, 0.75
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # logits are divided by it: beyond this they overflow
+
+
+class TokenBudget(NamedTuple):
+    """Tokens for thinking, and those kept for the answer."""
+
+    thinking: int
+    answer: int
+
+
+def token_budget(
+    context: int, prompt: int, max_tokens: int | None, thinking: int, param: str = "messages"
+) -> TokenBudget:
+    """Divides what the prompt leaves of the context.
+
+    `max_tokens` is served first, and thinking shrinks to what is left; without `max_tokens`, thinking takes at most
+    half. Values beyond the context are cut, since editors send 8192 to any model.
+
+    Args:
+        context: Tokens of prompt and answer.
+        prompt: Tokens of the prompt.
+        max_tokens: Most tokens of the answer, as requested.
+        thinking: Most tokens of thinking; 0 for none.
+        param: Field that holds the prompt.
+
+    Returns:
+        The budget. Its `thinking` is 0 where less than `MIN_THINKING` tokens would be left for it.
+
+    Raises:
+        ApiError: 400 where the prompt leaves nothing.
+    """
+    left = context - prompt
+    if left < 1:
+        raise errors.context_length_exceeded(context, param)
+    wanted = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    usable = left - 1 if thinking else left  # the token that ends thinking takes one position
+    if max_tokens is None:
+        thinking = min(thinking, usable // 2)
+        answer = min(wanted, usable - thinking)
+    else:
+        answer = min(wanted, usable)
+        thinking = min(thinking, usable - answer)
+    if thinking < MIN_THINKING:
+        return TokenBudget(0, min(wanted, left))
+    return TokenBudget(thinking, answer)
+
+
+class DecodingParams(NamedTuple):
+    """How strictly tokens are accepted, in the fields of `Job`, and most tokens of thinking."""
+
+    rule: str
+    p: float | None
+    steps: int
+    thinking: int
+
+
+def decoding_params(service: Service, effort: str | None) -> DecodingParams:
+    """Returns the decoding parameters of an effort.
+
+    Args:
+        service: Its engine says which rules there are; its options may set a default effort.
+        effort: Name of an effort; None for the server's default, and where there is none for the model's own rule.
+
+    Returns:
+        Rule, `p`, steps per block, and most tokens of thinking.
+    """
+    name = effort or service.options.effort
+    lm, engine = service.engine.lm, service.engine
+    default_rule, default_steps = engine.rules.names[0], lm.decoding.get("steps")
+    can_think = lm.tokenizer.thinking is not None
+    if name is None:
+        thinking = EFFORTS["medium"].thinking
+        fits = can_think and thinking * 4 <= service.engine.context
+        return DecodingParams(default_rule, None, default_steps or 0, thinking if fits else 0)
+    chosen = EFFORTS[name]
+    thinking = chosen.thinking if can_think else 0
+    steps = lambda available: max(1, round(chosen.steps * available))
+    # `p` of an effort is a probability, so it is for the threshold rule only.
+    if lm.corruption.mask is None or "threshold" not in engine.rules.names:
+        return DecodingParams(default_rule, None, steps(default_steps or engine.block), thinking)
+    return DecodingParams("threshold", chosen.p, steps(engine.block), thinking)
+
+
+def make_job(service: Service, request: ApiRequest, decoding: DecodingParams, **fields: Any) -> EngineRequest:
+    """Returns the engine job of a request.
+
+    Args:
+        service: Its model says how large the vocabulary is.
+        request: The request. Sampling fields that its endpoint does not have keep the defaults of `Job`.
+        decoding: Rule, `p` and steps.
+        **fields: The other fields of `Job`: prompt, max_tokens, ...
+
+    Returns:
+        The job.
+
+    Raises:
+        ApiError: 400 for a token id beyond the vocabulary.
+    """
+    vocab = service.engine.lm.model.config.vocab
+    sampling: dict[str, Any] = {
+        name: getattr(request, name)
+        for name in ("temperature", "top_p", "top_k", "min_p")
+        if hasattr(request, name)
+    }
+    if not 1 <= sampling.get("top_k", 0) < vocab:
+        sampling["top_k"] = 0
+    bias = {int(token): value for token, value in (getattr(request, "logit_bias", None) or {}).items()}
+    for token in bias:
+        if token >= vocab:
+            raise errors.invalid_value("key of logit_bias", token, f"a token id, 0 to {vocab - 1}")
+    repetition = getattr(request, "repetition_penalty", 1.0)
+    return EngineRequest(
+        rule=decoding.rule,
+        p=decoding.p,
+        steps=decoding.steps,
+        # The engine takes 31 bits.
+        seed=secrets.randbits(31) if request.seed is None else request.seed % (1 << 31),
+        repetition_penalty=min(max(repetition, MIN_REPETITION), MAX_REPETITION),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=bias,
+        **{**sampling, **fields},
+    )
+
+
+def repeat_job(job: EngineRequest, n: int) -> list[EngineRequest]:
+    """Copies a job.
+
+    Args:
+        job: The job.
+        n: Number of copies.
+
+    Returns:
+        The copies; copy i samples with seed + i, modulo 2^31.
+    """
+    return [dataclasses.replace(job, seed=(job.seed + i) % (1 << 31)) for i in range(n)]
+
+
+def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
+    """Returns the temperature that the vendor would use, and its warning.
+
+    Args:
+        wanted: The requested temperature.
+
+    Returns:
+        0.75 where none is requested, or one outside of 0.5 to 1; the latter with a warning.
+    """
+    if wanted is None:
+        return VENDOR_TEMPERATURE, None
+    if VENDOR_MIN_TEMPERATURE <= wanted <= VENDOR_MAX_TEMPERATURE:
+        return wanted, None
+    allowed = f"{VENDOR_MIN_TEMPERATURE} to {VENDOR_MAX_TEMPERATURE}"
+    return (
+        VENDOR_TEMPERATURE,
+        f"temperature {wanted:g} is outside of {allowed} and was reset to {VENDOR_TEMPERATURE}",
+    )
