@@ -113,8 +113,8 @@ def attend(
     Raises:
         ValueError: If shapes do not match, or if the named backend refuses.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = AttentionCall(q, k, v, ranges, scale, softcap, residual, device)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device)
     _check(call)
     if backend is not None:
         if backend not in _BACKENDS:
@@ -168,8 +168,8 @@ def attend_paged(
     Raises:
         ValueError: If shapes do not match, or if the named backend refuses.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = AttentionCall(q, k, v, ranges, scale, softcap, residual, device, pages)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device, pages)
     _check(call)
     call = call._replace(pages=jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32))
     if backend == "hopper":

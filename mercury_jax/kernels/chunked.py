@@ -156,7 +156,8 @@ def run_blockwise(call: AttentionCall) -> AttentionResult:
     Returns:
         As `attend`.
     """
-    found = _blockwise(call.q, call.k, call.v, call.ranges, BlockwiseConfig(call.scale, call.softcap))
+    config = BlockwiseConfig(call.scale, call.softcap)
+    found: Any = _blockwise(call.q, call.k, call.v, call.ranges, config)
     return found if call.residual else found[0]
 
 
@@ -214,8 +215,8 @@ def _by_platform(f: Callable[..., Any], config: BlockwiseConfig, *args: Array) -
     return jax.lax.platform_dependent(*args, cpu=small, default=large)
 
 
-# Shapes in the two passes: N tiles of queries, J of keys. A tile of `tile` queries has M = H / G * tile rows for each key
-# head; a tile of keys has C = tile keys.
+# Shapes in the two passes: N tiles of queries, J of keys. A tile of `tile` queries has M = H / G * tile rows for each
+# key head; a tile of keys has C = tile keys.
 
 
 @functools.partial(jax.jit, static_argnames="config")  # all layers share one trace

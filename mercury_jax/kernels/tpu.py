@@ -123,7 +123,7 @@ def config_of(call: AttentionCall) -> TpuConfig | None:
     (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
     int8, rows, (memory, cores) = isinstance(call.k, Int8Vectors), call.group_rows, _vmem_and_cores()
     fewest = 1 if batch % cores == 0 or rows < cores * SUBLANES else cores
-    itemsizes = call.q.dtype.itemsize, 1 if int8 else call.k.dtype.itemsize
+    itemsizes = call.q.dtype.itemsize, 1 if isinstance(call.k, Int8Vectors) else call.k.dtype.itemsize
     for tiles in range(max(fewest, -(-rows // MAX_ROWS)), -(-rows // SUBLANES) + 1):
         even = -(-rows // (tiles * SUBLANES)) * SUBLANES
         for keys in KEYS:
