@@ -262,15 +262,20 @@ def attend(
 
     def local(q: Array, k: Any, v: Any, ranges: Array) -> Any:
         if axes and not key_axes:
-            own = q.shape[2]  # query heads of this device; `group` query heads share a key head
-            first = jax.lax.axis_index(axes) * own
-            if group % own == 0:  # all of them share one
-                select = lambda y: jax.lax.dynamic_slice_in_dim(y, first // group, 1, axis=2)
-            else:  # they begin or end within a group: each gets a key head of its own
-                select = lambda y: jnp.take(y, (first + jnp.arange(own)) // group, axis=2)
-            k, v = (jax.tree.map(select, x) for x in (k, v))
+            index = jax.lax.axis_index(axes)
+            k, v = (_select_key_heads(x, q.shape[2], group, index) for x in (k, v))
         return kv_quant.attend(q, k, v, ranges, **options)
 
     query_spec, key_spec = P(rows, None, axes or None), P(rows, None, key_axes or None)
     in_specs = (query_spec, key_spec, key_spec, P(rows))
     return _on_each_device(mesh, local, in_specs, query_spec)(q, k, v, ranges)
+
+
+def _select_key_heads(x: Any, heads: int, group: int, index: Array) -> Any:
+    """The key heads that device `index` reads for its `heads` query heads; `group` query heads share one."""
+    first = index * heads
+    if group % heads == 0:
+        select = lambda y: jax.lax.dynamic_slice_in_dim(y, first // group, 1, axis=2)
+    else:  # its query heads begin or end within a group: each gets a key head of its own
+        select = lambda y: jnp.take(y, (first + jnp.arange(heads)) // group, axis=2)
+    return jax.tree.map(select, x)
