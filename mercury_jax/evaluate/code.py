@@ -163,6 +163,7 @@ def _cross_entropy(
     masked: Bool[Array, "B T"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
+    assert corruption.mask is not None  # `bits_per_byte` refuses noise without masks
     xt = jnp.where(masked, corruption.mask, batch.tokens)
     logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time)))
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits.astype(jnp.float32))
