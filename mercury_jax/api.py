@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -121,10 +122,11 @@ def _evaluator(
         return None
     on = loop.mesh_of(config)
     index, count = sharding.process_share(on)
-    batches = pipelines.held_out(
-        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches, index=index, count=count,
+    held_out = pipelines.build(
+        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed, split="test",
+        index=index, count=count, prefetch=0,
     )  # fmt: skip
+    batches = list(itertools.islice(held_out, config.eval_batches))
     run = make_evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 

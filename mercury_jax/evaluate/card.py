@@ -42,7 +42,11 @@ class Measurement(NamedTuple):
     limit: int | None = None
 
     def path(self, planning: str | Path | None) -> Path | None:
-        """The file in the planning folder; None without one. ValueError if the folder does not have it."""
+        """The file in the planning folder; None without one.
+
+        Raises:
+            ValueError: The folder does not have it.
+        """
         if self.file is None or planning is None:
             return None
         path = Path(planning) / self.file
@@ -61,6 +65,18 @@ SUITE = (
     Measurement("countdown3", "cd3_test.jsonl", 300),
     Measurement("code-infill", None, 64),
     Measurement("code-bpb", None, 768),
+)
+
+HOW_MEASURED = (
+    "Measured on {hardware}. Each question is asked once; an answer is right "
+    "if the task's own check accepts it. Held-out questions were drawn from the side of the "
+    "task's split that training never sees; the problems of the planning files are all on that side (Sudokus "
+    "up to a renaming of their digits: a rotated one may have been trained on). "
+    "Intervals are Wilson's, 95%. Forwards and tokens are means "
+    "per answer: forwards are denoiser passes (encoding the prompt not counted), tokens those of the answer with "
+    f"its thinking. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the "
+    "text behind an answer too, so it may need more passes than the answer has tokens. The other rule is the "
+    "model's default, which `sample` uses where none is named; no test question had a part in choosing it."
 )
 
 
@@ -143,7 +159,7 @@ def card(
         "## Training",
         "\n".join(f"- {x}" for x in _training_lines(lm.card, recipe or {}, trained or {}, trained_on)),
         "## What it reaches",
-        _how_measured(evaluated_on),
+        HOW_MEASURED.format(hardware=evaluated_on or "hardware that was not recorded"),
         table(summaries),
         "\n".join(f"- {_comparison(s)}" for s in summaries if "points" in s),
         "\n".join(
@@ -183,20 +199,6 @@ def _training_lines(
         )
         lines.append(f"time: {trained['seconds'] / 3600:.1f} hours of updates, by the logged tokens a second")
     return [*lines, f"hardware: {hardware or 'not recorded'}"]
-
-
-def _how_measured(hardware: str) -> str:
-    return (
-        f"Measured on {hardware or 'hardware that was not recorded'}. Each question is asked once; an answer is right "
-        "if the task's own check accepts it. Held-out questions were drawn from the side of the "
-        "task's split that training never sees; the problems of the planning files are all on that side (Sudokus "
-        "up to a renaming of their digits: a rotated one may have been trained on). "
-        "Intervals are Wilson's, 95%. Forwards and tokens are means "
-        "per answer: forwards are denoiser passes (encoding the prompt not counted), tokens those of the answer with "
-        f"its thinking. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the "
-        "text behind an answer too, so it may need more passes than the answer has tokens. The other rule is the "
-        "model's default, which `sample` uses where none is named; no test question had a part in choosing it."
-    )
 
 
 def _comparison(s: Mapping[str, Any]) -> str:

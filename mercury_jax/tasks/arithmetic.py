@@ -12,27 +12,30 @@ _FORM = re.compile(r"([0-9]{1,18})([+-])([0-9]{1,18})=")
 _WORDS = {2: "two", 3: "three", 4: "four"}
 
 
-def addition(digits: int) -> Task:
-    """Sums of two numbers of up to `digits` digits; on the test side both have exactly that many."""
-    return _arithmetic(f"add{digits}", digits, "+", "sums")
+def arithmetic(name: str, digits: int, op: str) -> Task:
+    """Sums or differences of two numbers of up to `digits` digits; on the test side both have exactly that many.
 
+    Args:
+        name: Name of the task.
+        digits: 1 to 17.
+        op: "+", or "-" for differences that are never below zero.
 
-def subtraction(digits: int) -> Task:
-    """Differences of two numbers of up to `digits` digits, never below zero; the test side is as in `addition`."""
-    return _arithmetic(f"sub{digits}", digits, "-", "differences")
+    Returns:
+        The task.
 
-
-def _arithmetic(name: str, digits: int, op: str, what: str) -> Task:
+    Raises:
+        ValueError: `digits` is out of range.
+    """
     if not 1 <= digits <= 17:
         raise ValueError(f"digits: {digits}; must be in 1..17")
 
-    def operand(rng: np.random.Generator) -> int:
-        # Mostly of full length; from shorter numbers the model learns what a missing column is.
-        n = digits if rng.random() < 0.75 else int(rng.integers(1, digits + 1))
-        return int(rng.integers(10 ** (n - 1) if n > 1 else 0, 10**n))
-
     def generate(rng: np.random.Generator) -> Problem:
-        a, b = operand(rng), operand(rng)
+        numbers = []
+        for _ in range(2):
+            # Mostly of full length; from shorter numbers the model learns what a missing column is.
+            n = digits if rng.random() < 0.75 else int(rng.integers(1, digits + 1))
+            numbers.append(int(rng.integers(10 ** (n - 1) if n > 1 else 0, 10**n)))
+        a, b = numbers
         if op == "-":
             a, b = max(a, b), min(a, b)
         return Problem(f"{a}{op}{b}=", str(a + b if op == "+" else a - b), columns(a, op, b))
@@ -57,7 +60,7 @@ def _arithmetic(name: str, digits: int, op: str, what: str) -> Task:
         a, b = parse(text)
         return prediction.strip() == str(a + b if op == "+" else a - b)
 
-    about = f"{what} of two numbers of {_WORDS.get(digits, digits)} digits"
+    about = f"{'sums' if op == '+' else 'differences'} of two numbers of {_WORDS.get(digits, digits)} digits"
     # The columns of two digits fit into one canvas, those of three and four do not.
     return Task(name, about, generate, canonical, split, check, max_tokens=32 if digits < 3 else 64)
 

@@ -8,7 +8,7 @@ lists, for each choice of the last number, what it needs and what the other two 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,19 @@ def results(p: int, q: int, limit: int) -> Results:
     return found
 
 
-def trace(numbers: list[int], target: int) -> str:
+class Trace(NamedTuple):
+    """The thinking for three numbers.
+
+    Attributes:
+        text: One line for each choice of the last number.
+        solution: The solution that the text shows first: by line, then by need, then by result. None if it shows none.
+    """
+
+    text: str
+    solution: Equations | None
+
+
+def trace(numbers: list[int], target: int) -> Trace:
     """Writes the thinking for three numbers: one line for each choice x of the last number, in the given order.
 
     A line is `x:needs|results`. Needs are the values that x could turn into the target t: `-` |t-x|, `+` t+x, `*`
@@ -61,38 +73,20 @@ def trace(numbers: list[int], target: int) -> str:
         target: The number to reach.
 
     Returns:
-        The lines.
+        The lines, and the solution that they show first.
     """
-    lines = []
-    for x, _, needs, made in _last_numbers(numbers, target):
-        sides = ["".join(f"{op}{value}" for op, value in side.items()) for side in (needs, made)]
-        lines.append(f"{x}:{sides[0]}|{sides[1]}")
-    return "\n".join(lines)
-
-
-def first_solution(numbers: list[int], target: int) -> Equations | None:
-    """Finds the solution that the trace shows first: by line, then by need, then by result.
-
-    Args:
-        numbers: The three numbers.
-        target: The number to reach.
-
-    Returns:
-        Two equations; None if the trace shows no solution.
-    """
-    for x, (p, q), needs, made in _last_numbers(numbers, target):
-        for need in needs.values():
-            for op, value in made.items():
-                if value == need:
-                    return [(max(p, q), op, min(p, q), value), _last_equation(value, x, target)]
-    return None
-
-
-def _last_numbers(numbers: list[int], target: int) -> Iterator[tuple[int, tuple[int, int], Results, Results]]:
-    """Yields each choice of the last of three numbers: x, the other two, the needs of x, the results of the two."""
+    lines: list[str] = []
+    solution: Equations | None = None
     for i, x in enumerate(numbers):
         p, q = numbers[:i] + numbers[i + 1 :]
-        yield x, (p, q), results(target, x, _PRODUCT), results(p, q, _PRODUCT)
+        needs, made = results(target, x, _PRODUCT), results(p, q, _PRODUCT)
+        sides = ["".join(f"{op}{value}" for op, value in side.items()) for side in (needs, made)]
+        lines.append(f"{x}:{sides[0]}|{sides[1]}")
+        for need in needs.values():
+            for op, value in made.items():
+                if value == need and solution is None:
+                    solution = [(max(p, q), op, min(p, q), value), _last_equation(value, x, target)]
+    return Trace("\n".join(lines), solution)
 
 
 def _last_equation(value: int, x: int, target: int) -> tuple[int, str, int, int]:
@@ -126,7 +120,7 @@ def solve(numbers: list[int], target: int) -> Equations | None:
 
 
 def is_solvable(numbers: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Tells for many problems of three numbers at once whether `first_solution` finds one.
+    """Tells for many problems of three numbers at once whether `trace` shows a solution.
 
     Args:
         numbers: [N, 3].
@@ -156,11 +150,10 @@ def _generate(count: int, rng: np.random.Generator) -> Problem:
         targets = rng.integers(_TARGETS[0], _TARGETS[1] + 1, tries)
         at = int(is_solvable(numbers, targets).argmax()) if count == 3 else 0
         chosen, target = numbers[at].tolist(), int(targets[at])
-        solution = first_solution(chosen, target) if count == 3 else solve(chosen, target)
+        text, solution = trace(chosen, target) if count == 3 else (None, solve(chosen, target))
         if solution is not None:
             output = ",".join(f"{a}{op}{b}={value}" for a, op, b, value in solution)
-            thinking = trace(chosen, target) if count == 3 else None
-            return Problem(",".join(map(str, [*chosen, target])), output, thinking)
+            return Problem(",".join(map(str, [*chosen, target])), output, text)
 
 
 def _countdown(count: int, words: str) -> Task:

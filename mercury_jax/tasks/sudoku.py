@@ -260,15 +260,12 @@ def _canonical_9x9(text: str) -> str:
     return f"{int(_mix(colour).sum()):016x}"
 
 
-def _split_9x9(text: str) -> Split:
-    return hashed_split("sudoku9", _canonical_9x9(text))
-
-
 sudoku4 = Task(
     "sudoku4", "4x4 sudokus of 4 to 10 givens, each with one solution",
     _generate_4x4, lambda text: _images_4x4(text)[1], _split_4x4, partial(check, 4), max_tokens=32,
 )  # fmt: skip
 sudoku9 = Task(
     "sudoku9", "9x9 sudokus, each with one solution",
-    _generate_9x9, _canonical_9x9, _split_9x9, partial(check, 9), max_tokens=96, questions=64,
+    _generate_9x9, _canonical_9x9, lambda text: hashed_split("sudoku9", _canonical_9x9(text)), partial(check, 9),
+    max_tokens=96, questions=64,
 )  # fmt: skip

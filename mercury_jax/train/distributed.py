@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from mercury_jax.config import refuse
 
-DataState = Mapping[str, Any]  # JSON, see `loop.Batches`
+DataState = dict[str, Any]  # JSON, see `loop.Batches`
 
 
 def join() -> None:
@@ -90,6 +90,9 @@ def watch_signals() -> Iterator[StopSignal]:
 
     Yields:
         What arrived.
+
+    Raises:
+        KeyboardInterrupt: At the second SIGINT.
     """
     stop = StopSignal()
 

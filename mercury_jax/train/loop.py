@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -28,6 +28,7 @@ from mercury_jax.types import Batch, Model, Params
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in the run's folder
 
+T = TypeVar("T")
 Evaluate = Callable[[Params], Mapping[str, float]]
 Preview = Callable[[Params], str]
 
@@ -40,9 +41,17 @@ class Batches(Protocol):
     rows of all processes, and `set_state` receives all of them.
     """
 
-    def __next__(self) -> Batch: ...
-    def get_state(self) -> DataState: ...
-    def set_state(self, state: DataState, /) -> None: ...
+    def __next__(self) -> Batch:
+        """The next batch, numpy arrays [rows of this process, T]."""
+        ...
+
+    def get_state(self) -> DataState:
+        """Where the data are, ready for JSON."""
+        ...
+
+    def set_state(self, state: DataState, /) -> None:
+        """Continues where `state` was taken."""
+        ...
 
 
 class Diverged(ArithmeticError):
@@ -107,9 +116,12 @@ def run(
             loop.advance()
             due = lambda every, at=loop.step: every and (at % every == 0 or at == config.steps)
             if evaluate and due(config.eval_every):
-                loop.evaluate(evaluate)
+                found = loop.call(evaluate)
+                found = {name: float(value) for name, value in found.items()}
+                loop.metrics |= {f"eval/{name}": value for name, value in found.items()}
+                loop.report.metrics(loop.step, "eval", found)
             if preview and due(config.sample_every):
-                loop.preview(preview)
+                loop.report.sample(loop.step, loop.call(preview))
             if due(config.save_every):
                 loop.save()
         early = stop.name if loop.step < config.steps else None
@@ -182,7 +194,10 @@ def _opened(
         loop.report.say(f"{config.name}: {begins} step {at or 0} of {config.steps}")
         yield loop
     finally:
-        loop.close()
+        try:
+            loop.saver.wait()  # after an error too: a save that has begun is worth completing
+        finally:
+            loop.report.close()
 
 
 class _Loop:
@@ -221,18 +236,11 @@ class _Loop:
         self._read(before)
         self.saver.check()
 
-    def evaluate(self, evaluate: Evaluate) -> None:
+    def call(self, function: Callable[[Params], T]) -> T:
+        """Calls a function of the averaged parameters, which does not count as training time."""
         self._catch_up()
         with self.report.clock.pause():
-            found = {name: float(value) for name, value in evaluate(self.averaged).items()}
-        self.metrics |= {f"eval/{name}": value for name, value in found.items()}
-        self.report.metrics(self.step, "eval", found)
-
-    def preview(self, preview: Preview) -> None:
-        self._catch_up()
-        with self.report.clock.pause():
-            text = preview(self.averaged)
-        self.report.sample(self.step, text)
+            return function(self.averaged)
 
     def save(self) -> None:
         if self._saved == self.step:
@@ -250,13 +258,6 @@ class _Loop:
         return TrainResult(
             self.state.params, self.averaged, self.metrics, self.config.folder, self.step, stopped
         )
-
-    def close(self) -> None:
-        """After an error too: a save that has begun is worth completing."""
-        try:
-            self.saver.wait()
-        finally:
-            self.report.close()
 
     @property
     def averaged(self) -> Params:

@@ -13,7 +13,7 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,11 +257,9 @@ def resolved(config: object) -> Json:
         return [resolved(v) for v in config]
     if config is None or isinstance(config, (bool, int, float, str)):
         return config
-    return _resolved_function(config) if callable(config) else str(config)
-
-
-def _resolved_function(function: Callable[..., Any]) -> dict[str, Json]:
-    function = inspect.unwrap(function)  # decorators close over other things
+    if not callable(config):
+        return str(config)
+    function = inspect.unwrap(config)  # decorators close over other things
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return {"function": name.replace(".<locals>", ""), **{k: resolved(v) for k, v in sorted(closed.items())}}

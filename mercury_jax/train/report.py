@@ -83,10 +83,7 @@ class Reporter:
             return
         _drop_rows_after(out / METRICS, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
-        try:
-            self._board = _TensorBoard(out)
-        except ImportError:
-            self._board = None
+        self._board = _tensorboard(out)
         if sys.stderr.isatty():
             self._bar = _progress_bar(name, steps, start)
 
@@ -118,8 +115,10 @@ class Reporter:
             row["tokens_per_second"] = round(self.clock.speed(), 1)
         self._file.write(json.dumps(row) + "\n")
         if self._board is not None:
+            writer, event, summary = self._board
             for name, value in values.items():
-                self._board.write(f"{kind}/{name}", value, step)
+                scalar = summary.Value(tag=f"{kind}/{name}", simple_value=value)
+                writer.add_event(event(wall_time=time.time(), step=step, summary=summary(value=[scalar])))
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         if kind != "train":
             self.say(f"{kind} at {step}: {shown}")
@@ -161,7 +160,7 @@ class Reporter:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            self._board.close()
+            self._board[0].close()
 
 
 def _drop_rows_after(path: Path, start: int) -> None:
@@ -197,24 +196,15 @@ def _progress_bar(name: str, steps: int, start: int) -> Any:
     return bar, task
 
 
-class _TensorBoard:
-    """Scalars for TensorBoard through the writer of the `tensorboard` package itself; ImportError without it."""
-
-    def __init__(self, out: Path) -> None:
+def _tensorboard(out: Path) -> Any:
+    """(the writer of the `tensorboard` package itself, its event, its summary); None without the package."""
+    try:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
-        from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
-            EventFileWriter,
-        )
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(out / "tensorboard"))
-
-    def write(self, name: str, value: float, step: int) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value)])
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        self._writer.close()
+        from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    writer = event_file_writer.EventFileWriter(str(out / "tensorboard"))
+    return writer, event_pb2.Event, summary_pb2.Summary
 
 
 def _count(x: float) -> str:

@@ -185,12 +185,12 @@ def test_countdown_accepts_what_the_public_file_holds():
 
 def test_the_countdown_trace_shows_the_answer_first():
     lines = "15:-35+65|-35+123\n44:-6+94|-64+94\n79:-29+129|-29+59"
-    assert countdown.trace([15, 44, 79], 50) == lines
+    assert countdown.trace([15, 44, 79], 50).text == lines
     problems = _problems(TASKS["countdown3"], 300)
     for problem in problems:
         *numbers, target = map(int, problem.input.split(","))
         assert problem.thinking is not None
-        assert problem.thinking == countdown.trace(numbers, target)
+        assert problem.thinking == countdown.trace(numbers, target).text
         sides = [re.split(r"[:|]", line) for line in problem.thinking.split("\n")]
         assert [int(x) for x, _, _ in sides] == numbers
         values = [[re.findall(r"\d+", side) for side in line[1:]] for line in sides]
@@ -208,7 +208,7 @@ def test_the_countdown_sieve_follows_the_solver():
     numbers[:200] = rng.integers(1, 13, (200, 3))
     hits = countdown.is_solvable(numbers, targets)
     for row, target, hit in zip(numbers.tolist(), targets.tolist(), hits):
-        assert (countdown.first_solution(row, target) is not None) == hit
+        assert (countdown.trace(row, target).solution is not None) == hit
         assert not hit or _reachable(row, target)
 
 

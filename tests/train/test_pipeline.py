@@ -21,7 +21,6 @@ from tests.train.tiny_data import (
     assert_same,
     build,
     conversation,
-    layout,
     owners,
     take,
 )
@@ -133,11 +132,11 @@ def test_held_out_documents_are_never_trained_on(many):
     source = data.jsonl(many, held_out=0.3)
     mixture = data.mixture((source, 1))
     train = take(build(mixture, Runs(), row=256, prefetch=0), 30)
-    test = data.held_out(mixture, Runs(), layout(), rows=2, row=256, batches=20)
+    test = take(build(mixture, Runs(), rows=2, row=256, seed=0, split="test", prefetch=0), 20)
     assert len(test) == 20
     left, right = ({n for b in side for t in b.tokens for n in owners(t)} - {-1} for side in (train, test))
     assert left.isdisjoint(right) and len(left) + len(right) == 90 and 15 < len(right) < 40
-    assert_same(test, data.held_out(mixture, Runs(), layout(), rows=2, row=256, batches=20))
+    assert_same(test, take(build(mixture, Runs(), rows=2, row=256, seed=0, split="test", prefetch=0), 20))
 
 
 def test_problems_of_the_two_sides_are_disjoint():
@@ -161,7 +160,7 @@ def test_the_standard_library_is_split_by_file():
 
 def test_nothing_held_out_is_said(many):
     with pytest.raises(ValueError, match="holds anything out"):
-        data.held_out(data.mixture((data.jsonl(many), 1)), Runs(), layout(), rows=2, row=256)
+        build(data.mixture((data.jsonl(many), 1)), Runs(), split="test", prefetch=0)
 
 
 # --- the tokenizer's texts

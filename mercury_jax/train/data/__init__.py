@@ -29,17 +29,17 @@ from mercury_jax.train.data.sources import (
 )
 
 if TYPE_CHECKING:
-    from mercury_jax.train.data.pipeline import build, check_fit, held_out, texts
+    from mercury_jax.train.data.pipeline import build, check_fit, texts
 
 __all__ = [
-    "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated", "held_out",
-    "hf", "jsonl", "mixture", "stdlib", "text", "texts",
+    "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated", "hf",
+     "jsonl", "mixture", "stdlib", "text", "texts",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Imports the pipeline, and grain with it, at first use: a recipe that only names its sources needs neither."""
-    if name not in ("build", "check_fit", "held_out", "texts"):
+    if name not in ("build", "check_fit", "texts"):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TypedDict
 
 import grain
@@ -206,44 +205,6 @@ def build(
     if not prefetch:
         return iter(data)
     return iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
-
-
-def held_out(
-    mixture: Mixture,
-    tokenizer: AnyTokenizer,
-    layout: Layout,
-    *,
-    rows: int,
-    row: int,
-    seed: int = 0,
-    batches: int = 8,
-    index: int = 0,
-    count: int = 1,
-) -> list[Batch]:
-    """Makes the first batches of the test side, always the same for the same arguments.
-
-    Args:
-        mixture: Sources and their weights; those that hold nothing out are left aside.
-        tokenizer: See `build`, as for the other arguments.
-        layout: `Model.layout`.
-        rows: Rows B of a batch.
-        row: Positions T of a row.
-        seed: Decides which documents.
-        batches: Number of batches.
-        index: Which part of the rows this process makes.
-        count: Into how many parts the rows are split.
-
-    Returns:
-        numpy batches [B / count, T].
-
-    Raises:
-        ValueError: No source holds anything out, or as `build`.
-    """
-    at_least(1, batches=batches)
-    test = build(
-        mixture, tokenizer, layout, rows=rows, row=row, seed=seed, split="test", index=index, count=count, prefetch=0,
-    )  # fmt: skip
-    return list(islice(test, batches))
 
 
 def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -27,17 +27,8 @@ import numpy as np
 
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks import TASKS, Problem, Task, draw
-from mercury_jax.train.data.packing import (
-    DataSplit,
-    Example,
-    StreamSettings,
-    block_size,
-    cut_pieces,
-    keep_spans,
-    lay_out,
-    lay_out_piece,
-    longest_piece,
-)
+from mercury_jax.train.data import packing
+from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LaidOutDocument
 
 Seed = tuple[int, ...]
@@ -135,32 +126,21 @@ class Text:
         """
         if self.kind == "stdlib":
             return stdlib_files(split)
-        if self.kind == "hf":
-            found = self._rows()
-        elif self.kind == "jsonl":
-            lines = _json_lines(self.where)
-            found = [(place, _string(f"{place}: {self.field}", obj.get(self.field))) for place, obj in lines]
-        else:
+        if self.kind == "text":
             found = list(_read_files(self.where))
+        else:
+            if self.kind == "jsonl":
+                values = ((place, obj.get(self.field)) for place, obj in _json_lines(self.where))
+            else:
+                values = _hf_column(self.where, self.part, self.field)
+            found = [(place, _string(f"{place}: {self.field}", value)) for place, value in values]
         found = [(place, text) for place, text in found if text]
         sides = _sides(self.where, self.held_out, [text for _, text in found])
         return [document for document, side in zip(found, sides) if side == split]
 
-    def _rows(self) -> list[Document]:
-        try:
-            import datasets  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            call = f"hf({self.where!r})"
-            raise refuse("source", call, "any, once the package `datasets` is installed") from None
-        table = datasets.load_dataset(self.where, split=self.part)
-        if self.field not in table.column_names:
-            raise refuse("field", self.field, ", ".join(table.column_names))
-        rows = enumerate(table[self.field])
-        return [(f"{self.where}:{i}", _string(f"{self.where}:{i}: {self.field}", value)) for i, value in rows]
-
     def open(self, settings: StreamSettings) -> Stream | None:
         """Implements `DataSource.open`."""
-        chunk = longest_piece(settings, self.chunk)
+        chunk = packing.longest_piece(settings, self.chunk)
         documents = self.documents(settings.split)
         if not documents:
             return None
@@ -168,9 +148,9 @@ class Text:
         # All tokens stay in memory, 4 bytes each: epochs can then cut anywhere.
         encoded = [np.array([*tok.encode(text), tok.eos], np.int32) for _, text in documents]
         tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded])
-        block = block_size(settings.layout)
+        block = packing.block_size(settings.layout)
         epoch = functools.lru_cache(2)(
-            lambda number: cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
+            lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
         size = len(epoch(0).start)
 
@@ -180,10 +160,10 @@ class Text:
             ids = tokens[pieces.start[k] : pieces.stop[k]]
             # Any length of the prompt, so that canvases start anywhere in a line, not only at multiples of a block.
             prompt = int(rng.integers(min(block, len(ids))))
-            laid = lay_out_piece(settings, Example(ids, prompt, bool(pieces.final[k])), self.where)
+            laid = packing.lay_out_piece(settings, Example(ids, prompt, bool(pieces.final[k])), self.where)
             # The test side is never infilled, so that its loss is a bound on whole canvases.
             infill = settings.split == "train" and rng.random() < self.infill
-            return keep_spans(laid, rng) if infill else laid
+            return packing.keep_spans(laid, rng) if infill else laid
 
         return Stream(at, size)
 
@@ -268,26 +248,43 @@ def stdlib(*, chunk: int | None = None, infill: float = 0.3) -> Text:
 # --- conversations
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chat:
-    """Lines `{"messages": [{"role", "content"}, ...]}`: the last assistant turn is learnt.
+    """Conversations: lines `{"messages": [{"role", "content"}, ...]}`, of which the last assistant turn is learnt.
+
+    A recipe writes `data.chat("chats/*.jsonl", held_out=0.1)`.
 
     Attributes:
         kind: Always "chat".
-        where: A glob.
+        where: A glob; `**` goes into folders.
         held_out: Share of the conversations, by a hash of their text, that training never sees.
     """
 
-    kind: Literal["chat"] = "chat"
+    kind: Literal["chat"] = field(default="chat", init=False)
     where: str
+    _: KW_ONLY
     held_out: float = 0.0
 
     def __post_init__(self) -> None:
         _check_shares(held_out=self.held_out)
 
     def conversations(self, split: DataSplit) -> list[tuple[str, Messages]]:
-        """Reads the conversations of one side as (place, messages); each ends in the assistant turn that is learnt."""
-        found = [(place, _messages(place, record)) for place, record in _json_lines(self.where)]
+        """Reads the conversations of one side as (place, messages); each ends in the assistant turn that is learnt.
+
+        Raises:
+            ValueError: A line is no such conversation; names the file and the line.
+        """
+        found: list[tuple[str, Messages]] = []
+        for place, record in _json_lines(self.where):
+            given = record.get("messages")
+            if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
+                raise refuse(f"{place}: messages", given, "a list of objects with role and content")
+            turns = [{k: _string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in given]
+            while turns and turns[-1]["role"] != "assistant":
+                turns.pop()
+            if len(turns) < 2:
+                raise refuse(f"{place}: messages", given, "an assistant turn that follows another turn")
+            found.append((place, turns))
         sides = _sides(self.where, self.held_out, [json.dumps(messages) for _, messages in found])
         return [conversation for conversation, side in zip(found, sides) if side == split]
 
@@ -304,7 +301,7 @@ class Chat:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             ids = np.array([*prompt, *tok.encode(messages[-1]["content"]), tok.eos], np.int32)
-            laid.append(lay_out(settings, Example(ids, len(prompt), True), place))
+            laid.append(packing.lay_out(settings, Example(ids, len(prompt), True), place))
         n = len(laid)
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
@@ -317,25 +314,17 @@ class Chat:
         return _shuffled_parts(["\n".join(m["content"] for m in messages) for _, messages in found], seed)
 
 
-def chat(glob: str, *, held_out: float = 0.0) -> Chat:
-    """Conversations, one on each line of JSONL files.
-
-    Args:
-        glob: Paths; `**` goes into folders.
-        held_out: Share of the conversations that training never sees.
-
-    Returns:
-        The source.
-    """
-    return Chat(where=glob, held_out=held_out)
+chat = Chat
 
 
 # --- problems with checkable answers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Generated:
     """Problems of a task in `mercury_jax.tasks`, drawn without end, as chats of one turn.
+
+    A recipe writes `data.generated("sudoku4", thinking=True)`. Training draws only from the train side of the task.
 
     Attributes:
         kind: Always "generated".
@@ -346,8 +335,9 @@ class Generated:
         distinct: Problems that are drawn before they repeat; None for no limit.
     """
 
-    kind: Literal["generated"] = "generated"
+    kind: Literal["generated"] = field(default="generated", init=False)
     name: str
+    _: KW_ONLY
     thinking: bool = False
     prefill: float = 0.0
     distinct: int | None = None
@@ -382,7 +372,11 @@ class Generated:
         return draw(self.task, np.random.default_rng((*seed, index)), split)
 
     def open(self, settings: StreamSettings) -> Stream:
-        """Implements `DataSource.open`."""
+        """Implements `DataSource.open`.
+
+        Raises:
+            ValueError: There is no such task, a row is too short for its problems, or the tokenizer has no thinking.
+        """
 
         def at(index: int) -> LaidOutDocument:
             problem = self.problem(index, settings.seed, settings.split)
@@ -402,7 +396,7 @@ class Generated:
                 opening = rng.random() < 0.5  # the prompt opens the thinking, or holds all of it
                 given += len(marks.opening) if opening else response.index(marks.close) + 1
             example = Example(np.array(prompt + response, np.int32), given, True)
-            return lay_out(settings, example, f"a problem of {self.name}")
+            return packing.lay_out(settings, example, f"a problem of {self.name}")
 
         at(0)  # a row that is too short for this task is refused now, not hours later
         return Stream(at, 0)
@@ -417,21 +411,7 @@ class Generated:
             index += 1
 
 
-def generated(
-    name: str, *, thinking: bool = False, prefill: float = 0.0, distinct: int | None = None
-) -> Generated:
-    """Problems with checkable answers; training draws only from the train side of the task.
-
-    Args:
-        name: Name of the task, as in `mercury_jax.tasks.TASKS`.
-        thinking: See `Generated`, as for the other arguments.
-        prefill: Share of the prompts that already hold the start of the thinking.
-        distinct: Problems that are drawn before they repeat.
-
-    Returns:
-        The source.
-    """
-    return Generated(name=name, thinking=thinking, prefill=prefill, distinct=distinct)
+generated = Generated
 
 
 # --- reading files
@@ -486,6 +466,18 @@ def _json_lines(pattern: str) -> Iterator[tuple[str, Mapping[str, object]]]:
             yield f"{path}:{number}", record
 
 
+def _hf_column(name: str, part: str, column: str) -> Iterator[tuple[str, object]]:
+    """(dataset:row, value) of a Hugging Face dataset."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise refuse("source", f"hf({name!r})", "any, once the package `datasets` is installed") from None
+    table = datasets.load_dataset(name, split=part)
+    if column not in table.column_names:
+        raise refuse("field", column, ", ".join(table.column_names))
+    return ((f"{name}:{i}", value) for i, value in enumerate(table[column]))
+
+
 def _string(name: str, value: object) -> str:
     """A text that UTF-8 can write: JSON may spell half of a surrogate pair."""
     if not isinstance(value, str):
@@ -495,19 +487,6 @@ def _string(name: str, value: object) -> str:
     except UnicodeEncodeError:
         raise refuse(name, value[:40], "valid Unicode, without lone surrogates") from None
     return value
-
-
-def _messages(place: str, record: Mapping[str, object]) -> Messages:
-    """The conversation up to its last assistant turn, checked; of each turn only role and content."""
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise refuse(f"{place}: messages", messages, "a list of objects with role and content")
-    turns = [{k: _string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in messages]
-    while turns and turns[-1]["role"] != "assistant":
-        turns.pop()
-    if len(turns) < 2:
-        raise refuse(f"{place}: messages", messages, "an assistant turn that follows another turn")
-    return turns
 
 
 def _shuffled_parts(texts: list[str], seed: Seed) -> Iterator[str]:
@@ -524,6 +503,7 @@ _LEFT_OUT = {
 _TABLES = {"html/entities.py", "sre_constants.py", "token.py", "keyword.py"}
 
 
+@functools.cache
 def stdlib_files(split: DataSplit) -> list[Document]:
     """Reads one side of the corpus `python-stdlib`.
 
@@ -535,18 +515,13 @@ def stdlib_files(split: DataSplit) -> list[Document]:
     Returns:
         (relative path, text) of each file, in the order of the paths.
     """
-    digest = lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest()
-    side = lambda path: "train" if int.from_bytes(digest(path), "big") % 20 else "test"
-    return [(path, text) for path, text in _stdlib() if side(path) == split]
-
-
-@functools.cache
-def _stdlib() -> tuple[Document, ...]:
     root, found = Path(sysconfig.get_paths()["stdlib"]), list[Document]()
     for path in sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py")):
         *folders, name = path.split("/")
         built = name.startswith("_sysconfigdata") or any(f.startswith("config-") for f in folders)
-        if built or _LEFT_OUT.intersection(folders) or path in _TABLES:
+        digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+        side = "train" if int.from_bytes(digest, "big") % 20 else "test"
+        if built or _LEFT_OUT.intersection(folders) or path in _TABLES or side != split:
             continue
         try:
             text = (root / path).read_text(encoding="utf-8")
@@ -554,4 +529,4 @@ def _stdlib() -> tuple[Document, ...]:
             continue  # a few files show other encodings
         if text:
             found.append((path, text))
-    return tuple(found)
+    return found

@@ -16,17 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import noise
 from mercury_jax.config import at_least, refuse
-from mercury_jax.train.objectives.masked import (
-    BOUND,
-    NO_BOUND,
-    NoisedCanvases,
-    Objective,
-    check_absorbing,
-    check_weight,
-    cross_entropy,
-    masked_mean,
-    noise_canvases,
-)
+from mercury_jax.train.objectives import masked
+from mercury_jax.train.objectives.masked import NoisedCanvases, Objective, cross_entropy, masked_mean
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 
@@ -72,14 +63,14 @@ def masked_and_edited(
     for name, value in {"wrong": wrong, "spoiled": spoiled, "full": full}.items():
         if value > 1:
             raise refuse(name, value, "0 <= share <= 1")
-    check_weight(clip, least)
-    masked_part = BOUND if clip is None and not wrong else NO_BOUND
+    masked.check_weight(clip, least)
+    masked_part = masked.BOUND if clip is None and not wrong else masked.NO_BOUND
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
-        check_absorbing("masked_and_edited", corruption)
+        masked.check_absorbing("masked_and_edited", corruption)
         if causal and not model.config.predicts_next:
             raise refuse("causal", causal, "0 for a model whose config has predicts_next = False")
-        noised = noise_canvases(key, batch, corruption, clip, least)
+        noised = masked.noise_canvases(key, batch, corruption, clip, least)
         if wrong:
             noised = spoil_canvases(
                 jax.random.fold_in(key, 1), model, batch, noised, corruption.forbidden,
@@ -134,7 +125,7 @@ def next_token() -> Objective:
         target = jnp.where(following.known, following.token, batch.tokens)
         ce, hit = cross_entropy(model, params, batch, batch.tokens, target)
         scored = following.known & following.answer
-        metrics = {BOUND: masked_mean(ce, scored), "causal_accuracy": masked_mean(hit, scored)}
+        metrics = {masked.BOUND: masked_mean(ce, scored), "causal_accuracy": masked_mean(hit, scored)}
         return Loss(jnp.where(scored, ce, 0.0).sum(1), scored.astype(jnp.float32).sum(1), metrics)
 
     return objective
@@ -174,14 +165,14 @@ def spoil_canvases(
     rows, slots = batch.canvas.shape
     number = jnp.maximum(batch.canvas, 0) + slots * jnp.arange(rows)[:, None]
     u = jax.random.uniform(canvas_key, (3, batch.canvas.size))[:, number]  # [3, B, T]
-    masked = noised.masked & (u[0] >= full)
+    still_masked = noised.masked & (u[0] >= full)
     share = jnp.where((u[0] < full) | (u[1] < spoiled), wrong * u[2], 0.0)
-    replaced = batch.editable & ~masked & (jax.random.uniform(token_key, share.shape) < share)
+    replaced = batch.editable & ~still_masked & (jax.random.uniform(token_key, share.shape) < share)
     drawn = noise.uniform(model.config.vocab, forbidden=forbidden).prior(uniform_key, share)
     copied = _tokens_of_same_canvas(copy_key, batch, model.config.eos)
     pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
-    xt = jnp.where(masked, noised.xt, batch.tokens)
-    return noised._replace(xt=jnp.where(replaced, jnp.where(pick, drawn, copied), xt), masked=masked)
+    xt = jnp.where(still_masked, noised.xt, batch.tokens)
+    return noised._replace(xt=jnp.where(replaced, jnp.where(pick, drawn, copied), xt), masked=still_masked)
 
 
 def _tokens_of_same_canvas(key: Key, batch: Batch, eos: int) -> Int[Array, "B T"]:

@@ -75,10 +75,7 @@ def masked_elbo(
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         check_absorbing("masked_elbo", corruption)
         noised = noise_canvases(key, batch, corruption, clip, least)
-        ce, right = cross_entropy(model, params, batch, noised.xt, t=noised.t)
-        scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
-        name = BOUND if clip is None else NO_BOUND
-        return _masked_loss(scored, batch, normalise, name, ce, right, noised.masked)
+        return _masked_loss(model, params, batch, noised, normalise, BOUND if clip is None else NO_BOUND)
 
     return objective
 
@@ -107,23 +104,19 @@ def autoregressive() -> Objective:
         del key
         mask = check_absorbing("autoregressive", corruption)
         xt = jnp.where(batch.editable, mask, batch.tokens)
-        ce, right = cross_entropy(model, params, batch, xt, t=jnp.ones(xt.shape))
-        scored = jnp.where(batch.editable, ce, 0.0)
-        return _masked_loss(scored, batch, "token", BOUND, ce, right, batch.editable)
+        ones = jnp.ones(xt.shape)
+        noised = NoisedCanvases(t=ones, xt=xt, masked=batch.editable, weight=ones)
+        return _masked_loss(model, params, batch, noised, "token", BOUND)
 
     return objective
 
 
 def _masked_loss(
-    scored: Float[Array, "B T"],
-    batch: Batch,
-    normalise: Normalise,
-    name: str,
-    ce: Float[Array, "B T"],
-    right: Float[Array, "B T"],
-    masked: Bool[Array, "B T"],
+    model: Model, params: Params, batch: Batch, noised: NoisedCanvases, normalise: Normalise, name: str
 ) -> Loss:
-    """Sums the scored cross-entropy, with the metrics of masked positions; `name` is that of the weighted sum."""
+    """The weighted cross-entropy of masked positions, logged as `name`."""
+    ce, right = cross_entropy(model, params, batch, noised.xt, t=noised.t)
+    scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
     editable = batch.editable.astype(jnp.float32)
     if normalise == "canvas":
         # The share of a position is 1 / (editable tokens of its canvas), 0 outside of canvases: [B, T, T] -> [B, T].
@@ -135,8 +128,8 @@ def _masked_loss(
         per_example, weight = scored.sum(1), editable.sum(1)
     metrics = {
         name: (scored.sum(), editable.sum()),
-        "masked_ce": masked_mean(ce, masked),
-        "masked_accuracy": masked_mean(right, masked),
+        "masked_ce": masked_mean(ce, noised.masked),
+        "masked_accuracy": masked_mean(right, noised.masked),
     }
     return Loss(per_example, weight, metrics)
 
