@@ -38,6 +38,14 @@ def engine():
     engine.stop()
 
 
+@pytest.fixture
+def engine_of_one_rule():
+    engine = Engine(tiny(), dataclasses.replace(SMALL, rules=()))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
 def ids(seed, count=9):
     return tuple(int(i) for i in np.random.default_rng(seed).integers(30, 300, count))
 
@@ -216,6 +224,38 @@ def test_draining_finishes_running_requests_and_rejects_new_ones():
     assert {handle.wait(60).finish for handle in running} <= {"stop", "length"}
     drained.join(10)
     engine.stop()
+
+
+def test_draining_waits_for_a_request_between_queue_and_slot(engine_of_one_rule, monkeypatch):
+    engine = engine_of_one_rule
+    reached, go_on, start = threading.Event(), threading.Event(), engine._start_request
+
+    def slow_start(*args):
+        reached.set()
+        go_on.wait(20)
+        start(*args)
+
+    monkeypatch.setattr(engine, "_start_request", slow_start)
+    handle = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4))
+    assert reached.wait(20) and not engine.drain(timeout=0.2)
+    go_on.set()
+    assert engine.drain(timeout=60) and handle.finished and handle.latest.finish in ("stop", "length")
+
+
+def test_a_request_that_fails_on_its_way_to_a_slot_ends_with_an_error(engine_of_one_rule, monkeypatch):
+    engine = engine_of_one_rule
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_start_request", lambda *_: 1 / 0)
+        final = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4)).wait(60)
+    assert final.finish == "error" and engine.stats().failed == 1
+    assert len(text(engine.submit(EngineRequest(prompt=ids(1), max_tokens=4)))) == 4
+
+
+def test_a_stopped_engine_that_never_started_ends_its_requests():
+    engine = Engine(tiny(), dataclasses.replace(SMALL, rules=("confidence",)))
+    handle = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4))
+    engine.stop()
+    assert handle.wait(1).finish == "cancelled"
 
 
 def test_stopping_ends_every_request():
