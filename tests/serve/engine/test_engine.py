@@ -11,10 +11,12 @@ import pytest
 
 from mercury_jax import sample
 from mercury_jax.config import Plan
-from mercury_jax.decode import grammar, infill, rules
+from mercury_jax.decode import defaults, grammar, infill, rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.infill import Hole
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.request import Request
+from mercury_jax.decode.sampler import accept
 from mercury_jax.serve.engine.buckets import Bucket
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import (
@@ -23,6 +25,7 @@ from mercury_jax.serve.engine.request import (
     EngineRequest,
     RequestRejected,
 )
+from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.sharding import mesh, shardings
 from tests.tiny import tiny
 
@@ -87,6 +90,25 @@ def test_no_request_compiles_anything(engine):
             engine.submit(EngineRequest(**{"prompt": ids(2, 11), "max_tokens": 9, "seed": 3} | fields))
         )
     assert engine.stats().cached_tokens and compiled == []
+
+
+def test_every_registered_rule_that_can_share_the_program_is_offered(monkeypatch):
+    lm, accept_none = tiny(), lambda key, view, memory: (accept(view, view.masked & False), memory)
+    for name in ("cheap", "costly"):
+        monkeypatch.delitem(rules.ALL, name, raising=False)
+        rule(name=name, noise="absorbing", needs_logits=name == "costly")(accept_none)
+    offered = rule_set(lm).names
+    assert offered[0] == defaults.default_sampler(lm).name and "cheap" in offered
+    assert {"threshold", "confidence", "factor", "slow_fast", "remdm_cap"} <= set(offered)
+    # Logits of every position for every request only where the rule is named; never a row of another shape.
+    assert not {"costly", "credit", "wino", "expand", "predictor_corrector"} & set(offered)
+    assert rule_set(lm, ("costly", "cheap")).names == (offered[0], "cheap", "costly")
+    assert rule_set(lm, ()).names == offered[:1]
+    for name in ("expand", "wino", "predictor_corrector", "autoregressive", "nothing"):
+        with pytest.raises(ValueError, match="rules"):
+            rule_set(lm, (name,))
+    for name in ("cheap", "costly"):
+        del rules.ALL[name]
 
 
 def test_the_engine_returns_what_sample_returns(engine):
