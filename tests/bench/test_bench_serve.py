@@ -221,7 +221,7 @@ def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
     part = serve_bound.device_program(tiny(), 2, 64, ("confidence",))
     assert serve_bound.seconds_per_pass(part) > 0
     assert [result.frames.used[0].tolist() for result in seen[1:]] == [[8, 8]] * 4
-    assert seen[-1].report.done.tolist() == [False, False] and int(seen[-1].used) == 1
+    assert seen[-1].report.done.tolist() == [False, False] and int(seen[-1].passes) == 1
 
 
 # --- the command line
