@@ -44,7 +44,8 @@ SAME_NAME = {
 
 # Names of earlier versions that meant nothing outside of this package: folder -> modules.
 OLD_MODULES = {
-    "decode": "guide pieces across parts row sight ask launch passes nats read gate amend verify outline holes lengths fim",
+    "decode": "guide pieces across parts row sight ask launch passes nats read gate amend verify outline holes lengths "
+    "fim",
     "serve/engine": "moments shapes knobs ticket waiting fill prefix",
     "serve/chat": "fold talk thought finder words tags apply merge",
     "serve": "again guard kinds values fields tables schemas examples numbers work running",
