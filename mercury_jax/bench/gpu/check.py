@@ -68,7 +68,7 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
     }  # fmt: skip
 
 
-def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def roofline(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products.
 
     Args:
@@ -443,7 +443,7 @@ def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[d
         log = Path(folder) / "log"
         command = [tool, "--tool", "memcheck", "--print-limit", "5", "--log-file", str(log)]
         done = subprocess.run(
-            [*command, sys.executable, "-m", "mercury_jax.bench.gpu.worker"],
+            [*command, sys.executable, "-m", "mercury_jax.bench.gpu.runner"],
             input=lines, capture_output=True, text=True, env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
         )  # fmt: skip
         told = log.read_text(errors="replace") if log.is_file() else ""
