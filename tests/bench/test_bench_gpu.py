@@ -267,7 +267,7 @@ def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_one
 
 
 def test_a_training_row_is_full_and_costs_six_flop_for_each_parameter_and_position():
-    c = find_preset("mercury-100m").config()
+    c = find_preset("mercury-100m").config
     data = model.batch_of(c, 2, 2048)
     assert data.tokens.shape == (2, 2048) and data.editable[0].sum() == data.editable[1].sum() >= 1024
     params = {"a": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": jax.ShapeDtypeStruct((10,), jnp.float32)}
