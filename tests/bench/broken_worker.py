@@ -1,6 +1,6 @@
 """A worker of `mercury bench gpu` whose kernels fail as they may on a chip, each head size in another way.
 
-Run as a script by tests/bench/test_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
+Run as a script by tests/bench/test_bench_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
 """
 
 import json
@@ -10,7 +10,7 @@ import time
 
 import jax.numpy as jnp
 
-from mercury_jax.bench.gpu import worker
+from mercury_jax.bench.gpu import runner
 from mercury_jax.kernels import reference
 
 
@@ -39,4 +39,4 @@ if __name__ == "__main__":
     from mercury_jax.kernels import hopper
 
     hopper.run = run
-    sys.exit(worker.main())
+    sys.exit(runner.main())

@@ -10,8 +10,8 @@ import pytest
 
 from mercury_jax import tasks
 from mercury_jax.bench import decode, recommend, records, timing
+from mercury_jax.bench.decode import GRID, SweepPoint, sweep
 from mercury_jax.bench.recommend import RuleResult
-from mercury_jax.bench.sweeps import GRID, SweepPoint, sweep
 from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
@@ -91,8 +91,9 @@ def test_a_sweep_point_as_text_and_as_python():
 
 def test_every_point_of_the_grid_fits_its_rule():
     assert set(GRID) <= set(rules.ALL)
-    for name, points in GRID.items():
-        assert all(SweepPoint(name, *point).sampler() for point in points)
+    for name, values in GRID.items():
+        points = sweep([name])
+        assert len(points) == len(next(iter(values.values()))) and all(point.sampler() for point in points)
 
 
 # --- decoding

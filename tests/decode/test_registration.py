@@ -152,7 +152,7 @@ def test_a_rule_of_ones_own_states_its_range_and_is_checked():
 
 
 def test_a_range_may_be_stated_by_the_name_of_an_alias():
-    def mine(key, view, memory, p: Probability = 0.5, q: "Unknown" = 1.0):  # noqa: F821
+    def mine(key, view, memory, p: Probability = 0.5, q: "Unknown" = 1.0):  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         return mj.accept(view, view.masked), memory
 
     mine.__annotations__ |= {"p": "Probability"}

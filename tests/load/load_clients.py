@@ -4,11 +4,12 @@ import asyncio
 import os
 import random
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from mercury_jax import tasks
-from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat
+from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat, counters
 
 MODEL = "nano"
 NAMES = (
@@ -52,6 +53,16 @@ def run(url, work, keep=True):
             await client.close()
 
     return asyncio.run(inside())
+
+
+async def wait_for_counters(client, until, seconds=60.0):
+    """The metrics once `until` is true of them. TimeoutError after `seconds`."""
+    end = time.perf_counter() + seconds
+    while not until(found := await counters(client)):
+        if time.perf_counter() > end:
+            raise TimeoutError(f"the metrics were not as awaited within {seconds:g} s: {found}")
+        await asyncio.sleep(0.01)
+    return found
 
 
 class Resources(NamedTuple):

@@ -40,7 +40,7 @@ DENOISING = 16  # steps of a canvas, before the pass that commits it, for which 
 
 
 def find(name: str) -> ap.ModelSource:
-    """A model by name: a preset, "tiny" (a DiffusionGemma), or "tiny-causal" (a causal encoder)."""
+    """A model by name: as `abstract_params.source`, or "tiny" (a DiffusionGemma), "tiny-causal" (a causal encoder)."""
     if name == "tiny":
         config: ModelConfig = GemmaConfig(
             vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
@@ -53,9 +53,7 @@ def find(name: str) -> ap.ModelSource:
             ap.causal_encoder(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
         )
         return ap.ModelSource(name, config, ap.MASKED, jnp.dtype("float32"))
-    one = ap.find_preset(name)
-    config = one.config()
-    return ap.ModelSource(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
+    return ap.source(name)
 
 
 def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> LM:
