@@ -24,10 +24,10 @@ def packed(pattern, *rows):
     )
     made = []
     for documents in rows:
-        made.append(packing.Row())
+        made.append(packing.PackedRow())
         for n, prompt in documents:
             made[-1].add((0, 0), masks.layout(config, np.full(n, 5), prompt))
-    return jnp.asarray(packing.batch(made, SLOTS, 0).ranges)
+    return jnp.asarray(packing.pack(made, SLOTS, 0).ranges)
 
 
 # One long document, and five short ones whose last canvases are not whole; then padding.
