@@ -25,8 +25,8 @@ from mercury_jax.bench import chips, hlo
 from mercury_jax.bench.aot import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.types import Device
 
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`

@@ -7,8 +7,8 @@ import pytest
 
 from mercury_jax.kernels import device as kernel_device, reference
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.hopper import attention
-from mercury_jax.kernels.inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 
 

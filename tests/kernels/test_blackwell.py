@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attention, blackwell, device as kernel_device
-from mercury_jax.kernels.inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 from tests.kernels.test_hopper import case, dense
 

@@ -9,8 +9,8 @@ import pytest
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.kernels import attend, attention, chunked, reference
+from mercury_jax.kernels.attention_inputs import AttentionCall, quantise_int8
 from mercury_jax.kernels.chunked import CHUNK
-from mercury_jax.kernels.inputs import AttentionCall, quantise_int8
 from mercury_jax.models import masks
 from mercury_jax.train.data import packing
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, hopper
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.hopper import attention as hopper_attention
-from mercury_jax.kernels.inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, device as kernel_device, reference, tpu
-from mercury_jax.kernels.inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 
