@@ -8,6 +8,7 @@ import pytest
 
 from mercury_jax import evaluate
 from mercury_jax.config import Plan
+from mercury_jax.decode import rules
 from mercury_jax.decode.infill import InfillOutput
 from mercury_jax.evaluate import TASKS, code
 from mercury_jax.train.data import packing, sources
@@ -121,7 +122,7 @@ def test_a_small_model_infills_end_to_end():
 def test_what_the_code_tasks_do_not_use_is_refused():
     lm = tiny()
     for task, option in [
-        ("code-bpb", {"sampler": 1}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
+        ("code-bpb", {"sampler": rules.confidence()}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
         ("code-bpb", {"plan": Plan(steps=4)}), ("code-infill", {"max_tokens": 3}), ("code-infill", {"file": "x"}),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(option))} is .*{task} has no use"):
