@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mercury_jax import tasks
 from mercury_jax.bench.sweeps import SweepPoint
 from mercury_jax.bench.timing import steady
 from mercury_jax.config import Plan, at_least, refuse
@@ -22,10 +23,9 @@ from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import TASKS, tasks
+from mercury_jax.evaluate import TASKS, find
 from mercury_jax.evaluate.runner import ONE_A_STEP
-from mercury_jax.evaluate.tasks import Task
-from mercury_jax.train.generators import Problem, Split
+from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 
 # The baseline is timed again once its last time lies this many of its own durations back, so that both sides of every
@@ -71,8 +71,7 @@ class QuestionSet(NamedTuple):
         Returns:
             What the check of the task says.
         """
-        assert self.task.generator is not None
-        return bool(self.task.generator.check(self.problems[i].input, answer))
+        return bool(self.task.check(self.problems[i].input, answer))
 
     def about(self) -> dict[str, Any]:
         """The fields of a record that say which questions were asked."""
@@ -119,12 +118,12 @@ def questions(
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
-    task = tasks.find(name)
-    if task.generator is None:
-        known = ", ".join(n for n, t in TASKS.items() if t.generator is not None)
+    task = find(name).task
+    if task is None:
+        known = ", ".join(n for n, t in TASKS.items() if t.task is not None)
         raise refuse("task", name, f"one with questions to answer: {known}")
-    problems = tasks.draw(task.generator, limit, check_seed(seed), split)
-    most = max_tokens or task.max_tokens or 64
+    problems = tasks.draw_distinct(task, limit, check_seed(seed), split)
+    most = max_tokens or task.max_tokens
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
 
 

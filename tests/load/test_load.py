@@ -69,7 +69,7 @@ def test_a_slot_is_free_one_step_after_its_client_disconnected(large_server):
     ]
 
     async def scene(client):
-        wires = [await client.wire() for _ in asks]
+        wires = [await client.connect() for _ in asks]
         replies = [
             await wire.send(client.request("POST", ask.path, ask.body))
             for wire, ask in zip(wires, asks, strict=True)

@@ -1,7 +1,7 @@
 """The three commands `check`, `speed` and `model`: generators of rows, as they are measured.
 
 Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
-grouped product look for it (`kernels.checks`).
+grouped product look for it (`kernels.device`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class _Verdicts:
     interrupted."""
 
     def __init__(self, first: Row, whole: bool, cases: Sequence[GpuCase]) -> None:
-        from mercury_jax.kernels import checks  # imports JAX, and starts it on no device
+        from mercury_jax.kernels import device as kernel_device  # imports JAX, and starts it on no device
 
-        self._checked, self._date = checks, first["same"]["date"]
-        self._entry = checks.entry_key(first["hardware"], first["jax"])
-        self._forms = {} if whole else dict(checks.read(self._entry) or {})
+        self._checks, self._date = kernel_device, first["same"]["date"]
+        self._entry = kernel_device.entry_key(first["hardware"], first["jax"])
+        self._forms = {} if whole else dict(kernel_device.read_checks(self._entry) or {})
         self._left: dict[str, int] = {}
         for case in cases:
             if case.form:
@@ -102,7 +102,7 @@ class _Verdicts:
         )
 
     def _save(self) -> str | None:
-        file = self._checked.write(self._entry, self._forms, self._date)
+        file = self._checks.write_checks(self._entry, self._forms, self._date)
         return None if file is None else str(file)
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, checks, device as kernel_device
+from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.grouped_matmul import tile_rows
-from mercury_jax.kernels.kv_quant import quantise_int8
+from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -44,7 +44,7 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     like = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
     key_like = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
     if way == "ours":
-        form = checks.attention_form(
+        form = kernel_device.attention_form(
             like, jax.eval_shape(quantise_int8, key_like) if int8 else key_like, None
         )
         told["form"] = form
@@ -106,7 +106,7 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     told: dict[str, Any] = {"shape": shape, "way": way}
     if way == "ours":
-        told["form"] = checks.grouped_form(shape["dtype"])
+        told["form"] = kernel_device.grouped_form(shape["dtype"])
         why = kernel_device.why_off(told["form"])
         if why is not None and kernel_device.present() is not None:
             yield told | {"left_out": why}

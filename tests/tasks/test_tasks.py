@@ -1,4 +1,4 @@
-"""Laws of the generators: answers are right, and unique where they must be; no side leaks to the other."""
+"""Laws of the tasks: answers are right, and unique where they must be; no side leaks to the other."""
 
 import itertools
 import re
@@ -6,56 +6,56 @@ import re
 import numpy as np
 import pytest
 
-from mercury_jax.train import generators
-from mercury_jax.train.generators import Generator, countdown, draw, sudoku
-from mercury_jax.train.generators.arithmetic import columns
-from mercury_jax.train.generators.base import bucket
+from mercury_jax import tasks
+from mercury_jax.tasks import TASKS, Task, countdown, draw, sudoku
+from mercury_jax.tasks.arithmetic import columns
+from mercury_jax.tasks.task import hashed_split
 
-EVERY = pytest.mark.parametrize("generator", generators.ALL.values(), ids=generators.ALL)
-SUDOKUS = pytest.mark.parametrize("generator", [generators.sudoku4, generators.sudoku9], ids=lambda g: g.name)
+EVERY = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+SUDOKUS = pytest.mark.parametrize("task", [TASKS["sudoku4"], TASKS["sudoku9"]], ids=lambda g: g.name)
 COUNTDOWNS = pytest.mark.parametrize("count", [3, 4])
 
 
-def _problems(generator: Generator, n: int, seed: int = 0) -> list[generators.Problem]:
+def _problems(task: Task, n: int, seed: int = 0) -> list[tasks.Problem]:
     rng = np.random.default_rng(seed)
-    return [generator.problem(rng) for _ in range(n)]
+    return [task.generate(rng) for _ in range(n)]
 
 
-def _n(generator: Generator) -> int:
-    return 12 if generator.name == "sudoku9" else 100
+def _n(task: Task) -> int:
+    return 12 if task.name == "sudoku9" else 100
 
 
 @EVERY
-def test_own_answers_are_right_and_corrupted_ones_wrong(generator: Generator):
-    for problem in _problems(generator, _n(generator)):
-        assert generator.check(problem.input, problem.output)
-        assert generator.check(problem.input, problem.output + "\n")
+def test_own_answers_are_right_and_corrupted_ones_wrong(task: Task):
+    for problem in _problems(task, _n(task)):
+        assert task.check(problem.input, problem.output)
+        assert task.check(problem.input, problem.output + "\n")
         for i, char in enumerate(problem.output):
             if char.isdigit():
                 wrong = f"{problem.output[:i]}{(int(char) + 1) % 10}{problem.output[i + 1 :]}"
-                assert not generator.check(problem.input, wrong)
+                assert not task.check(problem.input, wrong)
         for wrong in ("", problem.output[:-1], problem.input, problem.output * 2, "９", "9" * 5_000):
-            assert not generator.check(problem.input, wrong)
+            assert not task.check(problem.input, wrong)
 
 
 @EVERY
-def test_the_seed_decides_and_both_sides_exist(generator: Generator):
-    assert _problems(generator, 5, seed=1) == _problems(generator, 5, seed=1)
-    assert _problems(generator, 5, seed=1) != _problems(generator, 5, seed=2)
+def test_the_seed_decides_and_both_sides_exist(task: Task):
+    assert _problems(task, 5, seed=1) == _problems(task, 5, seed=1)
+    assert _problems(task, 5, seed=1) != _problems(task, 5, seed=2)
     rng = np.random.default_rng(0)
     for side in ("train", "validation", "test"):
-        assert generator.split(draw(generator, rng, side).input) == side
+        assert task.split(draw(task, rng, side).input) == side
 
 
 @EVERY
-def test_bad_input_is_refused_in_words(generator: Generator):
-    for call in (generator.canonical, generator.split, lambda text: generator.check(text, "1")):
+def test_bad_input_is_refused_in_words(task: Task):
+    for call in (task.canonical, task.split, lambda text: task.check(text, "1")):
         with pytest.raises(ValueError, match=r"input: 'one\+two'; must"):
             call("one+two")
 
 
 def test_the_hash_is_stable_for_ever():
-    sides = [bucket("x", str(i)) for i in range(4_000)]
+    sides = [hashed_split("x", str(i)) for i in range(4_000)]
     assert 150 < sides.count("test") < 230 and 40 < sides.count("validation") < 85  # 188 and 62 expected
     assert [i for i in range(40) if sides[i] != "train"] == [17, 30]
 
@@ -79,25 +79,25 @@ def _moved(text: str, rng: np.random.Generator) -> str:
 
 
 @SUDOKUS
-def test_symmetric_sudokus_share_the_canonical_form(generator: Generator):
+def test_symmetric_sudokus_share_the_canonical_form(task: Task):
     rng = np.random.default_rng(3)
-    problems = _problems(generator, _n(generator))
+    problems = _problems(task, _n(task))
     for problem in problems:
-        assert len({generator.canonical(_moved(problem.input, rng)) for _ in range(5)}) == 1
-        assert generator.canonical(_moved(problem.input, rng)) == generator.canonical(problem.input)
-    if generator.name == "sudoku9":  # the classes are too many to meet twice
-        assert len({generator.canonical(problem.input) for problem in problems}) == len(problems)
+        assert len({task.canonical(_moved(problem.input, rng)) for _ in range(5)}) == 1
+        assert task.canonical(_moved(problem.input, rng)) == task.canonical(problem.input)
+    if task.name == "sudoku9":  # the classes are too many to meet twice
+        assert len({task.canonical(problem.input) for problem in problems}) == len(problems)
 
 
 def test_the_canonical_form_of_sudoku4_is_exact():
     """There are 13 classes of 4x4 sudokus with four givens, and 2 of solved grids."""
     rng = np.random.default_rng(0)
-    four = {p.input for p in _problems(generators.sudoku4, 4_000) if p.input.count("0") == 12}
-    assert len({generators.sudoku4.canonical(text) for text in four}) == 13
-    grids = [sudoku.write(grid.reshape(4, 4)) for grid in sudoku.grids()]
-    assert len({generators.sudoku4.canonical(grid) for grid in grids}) == 2
+    four = {p.input for p in _problems(TASKS["sudoku4"], 4_000) if p.input.count("0") == 12}
+    assert len({TASKS["sudoku4"].canonical(text) for text in four}) == 13
+    grids = [sudoku.write_grid(grid.reshape(4, 4)) for grid in sudoku.solved_4x4()]
+    assert len({TASKS["sudoku4"].canonical(grid) for grid in grids}) == 2
     assert len(grids) == 12
-    assert generators.sudoku4.canonical(_moved(grids[0], rng)) == generators.sudoku4.canonical(grids[0])
+    assert TASKS["sudoku4"].canonical(_moved(grids[0], rng)) == TASKS["sudoku4"].canonical(grids[0])
 
 
 def _solutions(cells: list[int], size: int) -> int:
@@ -125,9 +125,9 @@ def _free(cells: list[int], i: int, size: int) -> set[int]:
 
 
 @SUDOKUS
-def test_sudokus_have_one_solution_and_their_share_of_givens(generator: Generator):
-    few, many = (30, 45) if generator.name == "sudoku9" else (4, 10)
-    for problem in _problems(generator, _n(generator)):
+def test_sudokus_have_one_solution_and_their_share_of_givens(task: Task):
+    few, many = (30, 45) if task.name == "sudoku9" else (4, 10)
+    for problem in _problems(task, _n(task)):
         cells = [int(char) for char in problem.input.replace("\n", "")]
         assert few <= sum(digit > 0 for digit in cells) <= many
         assert _solutions(cells, int(len(cells) ** 0.5)) == 1
@@ -135,9 +135,9 @@ def test_sudokus_have_one_solution_and_their_share_of_givens(generator: Generato
 
 def test_sudoku_answers_must_keep_the_givens():
     puzzle, answer = "1000\n0002\n4003\n0000", "1234\n3412\n4123\n2341"  # a line of the public file
-    assert generators.sudoku4.check(puzzle, answer)
-    assert not generators.sudoku4.check(puzzle, answer.translate(str.maketrans("1234", "2341")))
-    assert generators.sudoku4.split(puzzle) == "test"
+    assert TASKS["sudoku4"].check(puzzle, answer)
+    assert not TASKS["sudoku4"].check(puzzle, answer.translate(str.maketrans("1234", "2341")))
+    assert TASKS["sudoku4"].split(puzzle) == "test"
 
 
 def _reachable(numbers: list[int], target: int) -> bool:
@@ -155,8 +155,8 @@ def _reachable(numbers: list[int], target: int) -> bool:
 
 @COUNTDOWNS
 def test_countdown_checks_every_rule(count: int):
-    generator = generators.ALL[f"countdown{count}"]
-    for problem in _problems(generator, 100):
+    task = TASKS[f"countdown{count}"]
+    for problem in _problems(task, 100):
         *numbers, target = map(int, problem.input.split(","))
         assert 1 <= min(numbers) <= max(numbers) <= 99
         assert 10 <= target <= 99
@@ -167,14 +167,14 @@ def test_countdown_checks_every_rule(count: int):
             m, n = int(a), int(b)
             assert {"+": m + n, "-": m - n, "*": m * n, "/": m / max(n, 1)}[op] == int(right) >= 0
             swapped = problem.output.replace(equation, f"{b}{op}{a}={right}")
-            assert generator.check(problem.input, swapped) == (op in "+*" or a == b)
+            assert task.check(problem.input, swapped) == (op in "+*" or a == b)
 
 
 def test_countdown_accepts_what_the_public_file_holds():
-    check = generators.countdown3.check
+    check = TASKS["countdown3"].check
     assert check("15,44,79,50", "44-15=29,79-29=50")
     assert check("1,2,12,25", "2*12=24,1+24=25")
-    assert generators.countdown3.split("79,15,44,50") == "test"
+    assert TASKS["countdown3"].split("79,15,44,50") == "test"
     for wrong in ("44-15=29", "44-15=29,79-29=50,50-0=50", "79-29=50,44-15=29", "15-44=29,79-29=50"):
         assert not check("15,44,79,50", wrong)
     assert not check("8,32,7,32", "8-7=1")
@@ -185,12 +185,12 @@ def test_countdown_accepts_what_the_public_file_holds():
 
 def test_the_countdown_trace_shows_the_answer_first():
     lines = "15:-35+65|-35+123\n44:-6+94|-64+94\n79:-29+129|-29+59"
-    assert countdown.trace([15, 44, 79], 50) == lines
-    problems = _problems(generators.countdown3, 300)
+    assert countdown.trace([15, 44, 79], 50).text == lines
+    problems = _problems(TASKS["countdown3"], 300)
     for problem in problems:
         *numbers, target = map(int, problem.input.split(","))
         assert problem.thinking is not None
-        assert problem.thinking == countdown.trace(numbers, target)
+        assert problem.thinking == countdown.trace(numbers, target).text
         sides = [re.split(r"[:|]", line) for line in problem.thinking.split("\n")]
         assert [int(x) for x, _, _ in sides] == numbers
         values = [[re.findall(r"\d+", side) for side in line[1:]] for line in sides]
@@ -206,25 +206,25 @@ def test_the_countdown_sieve_follows_the_solver():
     rng = np.random.default_rng(0)
     numbers, targets = rng.integers(1, 100, (400, 3)), rng.integers(10, 100, 400)
     numbers[:200] = rng.integers(1, 13, (200, 3))
-    hits = countdown._solvable(numbers, targets)
+    hits = countdown.is_solvable(numbers, targets)
     for row, target, hit in zip(numbers.tolist(), targets.tolist(), hits):
-        assert (countdown.first(row, target) is not None) == hit
+        assert (countdown.trace(row, target).solution is not None) == hit
         assert not hit or _reachable(row, target)
 
 
 @COUNTDOWNS
 def test_the_order_of_countdown_numbers_does_not_matter_to_the_split(count: int):
-    generator = generators.ALL[f"countdown{count}"]
-    for problem in _problems(generator, 20):
+    task = TASKS[f"countdown{count}"]
+    for problem in _problems(task, 20):
         *numbers, target = problem.input.split(",")
         for order in itertools.permutations(numbers):
-            assert generator.split(",".join([*order, target])) == generator.split(problem.input)
+            assert task.split(",".join([*order, target])) == task.split(problem.input)
 
 
 def test_written_columns():
     assert columns(347, "+", 585) == "7+5=12,4+8+1=13,3+5+1=9"
     assert columns(932, "-", 585) == "12-5=7,13-8-1=4,9-5-1=3"
-    for problem in _problems(generators.add4, 50) + _problems(generators.sub3, 50):
+    for problem in _problems(TASKS["add4"], 50) + _problems(TASKS["sub3"], 50):
         assert problem.thinking is not None
         digits = "".join(part.split("=")[1][-1] for part in reversed(problem.thinking.split(",")))
         carry = "1" if re.search(r"\+.*=1\d$", problem.thinking.split(",")[-1]) else ""
@@ -234,15 +234,15 @@ def test_written_columns():
 def test_additions_are_split_by_the_pair_and_tested_at_full_length():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        problem = draw(generators.add3, rng, "test")
+        problem = draw(TASKS["add3"], rng, "test")
         a, b = problem.input[:-1].split("+")
         assert len(a) == len(b) == 3
-        assert generators.add3.split(f"{b}+{a}=") == "test"
-    assert generators.add3.canonical("585+347=") == "347+585="
+        assert TASKS["add3"].split(f"{b}+{a}=") == "test"
+    assert TASKS["add3"].canonical("585+347=") == "347+585="
     with pytest.raises(ValueError, match="must look like"):
-        generators.sub3.canonical("1-2=")
+        TASKS["sub3"].canonical("1-2=")
 
 
 def test_draw_refuses_another_split():
     with pytest.raises(ValueError, match="split is 'dev'; allowed: train, validation, test"):
-        draw(generators.add2, np.random.default_rng(0), "dev")  # pyright: ignore[reportArgumentType]
+        draw(TASKS["add2"], np.random.default_rng(0), "dev")  # pyright: ignore[reportArgumentType]
