@@ -2,16 +2,16 @@
 
 Each is a pure function of one row. A decorator turns the function into a factory of values that a `Sampler` holds:
 
-    @mj.rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618")
+    @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
         return accept(view, view.masked & (view.stats.p_sample > p)), memory
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 
-The arguments behind `memory` (of a processor: behind `view`) are parameters. They are leaves of the value's pytree and
-therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part with `name=` is
-registered, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The state machine
-(`denoise.py`) vmaps everything over the rows.
+The arguments after `memory` (of a processor: after `view`) are parameters. They are leaves of the value's pytree and
+therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part of a module is
+registered under its name, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The
+state machine (`denoise.py`) vmaps everything over the rows.
 """
 
 from __future__ import annotations
