@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
 import sentencepiece as spm
 
 from mercury_jax import chat
@@ -102,7 +101,6 @@ if TYPE_CHECKING:
         @property
         def pieces(self) -> tuple[bytes, ...]: ...
         def with_mask(self, mask: int) -> AnyTokenizer: ...
-        def byte_lengths(self) -> np.ndarray: ...
         def encode(self, text: str) -> list[int]: ...
         def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
         def render(
@@ -312,10 +310,6 @@ class Tokenizer:
     def pieces(self) -> tuple[bytes, ...]:
         """[vocab_size] UTF-8 bytes of each id; empty for special tokens."""
         return tuple(_piece_bytes(self._model, i) for i in range(self.vocab_size))
-
-    def byte_lengths(self) -> np.ndarray:
-        """Returns int32 [vocab_size]: the number of UTF-8 bytes of each id, 0 for special tokens."""
-        return np.array([len(piece) for piece in self.pieces], np.int32)
 
     def with_mask(self, mask: int) -> Tokenizer:
         """Returns this tokenizer, whose mask is fixed.

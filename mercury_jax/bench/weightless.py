@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import hub, models, noise
 from mercury_jax.bench import known
-from mercury_jax.checkpoint import manifest, tensors
-from mercury_jax.checkpoint.export import CONFIG, PARAMS
-from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse
-from mercury_jax.hub.load import native_config, open_config, open_folder
-from mercury_jax.hub.params import insert, quantised_axes, shapes_of
+from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, one_of, refuse
+from mercury_jax.hub.load import WIDE, open_checkpoint
+from mercury_jax.hub.params import quantised_axes, shapes_of
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
 from mercury_jax.sharding import partition_spec
@@ -55,26 +54,11 @@ def _found(name: str) -> Source:
         one = known.find(name)
         config = one.config()
         return Source(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
-    folder = path if path.is_file() else hub.folder_of(name)
-    if path.is_dir() or name == hub.NANO.name:
-        if hub.is_native(folder):
-            return _native(folder)
-        opened = open_folder(folder)
-    else:
-        opened = open_config(folder)
-    title = str(opened.folder.config.get("_name_or_path") or folder.resolve().stem)
-    return Source(title, opened.config, opened.noise, opened.stored_dtype, opened.decoding)
-
-
-def _native(folder: Path) -> Source:
-    """A folder of ours: its config, and the dtype that `load` would give its parameters."""
-    data = manifest.read_json(folder / CONFIG)["config"]
-    config = native_config(data)
-    kinds = [entry.dtype for entry in tensors.header(folder / PARAMS).values()]
-    wide = config.dtype in ("float32", "float64")
-    stored = config.dtype if wide else max(set(kinds), key=kinds.count)
-    described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-    return Source(data["name"], config, described, jnp.dtype(stored), data.get("decoding", {}))
+    opened = open_checkpoint(name)
+    config, stored = opened.config, opened.stored_dtype
+    # In our own layout, the dtype that `load` would give the parameters.
+    stored = jnp.dtype(config.dtype) if opened.family is None and config.dtype in WIDE else stored
+    return Source(opened.name, config, opened.noise, stored, opened.decoding)
 
 
 def lm(found: Source, mesh: Mesh, quantise: str | None = None) -> LM:
@@ -90,7 +74,7 @@ def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) ->
     """Parameters as shapes: in `dtype`, or matrices as 8 bits with scales that lie whole on every device."""
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
-    tree: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for path, like in shapes_of(model).items():
         where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
         matrix = None if quantise is None else quantised_axes(path)
@@ -98,8 +82,8 @@ def shapes(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) ->
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
         else:
             value = _scaled(like.shape, quantise, matrix, where)
-        insert(tree, path, value)
-    return tree
+        found[path] = value
+    return unflatten_dict(found, sep="/")
 
 
 def _scaled(

@@ -138,14 +138,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes a JSON object and flushes it to the disk, so that no later rename can overtake its contents.
+    """Writes a JSON object as `write_synced` does.
 
     Args:
         path: The file.
         about: JSON-ready values.
     """
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(about, file, indent=1)
+    write_synced(path, json.dumps(about, indent=1).encode())
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file and flushes it to the disk, so that no later rename can overtake its contents.
+
+    Args:
+        path: The file.
+        data: Its contents.
+    """
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -92,7 +92,8 @@ def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
 def costs(lm: LM, laid: Sequence[LaidOutDocument], settings: Settings) -> Cost:
     """The bound for every chunk, in passes of one fixed shape."""
     rng = np.random.default_rng((settings.seed, 1))
-    lengths, rows = lm.tokenizer.byte_lengths(), min(ROWS, settings.batch, len(laid))
+    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])  # bytes of each id
+    rows = min(ROWS, settings.batch, len(laid))
     row = ROW * lm.model.config.block
     start, nats = rng.random(), []
     for at in range(0, len(laid), rows):

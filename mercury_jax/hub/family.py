@@ -1,10 +1,15 @@
-"""What a checkpoint family is: the keys of its config.json, the names of its tensors, and how both become ours.
+"""What a checkpoint family is, the registry of families, and the conversion that most of them share.
 
-A family is one file in `families/`, and one entry in the list `families.FAMILIES`.
+A family is one file in `families/`. It describes the checkpoints in a `Family` and passes that to `register`; `load`,
+`info`, `convert` and the documentation find it there. Code outside of this package can register its own in the same
+way.
 
 Reading config.json fails closed: a key that nobody reads may change the arithmetic (YaRN's `mscale` moves logits by
 more than 1). So every family has a table of keys (`ConfigKeys`), and whatever is in config.json and not in the table
 is refused by name. Values must have the types that transformers 5 asks for; the string "false" would otherwise be true.
+
+The second half converts checkpoints built as Llama and Qwen are, from which many diffusion models are made:
+`decoder_config` and `tensor_names` (`families/qwen_llama.py` writes them).
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
-from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, refuse
+from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
+from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
 Types = tuple[type, ...]
@@ -28,6 +34,7 @@ LIST: Types = (list,)
 NULL: Types = (type(None),)
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"}
 _NONE: Mapping[str, Any] = MappingProxyType({})
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class ConfigKeys(NamedTuple):
@@ -37,60 +44,62 @@ class ConfigKeys(NamedTuple):
         used: Keys that our config is made from, and the types of their values; null only where listed.
         only: Keys that would change the arithmetic, and the values under which it is the one that we build.
         unused: Keys that change no logit, whatever their value, and why.
-        nested: Keys whose value is an object or null: the table of that object, as a function of it.
+        nested: Keys whose value is an object or null: the table of that object, or a function of the object to it.
     """
 
     used: Mapping[str, Types] = _NONE
     only: Mapping[str, tuple[Any, ...]] = _NONE
     unused: Mapping[str, str] = _NONE
-    nested: Mapping[str, Callable[[Json], ConfigKeys]] = _NONE
+    nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = _NONE
 
-    def plus(self, other: ConfigKeys) -> ConfigKeys:
-        """Returns both tables as one; where they disagree about a key, `other` counts."""
-        mine = [{k: v for k, v in table.items() if k not in other.names} for table in self]
-        return ConfigKeys(*({**a, **b} for a, b in zip(mine, other)))
+    def plus(self, *others: ConfigKeys) -> ConfigKeys:
+        """Merges tables; where they disagree about a key, the last one counts."""
+        tables = self
+        for other in others:
+            names = {name for table in other for name in table}
+            earlier = ({k: v for k, v in table.items() if k not in names} for table in tables)
+            tables = ConfigKeys(*({**a, **b} for a, b in zip(earlier, other, strict=True)))
+        return tables
 
-    @property
-    def names(self) -> set[str]:
-        """All keys of the table."""
-        return {name for table in self for name in table}
+    def check(self, config: Json, file: str, path: str = "") -> None:
+        """Refuses the first key of a config.json that the table does not allow.
 
+        Args:
+            config: The object that was read.
+            file: Its name, for the message.
+            path: Keys that lead to the object, each followed by a dot.
 
-def check_keys(keys: ConfigKeys, config: Json, file: str, path: str = "") -> None:
-    """Refuses the first key of a config.json that the table does not allow.
-
-    Args:
-        keys: The table of the family.
-        config: The object that was read.
-        file: Its name, for the message.
-        path: Keys that lead to the object, each followed by a dot.
-
-    Raises:
-        ValueError: Names the file, the key with its path, the value, and what is supported.
-    """
-    for key, value in config.items():
-        where, shown = f"{file}: {path}{key}", value if len(repr(value)) <= 80 else str(value)[:80] + "..."
-        if key in keys.nested:
-            if value is not None and not isinstance(value, Mapping):
-                raise refuse(where, shown, "an object, or null")
-            if value is not None:
-                check_keys(keys.nested[key](value), value, file, f"{path}{key}.")
-        elif key in keys.used:
-            types = keys.used[key]
-            if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
-                words = [
-                    _TYPE_NAMES[t] for t in types if t in _TYPE_NAMES and not (t is int and float in types)
-                ]
-                null = ", or null" if type(None) in types else ""
-                raise refuse(where, shown, f"a value: {' or '.join(words)}{null}")
-        elif key in keys.only:
-            same = lambda one, value=value: value == one and isinstance(value, bool) == isinstance(one, bool)
-            if not any(map(same, keys.only[key])):
-                raise refuse(where, shown, ", ".join(map(repr, keys.only[key])))
-        elif key not in keys.unused:
-            known = ", ".join(sorted({*keys.used, *keys.only, *keys.nested}))
-            allowed = f"a key that this release knows to read ({known}) or to have no effect"
-            raise refuse(where, shown, f"{allowed}; delete the key if no logit depends on it")
+        Raises:
+            ValueError: Names the file, the key with its path, the value, and what is supported.
+        """
+        for key, value in config.items():
+            where = f"{file}: {path}{key}"
+            shown = value if len(repr(value)) <= 80 else str(value)[:80] + "..."
+            if key in self.nested:
+                if value is not None and not isinstance(value, Mapping):
+                    raise refuse(where, shown, "an object, or null")
+                if value is not None:
+                    inner = self.nested[key]
+                    inner = inner if isinstance(inner, ConfigKeys) else inner(value)
+                    inner.check(value, file, f"{path}{key}.")
+            elif key in self.used:
+                types = self.used[key]
+                # True is an int in Python, but not in a config.json.
+                if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
+                    named = [t for t in types if t in _TYPE_NAMES and not (t is int and float in types)]
+                    null = ", or null" if type(None) in types else ""
+                    allowed = f"a value: {' or '.join(_TYPE_NAMES[t] for t in named)}{null}"
+                    raise refuse(where, shown, allowed)
+            elif key in self.only:
+                if not any(
+                    value == one and isinstance(value, bool) == isinstance(one, bool)
+                    for one in self.only[key]
+                ):
+                    raise refuse(where, shown, ", ".join(map(repr, self.only[key])))
+            elif key not in self.unused:
+                known = ", ".join(sorted({*self.used, *self.only, *self.nested}))
+                allowed = f"a key that this release knows to read ({known}) or to have no effect"
+                raise refuse(where, shown, f"{allowed}; delete the key if no logit depends on it")
 
 
 def need(config: Json, *keys: str) -> Any:
@@ -105,15 +114,7 @@ def need(config: Json, *keys: str) -> Any:
     raise refuse(f"config.json: {keys[0]}", None, "a value: this family cannot be built without it")
 
 
-def special_ids(config: Json) -> dict[str, Any]:
-    """Returns mask, pad, eos and further ends; without padding, `eos` pads."""
-    ends = listed_ids(config.get("eos_token_id")) or [0]
-    pad = config.get("pad_token_id")
-    pad = ends[0] if pad is None or pad < 0 else pad
-    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]))
-
-
-def listed_ids(value: Any) -> list[int]:
+def listed_ids(value: object) -> list[int]:
     """Returns `eos_token_id` as a list: it is one id, several, or none.
 
     Raises:
@@ -125,66 +126,25 @@ def listed_ids(value: Any) -> list[int]:
     return found
 
 
-def dtype_of(config: Json) -> Any:
-    """Returns the dtype that the checkpoint names, under either name of the key.
+def common_fields(config: Json) -> dict[str, Any]:
+    """Converts what every config.json has: special ids and the dtype, under either name of its key.
+
+    Args:
+        config: config.json.
+
+    Returns:
+        mask, pad, eos and ends (without a padding id, `eos` pads), and dtype.
 
     Raises:
-        ValueError: We cannot compute in this dtype.
+        ValueError: We cannot compute in this dtype, or an id is no integer.
     """
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in get_args(ComputeType):
-        raise refuse("config.json: dtype", name, ", ".join(get_args(ComputeType)))
-    return name
-
-
-class TensorSource(NamedTuple):
-    """Where one of our parameters is in the files of a family.
-
-    Attributes:
-        name: The tensor's name; with "{e}" where each expert has a tensor of its own. Several names are concatenated
-            along our last axis (gate and up).
-        inputs: 0 for the same order of axes. k > 0 for the weight [out, in] of a torch Linear, whose inputs are our
-            first k axes (behind that of the experts).
-        experts: Ours is stacked from this many experts; without "{e}" in the name the file's tensor is stacked, too.
-        fold: The file has this many of our last axes as one (biases of heads).
-        rows: (a, b, c) where ours are rows [a, b) of a tensor of c rows (fused queries, keys and values).
-    """
-
-    name: str | tuple[str, ...]
-    inputs: int = 0
-    experts: int = 0
-    fold: int = 0
-    rows: tuple[int, int, int] | None = None
-
-    @property
-    def parts(self) -> int:
-        """How many tensors, or stacks of experts, are concatenated."""
-        return 1 if isinstance(self.name, str) else len(self.name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors that this parameter is made from; experts vary fastest."""
-        parts = (self.name,) if isinstance(self.name, str) else self.name
-        each = range(self.experts) if any("{e}" in p for p in parts) else range(1)
-        return tuple(p.replace("{e}", str(e)) for p in parts for e in each)
-
-    @property
-    def per_expert(self) -> bool:
-        """Whether each expert has tensors of its own."""
-        return len(self.names) > self.parts
-
-    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the file's tensors by name, for a parameter of `shape`."""
-        lead, rest = (shape[:1], shape[1:]) if self.experts else ((), shape)
-        if self.inputs:
-            inputs, outputs = rest[: self.inputs], rest[self.inputs :]
-            theirs = (math.prod(outputs) // self.parts, math.prod(inputs))
-        else:
-            theirs = (*rest[: -self.fold], math.prod(rest[-self.fold :])) if self.fold else rest
-        if self.rows is not None:
-            theirs = (self.rows[2], *theirs[1:])
-        stacked = lead and not self.per_expert
-        return dict.fromkeys(self.names, (*lead, *theirs) if stacked else theirs)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in get_args(ComputeType):
+        raise refuse("config.json: dtype", dtype, ", ".join(get_args(ComputeType)))
+    ends = listed_ids(config.get("eos_token_id")) or [0]
+    pad = config.get("pad_token_id")
+    pad = ends[0] if pad is None or pad < 0 else pad
+    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]), dtype=dtype)
 
 
 class Family(NamedTuple):
@@ -197,14 +157,16 @@ class Family(NamedTuple):
         keys: What may occur in their config.json; a function of it where its classes differ.
         config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
         names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
-        noise: How it was trained; None for an autoregressive model.
+        noise: How it was trained, or a function of config.json; None for an autoregressive model.
         block: Block sizes of its published models, for tables.
         about: One line, for tables.
-        ignored: Regular expressions of tensors that are not read.
+        ignored: Regular expressions of tensors that are not read, or a function of our config.
         fits: Whether the rest of a config.json belongs to this family.
         export: Our config -> their config.json; None where we cannot write the family.
         licence: Of its published models.
         decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
+        rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
+            architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
     """
 
     name: str
@@ -221,6 +183,7 @@ class Family(NamedTuple):
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
     licence: str = "see the checkpoint"
     decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
+    rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:
         """Converts a config.json to our config.
@@ -235,8 +198,8 @@ class Family(NamedTuple):
         Raises:
             ValueError: A key is unknown to the family, or a value is not supported.
         """
-        keys = self.keys(config) if callable(self.keys) else self.keys
-        check_keys(keys, config, f"{file} ({self.name})")
+        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
+        keys.check(config, f"{file} ({self.name})")
         return self.config(config)
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
@@ -252,6 +215,66 @@ class Family(NamedTuple):
         patterns = self.ignored(config) if callable(self.ignored) else self.ignored
         return not any(re.search(pattern, tensor) for pattern in patterns)
 
+
+# --- the registry
+
+_REGISTERED: list[Family] = []
+
+
+def register(*found: Family) -> None:
+    """Adds families; those of this package are added when `mercury_jax.hub` is imported.
+
+    Args:
+        *found: The families.
+
+    Raises:
+        ValueError: Another family has the name.
+
+    Example:
+        >>> hub.register(DREAM._replace(name="Mine", architectures=("MyModel",), checkpoints=()))
+    """
+    for family in found:
+        if any(family.name == other.name for other in _REGISTERED):
+            raise refuse("name of a family", family.name, "a name that no other family has")
+        _REGISTERED.append(family)
+    _REGISTERED.sort(key=lambda family: family.rank)
+
+
+def families() -> tuple[Family, ...]:
+    """Returns all families, in the order in which they are tried."""
+    return tuple(_REGISTERED)
+
+
+def family_of(config: Json) -> tuple[Family, list[str]]:
+    """Finds the family of a config.json.
+
+    `architectures` decides, with what else the config contains: `model_type` alone is wrong (LLaDA-MoE says llada).
+
+    Args:
+        config: config.json.
+
+    Returns:
+        (the family, notes about other families that the same config.json would fit if it named a mask).
+
+    Raises:
+        ValueError: No family has the architecture.
+    """
+    named = config.get("architectures") or []
+    named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
+    able = [family for family in _REGISTERED if set(named) & set(family.architectures)]
+    found = next((family for family in able if family.fits(config)), None)
+    if found is None:
+        known = ", ".join(name for family in _REGISTERED for name in family.architectures)
+        raise refuse("config.json: architectures", named, known)
+    return found, [
+        f"config.json fits {other.name} as well, which is {other.about}, and names no mask: read as {found.name}; "
+        f"pass mask= (--mask) to read it as {other.name}"
+        for other in able
+        if other is not found and other.fits({**config, "mask_token_id": 0}) and not other.fits(config)
+    ]
+
+
+# --- keys of config.json
 
 # Keys that transformers writes into the config.json of any model, and keys that others are known to add.
 COMMON = ConfigKeys(
@@ -297,3 +320,292 @@ COMMON = ConfigKeys(
         ), "a default of generation; sampling parameters are arguments here"),
     },
 )  # fmt: skip
+
+
+# --- checkpoints built as Llama and Qwen are: keys of config.json
+
+# No parameters: rotary frequencies follow from the config, and a tied head repeats the embedding.
+IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
+# rope_parameters (rope_scaling before transformers 5) by type
+_ROPE = ConfigKeys(
+    used={"rope_type": TEXT, "type": TEXT, "rope_theta": NUMBER}, only={"partial_rotary_factor": (1, 1.0)}
+)
+_LENGTH = {"factor": NUMBER, "original_max_position_embeddings": INT}
+ROPES: dict[str, ConfigKeys] = {
+    "default": _ROPE,
+    "linear": _ROPE.plus(ConfigKeys(used={"factor": NUMBER})),
+    "dynamic": _ROPE.plus(ConfigKeys(used={"factor": NUMBER})),
+    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor": NUMBER, "high_freq_factor": NUMBER})),
+    "yarn": _ROPE.plus(
+        ConfigKeys(
+            used={
+                **_LENGTH, "attention_factor": NUMBER + NULL, "beta_fast": NUMBER + NULL, "beta_slow": NUMBER + NULL,
+                "mscale": NUMBER + NULL, "mscale_all_dim": NUMBER + NULL, "truncate": BOOL,
+            }
+        )
+    ),
+    "longrope": _ROPE.plus(
+        ConfigKeys(
+            used={
+                **_LENGTH, "factor": NUMBER + NULL, "attention_factor": NUMBER + NULL,
+                "short_factor": LIST, "long_factor": LIST,
+            }
+        )
+    ),
+}  # fmt: skip
+
+
+def _rope_keys(found: Json) -> ConfigKeys:
+    """The table of `rope_parameters`, which depends on its type."""
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind not in ROPES:
+        raise refuse("config.json: rope_scaling", kind, ", ".join(ROPES))
+    return ROPES[kind]
+
+
+KEYS = COMMON.plus(
+    ConfigKeys(
+        used={
+            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
+            "num_attention_heads": INT, "num_key_value_heads": INT + NULL, "head_dim": INT + NULL,
+            "rms_norm_eps": NUMBER, "max_position_embeddings": INT, "original_max_position_embeddings": INT + NULL,
+            "rope_theta": NUMBER, "tie_word_embeddings": BOOL,
+        },
+        only={"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,)},
+        nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys},
+    )
+)  # fmt: skip
+NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
+    used={"layer_types": LIST + NULL},
+    only={"use_sliding_window": (False, None)},
+    unused=dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is false"),
+)
+WINDOW = ConfigKeys(
+    used={
+        "use_sliding_window": BOOL, "sliding_window": INT + NULL, "max_window_layers": INT, "layer_types": LIST + NULL,
+    }
+)  # fmt: skip
+NO_BIAS = ConfigKeys(only={"attention_bias": (False,)})
+BIAS = ConfigKeys(used={"attention_bias": BOOL})
+EXPERTS = ConfigKeys(
+    used={
+        "num_experts": INT, "num_local_experts": INT, "num_experts_per_tok": INT, "moe_intermediate_size": INT,
+        "norm_topk_prob": BOOL, "decoder_sparse_step": INT, "mlp_only_layers": LIST + NULL,
+    }
+)  # fmt: skip
+
+# Qwen2's class, and diffusion models made from it.
+QWEN2_KEYS = KEYS.plus(
+    NO_WINDOW, ConfigKeys(unused={"attention_bias": "queries, keys and values have biases, by the class"})
+)
+
+
+# --- config.json -> our config
+
+
+def decoder_config(config: Json, *, default_mask: int | None = None, **ours: Any) -> ModelConfig:
+    """Converts a config.json of this kind.
+
+    Args:
+        config: config.json.
+        default_mask: The mask id where config.json names none.
+        **ours: Fields of `ModelConfig` that the family adds or overrides.
+
+    Returns:
+        Our config.
+
+    Raises:
+        ValueError: A value is missing or not supported.
+    """
+    heads, width = need(config, "num_attention_heads"), need(config, "hidden_size")
+    if heads < 1:
+        raise refuse("config.json: num_attention_heads", heads, "1 or more")
+    theta, scaling = _rope_of(config)
+    # Rotary embeddings whose frequencies change with the length are only built up to the original context.
+    context = config.get("max_position_embeddings", 2048)
+    context = min(context, scaling.original) if scaling is not None and scaling.bounded else context
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+    bias = bool(config.get("attention_bias", False))
+    fields = dict(
+        vocab=need(config, "vocab_size"), width=width, layers=need(config, "num_hidden_layers"), heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads, head_dim=width // heads if head_dim is None else head_dim,
+        ffn=need(config, "intermediate_size"), rope_theta=theta, rope_scaling=scaling, qk_norm=False,
+        qkv_bias=bias, out_bias=bias, mlp_bias=config.get("mlp_bias", False),
+        tied=config.get("tie_word_embeddings", False), zero_centred=False, scale_embed=False,
+        norm_eps=config.get("rms_norm_eps", 1e-6), context=context, **_window_fields(config),
+        **common_fields({"mask_token_id": default_mask, **config}),
+    )  # fmt: skip
+    return ModelConfig(**(fields | ours))
+
+
+def _window_fields(config: Json) -> dict[str, Any]:
+    """Layers with a sliding window: those of `layer_types`, or without it all from `max_window_layers` on."""
+    layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        full = range(layers if window is None else min(max(first, 0), layers))
+    else:
+        check_layer_types(kinds, layers)
+        full = [i for i in range(layers) if kinds[i] == FULL]
+        if window is None and len(full) < layers:
+            raise refuse("config.json: layer_types", SLIDING, f"{FULL}: no sliding window is used")
+    return {} if window is None or len(full) == layers else dict(window=window, global_layers=tuple(full))
+
+
+def check_layer_types(kinds: list[str], layers: int) -> None:
+    """Checks `layer_types`.
+
+    Args:
+        kinds: One kind of attention a layer.
+        layers: The number of layers.
+
+    Raises:
+        ValueError: The list has another length, or a kind that we do not build.
+    """
+    if len(kinds) != layers:
+        raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise refuse("config.json: layer_types", kind, f"{FULL}, {SLIDING}")
+
+
+def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling` before transformers 5."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise refuse("config.json: rope_scaling", config["rope_scaling"], "null beside rope_parameters")
+    theta = float(found.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if not theta > 1:
+        raise refuse("config.json: rope_theta", theta, "more than 1")
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    longest = config.get("max_position_embeddings", 2048)
+    factor = 0.0 if kind == "longrope" else float(need(found, "factor"))
+    if kind == "linear":
+        return theta, RopeScaling(kind=kind, factor=factor)
+    if kind == "dynamic":
+        return theta, RopeScaling(kind=kind, factor=factor, original=need(config, "max_position_embeddings"))
+    # A length beside rope_parameters, as in Phi 3, overrides the one within.
+    original = config.get("original_max_position_embeddings")
+    original = found.get("original_max_position_embeddings", longest) if original is None else original
+    if original < 2:
+        raise refuse("config.json: original_max_position_embeddings", original, "2 or more")
+    if kind == "llama3":
+        low, high = float(need(found, "low_freq_factor")), float(need(found, "high_freq_factor"))
+        return theta, RopeScaling(kind=kind, factor=factor, original=original, low=low, high=high)
+    attention = found.get("attention_factor")
+    if kind == "yarn":
+        if attention is None:  # DeepSeek's ratio of two scales, or YaRN's 0.1 ln(factor) + 1
+            scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+            top, bottom = found.get("mscale"), found.get("mscale_all_dim")
+            attention = scale(top) / scale(bottom) if top and bottom else scale(1.0)
+        return theta, RopeScaling(
+            kind=kind, factor=factor, original=original, fast=float(found.get("beta_fast") or 32),
+            slow=float(found.get("beta_slow") or 1), attention=float(attention), truncate=found.get("truncate", True),
+        )  # fmt: skip
+    short, long = (tuple(map(float, need(found, f"{name}_factor"))) for name in ("short", "long"))
+    if attention is None:
+        stretch = longest / original if found.get("factor") is None else found["factor"]
+        attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return theta, RopeScaling(
+        kind=kind, factor=longest / original, original=original, attention=float(attention), short=short, long=long
+    )  # fmt: skip
+
+
+def experts_of(config: Json, **ours: Any) -> Experts | None:
+    """Converts Qwen3's mixture of experts.
+
+    Args:
+        config: config.json.
+        **ours: Fields of `Experts` that the family adds or overrides.
+
+    Returns:
+        The experts; None if the model has none.
+
+    Raises:
+        ValueError: A value is missing, or two contradict each other.
+    """
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if key in config}
+    if not any(counts):
+        return None
+    if len(counts) > 1:
+        raise refuse("config.json: num_local_experts", sorted(counts), "the same number as num_experts")
+    layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise refuse("config.json: decoder_sparse_step", step, "1 or more")
+    plain = set(config.get("mlp_only_layers") or [])
+    fields: dict[str, Any] = dict(
+        count=need(config, "num_experts", "num_local_experts"), active=need(config, "num_experts_per_tok"),
+        width=need(config, "moe_intermediate_size"), renormalise=bool(config.get("norm_topk_prob", False)),
+        dense=tuple(i for i in range(layers) if i in plain or (i + 1) % step),
+    )  # fmt: skip
+    return Experts(**(fields | ours))
+
+
+# --- tensor names
+
+
+def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
+    """Returns where each parameter is, by its path."""
+    sources = {
+        "embed": TensorSource("model.embed_tokens.weight"),
+        "norm/scale": TensorSource("model.norm.weight"),
+    }
+    if not c.tied:
+        sources["head"] = TensorSource("lm_head.weight", 1)
+    for i in range(c.layers):
+        ours, theirs = f"block_{i}/", f"model.layers.{i}."
+        sources[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}input_layernorm.weight")
+        sources[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}post_attention_layernorm.weight")
+        mine, attention = f"{ours}attention/", f"{theirs}self_attn."
+        for p in "qkv":
+            sources[f"{mine}{p}/w"] = TensorSource(f"{attention}{p}_proj.weight", 1)
+            if c.qkv_bias:
+                sources[f"{mine}{p}/b"] = TensorSource(f"{attention}{p}_proj.bias", fold=2)
+            if c.qk_norm and p != "v":
+                sources[f"{mine}{p}_norm/scale"] = TensorSource(f"{attention}{p}_norm.weight")
+        sources[f"{mine}o/w"] = TensorSource(f"{attention}o_proj.weight", 2)
+        if c.out_bias:
+            sources[f"{mine}o/b"] = TensorSource(f"{attention}o_proj.bias")
+        if c.experts is None or i in c.experts.dense:
+            sources |= mlp_names(f"{ours}mlp/", f"{theirs}mlp.", c.mlp_bias)
+        else:
+            sources |= expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
+    return sources
+
+
+def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSource]:
+    """Returns where gate, up and down of a dense layer are.
+
+    Args:
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+        bias: Whether they have biases.
+
+    Returns:
+        Sources by path.
+    """
+    parts = ("gate", "up", "down")
+    sources = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
+    return sources | ({f"{ours}{p}/b": TensorSource(f"{theirs}{p}_proj.bias") for p in parts} if bias else {})
+
+
+def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
+    """Returns where the router and gate, up and down of each expert are.
+
+    Args:
+        e: The experts.
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+
+    Returns:
+        Sources by path.
+    """
+    each = f"{theirs}experts.{{e}}."
+    return {
+        f"{ours}router": TensorSource(f"{theirs}gate.weight", 1),
+        f"{ours}gate_up": TensorSource((f"{each}gate_proj.weight", f"{each}up_proj.weight"), 1, e.count),
+        f"{ours}down": TensorSource(f"{each}down_proj.weight", 1, e.count),
+    }

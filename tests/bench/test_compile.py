@@ -22,7 +22,7 @@ from mercury_jax.bench import (
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import size, table
 from mercury_jax.decode import abstract
-from mercury_jax.hub.load import open_config
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -57,7 +57,7 @@ def test_every_gpu_has_a_description_whose_numbers_are_the_chip_s():
 
 
 def test_the_26b_configuration_is_that_of_its_config_json():
-    assert known.find("diffusiongemma-26b-a4b").config() == open_config(CONFIG_26B).config
+    assert known.find("diffusiongemma-26b-a4b").config() == open_checkpoint(CONFIG_26B).config
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])

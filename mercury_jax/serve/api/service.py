@@ -37,7 +37,7 @@ class Service:
     @cached_property
     def longest(self) -> int:
         """Bytes of the longest token: what is longer than the context times this cannot fit."""
-        return int(max(1, self.engine.lm.tokenizer.byte_lengths().max()))
+        return max(1, *map(len, self.engine.lm.tokenizer.pieces))
 
     def check(self, model: str) -> None:
         """ApiError 404 for a model that is not here, 503 while the engine takes nothing."""
