@@ -8,8 +8,8 @@ Reading config.json fails closed: a key that nobody reads may change the arithme
 more than 1). So every family has a table of keys (`ConfigKeys`), and whatever is in config.json and not in the table
 is refused by name. Values must have the types that transformers 5 asks for; the string "false" would otherwise be true.
 
-The second half converts checkpoints built as Llama and Qwen are, from which many diffusion models are made:
-`decoder_config` and `tensor_names` (`families/qwen_llama.py` writes them).
+`decoder_config` and `tensor_names` convert checkpoints built as Llama and Qwen are, from which many diffusion models
+are made; `families/qwen_llama.py` writes such a config.json.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, R
 from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
-Types = tuple[type, ...]
-
-INT: Types = (int,)
-NUMBER: Types = (int, float)
-BOOL: Types = (bool,)
-TEXT: Types = (str,)
-LIST: Types = (list,)
-NULL: Types = (type(None),)
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"}
+# Types of values in JSON as the tables name them, and in words.
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"),
+    "number": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "text": ((str,), "a string"),
+    "list": ((list,), "a list"),
+    "null": ((type(None),), "null"),
+}
 _NONE: Mapping[str, Any] = MappingProxyType({})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -41,13 +41,14 @@ class ConfigKeys(NamedTuple):
     """The keys that may occur in one object of a config.json.
 
     Attributes:
-        used: Keys that our config is made from, and the types of their values; null only where listed.
+        used: Keys that our config is made from, and the types of their values: int, number, bool, text, list and
+            null, with spaces between them.
         only: Keys that would change the arithmetic, and the values under which it is the one that we build.
         unused: Keys that change no logit, whatever their value, and why.
         nested: Keys whose value is an object or null: the table of that object, or a function of the object to it.
     """
 
-    used: Mapping[str, Types] = _NONE
+    used: Mapping[str, str] = _NONE
     only: Mapping[str, tuple[Any, ...]] = _NONE
     unused: Mapping[str, str] = _NONE
     nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = _NONE
@@ -83,13 +84,13 @@ class ConfigKeys(NamedTuple):
                     inner = inner if isinstance(inner, ConfigKeys) else inner(value)
                     inner.check(value, file, f"{path}{key}.")
             elif key in self.used:
-                types = self.used[key]
+                names = self.used[key].split()
+                types = tuple(kind for name in names for kind in _TYPES[name][0])
                 # True is an int in Python, but not in a config.json.
                 if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
-                    named = [t for t in types if t in _TYPE_NAMES and not (t is int and float in types)]
-                    null = ", or null" if type(None) in types else ""
-                    allowed = f"a value: {' or '.join(_TYPE_NAMES[t] for t in named)}{null}"
-                    raise refuse(where, shown, allowed)
+                    words = [_TYPES[name][1] for name in names if name != "null"]
+                    null = ", or null" if "null" in names else ""
+                    raise refuse(where, shown, f"a value: {' or '.join(words)}{null}")
             elif key in self.only:
                 if not any(
                     value == one and isinstance(value, bool) == isinstance(one, bool)
@@ -147,140 +148,11 @@ def common_fields(config: Json) -> dict[str, Any]:
     return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]), dtype=dtype)
 
 
-class Family(NamedTuple):
-    """One family of checkpoints.
-
-    Attributes:
-        name: As users see it.
-        architectures: Entries of config.json's list that it takes, if `fits` says yes to the rest.
-        checkpoints: Ids on the Hugging Face hub.
-        keys: What may occur in their config.json; a function of it where its classes differ.
-        config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
-        names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
-        noise: How it was trained, or a function of config.json; None for an autoregressive model.
-        block: Block sizes of its published models, for tables.
-        about: One line, for tables.
-        ignored: Regular expressions of tensors that are not read, or a function of our config.
-        fits: Whether the rest of a config.json belongs to this family.
-        export: Our config -> their config.json; None where we cannot write the family.
-        licence: Of its published models.
-        decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
-        rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
-            architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    checkpoints: tuple[str, ...]
-    keys: ConfigKeys | Callable[[Json], ConfigKeys]
-    config: Callable[[Json], ModelConfig]
-    names: Callable[[ModelConfig], dict[str, TensorSource]]
-    noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
-    about: str = ""
-    block: str = "any"
-    ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = ()
-    fits: Callable[[Json], bool] = lambda config: True
-    export: Callable[[ModelConfig], dict[str, Any]] | None = None
-    licence: str = "see the checkpoint"
-    decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
-    rank: int = 0
-
-    def read(self, config: Json, file: str = "config.json") -> ModelConfig:
-        """Converts a config.json to our config.
-
-        Args:
-            config: The object in config.json.
-            file: Its path, for messages.
-
-        Returns:
-            Our config.
-
-        Raises:
-            ValueError: A key is unknown to the family, or a value is not supported.
-        """
-        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
-        keys.check(config, f"{file} ({self.name})")
-        return self.config(config)
-
-    def uses(self, tensor: str, config: ModelConfig) -> bool:
-        """Says whether a tensor should be read.
-
-        Args:
-            tensor: Its name in the file.
-            config: Our config.
-
-        Returns:
-            False if the family ignores it.
-        """
-        patterns = self.ignored(config) if callable(self.ignored) else self.ignored
-        return not any(re.search(pattern, tensor) for pattern in patterns)
-
-
-# --- the registry
-
-_REGISTERED: list[Family] = []
-
-
-def register(*found: Family) -> None:
-    """Adds families; those of this package are added when `mercury_jax.hub` is imported.
-
-    Args:
-        *found: The families.
-
-    Raises:
-        ValueError: Another family has the name.
-
-    Example:
-        >>> hub.register(DREAM._replace(name="Mine", architectures=("MyModel",), checkpoints=()))
-    """
-    for family in found:
-        if any(family.name == other.name for other in _REGISTERED):
-            raise refuse("name of a family", family.name, "a name that no other family has")
-        _REGISTERED.append(family)
-    _REGISTERED.sort(key=lambda family: family.rank)
-
-
-def families() -> tuple[Family, ...]:
-    """Returns all families, in the order in which they are tried."""
-    return tuple(_REGISTERED)
-
-
-def family_of(config: Json) -> tuple[Family, list[str]]:
-    """Finds the family of a config.json.
-
-    `architectures` decides, with what else the config contains: `model_type` alone is wrong (LLaDA-MoE says llada).
-
-    Args:
-        config: config.json.
-
-    Returns:
-        (the family, notes about other families that the same config.json would fit if it named a mask).
-
-    Raises:
-        ValueError: No family has the architecture.
-    """
-    named = config.get("architectures") or []
-    named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
-    able = [family for family in _REGISTERED if set(named) & set(family.architectures)]
-    found = next((family for family in able if family.fits(config)), None)
-    if found is None:
-        known = ", ".join(name for family in _REGISTERED for name in family.architectures)
-        raise refuse("config.json: architectures", named, known)
-    return found, [
-        f"config.json fits {other.name} as well, which is {other.about}, and names no mask: read as {found.name}; "
-        f"pass mask= (--mask) to read it as {other.name}"
-        for other in able
-        if other is not found and other.fits({**config, "mask_token_id": 0}) and not other.fits(config)
-    ]
-
-
-# --- keys of config.json
-
 # Keys that transformers writes into the config.json of any model, and keys that others are known to add.
 COMMON = ConfigKeys(
     used={
-        "architectures": LIST, "eos_token_id": INT + LIST + NULL, "pad_token_id": INT + NULL,
-        "mask_token_id": INT + NULL, "dtype": TEXT + NULL, "torch_dtype": TEXT + NULL,
+        "architectures": "list", "eos_token_id": "int list null", "pad_token_id": "int null",
+        "mask_token_id": "int null", "dtype": "text null", "torch_dtype": "text null",
     },
     only={
         "is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({}, None),
@@ -328,27 +200,28 @@ COMMON = ConfigKeys(
 IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 # rope_parameters (rope_scaling before transformers 5) by type
 _ROPE = ConfigKeys(
-    used={"rope_type": TEXT, "type": TEXT, "rope_theta": NUMBER}, only={"partial_rotary_factor": (1, 1.0)}
+    used={"rope_type": "text", "type": "text", "rope_theta": "number"},
+    only={"partial_rotary_factor": (1, 1.0)},
 )
-_LENGTH = {"factor": NUMBER, "original_max_position_embeddings": INT}
+_LENGTH = {"factor": "number", "original_max_position_embeddings": "int"}
 ROPES: dict[str, ConfigKeys] = {
     "default": _ROPE,
-    "linear": _ROPE.plus(ConfigKeys(used={"factor": NUMBER})),
-    "dynamic": _ROPE.plus(ConfigKeys(used={"factor": NUMBER})),
-    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor": NUMBER, "high_freq_factor": NUMBER})),
+    "linear": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
+    "dynamic": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
+    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor": "number", "high_freq_factor": "number"})),
     "yarn": _ROPE.plus(
         ConfigKeys(
             used={
-                **_LENGTH, "attention_factor": NUMBER + NULL, "beta_fast": NUMBER + NULL, "beta_slow": NUMBER + NULL,
-                "mscale": NUMBER + NULL, "mscale_all_dim": NUMBER + NULL, "truncate": BOOL,
+                **_LENGTH, "attention_factor": "number null", "beta_fast": "number null", "beta_slow": "number null",
+                "mscale": "number null", "mscale_all_dim": "number null", "truncate": "bool",
             }
         )
     ),
     "longrope": _ROPE.plus(
         ConfigKeys(
             used={
-                **_LENGTH, "factor": NUMBER + NULL, "attention_factor": NUMBER + NULL,
-                "short_factor": LIST, "long_factor": LIST,
+                **_LENGTH, "factor": "number null", "attention_factor": "number null",
+                "short_factor": "list", "long_factor": "list",
             }
         )
     ),
@@ -366,31 +239,32 @@ def _rope_keys(found: Json) -> ConfigKeys:
 KEYS = COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
-            "num_attention_heads": INT, "num_key_value_heads": INT + NULL, "head_dim": INT + NULL,
-            "rms_norm_eps": NUMBER, "max_position_embeddings": INT, "original_max_position_embeddings": INT + NULL,
-            "rope_theta": NUMBER, "tie_word_embeddings": BOOL,
+            "vocab_size": "int", "hidden_size": "int", "intermediate_size": "int", "num_hidden_layers": "int",
+            "num_attention_heads": "int", "num_key_value_heads": "int null", "head_dim": "int null",
+            "rms_norm_eps": "number", "max_position_embeddings": "int", "original_max_position_embeddings": "int null",
+            "rope_theta": "number", "tie_word_embeddings": "bool",
         },
         only={"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,)},
         nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys},
     )
 )  # fmt: skip
 NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
-    used={"layer_types": LIST + NULL},
+    used={"layer_types": "list null"},
     only={"use_sliding_window": (False, None)},
     unused=dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is false"),
 )
 WINDOW = ConfigKeys(
     used={
-        "use_sliding_window": BOOL, "sliding_window": INT + NULL, "max_window_layers": INT, "layer_types": LIST + NULL,
+        "use_sliding_window": "bool", "sliding_window": "int null", "max_window_layers": "int",
+        "layer_types": "list null",
     }
 )  # fmt: skip
 NO_BIAS = ConfigKeys(only={"attention_bias": (False,)})
-BIAS = ConfigKeys(used={"attention_bias": BOOL})
+BIAS = ConfigKeys(used={"attention_bias": "bool"})
 EXPERTS = ConfigKeys(
     used={
-        "num_experts": INT, "num_local_experts": INT, "num_experts_per_tok": INT, "moe_intermediate_size": INT,
-        "norm_topk_prob": BOOL, "decoder_sparse_step": INT, "mlp_only_layers": LIST + NULL,
+        "num_experts": "int", "num_local_experts": "int", "num_experts_per_tok": "int", "moe_intermediate_size": "int",
+        "norm_topk_prob": "bool", "decoder_sparse_step": "int", "mlp_only_layers": "list null",
     }
 )  # fmt: skip
 
@@ -609,3 +483,133 @@ def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
         f"{ours}gate_up": TensorSource((f"{each}gate_proj.weight", f"{each}up_proj.weight"), 1, e.count),
         f"{ours}down": TensorSource(f"{each}down_proj.weight", 1, e.count),
     }
+
+
+# --- families and their registry
+
+
+class Family(NamedTuple):
+    """One family of checkpoints.
+
+    Attributes:
+        name: As users see it.
+        architectures: Entries of config.json's list that it takes, if `fits` says yes to the rest.
+        checkpoints: Ids on the Hugging Face hub.
+        keys: What may occur in their config.json; a function of it where its classes differ.
+        config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
+        noise: How it was trained, or a function of config.json; None for an autoregressive model.
+        names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
+        block: Block sizes of its published models, for tables.
+        about: One line, for tables.
+        ignored: Regular expressions of tensors that are not read, or a function of our config.
+        fits: Whether the rest of a config.json belongs to this family.
+        export: Our config -> their config.json; None where we cannot write the family.
+        licence: Of its published models.
+        decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
+        rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
+            architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    checkpoints: tuple[str, ...]
+    keys: ConfigKeys | Callable[[Json], ConfigKeys]
+    config: Callable[[Json], ModelConfig]
+    noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
+    names: Callable[[ModelConfig], dict[str, TensorSource]] = tensor_names
+    about: str = ""
+    block: str = "any"
+    ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = IGNORED
+    fits: Callable[[Json], bool] = lambda config: True
+    export: Callable[[ModelConfig], dict[str, Any]] | None = None
+    licence: str = "see the checkpoint"
+    decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
+    rank: int = 0
+
+    def read(self, config: Json, file: str = "config.json") -> ModelConfig:
+        """Converts a config.json to our config.
+
+        Args:
+            config: The object in config.json.
+            file: Its path, for messages.
+
+        Returns:
+            Our config.
+
+        Raises:
+            ValueError: A key is unknown to the family, or a value is not supported.
+        """
+        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
+        keys.check(config, f"{file} ({self.name})")
+        return self.config(config)
+
+    def uses(self, tensor: str, config: ModelConfig) -> bool:
+        """Says whether a tensor should be read.
+
+        Args:
+            tensor: Its name in the file.
+            config: Our config.
+
+        Returns:
+            False if the family ignores it.
+        """
+        patterns = self.ignored(config) if callable(self.ignored) else self.ignored
+        return not any(re.search(pattern, tensor) for pattern in patterns)
+
+
+# --- the registry
+
+_REGISTERED: list[Family] = []
+
+
+def register(*found: Family) -> None:
+    """Adds families; those of this package are added when `mercury_jax.hub` is imported.
+
+    Args:
+        *found: The families.
+
+    Raises:
+        ValueError: Another family has the name.
+
+    Example:
+        >>> hub.register(DREAM._replace(name="Mine", architectures=("MyModel",), checkpoints=()))
+    """
+    for family in found:
+        if any(family.name == other.name for other in _REGISTERED):
+            raise refuse("name of a family", family.name, "a name that no other family has")
+        _REGISTERED.append(family)
+    _REGISTERED.sort(key=lambda family: family.rank)
+
+
+def families() -> tuple[Family, ...]:
+    """Returns all families, in the order in which they are tried."""
+    return tuple(_REGISTERED)
+
+
+def family_of(config: Json) -> tuple[Family, list[str]]:
+    """Finds the family of a config.json.
+
+    `architectures` decides, with what else the config contains: `model_type` alone is wrong (LLaDA-MoE says llada).
+
+    Args:
+        config: config.json.
+
+    Returns:
+        (the family, notes about other families that the same config.json would fit if it named a mask).
+
+    Raises:
+        ValueError: No family has the architecture.
+    """
+    named = config.get("architectures") or []
+    named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
+    able = [family for family in _REGISTERED if set(named) & set(family.architectures)]
+    found = next((family for family in able if family.fits(config)), None)
+    if found is None:
+        known = ", ".join(name for family in _REGISTERED for name in family.architectures)
+        raise refuse("config.json: architectures", named, known)
+    return found, [
+        f"config.json fits {other.name} as well, which is {other.about}, and names no mask: read as {found.name}; "
+        f"pass mask= (--mask) to read it as {other.name}"
+        for other in able
+        if other is not found and other.fits({**config, "mask_token_id": 0}) and not other.fits(config)
+    ]

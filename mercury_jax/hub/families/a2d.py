@@ -3,20 +3,9 @@
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
+from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import (
-    IGNORED,
-    KEYS,
-    NO_BIAS,
-    NO_WINDOW,
-    QWEN2_KEYS,
-    ConfigKeys,
-    Family,
-    Json,
-    decoder_config,
-    register,
-    tensor_names,
-)
+from mercury_jax.hub.family import ConfigKeys, Family, Json, register
 
 # architecture -> (model_type, biases on q, k and v, norms of q and k)
 KINDS = {
@@ -32,7 +21,7 @@ def _architecture(config: Json) -> str:
 
 def _keys(config: Json) -> ConfigKeys:
     biased = _architecture(config) == "A2DQwen2LMHeadModel"
-    known = QWEN2_KEYS if biased else KEYS.plus(NO_WINDOW, NO_BIAS)
+    known = family.QWEN2_KEYS if biased else family.KEYS.plus(family.NO_WINDOW, family.NO_BIAS)
     return known.plus(ConfigKeys(only={"pretraining_tp": (1,)}))
 
 
@@ -40,7 +29,7 @@ def _bidirectional(config: Json, **ours: Any) -> ModelConfig:
     """None of these families has a fixed mask id."""
     if config.get("mask_token_id") is None:
         raise refuse("mask", None, "an id: neither config.json nor the tokenizer names the mask; pass mask=")
-    return decoder_config(config, out_bias=False, pattern="bidirectional", block=32, **ours)
+    return family.decoder_config(config, out_bias=False, pattern="bidirectional", block=32, **ours)
 
 
 def _config(config: Json) -> ModelConfig:
@@ -62,10 +51,8 @@ register(
         checkpoints=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
         keys=_keys,
         config=_config,
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         about="masked, small, made of Qwen or Llama",
-        ignored=IGNORED,
         export=_export,
         licence="Apache-2.0",
         rank=1,
@@ -74,12 +61,10 @@ register(
         name="Open-dCoder",
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("fredzzp/open-dcoder-0.5B",),
-        keys=QWEN2_KEYS,
+        keys=family.QWEN2_KEYS,
         config=lambda config: _bidirectional(config, qkv_bias=True, alignment="shifted"),
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         about="masked, made of Qwen2.5-Coder",
-        ignored=IGNORED,
         # Its config.json is Qwen2.5's, and so is its class; only the mask id distinguishes it.
         fits=lambda config: config.get("mask_token_id") is not None and "auto_map" in config,
         export=lambda c: export_config(

@@ -10,18 +10,8 @@ import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub.family import (
-    BOOL,
-    COMMON,
-    INT,
-    NUMBER,
-    ConfigKeys,
-    Family,
-    Json,
-    common_fields,
-    need,
-    register,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.dit import DiTConfig
 
@@ -29,10 +19,11 @@ from mercury_jax.models.dit import DiTConfig
 CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(min|max)$")
 
 
-KEYS = COMMON.plus(
+KEYS = family.COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": INT, "hidden_dim": INT, "n_heads": INT, "n_blocks": INT, "cond_dim": INT, "model_length": INT,
+            "vocab_size": "int", "hidden_dim": "int", "n_heads": "int", "n_blocks": "int", "cond_dim": "int",
+            "model_length": "int",
         },
         only={"causal": (False,), "adaln": (True,)},
         unused={
@@ -41,8 +32,8 @@ KEYS = COMMON.plus(
         },
     )
 )  # fmt: skip
-TIMED = ConfigKeys(used={"time_conditioning": BOOL})
-BLOCKS = ConfigKeys(used={"block_size": INT, "cross_attn": BOOL})
+TIMED = ConfigKeys(used={"time_conditioning": "bool"})
+BLOCKS = ConfigKeys(used={"block_size": "int", "cross_attn": "bool"})
 
 
 def _names(prefix: str, config: ModelConfig) -> dict[str, TensorSource]:
@@ -91,7 +82,7 @@ def _config(config: Json, sizes: tuple[str, ...] = SIZES, masked: bool = True, *
     pad = id_of("pad_token_id", vocab - 1 if mask is None else mask)
     fields = dict(
         vocab=vocab, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, layers=layers, ffn=4 * width,
-        cond=cond, context=context, block=context, dtype=common_fields(config)["dtype"], mask=mask, pad=pad,
+        cond=cond, context=context, block=context, dtype=family.common_fields(config)["dtype"], mask=mask, pad=pad,
         eos=id_of("eos_token_id", (pad if mask is None else mask) - 1),
         timed=bool(config.get("time_conditioning", False)),
     )  # fmt: skip
@@ -171,9 +162,9 @@ register(
         checkpoints=tuple(
             f"dvruette/gidd-{size}-p_unif-{p}" for size in ("small", "base") for p in ("0.0", "0.1", "0.2")
         ),
-        keys=COMMON.plus(
+        keys=family.COMMON.plus(
             ConfigKeys(
-                used={"vocab_size": INT, "t_eps": NUMBER, "p_uniform": NUMBER, **dict.fromkeys(GIDD_SIZES, INT)}
+                used={"vocab_size": "int", "t_eps": "number", "p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int")}
             )
         ),
         # Conditioned on the time itself, shrunk into [t_eps, 1 - t_eps] as in its training and its sampler.

@@ -3,8 +3,9 @@
 import functools
 
 from mercury_jax.config import NoiseConfig
+from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import IGNORED, QWEN2_KEYS, Family, decoder_config, register, tensor_names
+from mercury_jax.hub.family import Family, register
 
 register(
     Family(
@@ -16,15 +17,13 @@ register(
             "apple/DiffuCoder-7B-Instruct",
             "Dream-org/DreamOn-v0-7B",
         ),
-        keys=QWEN2_KEYS,
+        keys=family.QWEN2_KEYS,
         config=functools.partial(
-            decoder_config, default_mask=151666, qkv_bias=True, out_bias=False, pattern="bidirectional", block=32,
-            alignment="shifted",
+            family.decoder_config, default_mask=151666, qkv_bias=True, out_bias=False, pattern="bidirectional",
+            block=32, alignment="shifted",
         ),
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         about="masked, made of Qwen2.5; DiffuCoder and DreamOn too",
-        ignored=IGNORED,
         export=functools.partial(export_config, architecture="DreamModel", model_type="Dream"),
         licence="Apache-2.0 (DiffuCoder: Apple's)",
     )

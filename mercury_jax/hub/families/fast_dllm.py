@@ -1,17 +1,9 @@
 """Fast-dLLM v2: Qwen2.5 in causal blocks; logits at position i predict token i + 1 (arXiv 2509.26328)."""
 
 from mercury_jax.config import NoiseConfig
+from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import (
-    IGNORED,
-    INT,
-    QWEN2_KEYS,
-    ConfigKeys,
-    Family,
-    decoder_config,
-    register,
-    tensor_names,
-)
+from mercury_jax.hub.family import ConfigKeys, Family, register
 
 MASK, BLOCK = 151665, 32  # where config.json does not say
 
@@ -20,18 +12,16 @@ register(
         name="Fast-dLLM v2",
         architectures=("Fast_dLLM_QwenForCausalLM",),
         checkpoints=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
-        keys=QWEN2_KEYS.plus(
-            ConfigKeys(used={"bd_size": INT}, unused={"conplemenrary_mask": "training only"})
+        keys=family.QWEN2_KEYS.plus(
+            ConfigKeys(used={"bd_size": "int"}, unused={"conplemenrary_mask": "training only"})
         ),
-        config=lambda config: decoder_config(
+        config=lambda config: family.decoder_config(
             config, default_mask=MASK, qkv_bias=True, out_bias=False, pattern="block_causal",
             block=config.get("bd_size", BLOCK), alignment="shifted",
         ),
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         block="32",
         about="masked blocks, made of Qwen2.5",
-        ignored=IGNORED,
         export=lambda c: export_config(c, "Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", bd_size=c.block),
         licence="Apache-2.0",
     )

@@ -11,26 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub.family import (
-    BOOL,
-    COMMON,
-    FULL,
-    INT,
-    LIST,
-    NULL,
-    NUMBER,
-    SLIDING,
-    TEXT,
-    ConfigKeys,
-    Family,
-    Json,
-    check_layer_types,
-    common_fields,
-    listed_ids,
-    mlp_names,
-    need,
-    register,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.gemma import GemmaConfig
 
@@ -50,23 +32,23 @@ _MIXED = {
     "moe_branch_norm": "post_feedforward_layernorm_2",
 }
 
-_ROPE = ConfigKeys(used={"rope_type": TEXT, "rope_theta": NUMBER})
-_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": NUMBER, "factor": NUMBER}))
-_LAYER = ConfigKeys(used={"head_dim": INT, "num_key_value_heads": INT})
+_ROPE = ConfigKeys(used={"rope_type": "text", "rope_theta": "number"})
+_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": "number", "factor": "number"}))
+_LAYER = ConfigKeys(used={"head_dim": "int", "num_key_value_heads": "int"})
 ROPES = ConfigKeys(
     nested={
         "sliding_attention": _ROPE,
         "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
     }
 )
-TEXT_KEYS = COMMON.plus(
+TEXT_KEYS = family.COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
-            "num_attention_heads": INT, "num_key_value_heads": INT, "head_dim": INT, "global_head_dim": INT,
-            "num_global_key_value_heads": INT + NULL, "sliding_window": INT, "layer_types": LIST + NULL,
-            "max_position_embeddings": INT, "rms_norm_eps": NUMBER, "num_experts": INT + NULL,
-            "top_k_experts": INT + NULL, "moe_intermediate_size": INT + NULL,
+            "vocab_size": "int", "hidden_size": "int", "intermediate_size": "int", "num_hidden_layers": "int",
+            "num_attention_heads": "int", "num_key_value_heads": "int", "head_dim": "int", "global_head_dim": "int",
+            "num_global_key_value_heads": "int null", "sliding_window": "int", "layer_types": "list null",
+            "max_position_embeddings": "int", "rms_norm_eps": "number", "num_experts": "int null",
+            "top_k_experts": "int null", "moe_intermediate_size": "int null",
         },
         only={
             "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
@@ -81,7 +63,7 @@ TEXT_KEYS = COMMON.plus(
 # DiffusionGemma lacks some options of Gemma 4's text model.
 DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
     ConfigKeys(
-        used={"final_logit_softcapping": NUMBER},
+        used={"final_logit_softcapping": "number"},
         only={
             "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
         },
@@ -91,14 +73,14 @@ DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
 GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
     ConfigKeys(
         used={
-            "final_logit_softcapping": NUMBER + NULL, "attention_k_eq_v": BOOL, "enable_moe_block": BOOL,
-            "hidden_size_per_layer_input": INT, "vocab_size_per_layer_input": INT, "num_kv_shared_layers": INT,
-            "use_double_wide_mlp": BOOL,
+            "final_logit_softcapping": "number null", "attention_k_eq_v": "bool", "enable_moe_block": "bool",
+            "hidden_size_per_layer_input": "int", "vocab_size_per_layer_input": "int", "num_kv_shared_layers": "int",
+            "use_double_wide_mlp": "bool",
         }
     )
 )  # fmt: skip
 # Around a text model. Images and audio are refused, so no logit depends on these keys.
-MULTIMODAL = COMMON.plus(
+MULTIMODAL = family.COMMON.plus(
     ConfigKeys(
         only={"tie_word_embeddings": (True,)},
         unused=dict.fromkeys(
@@ -112,7 +94,7 @@ MULTIMODAL = COMMON.plus(
 )  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL.plus(
     ConfigKeys(
-        used={"canvas_length": INT},
+        used={"canvas_length": "int"},
         only={"model_type": ("diffusion_gemma",)},
         nested={"text_config": DIFFUSION_INNER_KEYS},
     )
@@ -132,9 +114,9 @@ def _fields(config: Json, **ours: Any) -> dict[str, Any]:
     """Fields of `GemmaConfig`; `ours` adds those in which DiffusionGemma and Gemma 4 differ."""
     text = _text_of(config)
     # Ids of the text model's config, and further ends of the whole checkpoint's.
-    ends = [i for part in (text, config) for i in listed_ids(part.get("eos_token_id"))]
+    ends = [i for part in (text, config) for i in family.listed_ids(part.get("eos_token_id"))]
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    common = common_fields({**text, **dtype, "eos_token_id": list(dict.fromkeys(ends)) or [1]})
+    common = family.common_fields({**text, **dtype, "eos_token_id": list(dict.fromkeys(ends)) or [1]})
     pad = text.get("pad_token_id")
     fields = common | dict(
         vocab=need(text, "vocab_size"), width=need(text, "hidden_size"), layers=need(text, "num_hidden_layers"),
@@ -152,9 +134,9 @@ def _global_layers(text: Json) -> tuple[int, ...]:
     """Layers without a sliding window; the last layer never has one, whatever the list says."""
     layers, kinds = need(text, "num_hidden_layers"), text.get("layer_types")
     if kinds is None:
-        kinds = [SLIDING if (i + 1) % PATTERN else FULL for i in range(layers)]
-    check_layer_types([*kinds[:-1], FULL], layers)
-    return tuple(i for i in range(layers) if kinds[i] == FULL or i == layers - 1)
+        kinds = [family.SLIDING if (i + 1) % PATTERN else family.FULL for i in range(layers)]
+    family.check_layer_types([*kinds[:-1], family.FULL], layers)
+    return tuple(i for i in range(layers) if kinds[i] == family.FULL or i == layers - 1)
 
 
 def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
@@ -267,7 +249,7 @@ def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
             if p != "v":
                 sources[f"{mine}{p}_norm/scale"] = TensorSource(f"{attention}{p}_norm.weight")
         sources[f"{mine}o/w"] = TensorSource(f"{attention}o_proj.weight", 2)
-        sources |= mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
+        sources |= family.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
         if c.experts is not None:
             sources |= {
                 f"{ours}moe/router/scale": TensorSource(f"{theirs}router.scale"),
@@ -288,7 +270,7 @@ def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
 def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
     """The decoder's tensors; the encoder has the same weights but for the layers' scalars."""
     stem, conditioning = "model.decoder.", "model.decoder.self_conditioning."
-    sources = _names(c, stem) | mlp_names("self_conditioning/mlp/", conditioning)
+    sources = _names(c, stem) | family.mlp_names("self_conditioning/mlp/", conditioning)
     sources["self_conditioning/norm/scale"] = TensorSource(f"{conditioning}pre_norm.weight")
     for i in range(c.layers):
         encoder = f"model.encoder.language_model.layers.{i}.layer_scalar"
@@ -350,7 +332,7 @@ def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
         eos_token_id=[c.eos, *c.ends] if c.ends else c.eos, bos_token_id=2, tie_word_embeddings=True,
         attention_bias=False, sliding_window=c.window, dtype=c.dtype,
         rope_parameters=dict(sliding_attention=near, full_attention=far),
-        layer_types=[FULL if c.is_global(i) else SLIDING for i in range(c.layers)],
+        layer_types=[family.FULL if c.is_global(i) else family.SLIDING for i in range(c.layers)],
         per_layer_config={str(i): overrides for i in c.global_layers},
     )  # fmt: skip
     if c.experts is not None:

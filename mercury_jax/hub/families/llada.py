@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
-from mercury_jax.hub.family import (
-    BOOL,
-    COMMON,
-    INT,
-    NULL,
-    NUMBER,
-    ConfigKeys,
-    Family,
-    Json,
-    common_fields,
-    need,
-    register,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 
 # Options of the reference that no published model uses; each would change the arithmetic.
@@ -26,13 +15,13 @@ PLAIN = dict(
     include_bias=(False,), include_qkv_bias=(False,), bias_for_layer_norm=(False,), attention_layer_norm=(False,),
     scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,), layer_norm_with_affine=(True,),
 )  # fmt: skip
-KEYS = COMMON.plus(
+KEYS = family.COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": INT, "embedding_size": INT + NULL, "d_model": INT, "n_layers": INT, "n_heads": INT,
-            "n_kv_heads": INT + NULL, "multi_query_attention": BOOL + NULL, "mlp_hidden_size": INT + NULL,
-            "mlp_ratio": NUMBER, "rope_theta": NUMBER, "rms_norm_eps": NUMBER, "max_sequence_length": INT,
-            "weight_tying": BOOL,
+            "vocab_size": "int", "embedding_size": "int null", "d_model": "int", "n_layers": "int", "n_heads": "int",
+            "n_kv_heads": "int null", "multi_query_attention": "bool null", "mlp_hidden_size": "int null",
+            "mlp_ratio": "number", "rope_theta": "number", "rms_norm_eps": "number", "max_sequence_length": "int",
+            "weight_tying": "bool",
         },
         only=PLAIN,
         unused={
@@ -61,7 +50,7 @@ def _config(config: Json) -> ModelConfig:
         pattern="bidirectional", block=32, rope_theta=float(config.get("rope_theta", 10_000.0)), qk_norm=False,
         tied=bool(config.get("weight_tying", False)), zero_centred=False, scale_embed=False,
         norm_eps=config.get("rms_norm_eps", 1e-5), context=need(config, "max_sequence_length"),
-        **common_fields({"mask_token_id": 126336, **config}),
+        **family.common_fields({"mask_token_id": 126336, **config}),
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -101,6 +90,7 @@ register(
         names=_names,
         noise=NoiseConfig(kind="absorbing"),
         about="masked, trained from scratch",
+        ignored=(),
         export=_export,
         fits=lambda config: "d_model" in config,
         licence="MIT",

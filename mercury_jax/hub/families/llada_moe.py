@@ -9,37 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
+from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import (
-    BOOL,
-    IGNORED,
-    INT,
-    KEYS,
-    LIST,
-    NO_WINDOW,
-    NULL,
-    NUMBER,
-    ConfigKeys,
-    Family,
-    Json,
-    decoder_config,
-    expert_names,
-    mlp_names,
-    need,
-    register,
-    tensor_names,
-)
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 
 MASK, BLOCK = 156895, 32  # not in config.json
 
-MOE_KEYS = KEYS.plus(
-    NO_WINDOW,
+MOE_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
     ConfigKeys(
         used={
-            "num_experts": INT, "num_experts_per_tok": INT, "expert_intermediate_size": INT,
-            "dense_intermediate_size": INT + NULL, "moe_layer_freq": LIST + NULL, "qk_layernorm": BOOL,
-            "partial_rotary_factor": NUMBER + NULL,
+            "num_experts": "int", "num_experts_per_tok": "int", "expert_intermediate_size": "int",
+            "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
+            "partial_rotary_factor": "number null",
         },
         only={
             "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias": (False,),
@@ -61,7 +44,7 @@ def _moe_config(config: Json) -> ModelConfig:
         dense=tuple(i for i in range(layers) if not frequency[i]),
     )  # fmt: skip
     ffn = config.get("dense_intermediate_size") or experts.width
-    return decoder_config(
+    return family.decoder_config(
         {**config, "intermediate_size": ffn}, default_mask=MASK, experts=experts,
         qk_norm=bool(config.get("qk_layernorm")), pattern="bidirectional", block=32,
         rope_fraction=float(config.get("partial_rotary_factor") or 1.0),
@@ -81,13 +64,14 @@ def _moe_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-LLADA2_KEYS = KEYS.plus(
-    NO_WINDOW,
+LLADA2_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
     ConfigKeys(
         used={
-            "num_experts": INT, "num_experts_per_tok": INT, "moe_intermediate_size": INT, "n_group": INT,
-            "topk_group": INT, "num_shared_experts": INT + NULL, "routed_scaling_factor": NUMBER,
-            "first_k_dense_replace": INT, "use_qk_norm": BOOL, "partial_rotary_factor": NUMBER, "block_size": INT,
+            "num_experts": "int", "num_experts_per_tok": "int", "moe_intermediate_size": "int", "n_group": "int",
+            "topk_group": "int", "num_shared_experts": "int null", "routed_scaling_factor": "number",
+            "first_k_dense_replace": "int", "use_qk_norm": "bool", "partial_rotary_factor": "number",
+            "block_size": "int",
         },
         only={
             "score_function": ("sigmoid",), "use_bias": (False,), "use_qkv_bias": (False,), "use_rmsnorm": (True,),
@@ -113,7 +97,7 @@ def _llada2_config(config: Json) -> ModelConfig:
         groups=config.get("n_group", 1), active_groups=config.get("topk_group", 1), correction=True,
         shared=width * (config.get("num_shared_experts") or 0), dense=dense,
     )  # fmt: skip
-    return decoder_config(
+    return family.decoder_config(
         config, default_mask=MASK, experts=experts,
         qk_norm=config.get("use_qk_norm", True), rope_fraction=config.get("partial_rotary_factor", 1.0),
         qkv_bias=False, pattern="block_causal", block=config.get("block_size", BLOCK),
@@ -144,12 +128,12 @@ def _llada2_names(c: ModelConfig) -> dict[str, TensorSource]:
             sources[f"{mine}q_norm/scale"] = TensorSource(f"{attention}query_layernorm.weight")
             sources[f"{mine}k_norm/scale"] = TensorSource(f"{attention}key_layernorm.weight")
         if i in c.experts.dense:
-            sources |= mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
+            sources |= family.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
             continue
-        sources |= expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
+        sources |= family.expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
         sources[f"{ours}moe/correction"] = TensorSource(f"{theirs}mlp.gate.expert_bias")
         if c.experts.shared:
-            sources |= mlp_names(f"{ours}moe/shared/", f"{theirs}mlp.shared_experts.")
+            sources |= family.mlp_names(f"{ours}moe/shared/", f"{theirs}mlp.shared_experts.")
     return sources
 
 
@@ -172,10 +156,8 @@ register(
         checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
         keys=MOE_KEYS,
         config=_moe_config,
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         about="masked, with experts, trained from scratch",
-        ignored=IGNORED,
         export=_moe_export,
         licence="Apache-2.0",
     ),
@@ -189,7 +171,6 @@ register(
         noise=NoiseConfig(kind="absorbing"),
         block="32",
         about="masked blocks, experts with a sigmoid router; DMax too",
-        ignored=IGNORED,
         export=_llada2_export,
         fits=lambda config: not config.get("expert_capacity"),  # LLaDA2.2 routes whole blocks and is refused
         licence="Apache-2.0",

@@ -10,24 +10,8 @@ import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig
-from mercury_jax.hub.family import (
-    BIAS,
-    BOOL,
-    EXPERTS,
-    FULL,
-    IGNORED,
-    KEYS,
-    QWEN2_KEYS,
-    SLIDING,
-    WINDOW,
-    ConfigKeys,
-    Family,
-    Json,
-    decoder_config,
-    experts_of,
-    register,
-    tensor_names,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import ConfigKeys, Family, Json, register
 
 # A model that only predicts the next token.
 AUTOREGRESSIVE: dict[str, Any] = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
@@ -59,7 +43,7 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
     if c.mlp_bias:
         found["mlp_bias"] = True
     if c.window is not None:
-        kinds = [FULL if c.is_global(i) else SLIDING for i in range(c.layers)]
+        kinds = [family.FULL if c.is_global(i) else family.SLIDING for i in range(c.layers)]
         found |= dict(use_sliding_window=True, sliding_window=c.window, layer_types=kinds)
     if e is not None:
         found |= dict(
@@ -87,19 +71,22 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
 
 def _qwen3_keys(config: Json) -> ConfigKeys:
     if "Qwen3ForCausalLM" in config["architectures"]:
-        return KEYS.plus(WINDOW, BIAS, ConfigKeys(only={"model_type": ("qwen3",)}))
+        return family.KEYS.plus(family.WINDOW, family.BIAS, ConfigKeys(only={"model_type": ("qwen3",)}))
     why = "every layer has the window, if there is one"
     all_layers = {"max_window_layers": why, "layer_types": why}
-    return KEYS.plus(
-        WINDOW, BIAS, EXPERTS, ConfigKeys(only={"model_type": ("qwen3_moe",)}, unused=all_layers)
+    return family.KEYS.plus(
+        family.WINDOW,
+        family.BIAS,
+        family.EXPERTS,
+        ConfigKeys(only={"model_type": ("qwen3_moe",)}, unused=all_layers),
     )
 
 
 def _qwen3_config(config: Json) -> ModelConfig:
     if "Qwen3ForCausalLM" in config["architectures"]:  # the class's head size is 128, not width / heads
-        return decoder_config({"head_dim": 128, **config}, qk_norm=True, **AUTOREGRESSIVE)
+        return family.decoder_config({"head_dim": 128, **config}, qk_norm=True, **AUTOREGRESSIVE)
     plain = {**config, "max_window_layers": 0, "layer_types": None}
-    return decoder_config(plain, qk_norm=True, experts=experts_of(config), **AUTOREGRESSIVE)
+    return family.decoder_config(plain, qk_norm=True, experts=family.experts_of(config), **AUTOREGRESSIVE)
 
 
 def _qwen3_export(c: ModelConfig) -> dict[str, Any]:
@@ -113,13 +100,11 @@ register(
         name="Qwen2.5",
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct"),
-        keys=QWEN2_KEYS.plus(WINDOW, ConfigKeys(only={"model_type": ("qwen2",), "use_mrope": (False,)})),
+        keys=family.QWEN2_KEYS.plus(family.WINDOW, ConfigKeys(only={"model_type": ("qwen2",), "use_mrope": (False,)})),
         # Biases on queries, keys and values, whatever the config says about others.
-        config=functools.partial(decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
-        names=tensor_names,
+        config=functools.partial(family.decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
         noise=None,
         about="autoregressive, grouped queries with biases",
-        ignored=IGNORED,
         export=functools.partial(export_config, architecture="Qwen2ForCausalLM", model_type="qwen2"),
         licence="Apache-2.0 (3B and 72B: Qwen's own)",
         rank=2,
@@ -130,10 +115,8 @@ register(
         checkpoints=("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"),
         keys=_qwen3_keys,
         config=_qwen3_config,
-        names=tensor_names,
         noise=None,
         about="autoregressive, normed queries and keys, dense or with experts",
-        ignored=IGNORED,
         export=_qwen3_export,
         licence="Apache-2.0",
         rank=2,
@@ -142,10 +125,10 @@ register(
         name="Llama 3",
         architectures=("LlamaForCausalLM",),
         checkpoints=("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B-Instruct"),
-        keys=KEYS.plus(
-            BIAS,
+        keys=family.KEYS.plus(
+            family.BIAS,
             ConfigKeys(
-                used={"mlp_bias": BOOL},
+                used={"mlp_bias": "bool"},
                 only={
                     "model_type": ("llama",), "pretraining_tp": (1,), "sliding_window": (None,),
                     "use_sliding_window": (False,),
@@ -153,11 +136,9 @@ register(
                 unused={"max_sequence_length": "max_position_embeddings says it"},
             ),
         ),
-        config=functools.partial(decoder_config, **AUTOREGRESSIVE),
-        names=tensor_names,
+        config=functools.partial(family.decoder_config, **AUTOREGRESSIVE),
         noise=None,
         about="autoregressive; TinyLlama and other models of the same build too",
-        ignored=IGNORED,
         export=functools.partial(export_config, architecture="LlamaForCausalLM", model_type="llama"),
         licence="Llama community licence",
         rank=2,

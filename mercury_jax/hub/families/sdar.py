@@ -3,30 +3,18 @@
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
+from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import (
-    EXPERTS,
-    IGNORED,
-    INT,
-    KEYS,
-    NO_BIAS,
-    NO_WINDOW,
-    ConfigKeys,
-    Family,
-    decoder_config,
-    experts_of,
-    register,
-    tensor_names,
-)
+from mercury_jax.hub.family import ConfigKeys, Family, register
 
 MASK, BLOCK = 151669, 4  # of every published model whose config.json does not say
 TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
-DENSE_KEYS = KEYS.plus(
-    NO_WINDOW,
-    NO_BIAS,
-    ConfigKeys(used={"block_size": INT}, unused=dict.fromkeys(TRAINING, "training only")),
+DENSE_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
+    family.NO_BIAS,
+    ConfigKeys(used={"block_size": "int"}, unused=dict.fromkeys(TRAINING, "training only")),
 )
-MOE_KEYS = DENSE_KEYS.plus(EXPERTS)
+MOE_KEYS = DENSE_KEYS.plus(family.EXPERTS)
 
 
 def _export(c: ModelConfig) -> dict[str, Any]:
@@ -40,15 +28,13 @@ register(
         architectures=("SDARForCausalLM", "SDARMoeForCausalLM"),
         checkpoints=("JetLM/SDAR-4B-Chat", "JetLM/SDAR-30B-A3B-Chat", "Gen-Verse/TraDo-8B-Instruct"),
         keys=lambda config: MOE_KEYS if "SDARMoeForCausalLM" in config["architectures"] else DENSE_KEYS,
-        config=lambda config: decoder_config(
-            config, default_mask=MASK, qk_norm=True, experts=experts_of(config), pattern="block_causal",
+        config=lambda config: family.decoder_config(
+            config, default_mask=MASK, qk_norm=True, experts=family.experts_of(config), pattern="block_causal",
             block=config.get("block_size", BLOCK),
         ),
-        names=tensor_names,
         noise=NoiseConfig(kind="absorbing"),
         block="4 to 64",
         about="masked blocks, made of Qwen3",
-        ignored=IGNORED,
         export=_export,
         licence="MIT",
     )
