@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import ModelConfig, Pattern, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import Linear, rope
-from mercury_jax.models.ops import Ops, device_ops, training_ops
+from mercury_jax.models.ops import INIT_OPS, Ops, device_ops, training_ops
 from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
 
 NoiseLevel = Literal["log_linear", "clipped", "time"]
@@ -273,6 +273,7 @@ def _times(config: DiTConfig, time: Array | None, leave_one_out: bool = False) -
 def _init(net: DiT, key: Key) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
     ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
+    net = net.clone(ops=INIT_OPS)
     return net.init(key, tokens, jnp.zeros((1, 1)), ranges, method="all_parameters")["params"]
 
 

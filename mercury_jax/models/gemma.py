@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.config import Experts, ModelConfig, Pattern, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, lm_head, masks
 from mercury_jax.models.layers import Linear, RowParallelLinear, fan_in, weight
-from mercury_jax.models.ops import Ops, PartialSum, training_ops
+from mercury_jax.models.ops import INIT_OPS, Ops, PartialSum, training_ops
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.types import (
     Cache,
@@ -613,7 +613,7 @@ def _init(net: Gemma, key: Key) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
     ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
     clean = jnp.zeros((1, 1), bool)
-    return net.init(key, tokens, tokens, ranges, clean, tokens)["params"]
+    return net.clone(ops=INIT_OPS).init(key, tokens, tokens, ranges, clean, tokens)["params"]
 
 
 def _head_chunk(

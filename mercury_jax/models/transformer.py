@@ -18,7 +18,7 @@ from mercury_jax.config import Experts, ModelConfig
 from mercury_jax.models import cache as kv_cache, lm_head, masks, shifted_logits
 from mercury_jax.models.layers import Linear, RMSNorm, RowParallelLinear, SwiGLU, fan_in, rope, weight
 from mercury_jax.models.moe import route
-from mercury_jax.models.ops import Ops, PartialSum, training_ops
+from mercury_jax.models.ops import INIT_OPS, Ops, PartialSum, training_ops
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
 
@@ -222,7 +222,7 @@ def build(config: ModelConfig) -> Model:
 def _init(net: Transformer, key: Key) -> Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
     ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    return net.init(key, tokens, tokens, ranges)["params"]
+    return net.clone(ops=INIT_OPS).init(key, tokens, tokens, ranges)["params"]
 
 
 def _apply(
