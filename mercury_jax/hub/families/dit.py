@@ -176,7 +176,7 @@ register(
         about="DiT, GPT-2's tokens, masks and uniform noise mixed (arXiv 2503.04482)",
         ignored=CONSTANTS,
         fits=lambda config: "timestep_cond_dim" in config,
-        export=lambda c: _export(c, "DIT", "dit", GIDD_SIZES, t_eps=c.level_eps),
+        export=lambda c: _export(c, "DIT", "dit", GIDD_SIZES, t_eps=getattr(c, "level_eps", None)),
         licence="MIT",
     ),
 )  # fmt: skip
