@@ -130,7 +130,13 @@ def export(
         if tokenizer is not None:
             (work / TOKENIZER).write_bytes(tokenizer)
         manifest.write(work)
-        _replace(work, folder)
+        # An earlier export is moved aside first and removed last, so that one of the two is always complete.
+        old = folder.with_name(folder.name + ".old.tmp")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        work.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     if shared:
         multihost_utils.sync_global_devices("export")
     return folder
@@ -186,13 +192,3 @@ def _to_host(leaf: Any, dtype: DTypeLike | None) -> np.ndarray:
 def _cast(array: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
     return array.astype(dtype, copy=False) if dtype is not None and floating else array
-
-
-def _replace(work: Path, folder: Path) -> None:
-    """Puts `work` in the place of `folder`, which is moved aside first and removed last."""
-    old = folder.with_name(folder.name + ".old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
