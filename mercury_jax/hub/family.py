@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, get_args
 
 from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
@@ -33,12 +33,14 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list"),
     "null": ((type(None),), "null"),
 }
-_NONE: Mapping[str, Any] = MappingProxyType({})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class ConfigKeys(NamedTuple):
+@dataclass(frozen=True)
+class ConfigKeys:
     """The keys that may occur in one object of a config.json.
+
+    In each of the four tables one entry may name several keys, with spaces between them.
 
     Attributes:
         used: Keys that our config is made from, and the types of their values: int, number, bool, text, list and
@@ -48,19 +50,27 @@ class ConfigKeys(NamedTuple):
         nested: Keys whose value is an object or null: the table of that object, or a function of the object to it.
     """
 
-    used: Mapping[str, str] = _NONE
-    only: Mapping[str, tuple[Any, ...]] = _NONE
-    unused: Mapping[str, str] = _NONE
-    nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = _NONE
+    used: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for table in fields(self):
+            entries = getattr(self, table.name).items()
+            each = {name: value for names, value in entries for name in names.split()}
+            object.__setattr__(self, table.name, each)
 
     def plus(self, *others: ConfigKeys) -> ConfigKeys:
         """Merges tables; where they disagree about a key, the last one counts."""
-        tables = self
+        merged = vars(self)
         for other in others:
-            names = {name for table in other for name in table}
-            earlier = ({k: v for k, v in table.items() if k not in names} for table in tables)
-            tables = ConfigKeys(*({**a, **b} for a, b in zip(earlier, other, strict=True)))
-        return tables
+            known = {name for table in vars(other).values() for name in table}
+            earlier = {
+                kind: {k: v for k, v in table.items() if k not in known} for kind, table in merged.items()
+            }
+            merged = {kind: earlier[kind] | table for kind, table in vars(other).items()}
+        return ConfigKeys(**merged)
 
     def check(self, config: Json, file: str, path: str = "") -> None:
         """Refuses the first key of a config.json that the table does not allow.
@@ -151,45 +161,36 @@ def common_fields(config: Json) -> dict[str, Any]:
 # Keys that transformers writes into the config.json of any model, and keys that others are known to add.
 COMMON = ConfigKeys(
     used={
-        "architectures": "list", "eos_token_id": "int list null", "pad_token_id": "int null",
-        "mask_token_id": "int null", "dtype": "text null", "torch_dtype": "text null",
+        "architectures": "list", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
+        "dtype torch_dtype": "text null",
     },
     only={
-        "is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({}, None),
-        "quantization_config": (None,),
+        "is_encoder_decoder add_cross_attention": (False,), "pruned_heads": ({}, None), "quantization_config": (None,)
     },
     unused={
-        **dict.fromkeys((
-            "model_type", "transformers_version", "auto_map", "_name_or_path", "name_or_path", "_commit_hash",
-            "tokenizer_class", "trust_remote_code", "unsloth_fixed", "unsloth_version",
-        ), "says who wrote the file, or where the code of the reference is"),
-        **dict.fromkeys((
-            "bos_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "prefix",
-        ), "the ids are in the tokenizer, and no logit depends on them"),
-        **dict.fromkeys((
-            "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16",
-            "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation",
-            "_attn_implementation_internal", "_experts_implementation_internal", "chunk_size_feed_forward",
-            "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size", "tf_legacy_loss", "flash_attention",
-            "use_flash_attn", "_flash_attn_2_enabled",
-        ), "how the reference computes or returns the same numbers"),
-        **dict.fromkeys((
-            "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-        ), "of a classifier, or of another head that is not read"),
-        **dict.fromkeys((
-            "initializer_range", "attention_dropout", "hidden_dropout", "embedding_dropout", "residual_dropout",
-            "output_dropout", "dropout", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
-        ), "training only"),
-        **dict.fromkeys((
-            "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping", "num_beams",
-            "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p", "typical_p",
-            "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
-            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-            "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-            "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-            "assistant_confidence_threshold", "assistant_lookbehind", "num_assistant_tokens",
-            "num_assistant_tokens_schedule", "target_lookbehind", "generation_config",
-        ), "a default of generation; sampling parameters are arguments here"),
+        "model_type transformers_version auto_map _name_or_path name_or_path _commit_hash tokenizer_class "
+        "trust_remote_code unsloth_fixed unsloth_version":
+            "says who wrote the file, or where the code of the reference is",
+        "bos_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id prefix":
+            "the ids are in the tokenizer, and no logit depends on them",
+        "use_cache return_dict output_hidden_states output_attentions torchscript use_bfloat16 attn_implementation "
+        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal experts_implementation "
+        "_experts_implementation_internal chunk_size_feed_forward is_decoder tie_encoder_decoder "
+        "cross_attention_hidden_size tf_legacy_loss flash_attention use_flash_attn _flash_attn_2_enabled":
+            "how the reference computes or returns the same numbers",
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params":
+            "of a classifier, or of another head that is not read",
+        "initializer_range attention_dropout hidden_dropout embedding_dropout residual_dropout output_dropout dropout "
+        "router_aux_loss_coef output_router_logits gradient_checkpointing":
+            "training only",
+        "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+        "encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+        "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+        "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
+        "target_lookbehind generation_config":
+            "a default of generation; sampling parameters are arguments here",
     },
 )  # fmt: skip
 
@@ -200,7 +201,7 @@ COMMON = ConfigKeys(
 IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
 # rope_parameters (rope_scaling before transformers 5) by type
 _ROPE = ConfigKeys(
-    used={"rope_type": "text", "type": "text", "rope_theta": "number"},
+    used={"rope_type type": "text", "rope_theta": "number"},
     only={"partial_rotary_factor": (1, 1.0)},
 )
 _LENGTH = {"factor": "number", "original_max_position_embeddings": "int"}
@@ -208,20 +209,19 @@ ROPES: dict[str, ConfigKeys] = {
     "default": _ROPE,
     "linear": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
     "dynamic": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
-    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor": "number", "high_freq_factor": "number"})),
+    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor high_freq_factor": "number"})),
     "yarn": _ROPE.plus(
         ConfigKeys(
             used={
-                **_LENGTH, "attention_factor": "number null", "beta_fast": "number null", "beta_slow": "number null",
-                "mscale": "number null", "mscale_all_dim": "number null", "truncate": "bool",
+                **_LENGTH, "attention_factor beta_fast beta_slow mscale mscale_all_dim": "number null",
+                "truncate": "bool",
             }
         )
     ),
     "longrope": _ROPE.plus(
         ConfigKeys(
             used={
-                **_LENGTH, "factor": "number null", "attention_factor": "number null",
-                "short_factor": "list", "long_factor": "list",
+                **_LENGTH, "factor attention_factor": "number null", "short_factor long_factor": "list",
             }
         )
     ),
@@ -239,19 +239,21 @@ def _rope_keys(found: Json) -> ConfigKeys:
 KEYS = COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": "int", "hidden_size": "int", "intermediate_size": "int", "num_hidden_layers": "int",
-            "num_attention_heads": "int", "num_key_value_heads": "int null", "head_dim": "int null",
-            "rms_norm_eps": "number", "max_position_embeddings": "int", "original_max_position_embeddings": "int null",
-            "rope_theta": "number", "tie_word_embeddings": "bool",
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+            "max_position_embeddings": "int",
+            "num_key_value_heads head_dim original_max_position_embeddings": "int null",
+            "rms_norm_eps rope_theta": "number", "tie_word_embeddings": "bool",
         },
-        only={"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,)},
+        only={
+            "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
+        },
         nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys},
     )
 )  # fmt: skip
 NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
     used={"layer_types": "list null"},
     only={"use_sliding_window": (False, None)},
-    unused=dict.fromkeys(("sliding_window", "max_window_layers"), "use_sliding_window is false"),
+    unused={"sliding_window max_window_layers": "use_sliding_window is false"},
 )
 WINDOW = ConfigKeys(
     used={
@@ -261,16 +263,15 @@ WINDOW = ConfigKeys(
 )  # fmt: skip
 NO_BIAS = ConfigKeys(only={"attention_bias": (False,)})
 BIAS = ConfigKeys(used={"attention_bias": "bool"})
-EXPERTS = ConfigKeys(
-    used={
-        "num_experts": "int", "num_local_experts": "int", "num_experts_per_tok": "int", "moe_intermediate_size": "int",
-        "norm_topk_prob": "bool", "decoder_sparse_step": "int", "mlp_only_layers": "list null",
-    }
-)  # fmt: skip
 
 # Qwen2's class, and diffusion models made from it.
 QWEN2_KEYS = KEYS.plus(
-    NO_WINDOW, ConfigKeys(unused={"attention_bias": "queries, keys and values have biases, by the class"})
+    NO_WINDOW,
+    ConfigKeys(
+        unused={
+            "attention_bias": "queries, keys and values have biases, by the class",
+        }
+    ),
 )
 
 
@@ -386,36 +387,6 @@ def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(
         kind=kind, factor=longest / original, original=original, attention=float(attention), short=short, long=long
     )  # fmt: skip
-
-
-def experts_of(config: Json, **ours: Any) -> Experts | None:
-    """Converts Qwen3's mixture of experts.
-
-    Args:
-        config: config.json.
-        **ours: Fields of `Experts` that the family adds or overrides.
-
-    Returns:
-        The experts; None if the model has none.
-
-    Raises:
-        ValueError: A value is missing, or two contradict each other.
-    """
-    counts = {config[key] for key in ("num_experts", "num_local_experts") if key in config}
-    if not any(counts):
-        return None
-    if len(counts) > 1:
-        raise refuse("config.json: num_local_experts", sorted(counts), "the same number as num_experts")
-    layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
-    if step < 1:
-        raise refuse("config.json: decoder_sparse_step", step, "1 or more")
-    plain = set(config.get("mlp_only_layers") or [])
-    fields: dict[str, Any] = dict(
-        count=need(config, "num_experts", "num_local_experts"), active=need(config, "num_experts_per_tok"),
-        width=need(config, "moe_intermediate_size"), renormalise=bool(config.get("norm_topk_prob", False)),
-        dense=tuple(i for i in range(layers) if i in plain or (i + 1) % step),
-    )  # fmt: skip
-    return Experts(**(fields | ours))
 
 
 # --- tensor names

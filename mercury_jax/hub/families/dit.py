@@ -21,14 +21,11 @@ CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(
 
 KEYS = family.COMMON.plus(
     ConfigKeys(
-        used={
-            "vocab_size": "int", "hidden_dim": "int", "n_heads": "int", "n_blocks": "int", "cond_dim": "int",
-            "model_length": "int",
-        },
+        used={"vocab_size hidden_dim n_heads n_blocks cond_dim model_length": "int"},
         only={"causal": (False,), "adaln": (True,)},
         unused={
             "attn_backend": "how the reference computes the same numbers",
-            **dict.fromkeys(("var_min", "sampling_eps_min", "sampling_eps_max"), "training only"),
+            "var_min sampling_eps_min sampling_eps_max": "training only",
         },
     )
 )  # fmt: skip
@@ -164,7 +161,9 @@ register(
         ),
         keys=family.COMMON.plus(
             ConfigKeys(
-                used={"vocab_size": "int", "t_eps": "number", "p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int")}
+                used={
+                    "vocab_size": "int", "t_eps p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int"),
+                }
             )
         ),
         # Conditioned on the time itself, shrunk into [t_eps, 1 - t_eps] as in its training and its sampler.

@@ -33,8 +33,8 @@ _MIXED = {
 }
 
 _ROPE = ConfigKeys(used={"rope_type": "text", "rope_theta": "number"})
-_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": "number", "factor": "number"}))
-_LAYER = ConfigKeys(used={"head_dim": "int", "num_key_value_heads": "int"})
+_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor factor": "number"}))
+_LAYER = ConfigKeys(used={"head_dim num_key_value_heads": "int"})
 ROPES = ConfigKeys(
     nested={
         "sliding_attention": _ROPE,
@@ -44,11 +44,10 @@ ROPES = ConfigKeys(
 TEXT_KEYS = family.COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": "int", "hidden_size": "int", "intermediate_size": "int", "num_hidden_layers": "int",
-            "num_attention_heads": "int", "num_key_value_heads": "int", "head_dim": "int", "global_head_dim": "int",
-            "num_global_key_value_heads": "int null", "sliding_window": "int", "layer_types": "list null",
-            "max_position_embeddings": "int", "rms_norm_eps": "number", "num_experts": "int null",
-            "top_k_experts": "int null", "moe_intermediate_size": "int null",
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+            "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": "int",
+            "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": "int null",
+            "layer_types": "list null", "rms_norm_eps": "number",
         },
         only={
             "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
@@ -65,7 +64,7 @@ DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
     ConfigKeys(
         used={"final_logit_softcapping": "number"},
         only={
-            "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
+            "hidden_size_per_layer_input num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
         },
         unused={"attention_k_eq_v": "keys are values in every global layer, by its class"},
     )
@@ -73,9 +72,9 @@ DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
 GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
     ConfigKeys(
         used={
-            "final_logit_softcapping": "number null", "attention_k_eq_v": "bool", "enable_moe_block": "bool",
-            "hidden_size_per_layer_input": "int", "vocab_size_per_layer_input": "int", "num_kv_shared_layers": "int",
-            "use_double_wide_mlp": "bool",
+            "final_logit_softcapping": "number null",
+            "attention_k_eq_v enable_moe_block use_double_wide_mlp": "bool",
+            "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
         }
     )
 )  # fmt: skip
@@ -83,13 +82,10 @@ GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
 MULTIMODAL = family.COMMON.plus(
     ConfigKeys(
         only={"tie_word_embeddings": (True,)},
-        unused=dict.fromkeys(
-            (
-                "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
-                "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
-            ),
-            "images and audio are not read",
-        ),
+        unused={
+            "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id "
+            "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": "images and audio are not read"
+        },
     )
 )  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL.plus(

@@ -18,18 +18,16 @@ PLAIN = dict(
 KEYS = family.COMMON.plus(
     ConfigKeys(
         used={
-            "vocab_size": "int", "embedding_size": "int null", "d_model": "int", "n_layers": "int", "n_heads": "int",
-            "n_kv_heads": "int null", "multi_query_attention": "bool null", "mlp_hidden_size": "int null",
-            "mlp_ratio": "number", "rope_theta": "number", "rms_norm_eps": "number", "max_sequence_length": "int",
-            "weight_tying": "bool",
+            "vocab_size d_model n_layers n_heads max_sequence_length": "int",
+            "embedding_size n_kv_heads mlp_hidden_size": "int null", "multi_query_attention": "bool null",
+            "mlp_ratio rope_theta rms_norm_eps": "number", "weight_tying": "bool",
         },
         only=PLAIN,
         unused={
             "alibi_bias_max": "alibi is false",
             "attention_layer_norm_with_affine": "attention_layer_norm is false",
-            "rope_full_precision": "angles are always computed in fp32 here",
-            "precision": "of its training",
-            **dict.fromkeys(("init_device", "init_fn", "init_std", "init_cutoff_factor"), "training only"),
+            "rope_full_precision": "angles are always computed in fp32 here", "precision": "of its training",
+            "init_device init_fn init_std init_cutoff_factor": "training only",
         },
     )
 )  # fmt: skip

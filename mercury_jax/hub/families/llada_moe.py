@@ -20,14 +20,14 @@ MOE_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
     ConfigKeys(
         used={
-            "num_experts": "int", "num_experts_per_tok": "int", "expert_intermediate_size": "int",
+            "num_experts num_experts_per_tok expert_intermediate_size": "int",
             "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
             "partial_rotary_factor": "number null",
         },
         only={
-            "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias": (False,),
-            "attention_bias": (False,), "norm_topk_prob": (False, None), "router_num_group": (None,),
-            "router_topk_group": (None,), "shared_expert_intermediate_size": (None,), "clip_qkv": (None,),
+            "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
+            "norm_topk_prob": (False, None),
+            "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
             "routed_scaling_factor": (1, 1.0),
         },
     )
@@ -68,16 +68,15 @@ LLADA2_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
     ConfigKeys(
         used={
-            "num_experts": "int", "num_experts_per_tok": "int", "moe_intermediate_size": "int", "n_group": "int",
-            "topk_group": "int", "num_shared_experts": "int null", "routed_scaling_factor": "number",
-            "first_k_dense_replace": "int", "use_qk_norm": "bool", "partial_rotary_factor": "number",
-            "block_size": "int",
+            "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group": "int",
+            "first_k_dense_replace block_size": "int", "num_shared_experts": "int null",
+            "routed_scaling_factor partial_rotary_factor": "number", "use_qk_norm": "bool",
         },
         only={
-            "score_function": ("sigmoid",), "use_bias": (False,), "use_qkv_bias": (False,), "use_rmsnorm": (True,),
-            "norm_head": (False,), "norm_softmax": (False,), "using_split_qkv_in_self_attention": (False,),
-            "moe_router_enable_expert_bias": (True,), "expert_capacity": (None, 0), "attention_bias": (False,),
-            "num_nextn_predict_layers": (0, None),
+            "score_function": ("sigmoid",),
+            "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention": (False,),
+            "attention_bias": (False,), "use_rmsnorm moe_router_enable_expert_bias": (True,),
+            "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
         },
         unused={
             "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",

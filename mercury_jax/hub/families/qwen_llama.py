@@ -1,7 +1,7 @@
 """Qwen2.5, Qwen3 and Llama 3: autoregressive, and what many diffusion models are made from.
 
 The families of such diffusion models (Dream, SDAR, Fast-dLLM v2, A2D, LLaDA2) also write their config.json by the
-`export_config` of this file; they share reading it through `hub.family`.
+`export_config` of this file; they share reading it through `hub.family`. Qwen3's mixture of experts is here, too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,48 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mercury_jax.config import ModelConfig
+from mercury_jax.config import Experts, ModelConfig, refuse
 from mercury_jax.hub import family
-from mercury_jax.hub.family import ConfigKeys, Family, Json, register
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 
 # A model that only predicts the next token.
 AUTOREGRESSIVE: dict[str, Any] = dict(pattern="block_causal", block=1, predicts_next=True, mask=None)
+EXPERTS = ConfigKeys(
+    used={
+        "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step": "int",
+        "norm_topk_prob": "bool", "mlp_only_layers": "list null",
+    }
+)  # fmt: skip
+
+
+def experts_of(config: Json, **ours: Any) -> Experts | None:
+    """Converts Qwen3's mixture of experts.
+
+    Args:
+        config: config.json.
+        **ours: Fields of `Experts` that the family adds or overrides.
+
+    Returns:
+        The experts; None if the model has none.
+
+    Raises:
+        ValueError: A value is missing, or two contradict each other.
+    """
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if key in config}
+    if not any(counts):
+        return None
+    if len(counts) > 1:
+        raise refuse("config.json: num_local_experts", sorted(counts), "the same number as num_experts")
+    layers, step = need(config, "num_hidden_layers"), config.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise refuse("config.json: decoder_sparse_step", step, "1 or more")
+    plain = set(config.get("mlp_only_layers") or [])
+    fields: dict[str, Any] = dict(
+        count=need(config, "num_experts", "num_local_experts"), active=need(config, "num_experts_per_tok"),
+        width=need(config, "moe_intermediate_size"), renormalise=bool(config.get("norm_topk_prob", False)),
+        dense=tuple(i for i in range(layers) if i in plain or (i + 1) % step),
+    )  # fmt: skip
+    return Experts(**(fields | ours))
 
 
 def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: Any) -> dict[str, Any]:
@@ -71,13 +107,21 @@ def export_config(c: ModelConfig, architecture: str, model_type: str, **theirs: 
 
 def _qwen3_keys(config: Json) -> ConfigKeys:
     if "Qwen3ForCausalLM" in config["architectures"]:
-        return family.KEYS.plus(family.WINDOW, family.BIAS, ConfigKeys(only={"model_type": ("qwen3",)}))
+        return family.KEYS.plus(
+            family.WINDOW,
+            family.BIAS,
+            ConfigKeys(
+                only={
+                    "model_type": ("qwen3",),
+                }
+            ),
+        )
     why = "every layer has the window, if there is one"
     all_layers = {"max_window_layers": why, "layer_types": why}
     return family.KEYS.plus(
         family.WINDOW,
         family.BIAS,
-        family.EXPERTS,
+        EXPERTS,
         ConfigKeys(only={"model_type": ("qwen3_moe",)}, unused=all_layers),
     )
 
@@ -86,7 +130,7 @@ def _qwen3_config(config: Json) -> ModelConfig:
     if "Qwen3ForCausalLM" in config["architectures"]:  # the class's head size is 128, not width / heads
         return family.decoder_config({"head_dim": 128, **config}, qk_norm=True, **AUTOREGRESSIVE)
     plain = {**config, "max_window_layers": 0, "layer_types": None}
-    return family.decoder_config(plain, qk_norm=True, experts=family.experts_of(config), **AUTOREGRESSIVE)
+    return family.decoder_config(plain, qk_norm=True, experts=experts_of(config), **AUTOREGRESSIVE)
 
 
 def _qwen3_export(c: ModelConfig) -> dict[str, Any]:
@@ -100,7 +144,10 @@ register(
         name="Qwen2.5",
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct"),
-        keys=family.QWEN2_KEYS.plus(family.WINDOW, ConfigKeys(only={"model_type": ("qwen2",), "use_mrope": (False,)})),
+        keys=family.QWEN2_KEYS.plus(family.WINDOW, ConfigKeys(only={
+            "model_type": ("qwen2",),
+            "use_mrope": (False,),
+        })),
         # Biases on queries, keys and values, whatever the config says about others.
         config=functools.partial(family.decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
         noise=None,

@@ -4,7 +4,7 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import family
-from mercury_jax.hub.families.qwen_llama import export_config
+from mercury_jax.hub.families.qwen_llama import EXPERTS, experts_of, export_config
 from mercury_jax.hub.family import ConfigKeys, Family, register
 
 MASK, BLOCK = 151669, 4  # of every published model whose config.json does not say
@@ -14,7 +14,7 @@ DENSE_KEYS = family.KEYS.plus(
     family.NO_BIAS,
     ConfigKeys(used={"block_size": "int"}, unused=dict.fromkeys(TRAINING, "training only")),
 )
-MOE_KEYS = DENSE_KEYS.plus(family.EXPERTS)
+MOE_KEYS = DENSE_KEYS.plus(EXPERTS)
 
 
 def _export(c: ModelConfig) -> dict[str, Any]:
@@ -29,7 +29,7 @@ register(
         checkpoints=("JetLM/SDAR-4B-Chat", "JetLM/SDAR-30B-A3B-Chat", "Gen-Verse/TraDo-8B-Instruct"),
         keys=lambda config: MOE_KEYS if "SDARMoeForCausalLM" in config["architectures"] else DENSE_KEYS,
         config=lambda config: family.decoder_config(
-            config, default_mask=MASK, qk_norm=True, experts=family.experts_of(config), pattern="block_causal",
+            config, default_mask=MASK, qk_norm=True, experts=experts_of(config), pattern="block_causal",
             block=config.get("block_size", BLOCK),
         ),
         noise=NoiseConfig(kind="absorbing"),
