@@ -17,15 +17,6 @@ from mercury_jax.hub.family import register
 from mercury_jax.hub.load import NANO, config_of, folder_of, info, is_native, load, takes_mask
 
 __all__ = [
-    "NANO",
-    "config_of",
-    "convert",
-    "folder_of",
-    "info",
-    "is_native",
-    "load",
-    "register",
-    "save",
-    "save_hf",
+    "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_hf",
     "takes_mask",
-]
+]  # fmt: skip

@@ -241,7 +241,7 @@ def _multiplied_out(config: ModelConfig, params: Params) -> tuple[ModelConfig, P
     """Our own build as other libraries have it, with the same logits: norms scale by `scale`, embeddings by 1."""
     if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
         return config, params
-    flat = flatten_dict(params, sep="/")
+    flat: dict[str, Any] = flatten_dict(params, sep="/")
     if config.scale_embed:
         if config.tied:
             flat["head"] = flat["embed"].T
@@ -266,7 +266,7 @@ def lazy_tensors(
     Returns:
         The tensors.
     """
-    flat = flatten_dict(params, sep="/")
+    flat: dict[str, Any] = flatten_dict(params, sep="/")
     paths: dict[str, list[str]] = {}  # of our parameters, for each tensor; several if they are rows of it
     shapes: dict[str, tuple[int, ...]] = {}
     for path, source in names.items():

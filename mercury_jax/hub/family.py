@@ -125,7 +125,7 @@ def need(config: Json, *keys: str) -> Any:
     raise refuse(f"config.json: {keys[0]}", None, "a value: this family cannot be built without it")
 
 
-def listed_ids(value: object) -> list[int]:
+def listed_ids(value: Any) -> list[int]:
     """Returns `eos_token_id` as a list: it is one id, several, or none.
 
     Raises:

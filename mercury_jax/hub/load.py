@@ -515,18 +515,12 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
         "parameters": total,
         "active": active,
         "dtype": jnp.dtype(dtype).name,
-        "vocab": c.vocab,
-        "width": c.width,
-        "layers": c.layers,
-        "heads": c.heads,
+        **{name: getattr(c, name) for name in ("vocab", "width", "layers", "heads")},
         "experts": None if c.experts is None else f"{c.experts.active} of {c.experts.count}",
-        "pattern": c.pattern,
-        "block": c.block,
-        "context": c.context,
-        "alignment": c.alignment,
-        "timed": c.timed,
-        "mask": c.mask,
-        "pad": c.pad,
+        **{
+            name: getattr(c, name)
+            for name in ("pattern", "block", "context", "alignment", "timed", "mask", "pad")
+        },
         "eos": [c.eos, *c.ends],
         "bytes_per_device": plan,
         "room": {"devices": len(devices), "kind": devices[0].device_kind, "bytes": free_memory(devices)},

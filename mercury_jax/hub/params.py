@@ -284,7 +284,7 @@ def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> 
     return plan
 
 
-def free_memory(devices: Sequence[jax.Device]) -> int | None:
+def free_memory(devices: Sequence[Any]) -> int | None:
     """Returns the bytes that each of the devices can still allocate; None if the backend does not say."""
     free = []
     for device in devices:

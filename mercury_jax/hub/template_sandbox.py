@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import partialmethod, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import filters as library, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
@@ -420,7 +420,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         known = isinstance(obj, LoopContext | Namespace | Macro)
         return known and super().is_safe_attribute(obj, attr, value)
 
-    def unsafe_undefined(self, obj: object, attribute: str) -> Undefined:
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
         """Refuses an attribute at once; jinja2 would wait until its value is used.
 
         Args:
@@ -450,7 +450,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a method or a function, after a check of the size of what it makes."""
+        """Calls a macro, a method or a function, after a check of the size of what it makes.
+
+        Args:
+            __context: The variables of the template.
+            __obj: What is called.
+            *args: Its arguments.
+            **kwargs: Its named arguments.
+
+        Returns:
+            The result, for which the template is charged.
+        """
         target = getattr(__obj, "__self__", None)
         if isinstance(__obj, Macro):  # which may put its arguments into a tuple, `varargs`
             __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
