@@ -61,10 +61,18 @@ class ConfigKeys:
             each = {name: value for names, value in entries for name in names.split()}
             object.__setattr__(self, table.name, each)
 
-    def plus(self, *others: ConfigKeys) -> ConfigKeys:
-        """Merges tables; where they disagree about a key, the last one counts."""
+    def plus(self, *others: ConfigKeys, **tables: Mapping[str, Any]) -> ConfigKeys:
+        """Merges tables; where they disagree about a key, the last one counts.
+
+        Args:
+            *others: Further tables.
+            **tables: The tables of one more, by the names of the attributes.
+
+        Returns:
+            All of them as one.
+        """
         merged = vars(self)
-        for other in others:
+        for other in (*others, ConfigKeys(**tables)):
             known = {name for table in vars(other).values() for name in table}
             earlier = {
                 kind: {k: v for k, v in table.items() if k not in known} for kind, table in merged.items()
@@ -207,23 +215,19 @@ _ROPE = ConfigKeys(
 _LENGTH = {"factor": "number", "original_max_position_embeddings": "int"}
 ROPES: dict[str, ConfigKeys] = {
     "default": _ROPE,
-    "linear": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
-    "dynamic": _ROPE.plus(ConfigKeys(used={"factor": "number"})),
-    "llama3": _ROPE.plus(ConfigKeys(used={**_LENGTH, "low_freq_factor high_freq_factor": "number"})),
+    "linear": _ROPE.plus(used={"factor": "number"}),
+    "dynamic": _ROPE.plus(used={"factor": "number"}),
+    "llama3": _ROPE.plus(used={**_LENGTH, "low_freq_factor high_freq_factor": "number"}),
     "yarn": _ROPE.plus(
-        ConfigKeys(
-            used={
-                **_LENGTH, "attention_factor beta_fast beta_slow mscale mscale_all_dim": "number null",
-                "truncate": "bool",
-            }
-        )
+        used={
+            **_LENGTH, "attention_factor beta_fast beta_slow mscale mscale_all_dim": "number null",
+            "truncate": "bool",
+        }
     ),
     "longrope": _ROPE.plus(
-        ConfigKeys(
-            used={
-                **_LENGTH, "factor attention_factor": "number null", "short_factor long_factor": "list",
-            }
-        )
+        used={
+            **_LENGTH, "factor attention_factor": "number null", "short_factor long_factor": "list",
+        }
     ),
 }  # fmt: skip
 
@@ -237,18 +241,16 @@ def _rope_keys(found: Json) -> ConfigKeys:
 
 
 KEYS = COMMON.plus(
-    ConfigKeys(
-        used={
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
-            "max_position_embeddings": "int",
-            "num_key_value_heads head_dim original_max_position_embeddings": "int null",
-            "rms_norm_eps rope_theta": "number", "tie_word_embeddings": "bool",
-        },
-        only={
-            "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
-        },
-        nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys},
-    )
+    used={
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+        "max_position_embeddings": "int",
+        "num_key_value_heads head_dim original_max_position_embeddings": "int null",
+        "rms_norm_eps rope_theta": "number", "tie_word_embeddings": "bool",
+    },
+    only={
+        "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
+    },
+    nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys}
 )  # fmt: skip
 NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
     used={"layer_types": "list null"},
@@ -267,11 +269,9 @@ BIAS = ConfigKeys(used={"attention_bias": "bool"})
 # Qwen2's class, and diffusion models made from it.
 QWEN2_KEYS = KEYS.plus(
     NO_WINDOW,
-    ConfigKeys(
-        unused={
-            "attention_bias": "queries, keys and values have biases, by the class",
-        }
-    ),
+    unused={
+        "attention_bias": "queries, keys and values have biases, by the class",
+    },
 )
 
 

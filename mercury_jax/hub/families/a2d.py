@@ -22,7 +22,7 @@ def _architecture(config: Json) -> str:
 def _keys(config: Json) -> ConfigKeys:
     biased = _architecture(config) == "A2DQwen2LMHeadModel"
     known = family.QWEN2_KEYS if biased else family.KEYS.plus(family.NO_WINDOW, family.NO_BIAS)
-    return known.plus(ConfigKeys(only={"pretraining_tp": (1,)}))
+    return known.plus(only={"pretraining_tp": (1,)})
 
 
 def _bidirectional(config: Json, **ours: Any) -> ModelConfig:

@@ -20,14 +20,12 @@ CONSTANTS = (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", r"^sampling_eps_(
 
 
 KEYS = family.COMMON.plus(
-    ConfigKeys(
-        used={"vocab_size hidden_dim n_heads n_blocks cond_dim model_length": "int"},
-        only={"causal": (False,), "adaln": (True,)},
-        unused={
-            "attn_backend": "how the reference computes the same numbers",
-            "var_min sampling_eps_min sampling_eps_max": "training only",
-        },
-    )
+    used={"vocab_size hidden_dim n_heads n_blocks cond_dim model_length": "int"},
+    only={"causal": (False,), "adaln": (True,)},
+    unused={
+        "attn_backend": "how the reference computes the same numbers",
+        "var_min sampling_eps_min sampling_eps_max": "training only",
+    }
 )  # fmt: skip
 TIMED = ConfigKeys(used={"time_conditioning": "bool"})
 BLOCKS = ConfigKeys(used={"block_size": "int", "cross_attn": "bool"})
@@ -160,11 +158,9 @@ register(
             f"dvruette/gidd-{size}-p_unif-{p}" for size in ("small", "base") for p in ("0.0", "0.1", "0.2")
         ),
         keys=family.COMMON.plus(
-            ConfigKeys(
-                used={
-                    "vocab_size": "int", "t_eps p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int"),
-                }
-            )
+            used={
+                "vocab_size": "int", "t_eps p_uniform": "number", **dict.fromkeys(GIDD_SIZES, "int"),
+            }
         ),
         # Conditioned on the time itself, shrunk into [t_eps, 1 - t_eps] as in its training and its sampler.
         config=lambda config: _config(

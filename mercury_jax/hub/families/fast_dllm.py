@@ -3,7 +3,7 @@
 from mercury_jax.config import NoiseConfig
 from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import ConfigKeys, Family, register
+from mercury_jax.hub.family import Family, register
 
 MASK, BLOCK = 151665, 32  # where config.json does not say
 
@@ -13,7 +13,7 @@ register(
         architectures=("Fast_dLLM_QwenForCausalLM",),
         checkpoints=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
         keys=family.QWEN2_KEYS.plus(
-            ConfigKeys(used={"bd_size": "int"}, unused={"conplemenrary_mask": "training only"})
+            used={"bd_size": "int"}, unused={"conplemenrary_mask": "training only"}
         ),
         config=lambda config: family.decoder_config(
             config, default_mask=MASK, qkv_bias=True, out_bias=False, pattern="block_causal",

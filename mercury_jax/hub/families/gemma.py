@@ -33,7 +33,7 @@ _MIXED = {
 }
 
 _ROPE = ConfigKeys(used={"rope_type": "text", "rope_theta": "number"})
-_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor factor": "number"}))
+_PROPORTIONAL = _ROPE.plus(used={"partial_rotary_factor factor": "number"})
 _LAYER = ConfigKeys(used={"head_dim num_key_value_heads": "int"})
 ROPES = ConfigKeys(
     nested={
@@ -42,63 +42,51 @@ ROPES = ConfigKeys(
     }
 )
 TEXT_KEYS = family.COMMON.plus(
-    ConfigKeys(
-        used={
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
-            "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": "int",
-            "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": "int null",
-            "layer_types": "list null", "rms_norm_eps": "number",
-        },
-        only={
-            "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
-            "use_bidirectional_attention": ("vision", None),
-        },
-        nested={
-            "rope_parameters": ROPES,
-            "per_layer_config": lambda found: ConfigKeys(nested={i: _LAYER for i in found if i.isdecimal()}),
-        },
-    )
+    used={
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+        "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": "int",
+        "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": "int null",
+        "layer_types": "list null", "rms_norm_eps": "number",
+    },
+    only={
+        "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
+        "use_bidirectional_attention": ("vision", None),
+    },
+    nested={
+        "rope_parameters": ROPES,
+        "per_layer_config": lambda found: ConfigKeys(nested={i: _LAYER for i in found if i.isdecimal()}),
+    }
 )  # fmt: skip
 # DiffusionGemma lacks some options of Gemma 4's text model.
 DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
-    ConfigKeys(
-        used={"final_logit_softcapping": "number"},
-        only={
-            "hidden_size_per_layer_input num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
-        },
-        unused={"attention_k_eq_v": "keys are values in every global layer, by its class"},
-    )
+    used={"final_logit_softcapping": "number"},
+    only={
+        "hidden_size_per_layer_input num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
+    },
+    unused={"attention_k_eq_v": "keys are values in every global layer, by its class"}
 )  # fmt: skip
 GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
-    ConfigKeys(
-        used={
-            "final_logit_softcapping": "number null",
-            "attention_k_eq_v enable_moe_block use_double_wide_mlp": "bool",
-            "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
-        }
-    )
+    used={
+        "final_logit_softcapping": "number null",
+        "attention_k_eq_v enable_moe_block use_double_wide_mlp": "bool",
+        "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
+    }
 )  # fmt: skip
 # Around a text model. Images and audio are refused, so no logit depends on these keys.
 MULTIMODAL = family.COMMON.plus(
-    ConfigKeys(
-        only={"tie_word_embeddings": (True,)},
-        unused={
-            "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id "
-            "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": "images and audio are not read"
-        },
-    )
+    only={"tie_word_embeddings": (True,)},
+    unused={
+        "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id "
+        "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": "images and audio are not read"
+    }
 )  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL.plus(
-    ConfigKeys(
-        used={"canvas_length": "int"},
-        only={"model_type": ("diffusion_gemma",)},
-        nested={"text_config": DIFFUSION_INNER_KEYS},
-    )
+    used={"canvas_length": "int"},
+    only={"model_type": ("diffusion_gemma",)},
+    nested={"text_config": DIFFUSION_INNER_KEYS},
 )
-GEMMA4_KEYS = MULTIMODAL.plus(
-    ConfigKeys(only={"model_type": ("gemma4",)}, nested={"text_config": GEMMA4_INNER_KEYS})
-)
-GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(ConfigKeys(only={"model_type": ("gemma4_text",)}))
+GEMMA4_KEYS = MULTIMODAL.plus(only={"model_type": ("gemma4",)}, nested={"text_config": GEMMA4_INNER_KEYS})
+GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(only={"model_type": ("gemma4_text",)})
 
 
 def _text_of(config: Json) -> Json:

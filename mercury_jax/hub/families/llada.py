@@ -6,7 +6,7 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import family
-from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.family import Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 
 # Options of the reference that no published model uses; each would change the arithmetic.
@@ -16,20 +16,18 @@ PLAIN = dict(
     scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,), layer_norm_with_affine=(True,),
 )  # fmt: skip
 KEYS = family.COMMON.plus(
-    ConfigKeys(
-        used={
-            "vocab_size d_model n_layers n_heads max_sequence_length": "int",
-            "embedding_size n_kv_heads mlp_hidden_size": "int null", "multi_query_attention": "bool null",
-            "mlp_ratio rope_theta rms_norm_eps": "number", "weight_tying": "bool",
-        },
-        only=PLAIN,
-        unused={
-            "alibi_bias_max": "alibi is false",
-            "attention_layer_norm_with_affine": "attention_layer_norm is false",
-            "rope_full_precision": "angles are always computed in fp32 here", "precision": "of its training",
-            "init_device init_fn init_std init_cutoff_factor": "training only",
-        },
-    )
+    used={
+        "vocab_size d_model n_layers n_heads max_sequence_length": "int",
+        "embedding_size n_kv_heads mlp_hidden_size": "int null", "multi_query_attention": "bool null",
+        "mlp_ratio rope_theta rms_norm_eps": "number", "weight_tying": "bool",
+    },
+    only=PLAIN,
+    unused={
+        "alibi_bias_max": "alibi is false",
+        "attention_layer_norm_with_affine": "attention_layer_norm is false",
+        "rope_full_precision": "angles are always computed in fp32 here", "precision": "of its training",
+        "init_device init_fn init_std init_cutoff_factor": "training only",
+    }
 )  # fmt: skip
 # Ours and theirs; `ff_proj` is the gate. `ff_out` is the last projection of a block, and also the name of the head.
 PROJECTIONS = {

@@ -11,26 +11,24 @@ from typing import Any
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import export_config
-from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.family import Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 
 MASK, BLOCK = 156895, 32  # not in config.json
 
 MOE_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
-    ConfigKeys(
-        used={
-            "num_experts num_experts_per_tok expert_intermediate_size": "int",
-            "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
-            "partial_rotary_factor": "number null",
-        },
-        only={
-            "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
-            "norm_topk_prob": (False, None),
-            "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
-            "routed_scaling_factor": (1, 1.0),
-        },
-    )
+    used={
+        "num_experts num_experts_per_tok expert_intermediate_size": "int",
+        "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
+        "partial_rotary_factor": "number null",
+    },
+    only={
+        "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
+        "norm_topk_prob": (False, None),
+        "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
+        "routed_scaling_factor": (1, 1.0),
+    }
 )  # fmt: skip
 
 
@@ -66,24 +64,22 @@ def _moe_export(c: ModelConfig) -> dict[str, Any]:
 
 LLADA2_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
-    ConfigKeys(
-        used={
-            "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group": "int",
-            "first_k_dense_replace block_size": "int", "num_shared_experts": "int null",
-            "routed_scaling_factor partial_rotary_factor": "number", "use_qk_norm": "bool",
-        },
-        only={
-            "score_function": ("sigmoid",),
-            "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention": (False,),
-            "attention_bias": (False,), "use_rmsnorm moe_router_enable_expert_bias": (True,),
-            "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
-        },
-        unused={
-            "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
-            "router_dtype": "the router always computes in fp32 here",
-            "rotary_dim": "partial_rotary_factor says it",
-        },
-    )
+    used={
+        "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group": "int",
+        "first_k_dense_replace block_size": "int", "num_shared_experts": "int null",
+        "routed_scaling_factor partial_rotary_factor": "number", "use_qk_norm": "bool",
+    },
+    only={
+        "score_function": ("sigmoid",),
+        "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention": (False,),
+        "attention_bias": (False,), "use_rmsnorm moe_router_enable_expert_bias": (True,),
+        "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
+    },
+    unused={
+        "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
+        "router_dtype": "the router always computes in fp32 here",
+        "rotary_dim": "partial_rotary_factor says it",
+    }
 )  # fmt: skip
 
 

@@ -110,11 +110,9 @@ def _qwen3_keys(config: Json) -> ConfigKeys:
         return family.KEYS.plus(
             family.WINDOW,
             family.BIAS,
-            ConfigKeys(
-                only={
-                    "model_type": ("qwen3",),
-                }
-            ),
+            only={
+                "model_type": ("qwen3",),
+            },
         )
     why = "every layer has the window, if there is one"
     all_layers = {"max_window_layers": why, "layer_types": why}
@@ -122,7 +120,8 @@ def _qwen3_keys(config: Json) -> ConfigKeys:
         family.WINDOW,
         family.BIAS,
         EXPERTS,
-        ConfigKeys(only={"model_type": ("qwen3_moe",)}, unused=all_layers),
+        only={"model_type": ("qwen3_moe",)},
+        unused=all_layers,
     )
 
 
@@ -144,10 +143,10 @@ register(
         name="Qwen2.5",
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-Coder-7B-Instruct"),
-        keys=family.QWEN2_KEYS.plus(family.WINDOW, ConfigKeys(only={
-            "model_type": ("qwen2",),
-            "use_mrope": (False,),
-        })),
+        keys=family.QWEN2_KEYS.plus(family.WINDOW, only={
+        "model_type": ("qwen2",),
+        "use_mrope": (False,),
+    }),
         # Biases on queries, keys and values, whatever the config says about others.
         config=functools.partial(family.decoder_config, qkv_bias=True, out_bias=False, **AUTOREGRESSIVE),
         noise=None,
@@ -174,14 +173,12 @@ register(
         checkpoints=("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B-Instruct"),
         keys=family.KEYS.plus(
             family.BIAS,
-            ConfigKeys(
-                used={"mlp_bias": "bool"},
-                only={
-                    "model_type": ("llama",), "pretraining_tp": (1,), "sliding_window": (None,),
-                    "use_sliding_window": (False,),
-                },
-                unused={"max_sequence_length": "max_position_embeddings says it"},
-            ),
+            used={"mlp_bias": "bool"},
+            only={
+                "model_type": ("llama",), "pretraining_tp": (1,), "sliding_window": (None,),
+                "use_sliding_window": (False,),
+            },
+            unused={"max_sequence_length": "max_position_embeddings says it"},
         ),
         config=functools.partial(family.decoder_config, **AUTOREGRESSIVE),
         noise=None,

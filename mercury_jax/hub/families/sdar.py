@@ -5,14 +5,15 @@ from typing import Any
 from mercury_jax.config import ModelConfig, NoiseConfig
 from mercury_jax.hub import family
 from mercury_jax.hub.families.qwen_llama import EXPERTS, experts_of, export_config
-from mercury_jax.hub.family import ConfigKeys, Family, register
+from mercury_jax.hub.family import Family, register
 
 MASK, BLOCK = 151669, 4  # of every published model whose config.json does not say
 TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
 DENSE_KEYS = family.KEYS.plus(
     family.NO_WINDOW,
     family.NO_BIAS,
-    ConfigKeys(used={"block_size": "int"}, unused=dict.fromkeys(TRAINING, "training only")),
+    used={"block_size": "int"},
+    unused=dict.fromkeys(TRAINING, "training only"),
 )
 MOE_KEYS = DENSE_KEYS.plus(EXPERTS)
 
