@@ -576,8 +576,12 @@ class Plan:
             value = getattr(self, name)
             if value is None and other:
                 continue
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not number or value != value // 1 or value < least:
+            if (
+                not isinstance(value, numbers.Real)
+                or isinstance(value, bool)
+                or value != value // 1
+                or value < least
+            ):
                 raise refuse(name, value, f"a whole number from {least} on{other}")
         if self.refresh is not None and not isinstance(self.refresh, Refresh):
             raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")

@@ -31,7 +31,6 @@ from mercury_jax.hub.family import Family, family_of
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
     check_memory,
-    check_quantise,
     count_parameters,
     free_memory,
     load_params,
@@ -42,6 +41,7 @@ from mercury_jax.hub.params import (
 from mercury_jax.hub.tokenizer import HFTokenizer, IdTokenizer, unpack
 from mercury_jax.hub.tokenizer_files import read_files
 from mercury_jax.models import cache
+from mercury_jax.models.weight_quant import WEIGHT_KINDS
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.types import LM, Model
 
@@ -90,7 +90,8 @@ def load(
     """
     if kv is not None:
         cache.check_kv_kind(kv)
-    check_quantise(quantise)
+    if quantise is not None and quantise not in WEIGHT_KINDS:
+        raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
     opened = open_checkpoint(NANO if source is None else source, dtype=dtype, mask=mask, verify=True)
     check_mask(opened, mask)
     if opened.family is not None:
@@ -420,7 +421,18 @@ def load_opened(
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     forbidden: tuple[int, ...] = ()
     if isinstance(opened.folder, Exported):
-        tokenizer = _native_tokenizer(opened.folder, config)
+        about = opened.folder.config
+        if opened.folder.tokenizer is None:
+            raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
+        tokenizer = unpack(opened.folder.tokenizer)
+        if tokenizer.vocab_size > config.vocab:  # a model may have ids without a text
+            allowed = f"at most {config.vocab}, the model's vocab"
+            raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
+        if tokenizer.fingerprint != about["tokenizer"]:
+            allowed = f"{about['tokenizer']}, the one it was trained with"
+            raise refuse("tokenizer", tokenizer.fingerprint, allowed)
+        if config.mask not in (None, about["model"].get("mask")):
+            tokenizer = tokenizer.with_mask(config.mask)
         check_memory(model, mesh, config.dtype, quantise, opened.name)
         for path, like in shapes.items():
             entry = opened.folder.tensors.get(path)
@@ -430,7 +442,7 @@ def load_opened(
                     f"{opened.path}: parameter {path} is {have}; the config needs {like.shape}"
                 )
         read = opened.folder.read
-        forbidden = tuple(opened.folder.config.get("forbidden", noise.specials(tokenizer, config.vocab)))
+        forbidden = tuple(about.get("forbidden", noise.specials(tokenizer, config.vocab)))
     else:
         assert opened.family is not None
         dtype = opened.stored_dtype if dtype is None else dtype
@@ -450,19 +462,6 @@ def load_opened(
         card=opened.card,
         decoding=opened.decoding,
     )
-
-
-def _native_tokenizer(folder: Exported, config: ModelConfig) -> AnyTokenizer:
-    if folder.tokenizer is None:
-        raise CheckpointError(f"{folder.path}: tokenizer.model is missing")
-    tokenizer, trained_with = unpack(folder.tokenizer), folder.config["tokenizer"]
-    if tokenizer.vocab_size > config.vocab:  # a model may have ids without a text
-        allowed = f"at most {config.vocab}, the model's vocab"
-        raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
-    if tokenizer.fingerprint != trained_with:
-        raise refuse("tokenizer", tokenizer.fingerprint, f"{trained_with}, the one it was trained with")
-    stored = folder.config["model"].get("mask")
-    return tokenizer if config.mask in (None, stored) else tokenizer.with_mask(config.mask)
 
 
 def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:

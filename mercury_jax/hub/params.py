@@ -188,16 +188,6 @@ def load_params(
     return unflatten_dict(params, sep="/")
 
 
-def check_quantise(quantise: str | None) -> None:
-    """Checks the argument `quantise`.
-
-    Raises:
-        ValueError: It is neither a kind of quantisation nor None.
-    """
-    if quantise is not None and quantise not in WEIGHT_KINDS:
-        raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
-
-
 def quantised_axes(path: str) -> tuple[int, int] | None:
     """Returns (contracted axes, axes of experts before them) of a matrix that may be quantised; None for others."""
     *stems, last = path.split("/")

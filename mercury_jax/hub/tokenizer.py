@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mercury_jax import install
@@ -83,6 +84,7 @@ class HFTokenizer:
     pad: int
     ends: tuple[int, ...]
     vocab: int | None = None
+    _compiled: dict[str, ChatTemplate] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
@@ -367,10 +369,6 @@ class HFTokenizer:
         encode, line = self.tokens.encode, "\n" if marks.tail else ""
         return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
 
-    @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
-        return {}
-
     def _rendered(
         self,
         messages: Messages,
@@ -462,6 +460,7 @@ class IdTokenizer:
     begin = ()
     thinking = None
     fim = None
+    files = MappingProxyType[str, bytes]({})
 
     @classmethod
     def of(cls, config: ModelConfig) -> IdTokenizer:
@@ -478,11 +477,6 @@ class IdTokenizer:
         return self.ends[0]
 
     end_turn = eos
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """No files: other libraries have no tokenizer either."""
-        return {}
 
     @property
     def proto(self) -> bytes:

@@ -1,5 +1,6 @@
 """Autoregressive models made bidirectional: dllm's tiny-A2D (Qwen2, Qwen3, Llama) and Open-dCoder (Qwen2.5)."""
 
+import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
@@ -15,26 +16,27 @@ KINDS = {
 }
 
 
-def _architecture(config: Json) -> str:
-    return next(name for name in config["architectures"] if name in KINDS)
-
-
 def _keys(config: Json) -> ConfigKeys:
-    biased = _architecture(config) == "A2DQwen2LMHeadModel"
+    biased = "A2DQwen2LMHeadModel" in config["architectures"]
     known = family.QWEN2_KEYS if biased else family.KEYS.plus(family.NO_WINDOW, family.NO_BIAS)
     return known.plus(only={"pretraining_tp": (1,)})
 
 
-def _bidirectional(config: Json, **ours: Any) -> ModelConfig:
+def _config(config: Json, alignment: str = "same_position") -> ModelConfig:
     """None of these families has a fixed mask id."""
     if config.get("mask_token_id") is None:
         raise refuse("mask", None, "an id: neither config.json nor the tokenizer names the mask; pass mask=")
-    return family.decoder_config(config, out_bias=False, pattern="bidirectional", block=32, **ours)
-
-
-def _config(config: Json) -> ModelConfig:
-    _, bias, norm = KINDS[_architecture(config)]
-    return _bidirectional(config, qkv_bias=bias, qk_norm=norm)
+    named = [KINDS[name] for name in config["architectures"] if name in KINDS]
+    _, bias, norm = named[0] if named else ("qwen2", True, False)
+    return family.decoder_config(
+        config,
+        qkv_bias=bias,
+        out_bias=False,
+        qk_norm=norm,
+        pattern="bidirectional",
+        block=32,
+        alignment=alignment,
+    )
 
 
 def _export(c: ModelConfig) -> dict[str, Any]:
@@ -62,7 +64,7 @@ register(
         architectures=("Qwen2ForCausalLM",),
         checkpoints=("fredzzp/open-dcoder-0.5B",),
         keys=family.QWEN2_KEYS,
-        config=lambda config: _bidirectional(config, qkv_bias=True, alignment="shifted"),
+        config=functools.partial(_config, alignment="shifted"),
         noise=NoiseConfig(kind="absorbing"),
         about="masked, made of Qwen2.5-Coder",
         # Its config.json is Qwen2.5's, and so is its class; only the mask id distinguishes it.
