@@ -1,7 +1,7 @@
 """nano with full attention: every token of prompt and answer sees every other, as in LLaDA and Dream.
 
     mercury train configs/nano_bidirectional.py            # two CPU cores: a few minutes
-    mercury bench cache runs/nano_bidirectional/model      # what reusing its keys costs and brings
+    python -m benchmarks.cache runs/nano_bidirectional/model   # what reusing its keys costs and brings
     mercury convert runs/nano_bidirectional/model out --to hf   # A2DQwen3LMHeadModel, as dllm's tiny-A2D models
 
 It goes on from the embedded model: who sees whom is no matter of parameters, so a few hundred steps turn
@@ -10,7 +10,7 @@ a causal encoder into a bidirectional denoiser.
 
 import dataclasses
 
-from mercury_jax.train.objectives_edit import masked_and_edited
+from mercury_jax.train.objectives import masked_and_edited
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 

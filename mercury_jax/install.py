@@ -1,6 +1,6 @@
-"""How an extra is added to this installation, for messages about a missing package.
+"""The pip command that adds an extra to this installation, for messages about missing packages.
 
-There is no release in a package index, so a message names what this installation was made from: the clone whose code
+There is no release in a package index, so the command names what this installation was made from: the clone whose code
 runs, or what pip recorded in `direct_url.json` (a folder, a Git address or an archive; PEP 610).
 """
 

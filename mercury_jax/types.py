@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +195,7 @@ class PackedPass(NamedTuple):
     time: Float[Array, "B"] | Float[Array, "B T"] | None = None
 
 
+@runtime_checkable
 class Forward(Protocol):
     """`Model.forward`: one pass over a KV cache."""
 
@@ -216,6 +217,7 @@ class Forward(Protocol):
         ...
 
 
+@runtime_checkable
 class Apply(Protocol):
     """`Model.apply`: one pass without a cache, for training and scoring. Differentiable."""
 
@@ -237,6 +239,7 @@ class Apply(Protocol):
         ...
 
 
+@runtime_checkable
 class HeadChunk(Protocol):
     """`Model.head_chunk`: logits of the ids first .. first + size alone."""
 
@@ -245,6 +248,7 @@ class HeadChunk(Protocol):
         ...
 
 
+@runtime_checkable
 class EmbedMixture(Protocol):
     """`Model.embed_mixture`: a chunk's part of the self-conditioning, so that it can be summed over chunks."""
 
@@ -256,6 +260,7 @@ class EmbedMixture(Protocol):
         ...
 
 
+@runtime_checkable
 class Layout(Protocol):
     """`Model.layout`: one document as training and scoring see it."""
 

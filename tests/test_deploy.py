@@ -1,4 +1,4 @@
-"""The manifests of launch/gke say of the server what is true of it."""
+"""The manifests of launch/gke agree with the server."""
 
 import itertools
 import re
@@ -35,12 +35,13 @@ def container(pod) -> dict:
 
 @pytest.fixture(scope="module")
 def words(container):
-    """The arguments, read as the command reads them: one that it does not know ends the test."""
-    from mercury_jax.cli.serve import parser
+    """The arguments, read as the command reads them; an unknown one fails the test."""
+    from mercury_jax.cli import arguments
+    from mercury_jax.cli.serve import Serve
 
     command, *rest = container["args"]
     assert command == "serve"
-    return parser().read(rest)
+    return arguments.read(Serve, rest, "mercury serve")
 
 
 def test_every_part_is_there(kinds):
@@ -56,9 +57,9 @@ def test_every_part_is_there(kinds):
     assert {one["metadata"]["name"] for one in kinds.values()} == {"mercury"}
 
 
-def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words, kinds):
+def test_probes_use_routes_without_key_on_the_servers_port(container, words, kinds):
     pytest.importorskip("starlette")
-    from mercury_jax.serve.api.app import OPEN
+    from mercury_jax.serve.app import PUBLIC_ROUTES
 
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     probes = {
@@ -68,19 +69,19 @@ def test_probes_ask_open_routes_on_the_port_that_is_listened_on(container, words
         "startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health",
     }  # fmt: skip
     for probe in probes.values():
-        assert probe["path"] in OPEN and ports[probe["port"]] == words.port
+        assert probe["path"] in PUBLIC_ROUTES and ports[probe["port"]] == words.port
     balanced = kinds["BackendConfig"]["spec"]["healthCheck"]
-    assert balanced["requestPath"] in OPEN and balanced["port"] == words.port
+    assert balanced["requestPath"] in PUBLIC_ROUTES and balanced["port"] == words.port
     (port,) = kinds["Service"]["spec"]["ports"]
     assert ports[port["targetPort"]] == words.port
 
 
-def test_a_pod_ends_behind_its_last_answer(pod, container, words, kinds):
+def test_the_grace_period_covers_draining(pod, container, words, kinds):
     pytest.importorskip("uvicorn")
-    from mercury_jax.serve.api.server import FLUSH, NOTICE
+    from mercury_jax.serve.server import FLUSH_SECONDS, NOTICE_SECONDS
 
     waited = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    needed = waited + NOTICE + words.drain + FLUSH
+    needed = waited + NOTICE_SECONDS + words.drain + FLUSH_SECONDS
     assert needed < pod["terminationGracePeriodSeconds"]
     assert kinds["BackendConfig"]["spec"]["connectionDraining"]["drainingTimeoutSec"] >= words.drain
 
@@ -100,21 +101,21 @@ def test_it_asks_for_a_key(container, words, kinds):
     assert all(f"--from-literal={key}=" in told for key in ("api-keys", "metrics-key"))
 
 
-def test_the_autoscaler_watches_a_metric_that_is_shown(kinds):
+def test_the_autoscaler_watches_a_metric_of_the_server(kinds):
     pytest.importorskip("prometheus_client")
-    from mercury_jax.serve.api.app import GET
-    from mercury_jax.serve.api.metrics import GAUGES
+    from mercury_jax.serve.app import GET_ROUTES
+    from mercury_jax.serve.metrics import ENGINE_GAUGES
 
     (metric,) = kinds["HorizontalPodAutoscaler"]["spec"]["metrics"]
     name = re.fullmatch(
         r"prometheus\.googleapis\.com\|mercury_(\w+)\|gauge", metric["pods"]["metric"]["name"]
     )
-    assert name is not None and name[1] in GAUGES
+    assert name is not None and name[1] in ENGINE_GAUGES
     (endpoint,) = kinds["PodMonitoring"]["spec"]["endpoints"]
-    assert endpoint["path"] in GET
+    assert endpoint["path"] in GET_ROUTES
 
 
-def test_everything_means_the_same_pods(kinds, container, pod):
+def test_all_selectors_match_the_same_pods(kinds, container, pod):
     labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
     selectors = [
         kinds["Service"]["spec"]["selector"],

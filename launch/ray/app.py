@@ -1,67 +1,80 @@
 """`python launch/ray/app.py [OPTIONS] -- [OPTIONS OF mercury serve]`: the app of `mercury serve` on Ray Serve.
 
-A replica is one engine behind the same ASGI app. Ray starts and ends replicas by the number of requests in them,
-sends requests to those that are warm, and drains one before it ends. See launch/ray/README.md.
+A replica is one engine behind the same ASGI app. Ray starts and ends replicas by the number of requests in them, sends
+requests to those that are ready, and drains one before it ends. See launch/ray/README.md.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 
-from mercury_jax.cli import serve as command
+from mercury_jax.cli import app as entry, arguments, serve as command
+from mercury_jax.cli.arguments import Float, Int, OptionalFloat
 
-# Requests that a replica takes beyond its slots and its queue, only to refuse them: with 429 and Retry-After in the
-# API's own words, where Ray's refusal would be a bare 503.
+# Requests that a replica accepts beyond its slots and its queue, only to refuse them itself: with 429, Retry-After and
+# the error body of the API, where Ray would answer with a bare 503.
 SPARE = 64
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="launch/ray/app.py", description=__doc__, epilog="Behind --: mercury serve --help"
-    )
-    p.add_argument("--least", type=int, default=1, metavar="N", help="replicas at all times (default 1)")
-    p.add_argument("--most", type=int, default=1, metavar="N", help="replicas under load (default 1)")
-    p.add_argument("--load", type=float, metavar="X", help="requests of a replica, running and waiting, beyond which "
-                   "another one starts (default: its slots)")  # fmt: skip
-    p.add_argument("--gpus", type=float, default=0.0, metavar="X", help="of a replica (default 0)")
-    p.add_argument("--cpus", type=float, default=1.0, metavar="X", help="of a replica (default 1)")
-    return p
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Serve a model on Ray Serve. Options of `mercury serve` follow after --.
+
+    examples:
+      python launch/ray/app.py --least 1 --most 4 --gpus 1 -- --slots 16
+    """
+
+    least: Int = 1
+    """Replicas at all times."""
+    most: Int = 1
+    """Replicas under load."""
+    load: OptionalFloat = None
+    """Requests of a replica, running and waiting, beyond which another one starts. Default: its slots."""
+    gpus: Float = 0.0
+    """GPUs of a replica."""
+    cpus: Float = 1.0
+    """CPUs of a replica."""
 
 
 def build(words: Sequence[str]) -> Callable[[], Any]:
-    """A function that makes the ASGI app in a replica, whose lifespan is that of its engine.
+    """A function that makes the ASGI app in a replica; the lifespan of the app is that of its engine.
 
-    words: options of `mercury serve`. ValueError for one that is wrong, before anything is sent to a replica.
+    Args:
+        words: Options of `mercury serve`.
+
+    Raises:
+        ValueError: A wrong option, before anything is sent to a replica.
     """
-    args = command.parser().read(list(words))
-    settings, told = command.settings_of(args), command.options_of(args)
+    args, parameters = arguments.read_with_rule(command.Serve, words, "mercury serve")
+    settings, options = command.settings_of(args), command.options_of(args)
 
     def app() -> Any:
-        import dataclasses
-
         from starlette.concurrency import run_in_threadpool
 
-        from mercury_jax.cli import options, show
-        from mercury_jax.serve.api import create_app
+        from mercury_jax.serve.app import create_app
         from mercury_jax.serve.engine.engine import Engine
 
-        lm = show.load(args.model, **options.reading(args))
+        lm = command.with_rule(args.loading.load(), args.rule, parameters)
         engine = Engine(lm, settings)
-        made = create_app(engine, dataclasses.replace(told, aliases=command.aliases(args.alias, lm.name)))
+        aliases = command.aliases_of(args.alias, lm.name)
+        made = create_app(engine, dataclasses.replace(options, aliases=aliases))
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            await run_in_threadpool(engine.start)  # Ray sends nothing to a replica before this is over
+            # Ray sends no request before this has returned.
+            await run_in_threadpool(engine.start)
             yield
-            await run_in_threadpool(engine.stop)  # behind Ray's own draining: what still runs is cancelled
+            # Ray has drained the replica; what still runs is cancelled.
+            await run_in_threadpool(engine.stop)
 
         made.router.lifespan_context = lifespan
         return made
@@ -70,43 +83,49 @@ def build(words: Sequence[str]) -> Callable[[], Any]:
 
 
 class Replica:
-    """Ray asks it every few seconds, and replaces a replica that raises."""
+    """Ray calls `check_health` every few seconds, and replaces a replica that raises."""
 
     def check_health(self) -> None:
         if not self.app.state.service.engine.ready:  # type: ignore[attr-defined]  Ray's wrapper has the app
             raise RuntimeError("the engine has ended")
 
 
-def application(spread: argparse.Namespace, words: Sequence[str]) -> serve.Application:
-    """The app as a deployment: how many replicas there are, and what each may hold."""
-    args = command.parser().read(list(words))
-    scaled = AutoscalingConfig(
-        min_replicas=spread.least, max_replicas=spread.most, target_ongoing_requests=spread.load or args.slots
+def application(replicas: Replicas, words: Sequence[str]) -> serve.Application:
+    """The app as a deployment: how many replicas there are, and what each may use."""
+    args, _ = arguments.read_with_rule(command.Serve, words, "mercury serve")
+    slots = command.settings_of(args).slots
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.least,
+        max_replicas=replicas.most,
+        target_ongoing_requests=replicas.load or slots,
     )
     deployment = serve.deployment(
         name="mercury",
-        autoscaling_config=scaled,
-        max_ongoing_requests=args.slots + args.queue + SPARE,
+        autoscaling_config=scaling,
+        max_ongoing_requests=slots + args.queue + SPARE,
         max_queued_requests=args.queue + SPARE,
         graceful_shutdown_timeout_s=args.drain,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": spread.cpus, "num_gpus": spread.gpus},
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
     )
     return deployment(serve.ingress(build(words))(Replica)).bind()
 
 
-def main(argv: Sequence[str]) -> int:
-    from mercury_jax.serve.api.server import check_address
+def run(argv: Sequence[str]) -> int:
+    """Starts the deployment and blocks until it ends."""
+    from mercury_jax.serve.options import check_address
 
-    end = argv.index("--") if "--" in argv else len(argv)
-    spread, words = parser().parse_args(argv[:end]), argv[end + 1 :]
-    args = command.parser().read(list(words))
-    check_address(args.host, command.options_of(args))  # the proxies' door has the same lock as ours
-    app = application(spread, words)
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    replicas, words = arguments.read(Replicas, words[:end], "python launch/ray/app.py"), words[end + 1 :]
+    args, _ = arguments.read_with_rule(command.Serve, words, "mercury serve")
+    # As `mercury serve`: an address beyond the loopback needs a key.
+    check_address(args.host, command.options_of(args))
+    app = application(replicas, words)
     serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
     serve.run(app, route_prefix="/", blocking=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(entry.run_script(run))

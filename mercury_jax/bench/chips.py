@@ -1,4 +1,7 @@
-"""The chips that programs are compiled for ahead of time: how XLA is told of them, and what their datasheets say."""
+"""The chips that programs are compiled for ahead of time: their descriptions for XLA, and their datasheets.
+
+`target` reads names such as "h200x8" or "v5e:4x4". Imports no JAX at the top: refusals are quick.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,21 @@ if TYPE_CHECKING:
     from mercury_jax.types import Device
 
 TARGETS = Path(__file__).with_name("targets")
-HOST = 8  # GPUs of a host
-MOST = 4096  # devices of a target: beyond this a number is a mistake
+GPUS_PER_HOST = 8
+MOST_DEVICES = 4096  # of a target: a larger number is a mistake
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device. memory in bytes, bandwidth in bytes a second, flops dense, in bf16, a second; all of datasheets.
+    """One device with the figures of its datasheet.
 
-    flops32: of float32 products as JAX makes them by default: TF32 on a GPU, one bf16 pass on a TPU.
-    dims: of a TPU's topology; 0 for a GPU. kernels: which of them are for it (`kernels.device`).
+    Attributes:
+        memory: Bytes.
+        bandwidth: Bytes/s.
+        flops: Dense FLOP/s in bf16.
+        flops32: FLOP/s of float32 products as JAX computes them by default: TF32 on a GPU, one bf16 pass on a TPU.
+        dims: Dimensions of a TPU's topology; 0 for a GPU.
+        kernels: Name of its kernels in `kernels.device`.
     """
 
     name: str
@@ -39,6 +47,7 @@ class Chip:
 
     @property
     def platform(self) -> str:
+        """The name of the platform for XLA."""
         return "tpu" if self.dims else "cuda"
 
 
@@ -65,7 +74,7 @@ FORMS = "h200, h200x8, h200x64, b200x8, v5e:4x4, v6e:4x4, v5p:8x8x8, and the lik
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of one chip. topology: as XLA wants it, slices x hosts x GPUs, or a TPU's `4x4`."""
+    """A number of devices of one chip. topology: for XLA, slices x hosts x GPUs, or a TPU's such as "4x4"."""
 
     name: str
     chip: Chip
@@ -80,7 +89,7 @@ class Target:
         return Device(self.chip.kernels) if self.chip.kernels else None
 
     def describe(self) -> Any:
-        """XLA's description of the devices; needs the chip's plugin in this process."""
+        """XLA's description of the devices. Needs the chip's plugin in this process."""
         from jax.experimental import topologies
 
         if self.chip.platform == "tpu":
@@ -94,7 +103,14 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """`h200x8`, `v5e:4x4` as a target; ValueError says what is allowed."""
+    """Reads a target.
+
+    Args:
+        name: Such as "h200", "h200x8" or "v5e:4x4".
+
+    Raises:
+        ValueError: An unknown chip or topology, with what is allowed.
+    """
     found = re.fullmatch(r"([a-z]+\d+[a-z]?)(?:x(\d+)|:(\d+(?:x\d+)*))?", name)
     chip = ALL.get(found[1]) if found else None
     if found is None or chip is None:
@@ -102,29 +118,35 @@ def target(name: str) -> Target:
     if chip.dims:
         return _tpu(name, chip, found[3])
     if found[3]:
-        raise refuse("--for", name, f"{chip.name}xN, N devices of {HOST} a host")
+        raise refuse("--for", name, f"{chip.name}xN, N devices of {GPUS_PER_HOST} a host")
     return _gpu(name, chip, int(found[2] or 1))
 
 
 def _gpu(name: str, chip: Chip, devices: int) -> Target:
-    if not 1 <= devices <= MOST or (devices > HOST and devices % HOST):
-        raise refuse("--for", name, f"1..{HOST} devices, or a multiple of {HOST} up to {MOST}")
-    hosts = -(-devices // HOST)
+    if not 1 <= devices <= MOST_DEVICES or (devices > GPUS_PER_HOST and devices % GPUS_PER_HOST):
+        raise refuse(
+            "--for",
+            name,
+            f"1..{GPUS_PER_HOST} devices, or a multiple of {GPUS_PER_HOST} up to {MOST_DEVICES}",
+        )
+    hosts = -(-devices // GPUS_PER_HOST)
     return Target(name, chip, devices, f"1x{hosts}x{devices // hosts}")
 
 
 def _tpu(name: str, chip: Chip, sizes: str | None) -> Target:
     dims = [int(n) for n in sizes.split("x")] if sizes else []
-    if len(dims) != chip.dims or not 1 <= math.prod(dims) <= MOST:
+    if len(dims) != chip.dims or not 1 <= math.prod(dims) <= MOST_DEVICES:
         form = "x".join("4" * chip.dims)
         raise refuse(
-            "--for", name, f"{chip.name}:{form} and the like, {chip.dims} sizes and at most {MOST} chips"
+            "--for",
+            name,
+            f"{chip.name}:{form} and the like, {chip.dims} sizes and at most {MOST_DEVICES} chips",
         )
     return Target(name, chip, math.prod(dims), "x".join(map(str, dims)))
 
 
 def missing(chip: Chip) -> str | None:
-    """What to install for compiling for a chip; None where it is there."""
+    """What has to be installed to compile for a chip, in words; None where nothing is missing."""
     plugins = ("libtpu",) if chip.dims else ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if any(importlib.util.find_spec(name) for name in plugins):
         return None
@@ -133,3 +155,48 @@ def missing(chip: Chip) -> str | None:
         f"compiling for {chip.label} needs {what}, which this Python does not have: "
         f"{install.command('deviceless')}, best in an environment of its own"
     )
+
+
+def mesh_sizes(text: str | None) -> dict[str, int]:
+    """Reads the sizes of a mesh.
+
+    Args:
+        text: Such as "data=8,tensor=8"; None for no sizes.
+
+    Returns:
+        Axis -> size, in the order of the text; a size may be -1.
+
+    Raises:
+        ValueError: An unknown axis, or a size that is no number.
+    """
+    if text is None:
+        return {}
+    from mercury_jax.sharding import AXES
+
+    found = {}
+    for pair in text.split(","):
+        name, equals, value = pair.partition("=")
+        if name not in AXES or not equals or not value.removeprefix("-").isdigit():
+            raise refuse("--mesh", text, f"{', '.join(f'{axis}=N' for axis in AXES)}, separated by commas")
+        found[name] = int(value)
+    return found
+
+
+def datasheet_roofline(chip: Chip, dtype: str, flops: float, moved: float) -> dict[str, Any]:
+    """The least time of a program by the chip's datasheet.
+
+    Args:
+        chip: The device.
+        dtype: Of the products; float32 has a rate of its own.
+        flops: FLOP on one device.
+        moved: Bytes that are read or written on one device.
+
+    Returns:
+        `memory_seconds`, `compute_seconds`, the larger of both as `seconds`, and which one it is as `bound`.
+    """
+    rate = chip.flops32 if dtype in ("float32", "float64") else chip.flops
+    memory, compute = moved / chip.bandwidth, flops / rate
+    return {
+        "bytes": moved, "memory_seconds": memory, "compute_seconds": compute, "seconds": max(memory, compute),
+        "bound": "memory" if memory >= compute else "compute",
+    }  # fmt: skip

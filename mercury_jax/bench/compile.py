@@ -1,4 +1,8 @@
-"""Compile a program for a chip that is not here, in a process of its own, and tell what it needs."""
+"""`mercury bench compile`: compiles programs for a chip that is not here, in a process of its own.
+
+The parent process checks the request, starts `bench.aot` or `bench.compile_kernels`, passes on what it is doing, and
+reads the report of ptxas from what it prints.
+"""
 
 from __future__ import annotations
 
@@ -11,119 +15,132 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.bench import chips, ptxas
-from mercury_jax.bench.ahead import WHAT, Ask, sizes
+from mercury_jax.bench import chips, hlo
+from mercury_jax.bench.aot import PROGRAMS, CompileRequest
 from mercury_jax.config import at_least, refuse
 
-# What the child needs: no accelerator is looked for, nothing is taken from or left in a cache of programs.
+# Environment of the child process: it looks for no accelerator and uses no cache of programs.
 ENV = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # else the plugin asks the missing driver for its version
-    "TPU_SKIP_MDS_QUERY": "1",  # and libtpu a cloud's metadata server for its place
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA plugin would ask the driver, which is missing, for its version
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would ask a cloud's metadata server for its topology
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened: several may compile at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened, so several processes may compile at once
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    **ptxas.ENV,
+    **hlo.PTXAS_ENV,
 }
+# XLA flags of the compiler for this machine; libtpu ends the process for a flag that it does not know.
+HOST_FLAGS = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")
+
+Stage = Callable[[str], None]  # told what is being done
 
 
-HOST = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")  # of what compiles for this machine
-
-
-def flags() -> str:
-    """XLA_FLAGS without those of the host: what is compiled is for others, and libtpu ends where it knows one not."""
-    return " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST))
-
-
-class Failed(RuntimeError):
+class CompilerFailed(RuntimeError):
     """The compiling process ended without a result."""
 
     exit_code = 1
 
 
-def compiled(ask: Ask, stage: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """The record of `compile_worker`, with the registers and spills of its kernels; `stage` is told what is done.
+def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> dict[str, Any]:
+    """Compiles a program for a chip that is not here.
 
-    Raises ValueError, before anything is compiled, for what does not fit or a plugin that is not installed.
+    Args:
+        request: What to compile.
+        stage: Called with what is being done.
+
+    Returns:
+        The record of `aot.compile_program`, with the registers and spills of its GPU kernels as `kernels`.
+
+    Raises:
+        ValueError: A bad request, or a plugin that is not installed; where possible before anything is compiled.
+        CompilerFailed: The process ended without a result.
     """
-    check(ask)
-    record, told = _child("compile_worker", json.dumps(ask._asdict()), ask.target, stage)
+    check(request)
+    record, printed = _child("aot", json.dumps(request._asdict()), request.target, stage)
     if "kernels" not in record:
-        record["kernels"] = ptxas.kernels(told)
+        record["kernels"] = hlo.gpu_kernels(printed)
     return record
 
 
-def kernels(target: str, stage: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """The records of `compile_kernels`: every form of each of our kernels for a GPU, compiled for it.
+def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[dict[str, Any]]:
+    """Compiles every form of each of our Pallas kernels for a GPU.
 
-    Raises ValueError where the target is none, or its plugin is not installed.
+    Args:
+        target: As `chips.target` takes it.
+        stage: Called with what is being done.
+
+    Returns:
+        The records of `compile_kernels.compile_forms`.
+
+    Raises:
+        ValueError: The target is no GPU, or its plugin is not installed.
     """
     found = chips.target(target).chip
     if found.platform != "cuda":
         names = [one.name for one in chips.ALL.values() if one.platform == "cuda"]
-        raise refuse("--for", target, f"{', '.join(names)}: of other chips no compiler tells registers")
-    absent = chips.missing(found)
-    if absent:
-        raise ValueError(absent)
+        raise refuse("--for", target, f"{', '.join(names)}: the compilers of other chips report no registers")
+    if (missing := chips.missing(found)) is not None:
+        raise ValueError(missing)
     return _child("compile_kernels", target, target, stage)[0]["kernels"]
 
 
-def check(ask: Ask) -> None:
-    """Refuse in words what can be told without compiling."""
-    target = chips.target(ask.target)
-    if ask.what not in WHAT:
-        raise refuse("--what", ask.what, ", ".join(WHAT))
-    sizes(ask.mesh)
+def check(request: CompileRequest) -> None:
+    """Refuses what can be refused without compiling. ValueError names the option and what is allowed.
+
+    Raises:
+        ValueError: An unknown target, program or mesh, a size below 1, or a missing plugin.
+    """
+    target = chips.target(request.target)
+    if request.what not in PROGRAMS:
+        raise refuse("--what", request.what, ", ".join(PROGRAMS))
+    chips.mesh_sizes(request.mesh)
     for name in ("context", "batch"):
-        if getattr(ask, name) is not None:
-            at_least(1, **{f"--{name}": getattr(ask, name)})
-    if ask.quantise is not None and ask.what == "train":
-        raise refuse("--quantise", ask.quantise, "nothing with --what train: parameters are trained in fp32")
-    absent = chips.missing(target.chip)
-    if absent:
-        raise ValueError(absent)
+        if getattr(request, name) is not None:
+            at_least(1, **{f"--{name}": getattr(request, name)})
+    if request.quantise is not None and request.what == "train":
+        allowed = "no value with --what train: parameters are trained in fp32"
+        raise refuse("--quantise", request.quantise, allowed)
+    if (missing := chips.missing(target.chip)) is not None:
+        raise ValueError(missing)
 
 
-def _child(
-    module: str, argument: str, target: str, stage: Callable[[str], None]
-) -> tuple[dict[str, Any], str]:
-    """(what a worker wrote, all that was printed); ValueError for what it refuses."""
+def _child(module: str, argument: str, target: str, stage: Stage) -> tuple[dict[str, Any], str]:
+    """Runs a module of this package: (the record it wrote, all that was printed). ValueError for what it refuses."""
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder, "out.json"), Path(folder, "printed.txt")
         command = [sys.executable, "-m", f"mercury_jax.bench.{module}", argument, str(out)]
-        code, words = _run(command, printed, stage)
+        code, lines = _run(command, printed, stage)
         record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
-        told = printed.read_text(encoding="utf-8", errors="replace")
+        text = printed.read_text(encoding="utf-8", errors="replace")
     if record is None:
-        last = "\n".join(words[-3:])
-        raise Failed(f"the process that compiles for {target} ended with code {code}\n{last}".rstrip())
+        last = "\n".join(lines[-3:])
+        raise CompilerFailed(
+            f"the process that compiles for {target} ended with code {code}\n{last}".rstrip()
+        )
     if "refused" in record:
         raise ValueError(record["refused"])
-    return record, "\n".join([told, *words])
+    return record, "\n".join([text, *lines])
 
 
-def _run(command: list[str], printed: Path, stage: Callable[[str], None]) -> tuple[int, list[str]]:
-    """(exit code, lines of standard error); what a compiler prints goes into a file."""
-    words: list[str] = []
+def _run(command: list[str], printed: Path, stage: Stage) -> tuple[int, list[str]]:
+    """(exit code, lines of standard error without the stages); standard output goes into the file `printed`."""
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST_FLAGS)]
+    lines: list[str] = []
     with printed.open("wb") as sink:
         child = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **ENV, "XLA_FLAGS": flags()},
-            text=True,
-            errors="replace",
-        )
+            command, stdout=sink, stderr=subprocess.PIPE, env={**os.environ, **ENV, "XLA_FLAGS": " ".join(flags)},
+            text=True, errors="replace",
+        )  # fmt: skip
         try:
             for line in child.stderr or ():
                 name, _, about = line.rstrip().partition("stage: ")
                 if about and not name:
                     stage(about)
                 else:
-                    words.append(line.rstrip())
-            return child.wait(), words
+                    lines.append(line.rstrip())
+            return child.wait(), lines
         finally:
             if child.poll() is None:
                 child.kill()

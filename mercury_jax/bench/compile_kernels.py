@@ -1,61 +1,162 @@
-"""The child of `mercury bench compile kernels`: compiles every kernel for one chip, and writes what ptxas says of it.
+"""Every form of our Pallas kernels for GPUs, compiled ahead of time for one chip.
 
-python -m mercury_jax.bench.compile_kernels CHIP OUT.json. All in one process, and one process for each chip.
+`forms` lists them: head sizes, dtypes, key types, ranges, page sizes, widths of experts. `compile_forms` compiles each,
+and reads what ptxas reports. Run as `python -m mercury_jax.bench.compile_kernels CHIP OUT.json` by `bench.compile`, one
+process for each chip.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mercury_jax.bench import chips, ptxas
-from mercury_jax.bench.compile_worker import say
-from mercury_jax.bench.kernel_cases import FALLBACK, Case, cases
+from mercury_jax.bench import chips, hlo
+from mercury_jax.bench.aot import stage
+from mercury_jax.kernels import attend, device as kernel_device
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.grouped_matmul import grouped_matmul
+from mercury_jax.kernels.inputs import quantise_int8
+from mercury_jax.types import Device
+
+BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
+FALLBACK = {  # what runs where a kernel has no such form
+    "attention": "plain XLA, whose scores are materialised",
+    "paged": "each row's pages gathered, then attention over them",
+    "grouped": "tiles of rows in a loop, by XLA",
+}
+WIDTHS, SLOTS = (64, 128, 256, 512), 8192
+BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 
 
-def work(name: str) -> list[dict[str, Any]]:
-    """A record for each form of each kernel.
+class KernelForm(NamedTuple):
+    """One form of a kernel. Tracing `run(*args)` for a chip raises ValueError where the kernel has no such form."""
 
-    {kernel, shape} with what `ptxas.kernels` says, or with why there is no such form and what runs instead.
+    kernel: str
+    shape: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def forms(name: str) -> list[KernelForm]:
+    """All forms for a chip, "sm_90a" or "sm_100a", in the order of compilation."""
+    device = kernel_device.target(name)
+    return [*_attention(BACKENDS[name], device), *_paged(device), *_grouped(device)]
+
+
+def _attention(backend: str, device: Device) -> Iterator[KernelForm]:
+    """Head sizes x dtypes x int8 keys x ranges, for few query rows (one warpgroup, keys split) and for many; every
+    fifth form has a soft-cap."""
+    sizes = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
+    for n, (width, dtype, int8, ranges, queries) in enumerate(sizes):
+        batch = 1 if queries == 8 else 8  # with many rows keys are not split, and the output is 16 bits
+        q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
+        k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
+        seen = jax.ShapeDtypeStruct((batch, queries, ranges, 2), jnp.int32)
+        softcap = 30.0 if n % 5 == 0 else None
+        shape = (
+            f"{batch} x {queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
+            f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
+        )
+        how: dict[str, Any] = dict(residual=True, cached=True, backend=backend, device=device)
+        run = functools.partial(attend, softcap=softcap, **how)
+        yield KernelForm("attention", shape, run, (q, keys, keys, seen))
+
+
+def _paged(device: Device) -> Iterator[KernelForm]:
+    """A whole canvas and a few queries for each of 8 sequences: head sizes x int8 keys x page sizes."""
+    sizes = itertools.product(((64, 128), (128, 256), (256, 64), (512, 128)), (False, True), (8, 256))
+    for (width, page), int8, queries in sizes:
+        q = jax.ShapeDtypeStruct((8, queries, 16, width), BF16)
+        k = jax.ShapeDtypeStruct((1024, page, 2, width), BF16)
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
+        pages = jax.ShapeDtypeStruct((8, SLOTS // page), jnp.int32)
+        seen = jax.ShapeDtypeStruct((8, queries, 2, 2), jnp.int32)
+        shape = (
+            f"8 x {queries} x 16/2 heads of {width}, 2 ranges, bf16, {'int8' if int8 else 'bf16'} keys, "
+            f"pages of {page}"
+        )
+        run = functools.partial(attend_paged, residual=True, backend="hopper", device=device)
+        yield KernelForm("paged", shape, run, (q, keys, keys, pages, seen))
+
+
+def _grouped(device: Device) -> Iterator[KernelForm]:
+    """The widths of DiffusionGemma's experts, with few and with many rows for each, and the gradient of the rows."""
+    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
+    for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
+        x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
+        w = jax.ShapeDtypeStruct((128, inputs, outputs), kind)
+        scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
+        args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
+        shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
+        product = functools.partial(grouped_matmul, device=device)
+        yield KernelForm("grouped", shape, product, args)
+        gradient = functools.partial(_row_gradient, product)
+        yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
+
+
+def _row_gradient(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
+    """The gradient of the rows: a product with the transposed matrices."""
+    y, back = jax.vjp(lambda x: product(x, w, *more), x)
+    return back(jnp.ones_like(y))
+
+
+def _short(dtype: Any) -> str:
+    return {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(str(dtype), str(dtype))
+
+
+# --- compiling
+
+
+def compile_forms(name: str) -> list[dict[str, Any]]:
+    """Compiles every form for a target in this process.
+
+    Returns:
+        A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
+        no such form, and `fallback`, what runs instead.
     """
     target = chips.target(name)
-    say(f"describing {name}")
+    stage(f"describing {name}")
     device = NamedSharding(Mesh(np.array(target.describe().devices[:1]), ("one",)), PartitionSpec())
-    found, todo = [], cases(target.chip.kernels)
-    for n, case in enumerate(todo, start=1):
-        say(f"{case.kernel} {n} of {len(todo)}: {case.shape}")
-        found.append({"kernel": case.kernel, "shape": case.shape} | _one(case, device))
-    return found
+    records, todo = [], forms(target.chip.kernels)
+    for n, form in enumerate(todo, start=1):
+        stage(f"{form.kernel} {n} of {len(todo)}: {form.shape}")
+        records.append({"kernel": form.kernel, "shape": form.shape} | _compile_form(form, device))
+    return records
 
 
-def _one(case: Case, device: NamedSharding) -> dict[str, Any]:
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), case.args)
+def _compile_form(form: KernelForm, device: NamedSharding) -> dict[str, Any]:
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
     try:
-        lowered = jax.jit(case.run).lower(*args)
+        lowered = jax.jit(form.run).lower(*args)
     except ValueError as error:
-        return {"refused": str(error), "fallback": FALLBACK[case.kernel]}
-    with printed() as read:
+        return {"refused": str(error), "fallback": FALLBACK[form.kernel]}
+    with captured_output() as read:
         lowered.compile()
-        told = ptxas.kernels(read())
-    if not told:
-        raise RuntimeError(f"ptxas says nothing of {case.kernel}, {case.shape}")
-    return max(told, key=lambda row: (row["spill_bytes"], row["registers"]))  # of a gradient, two
+        found = hlo.gpu_kernels(read())
+    if not found:
+        raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
+    return max(found, key=lambda row: (row["spill_bytes"], row["registers"]))  # a gradient has two kernels
 
 
 @contextlib.contextmanager
-def printed() -> Iterator[Callable[[], str]]:
-    """What code that is not Python's writes to standard output and error, given by a function."""
+def captured_output() -> Iterator[Callable[[], str]]:
+    """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryFile() as sink:
         kept = {fd: os.dup(fd) for fd in (1, 2)}
@@ -79,9 +180,9 @@ def printed() -> Iterator[Callable[[], str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 2 with words for what the caller got wrong."""
+    """Compiles all forms for argv[0] and writes the records to argv[1]; 2 with the reason for a bad target."""
     try:
-        record: dict[str, Any] = {"kernels": work(argv[0])}
+        record: dict[str, Any] = {"kernels": compile_forms(argv[0])}
     except ValueError as error:
         record = {"refused": str(error)}
     Path(argv[1]).write_text(json.dumps(record), encoding="utf-8")

@@ -1,4 +1,8 @@
-"""Every rule on the same questions as one token a step, taking turns."""
+"""Accuracy and speed of decoding rules: every rule answers the same questions as one token per step.
+
+`questions` draws and batches the questions of a task, `entries` lists what is measured, and `run` lets all entries
+decode each batch in turn, so that speeds compare on a shared machine. `records` turns the trials into rows.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,26 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.bench.questions import Asked, Batch, batches
-from mercury_jax.bench.settings import Setting
+from mercury_jax import tasks
+from mercury_jax.bench.sweeps import SweepPoint
 from mercury_jax.bench.timing import steady
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
+from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.stream import stream
+from mercury_jax.evaluate import TASKS, find
 from mercury_jax.evaluate.runner import ONE_A_STEP
+from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 
-# One token a step is timed again once its last time lies this many of its own durations back, so that every
-# ratio is one of neighbours; only in the first batches, as it is the slowest of all.
+# The baseline is timed again once its last time lies this many of its own durations back, so that both sides of every
+# ratio were measured close together; only in the first PAIRED batches, as it is the slowest of all.
 STALE, PAIRED = 4.0, 4
 
 TWIN = "autoregressive twin"
@@ -29,73 +37,221 @@ TWIN = "autoregressive twin"
 Tick = Callable[[str], None]  # told what comes next
 
 
-class Entry(NamedTuple):
-    """Something to measure: a model and how it decodes."""
+# --- questions
 
-    rule: str  # with its knobs
-    curve: str  # what its points have in common
+
+class QuestionSet(NamedTuple):
+    """Questions of a task and how they are asked.
+
+    Attributes:
+        max_tokens: Most tokens of an answer.
+        batch: Rows decoded together.
+        seed: Drew the questions; batch i is sampled with a seed derived from it.
+        alone: How many questions are streamed one at a time for the latencies.
+    """
+
+    task: Task
+    problems: list[Problem]
+    max_tokens: int
+    batch: int
+    seed: int
+    alone: int
+
+    def message(self, i: int) -> list[dict[str, str]]:
+        """Question i as a conversation."""
+        return [{"role": "user", "content": self.problems[i].input}]
+
+    def right(self, i: int, answer: str) -> bool:
+        """Whether the task accepts an answer to question i.
+
+        Args:
+            i: Index of the question.
+            answer: The text of the answer.
+
+        Returns:
+            What the check of the task says.
+        """
+        return bool(self.task.check(self.problems[i].input, answer))
+
+    def about(self) -> dict[str, Any]:
+        """The fields of a record that say which questions were asked."""
+        return {"task": self.task.name, "seed": self.seed, "batch": self.batch, "max_tokens": self.max_tokens}
+
+
+class QuestionBatch(NamedTuple):
+    """Questions decoded together; `filled` repeats the last one up to the full batch size."""
+
+    number: int
+    chosen: list[int]
+    filled: list[int]
+
+
+def questions(
+    name: str,
+    *,
+    limit: int = 512,
+    batch: int = 64,
+    split: Split = "validation",
+    seed: int = 0,
+    max_tokens: int | None = None,
+    alone: int = 3,
+) -> QuestionSet:
+    """Draws held-out questions of a task.
+
+    A rule is chosen on the validation split, so that its figures on the test split are of questions that had no part in
+    the choice.
+
+    Args:
+        name: A task with questions, such as "sudoku4".
+        limit: How many.
+        batch: Rows decoded together.
+        split: "validation" or "test".
+        seed: Draws them.
+        max_tokens: Most tokens of an answer. Default: the task's.
+        alone: How many are streamed one at a time for the latencies.
+
+    Returns:
+        The questions, in the order in which the seed draws them.
+
+    Raises:
+        ValueError: Naming the argument, before anything is compiled.
+    """
+    at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
+    at_least(0, alone=alone)
+    task = find(name).task
+    if task is None:
+        known = ", ".join(n for n, t in TASKS.items() if t.task is not None)
+        raise refuse("task", name, f"one with questions to answer: {known}")
+    problems = tasks.draw_distinct(task, limit, check_seed(seed), split)
+    most = max_tokens or task.max_tokens
+    return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
+
+
+def batches(asked: QuestionSet) -> list[QuestionBatch]:
+    """Batches of questions of similar length, so that few shapes are compiled."""
+    order = sorted(range(len(asked.problems)), key=lambda i: len(asked.problems[i].input))
+    cut = [order[at : at + asked.batch] for at in range(0, len(order), asked.batch)]
+    return [
+        QuestionBatch(i, part, part + part[-1:] * (asked.batch - len(part))) for i, part in enumerate(cut)
+    ]
+
+
+# --- what is measured
+
+
+class SweepEntry(NamedTuple):
+    """A model and how it decodes.
+
+    Attributes:
+        rule: Name with parameters.
+        curve: Name that its points share in the plot.
+        sampler: Makes the rule or `Sampler`.
+        code: Python that makes it, where it may be recommended.
+    """
+
+    rule: str
+    curve: str
     lm: LM
     sampler: Callable[[], Any]
     plan: Plan
-    code: str | None = None  # Python that makes it, where it may be advised
+    code: str | None = None
 
 
 @dataclass
 class Trial:
-    """What an entry did on one task, question by question in the order of the questions."""
+    """What an entry did on one task.
 
-    entry: Entry
+    `right`, `tokens` and `forwards` have one item for each question; `made` (tokens of all rows), `passes` (forward
+    passes summed over the rows), `seconds` and `ratios` (tokens/s over the baseline's on the same batch) one for each
+    batch. `first` and `last` are seconds to the first frame and to the last token of one prompt alone. `refused` is the
+    reason why the model cannot run the rule.
+    """
+
+    entry: SweepEntry
     right: list[bool]
     tokens: list[np.ndarray]
     forwards: list[int]
     sampler: Any = None
-    made: list[int] = field(default_factory=list)  # tokens of each batch, all its rows
-    passes: list[int] = field(default_factory=list)  # forwards of the same, summed over the rows
+    made: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)  # tokens a second over the baseline's, same batch
-    first: float | None = None  # seconds to the first frame, one prompt alone
-    last: float | None = None  # to the last token
+    ratios: list[float] = field(default_factory=list)
+    first: float | None = None
+    last: float | None = None
     refused: str | None = None
 
 
-def entries(lm: LM, settings: Sequence[Setting], twin: LM | None = None) -> list[Entry]:
-    """One token a step first, then the settings, then the twin: a block-causal model of blocks of one token."""
-    found = [Entry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
-    found += [Entry(s.text, s.rule, lm, s.sampler, s.plan, s.code) for s in settings]
+def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[SweepEntry]:
+    """What is measured: one token per step, the points, and the twin.
+
+    Args:
+        lm: The model.
+        points: Of `sweeps.sweep`.
+        twin: An autoregressive model: block-causal with blocks of one token.
+
+    Returns:
+        The entries; the first one is the baseline.
+
+    Raises:
+        ValueError: The twin is not autoregressive.
+    """
+    found = [SweepEntry(ONE_A_STEP, "confidence", lm, rules.confidence, Plan())]
+    found += [SweepEntry(p.text, p.rule, lm, p.sampler, p.plan, p.code) for p in points]
     if twin is not None:
         config = twin.model.config
         if (config.pattern, config.block) != ("block_causal", 1):
             kind = f"{config.pattern} with blocks of {config.block}"
-            raise refuse("twin", kind, "block_causal with blocks of 1, as of configs/nano_ar.py")
-        found.append(Entry(TWIN, TWIN, twin, rules.confidence, Plan()))
+            raise refuse("twin", kind, "block_causal with blocks of 1, as configs/nano_ar.py makes one")
+        found.append(SweepEntry(TWIN, TWIN, twin, rules.confidence, Plan()))
     return found
 
 
-def units(found: Sequence[Entry], asked: Asked) -> int:
-    """How often `run` ticks, unless a rule is refused."""
+def units(found: Sequence[SweepEntry], asked: QuestionSet) -> int:
+    """How often `run` calls `tick`, unless a rule is refused.
+
+    Args:
+        found: The entries.
+        asked: The questions.
+
+    Returns:
+        Two calls for each entry, and one for each entry and batch.
+    """
     return len(found) * (2 + len(batches(asked)))
 
 
-def run(found: Sequence[Entry], asked: Asked, tick: Tick = lambda text: None) -> list[Trial]:
-    """Every entry on one task; the first is the baseline of all. A rule that does not fit gives a Trial `refused`.
+def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda text: None) -> list[Trial]:
+    """Measures every entry on one task.
 
-    Batches are swept one by one, all entries on each, there and back: a noisy minute falls on one pair
-    of many. Nothing that was timed compiled anything.
+    All entries decode a batch before the next one begins, in alternating order, so that a slow minute of the machine
+    falls on one pair of many. Nothing that is timed compiles.
+
+    Args:
+        found: The first is the baseline of all others.
+        asked: The questions.
+        tick: Called with what comes next.
+
+    Returns:
+        A trial for each entry; `refused` where the model cannot run the rule.
+
+    Raises:
+        ValueError: The model cannot run the baseline.
     """
-    trials = [_warm(entry, asked, tick) for entry in found]
+    trials = [_compile(entry, asked, tick) for entry in found]
     if trials[0].refused is not None:
         raise refuse("model", found[0].lm.name, f"one that can decode {ONE_A_STEP} ({trials[0].refused})")
     able = [t for t in trials if t.refused is None]
     for batch in batches(asked):
-        _sweep(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, asked, tick)
+        _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, asked, tick)
     for trial in able:
         tick(f"{asked.task.name}: {trial.entry.rule}, one prompt alone")
-        _latencies(trial, asked)
+        times = [steady(partial(_stream_times, trial, asked, i))[0] for i in range(asked.alone)]
+        if times:
+            trial.first, trial.last = (statistics.median(t[k] for t in times) for k in (0, 1))
     return trials
 
 
-def _warm(entry: Entry, asked: Asked, tick: Tick) -> Trial:
-    """Compile an entry's program by a short run of it: the number of steps is traced, so one step will do."""
+def _compile(entry: SweepEntry, asked: QuestionSet, tick: Tick) -> Trial:
+    """Compiles an entry's program by decoding with one step: the number of steps is traced, so any will do."""
     tick(f"{asked.task.name}: compiling {entry.rule}")
     n = len(asked.problems)
     trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
@@ -107,15 +263,17 @@ def _warm(entry: Entry, asked: Asked, tick: Tick) -> Trial:
     return trial
 
 
-def _decode(trial: Trial, batch: Batch, asked: Asked, plan: Plan) -> Output:
+def _decode(trial: Trial, batch: QuestionBatch, asked: QuestionSet, plan: Plan) -> Output:
     return sampling.sample(
         trial.entry.lm, [asked.message(i) for i in batch.filled], max_tokens=asked.max_tokens,
         seed=(asked.seed + batch.number * asked.batch) % 2**31, sampler=trial.sampler, plan=plan,
     )  # fmt: skip
 
 
-def _sweep(base: Trial, others: Sequence[Trial], batch: Batch, asked: Asked, tick: Tick) -> None:
-    """One batch by all; the baseline runs before the others, and again between them once its time is stale."""
+def _measure_batch(
+    base: Trial, others: Sequence[Trial], batch: QuestionBatch, asked: QuestionSet, tick: Tick
+) -> None:
+    """One batch by all. In the first PAIRED batches the baseline is timed again once its last time is stale."""
     paired, ended, last, rate = batch.number < PAIRED, -np.inf, 0.0, 0.0
     for trial in (base, *others):
         tick(f"{asked.task.name}: {trial.entry.rule}")
@@ -131,7 +289,8 @@ def _sweep(base: Trial, others: Sequence[Trial], batch: Batch, asked: Asked, tic
             trial.ratios.append(trial.made[-1] / trial.seconds[-1] / max(rate, 1e-9))
 
 
-def _record(trial: Trial, batch: Batch, out: Output, seconds: float, asked: Asked) -> None:
+def _record(trial: Trial, batch: QuestionBatch, out: Output, seconds: float, asked: QuestionSet) -> None:
+    """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
     for at, i in enumerate(batch.chosen):
         trial.right[i] = asked.right(i, out.texts[at])
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
@@ -140,15 +299,8 @@ def _record(trial: Trial, batch: Batch, out: Output, seconds: float, asked: Aske
     trial.seconds.append(seconds)
 
 
-def _latencies(trial: Trial, asked: Asked) -> None:
-    """Medians over a few prompts, each streamed alone with a frame after every pass."""
-    times = [steady(lambda i=i: _moments(trial, asked, i))[0] for i in range(asked.alone)]
-    if times:
-        trial.first, trial.last = (statistics.median(t[k] for t in times) for k in (0, 1))
-
-
-def _moments(trial: Trial, asked: Asked, i: int) -> tuple[float, float]:
-    """Seconds to the first frame of question i, and to its last token."""
+def _stream_times(trial: Trial, asked: QuestionSet, i: int) -> tuple[float, float]:
+    """Seconds to the first frame of question i, and to its last token, streamed with a frame for every pass."""
     began, times = time.perf_counter(), []
     for _ in stream(
         trial.entry.lm, asked.message(i), max_tokens=asked.max_tokens, seed=asked.seed,

@@ -1,8 +1,9 @@
-"""What an optimized HLO text says of a program: collectives, products, library and kernel calls, large arrays.
+"""Reads what compilers print: optimised HLO and the report of ptxas.
 
-Work inside of a loop whose trips are known counts that many times; inside of one that ends by a condition (the
-steps of decoding, the tiles of keys that are seen) it counts once, "per pass". Every branch of a conditional counts.
-Sizes are those of one device.
+From HLO: collectives, matrix products, library and kernel calls, the largest arrays. Work in a loop with a known trip
+count counts that many times; in a loop that ends by a condition (denoising steps, tiles of visible keys) it counts
+once, "per pass". Every branch of a conditional counts. Sizes are of one device. From ptxas: registers, spills and
+shared memory of each Pallas kernel that Mosaic GPU compiles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
-# What makes no array of its own.
+# Instructions that make no array of their own.
 VIEWS = {
     "parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier",
     "after-all", "constant", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
@@ -29,7 +30,7 @@ VIEWS = {
 }  # fmt: skip
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """dtype and dimensions of one result."""
 
     dtype: str
@@ -37,34 +38,38 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return int(math.prod(self.dims) * BYTES.get(self.dtype, 1))  # all kinds of f8 and f4 take at most one
+        """Size in bytes."""
+        # Every kind of f8 and f4 takes at most one byte.
+        return int(math.prod(self.dims) * BYTES.get(self.dtype, 1))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 class Instruction(NamedTuple):
+    """One line of HLO. `rest` is the text of its attributes, `root` whether it is the result of its computation."""
+
     name: str
-    result: tuple[Array, ...]
+    result: tuple[HloArray, ...]
     op: str
     operands: tuple[str, ...]
-    rest: str  # its attributes, as text
+    rest: str
     root: bool
 
     def attribute(self, name: str) -> tuple[int, ...]:
-        """Numbers of `name={1,2}`."""
+        """The numbers of an attribute `name={1,2}`; empty where there is none."""
         found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.rest)
         return tuple(int(n) for n in found[1].split(",") if n) if found else ()
 
     @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The target of a custom call; empty for other instructions."""
         found = re.search(r'custom_call_target="([^"]*)"', self.rest)
         return found[1] if found else ""
 
     @property
     def origin(self) -> str:
-        """The JAX operation that it stands for."""
+        """The JAX operation it was made from."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -72,15 +77,15 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-class Module(NamedTuple):
-    """Computations by name."""
+class HloModule(NamedTuple):
+    """The computations of a program by name, and the name of the one it starts with."""
 
     computations: dict[str, Computation]
     entry: str
 
 
 class Visit(NamedTuple):
-    """An instruction where it runs: how often, whether in a loop of unknown length, whether inside of a fusion."""
+    """An instruction as it runs: how often, whether in a loop of unknown length, whether inside a fusion."""
 
     one: Instruction
     among: Computation
@@ -88,14 +93,14 @@ class Visit(NamedTuple):
     looped: bool
     fused: bool
 
-    def operand(self, index: int) -> Array | None:
-        """The first array of an operand, where its name is known here."""
+    def operand(self, index: int) -> HloArray | None:
+        """The first array of an operand; None where it was not made in this computation."""
         made = self.among.get(self.one.operands[index]) if index < len(self.one.operands) else None
         return made.result[0] if made is not None and made.result else None
 
 
-def parse(text: str) -> Module:
-    """The module of `compiled.as_text()`."""
+def parse(text: str) -> HloModule:
+    """Parses the text of `compiled.as_text()`."""
     found: dict[str, Computation] = {}
     entry, now = "", ""
     for line in text.splitlines():
@@ -109,7 +114,7 @@ def parse(text: str) -> Module:
             entry = now if head[1] else entry
         elif line.startswith("}"):
             now = ""
-    return Module(found, entry)
+    return HloModule(found, entry)
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -125,14 +130,14 @@ def _instruction(line: str) -> Instruction | None:
     names = re.findall(r"%([\w.\-]+)", behind[op.end() : close])
     rest = behind[close:]
     if op[1] == "custom-call" and "__cublas$" not in rest:
-        rest, _, program = rest.partition(", backend_config=")  # of Mosaic it is a program, in bytes
+        rest, _, program = rest.partition(", backend_config=")  # Mosaic's is a whole program in bytes
         taken = re.search(r'"used_scoped_memory_configs":\[[^\]]*\]', program)
         rest += f", {taken[0]}" if taken else ""
     return Instruction(head[2], arrays(shape), op[1], tuple(names), rest, head[1] is not None)
 
 
 def _closing(text: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`."""
+    """The index behind the bracket that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -141,20 +146,21 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def arrays(shape: str) -> tuple[Array, ...]:
-    """All arrays of a shape, those of tuples in order."""
+def arrays(shape: str) -> tuple[HloArray, ...]:
+    """All arrays of a shape in order; of a tuple its elements."""
     pairs = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]", shape)
     return tuple(
-        Array(kind, tuple(int(n.strip("<= ")) for n in dims.split(",") if n)) for kind, dims in pairs
+        HloArray(kind, tuple(int(n.strip("<= ")) for n in dims.split(",") if n)) for kind, dims in pairs
     )
 
 
-def visits(module: Module) -> Iterator[Visit]:
-    """Every instruction that runs, from the entry on."""
+def visits(module: HloModule) -> Iterator[Visit]:
+    """Every instruction that runs, in the order of the program, with how often it runs."""
     yield from _walk(module, module.entry, 1, False, False)
 
 
-def _walk(module: Module, name: str, times: int, looped: bool, fused: bool) -> Iterator[Visit]:
+def _walk(module: HloModule, name: str, times: int, looped: bool, fused: bool) -> Iterator[Visit]:
+    """The instructions of a computation and of those that it calls."""
     among = module.computations.get(name, {})
     for one in among.values():
         yield Visit(one, among, times, looped, fused)
@@ -168,7 +174,7 @@ def _walk(module: Module, name: str, times: int, looped: bool, fused: bool) -> I
 
 
 def _called(one: Instruction) -> list[str]:
-    """Computations that an instruction runs; not what a reduction applies to each number."""
+    """The computations an instruction runs; not those that a reduction applies to each element."""
     keys = (
         r"(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)"
     )
@@ -176,11 +182,12 @@ def _called(one: Instruction) -> list[str]:
     return [name for group in found for name in re.findall(r"%([\w.\-]+)", group)]
 
 
-def collectives(module: Module) -> dict[str, dict[str, int]]:
-    """kind -> {count, bytes, per_pass, in_layers}: of one run, per_pass those inside of a loop of unknown length,
-    once each, in_layers those that come from a layer of the model.
+def collectives(module: HloModule) -> dict[str, dict[str, int]]:
+    """Collectives of one run.
 
-    bytes: the larger of what goes in and what comes out, on one device.
+    Returns:
+        kind -> `count`; `bytes`, the larger of input and output on one device; `per_pass`, those in a loop of unknown
+        length, counted once each; `in_layers`, those that come from a layer of the model.
     """
     seen: dict[Any, tuple[str, int, int, bool, bool]] = {}
     alike: dict[Any, list[str]] = {}
@@ -189,8 +196,8 @@ def collectives(module: Module) -> dict[str, dict[str, int]]:
         if kind not in COLLECTIVES:
             continue
         channel = re.search(r"channel_id=(\d+)", visit.one.rest)
-        # A fused one stands in several computations (its start, what runs beside it, its end), under one channel and
-        # with one origin. Those of a shard_map all have the same channel; in one computation they have names.
+        # A fused collective appears in several computations (start, overlapped work, end) with one channel and one
+        # origin. Those of a shard_map share one channel; within a computation their names tell them apart.
         key = (channel[1], visit.one.origin) if channel else visit.one.name
         names = alike.setdefault((id(visit.among), key, visit.one.op), [])
         if visit.one.name not in names:
@@ -215,12 +222,13 @@ def collectives(module: Module) -> dict[str, dict[str, int]]:
 def _payload(visit: Visit) -> int:
     given = sum(a.bytes for i in range(len(visit.one.operands)) if (a := visit.operand(i)) is not None)
     made = sum(a.bytes for a in visit.one.result)
-    # The start of an all-gather gives its operands beside its results.
+    # The start of an all-gather returns its operands beside its results.
     return max(given, made - given if visit.one.op.endswith("-start") and len(visit.one.result) > 1 else made)
 
 
-def products(module: Module) -> float:
-    """FLOPs of all matrix products that XLA sees: 2 x results x contracted length. What kernels do is not seen."""
+def products(module: HloModule) -> float:
+    """FLOP of all matrix products that XLA sees: 2 x results x contracted length; those of Pallas kernels are
+    hidden."""
     return float(sum(v.times * _product(v) for v in visits(module)))
 
 
@@ -239,8 +247,8 @@ def _product(visit: Visit) -> int:
     return 2 * math.prod(one.result[0].dims) * math.prod(left.dims[i] for i in axes)
 
 
-def calls(module: Module) -> Counter[str]:
-    """Custom calls by target: libraries, Triton, Mosaic."""
+def calls(module: HloModule) -> Counter[str]:
+    """Custom calls by target, such as libraries, Triton and Mosaic."""
     found: Counter[str] = Counter()
     for visit in visits(module):
         if visit.one.op == "custom-call":
@@ -248,8 +256,8 @@ def calls(module: Module) -> Counter[str]:
     return found
 
 
-def kernels(module: Module) -> list[dict[str, Any]]:
-    """Pallas kernels for TPUs: name, count, and the most bytes of VMEM that one takes, where the compiler says so."""
+def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
+    """Pallas kernels for TPUs: name, count, and the most VMEM in bytes that one call uses, where the compiler says."""
     found: dict[str, dict[str, Any]] = {}
     for visit in visits(module):
         if visit.one.target != "tpu_custom_call":
@@ -258,20 +266,24 @@ def kernels(module: Module) -> list[dict[str, Any]]:
         name = called[1] if called else re.sub(r"\.\d+$", "", visit.one.name)
         row = found.setdefault(name, {"name": name, "count": 0, "vmem_bytes": 0})
         row["count"] += visit.times
-        row["vmem_bytes"] = max(row["vmem_bytes"], _vmem(visit.one))
+        # VMEM is memory space 1 of the memories that a call lists.
+        sizes = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', visit.one.rest)
+        row["vmem_bytes"] = max(row["vmem_bytes"], sum(map(int, sizes)))
     return list(found.values())
 
 
-def _vmem(one: Instruction) -> int:
-    """Memory space 1, of those that a call says it has taken."""
-    return sum(
-        int(size) for size in re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', one.rest)
-    )
+def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
+    """The largest arrays that the program makes.
 
+    Each shape and origin is listed once, all layers as one; arrays that are updated in place are left out.
 
-def largest(module: Module, most: int = 24) -> list[dict[str, Any]]:
-    """The largest arrays that the program makes, each shape and origin once (blocks are one); not what is updated
-    in place."""
+    Args:
+        module: The program.
+        most: How many are listed.
+
+    Returns:
+        Records with `shape`, `bytes`, `count`, `op` and `of`, the JAX operation; the largest first.
+    """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for visit in visits(module):
         if visit.fused or visit.one.op in VIEWS or _in_place(module, visit.one):
@@ -285,11 +297,58 @@ def largest(module: Module, most: int = 24) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda row: -row["bytes"])[:most]
 
 
-def _in_place(module: Module, one: Instruction) -> bool:
-    """Whether it writes into one of its operands: an update of a slice, or a fusion that ends with one."""
+def _in_place(module: HloModule, one: Instruction) -> bool:
+    """Whether an instruction writes into one of its operands: an update of a slice, or a fusion that ends with one."""
     if one.op in ("dynamic-update-slice", "scatter"):
         return True
     if one.op != "fusion":
         return False
     roots = [x for name in _called(one) for x in module.computations.get(name, {}).values() if x.root]
     return any(x.op in ("dynamic-update-slice", "scatter") for x in roots)
+
+
+# --- the report of ptxas
+
+# Environment variables by which Mosaic GPU prints the PTX, the report of ptxas, and the host code, which contains how
+# a kernel is launched.
+PTXAS_ENV = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
+_HEAD = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_DYNAMIC = re.compile(r"@mosaic_gpu_get_function\(.*@(\w+)_name, i32 (\d+)")
+_ENTRY = re.compile(r"\.visible \.entry (\w+)")
+_PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)")
+
+
+def gpu_kernels(text: str) -> list[dict[str, Any]]:
+    """Kernels in what Mosaic GPU and ptxas print.
+
+    Args:
+        text: The output of a process that compiled with `PTXAS_ENV`.
+
+    Returns:
+        A record for each kernel in the order of compilation: `name`, `arch`, `registers`, `spill_bytes`,
+        `stack_bytes`, `shared_bytes` (static, and dynamic as the launch asks for it), and `products`, the tensor-core
+        instructions in its PTX as kind -> count.
+    """
+    found: list[dict[str, Any]] = []
+    products: dict[str, Counter[str]] = {}
+    entry = ""
+    for line in text.splitlines():
+        if head := _ENTRY.search(line):
+            entry = head[1]
+            products[entry] = Counter()
+        elif entry and (product := _PRODUCT.search(line)):
+            products[entry][product[1]] += 1
+        elif head := _HEAD.search(line):
+            found.append({"name": head[1], "arch": head[2], "registers": None, "spill_bytes": 0, "stack_bytes": 0,
+                          "shared_bytes": 0, "products": dict(products.get(head[1], {}))})  # fmt: skip
+        elif found and (spills := _SPILLS.search(line)):
+            found[-1]["stack_bytes"] = int(spills[1])
+            found[-1]["spill_bytes"] = int(spills[2]) + int(spills[3])
+        elif found and (used := _USED.search(line)):
+            shared = _SHARED.search(line)
+            found[-1] |= {"registers": int(used[1]), "shared_bytes": int(shared[1]) if shared else 0}
+    dynamic = {name: int(size) for name, size in _DYNAMIC.findall(text)}
+    return [one | {"shared_bytes": one["shared_bytes"] + dynamic.get(one["name"], 0)} for one in found]

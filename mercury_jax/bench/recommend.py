@@ -1,12 +1,12 @@
-"""Which rule to use: the most tokens a forward among those that lose no accuracy that can be seen.
+"""Which rule to use: the most tokens per forward pass among those that lose no accuracy that can be seen.
 
-A rule *loses nothing* on a set of questions where, of the paired 95% interval of its accuracy minus that of
-one token a step, the upper end is 0 or more (it is not significantly worse) and the lower end is above
--2 points (a loss of 2 points or more is ruled out). The first alone would welcome every rule that
-was asked too few questions; the second is a test of non-inferiority. Both must hold on each task.
+A rule loses nothing on a set of questions if, of the paired 95% interval of its accuracy minus that of one token per
+step, the upper end is 0 or more (it is not significantly worse) and the lower end is above -2 points (a loss of 2
+points or more is ruled out). The first condition alone would accept every rule that was asked too few questions; the
+second is a test of non-inferiority. Both must hold on each task.
 
-The rule is chosen on one half of the questions and its figures are those of the other half: the best of many on
-the same questions is better there than it is.
+The rule is chosen on one half of the questions, and its figures are those of the other half: the best of many rules
+looks better on the questions that chose it than it is.
 """
 
 from __future__ import annotations
@@ -21,30 +21,42 @@ from mercury_jax.config import refuse
 from mercury_jax.evaluate.report import Z, paired
 
 MARGIN = 2.0  # points of accuracy
-LEAST = (
-    math.floor(100 * Z / MARGIN) + 1
-)  # with fewer questions not even equal answers rule out a loss of MARGIN
+# With fewer questions not even equal answers rule out a loss of MARGIN.
+LEAST = math.floor(100 * Z / MARGIN) + 1
 
 
-class Case(NamedTuple):
-    """One rule on one task, question by question; the same questions in the same order for every rule."""
+class RuleResult(NamedTuple):
+    """One rule on one task. Every rule has the same questions in the same order.
+
+    Attributes:
+        code: Python that makes the rule.
+        right, tokens, forwards: Of each question: whether the answer is right, its tokens, its forward passes.
+        made, seconds: Tokens and seconds of the timed batches.
+        speedup: Tokens/s over those of one token per step.
+    """
 
     rule: str
-    code: str  # Python that makes it
+    code: str
     task: str
     right: Sequence[bool]
-    tokens: Sequence[int]  # of each answer
+    tokens: Sequence[int]
     forwards: Sequence[int]
-    made: float = 0.0  # tokens of the timed batches
-    seconds: float = 0.0  # of the same
+    made: float = 0.0
+    seconds: float = 0.0
     speedup: float | None = None
 
 
 class Advice(NamedTuple):
-    """code: the rule as Python, or None with the reason. tasks: its figures on each, of the second half.
+    """A recommendation, with the figures of the second half of the questions.
 
-    ruled_out: whether the second half, too, rules out a loss of MARGIN points on every task. Rates of tokens a
-    second are of all questions: batches were not split.
+    Attributes:
+        code: The rule as Python; None where none is recommended.
+        reason: Why this rule, or why none.
+        tasks: Figures on each task.
+        tokens_per_second: Of all questions, as batches were not split.
+        speedup: Tokens/s over those of one token per step.
+        ruled_out: Whether the second half, too, rules out a loss of MARGIN points on every task.
+        considered: How many settings there were.
     """
 
     code: str | None
@@ -53,40 +65,70 @@ class Advice(NamedTuple):
     tasks: tuple[dict[str, Any], ...] = ()
     tokens_per_forward: float | None = None
     tokens_per_second: float | None = None
-    speedup: float | None = None  # tokens a second over those of one token a step
+    speedup: float | None = None
     ruled_out: bool | None = None
     considered: int = 0
 
 
-def recommend(base: Sequence[Case], others: Sequence[Case], seed: int = 0) -> Advice:
-    """Advice over all tasks of `base` (one token a step, one Case a task). Rules that miss a task are left out."""
+def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: int = 0) -> Advice:
+    """Recommends a rule over all tasks.
+
+    Args:
+        base: One token per step, one result for each task.
+        others: The rules; those that miss a task are left out.
+        seed: Splits the questions into two halves.
+
+    Returns:
+        The recommendation, or the reason why there is none.
+
+    Raises:
+        ValueError: There is no baseline, or a rule has another number of answers.
+    """
     if not base:
-        raise refuse("base", base, "one Case a task")
+        raise refuse("base", base, "one result for each task")
     rules = _by_rule(base, others)
     halves = [_halves(len(b.right), seed) for b in base]
-    vacuous = _vacuous(base, [first for first, _ in halves])
-    if vacuous:
-        return Advice(None, None, vacuous, considered=len(rules))
+    unclear = _uninformative(base, [first for first, _ in halves])
+    if unclear:
+        return Advice(None, None, unclear, considered=len(rules))
     first = [h[0] for h in halves]
     best = _best(base, rules, first)
     if best is None:
-        return Advice(None, None, _nobody(base, rules, first), considered=len(rules))
+        return Advice(None, None, _nearest_miss(base, rules, first), considered=len(rules))
     return _reported(base, best, [h[1] for h in halves], len(rules))
 
 
-def points(before: Case, now: Case, chosen: np.ndarray) -> tuple[float, float, float]:
-    """(mean, low, high) of the difference in accuracy on the chosen questions, in points, paired, 95%."""
+def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
+    """(mean, low, high) of the paired difference in accuracy on the chosen questions, in points, with its 95%
+    interval.
+
+    Args:
+        before: The baseline.
+        now: The rule.
+        chosen: Indices of the questions.
+
+    Returns:
+        (mean, low, high) in points.
+    """
     mean, low, high = paired([before.right[i] for i in chosen], [now.right[i] for i in chosen])
     return 100 * mean, 100 * low, 100 * high
 
 
 def loses_nothing(difference: tuple[float, float, float]) -> bool:
-    """Not significantly worse, and a loss of MARGIN points or more is ruled out."""
+    """Whether a difference of `points` is not significantly negative and rules out a loss of MARGIN points."""
     return difference[2] >= 0 and difference[1] > -MARGIN
 
 
-def per_forward(cases: Sequence[Case], chosen: Sequence[np.ndarray]) -> float:
-    """Tokens over forwards, summed over the chosen questions of all tasks."""
+def per_forward(cases: Sequence[RuleResult], chosen: Sequence[np.ndarray]) -> float:
+    """Tokens per forward pass over the chosen questions of all tasks.
+
+    Args:
+        cases: Results of one rule, one for each task.
+        chosen: Indices of the questions of each task.
+
+    Returns:
+        Sum of tokens over sum of forward passes.
+    """
     tokens = sum(c.tokens[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     forwards = sum(c.forwards[i] for c, some in zip(cases, chosen, strict=True) for i in some)
     return tokens / max(forwards, 1)
@@ -97,9 +139,9 @@ def _halves(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(order[: n // 2]), np.sort(order[n // 2 :])
 
 
-def _by_rule(base: Sequence[Case], others: Sequence[Case]) -> list[list[Case]]:
-    """For each rule its cases, in the order of the baseline's tasks."""
-    found: dict[str, dict[str, Case]] = {}
+def _by_rule(base: Sequence[RuleResult], others: Sequence[RuleResult]) -> list[list[RuleResult]]:
+    """For each rule its results, in the order of the baseline's tasks."""
+    found: dict[str, dict[str, RuleResult]] = {}
     for case in others:
         found.setdefault(case.rule, {})[case.task] = case
     tasks = [b.task for b in base]
@@ -113,8 +155,8 @@ def _by_rule(base: Sequence[Case], others: Sequence[Case]) -> list[list[Case]]:
     return [[cases[task] for task in tasks] for cases in whole]
 
 
-def _vacuous(base: Sequence[Case], first: Sequence[np.ndarray]) -> str | None:
-    """Why no rule could be told from a harmful one on these questions, if so."""
+def _uninformative(base: Sequence[RuleResult], first: Sequence[np.ndarray]) -> str | None:
+    """Why these questions cannot tell a harmless rule from a harmful one; None where they can."""
     for b, some in zip(base, first, strict=True):
         if len(some) < LEAST:
             return (
@@ -124,11 +166,13 @@ def _vacuous(base: Sequence[Case], first: Sequence[np.ndarray]) -> str | None:
         share = 100 * sum(b.right[i] for i in some) / len(some)
         if share <= MARGIN:
             least = f"a rule could not lose {MARGIN:g} points there"
-            return f"one token a step gets {share:.1f}% of {b.task} right: {least}"
+            return f"one token per step gets {share:.1f}% of {b.task} right: {least}"
     return None
 
 
-def _best(base: Sequence[Case], rules: list[list[Case]], first: Sequence[np.ndarray]) -> list[Case] | None:
+def _best(
+    base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]
+) -> list[RuleResult] | None:
     fast = per_forward(base, first)
     kept = [
         cases
@@ -139,33 +183,34 @@ def _best(base: Sequence[Case], rules: list[list[Case]], first: Sequence[np.ndar
     return max(kept, key=lambda cases: (per_forward(cases, first), _rate(cases) or 0.0), default=None)
 
 
-def _nobody(base: Sequence[Case], rules: list[list[Case]], first: Sequence[np.ndarray]) -> str:
-    """Which rule came nearest, and by what it fails."""
+def _nearest_miss(
+    base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]
+) -> str:
+    """Which rule came nearest to qualifying, and which condition it fails."""
     fast = per_forward(base, first)
     faster = [cases for cases in rules if per_forward(cases, first) > fast]
     if not faster:
-        return f"none of {len(rules)} settings takes fewer forwards a token than one token a step"
-    # Of each its worst task; of these the one whose interval reaches down least.
+        return f"none of {len(rules)} settings needs fewer forward passes per token than one token per step"
+    # The worst task of each rule; of these the one whose interval reaches down least.
     worst = [
-        min(((points(*z), z[1], len(z[2])) for z in zip(base, cases, first, strict=True)), key=_low)
+        min(
+            ((points(*z), z[1], len(z[2])) for z in zip(base, cases, first, strict=True)),
+            key=lambda found: found[0][1],
+        )
         for cases in faster
     ]
-    (mean, low, high), case, n = max(worst, key=_low)
+    (mean, low, high), case, n = max(worst, key=lambda found: found[0][1])
     why = "significantly worse" if high < 0 else f"a loss of {MARGIN:g} points is not ruled out"
     return (
-        f"none of {len(faster)} faster settings keeps the accuracy of one token a step; the nearest, {case.rule}, is "
+        f"none of {len(faster)} faster settings keeps the accuracy of one token per step; the nearest, {case.rule}, is "
         f"at {mean:+.1f} points on {case.task} (95% {low:+.1f} to {high:+.1f}, n = {n}): {why}"
     )
 
 
-def _low(found: tuple[tuple[float, float, float], Case, int]) -> float:
-    return found[0][1]
-
-
 def _reported(
-    base: Sequence[Case], best: list[Case], second: Sequence[np.ndarray], considered: int
+    base: Sequence[RuleResult], best: list[RuleResult], second: Sequence[np.ndarray], considered: int
 ) -> Advice:
-    """The chosen rule on the questions that had no say in choosing it."""
+    """The chosen rule on the questions that had no part in the choice."""
     differences = [points(b, c, some) for b, c, some in zip(base, best, second, strict=True)]
     tasks = tuple(_figures(*z) for z in zip(base, best, second, differences, strict=True))
     figures: dict[str, Any] = dict(
@@ -176,12 +221,12 @@ def _reported(
     if lost:
         reason = f"{best[0].rule}, the best on the first half, is significantly worse on the second: {', '.join(lost)}"
         return Advice(None, best[0].rule, reason, **figures)
-    reason = f"the most tokens a forward of {considered} settings that lose nothing against one token a step"
+    reason = f"the most tokens per forward pass of {considered} settings that lose nothing against one token per step"
     return Advice(best[0].code, best[0].rule, reason, **figures)
 
 
 def _figures(
-    before: Case, now: Case, some: np.ndarray, difference: tuple[float, float, float]
+    before: RuleResult, now: RuleResult, some: np.ndarray, difference: tuple[float, float, float]
 ) -> dict[str, Any]:
     share = lambda case: sum(case.right[i] for i in some) / len(some)
     return {
@@ -196,12 +241,12 @@ def _figures(
     }
 
 
-def _rate(cases: Sequence[Case]) -> float | None:
+def _rate(cases: Sequence[RuleResult]) -> float | None:
     seconds = sum(c.seconds for c in cases)
     return sum(c.made for c in cases) / seconds if seconds > 0 else None
 
 
-def _speedup(cases: Sequence[Case]) -> float | None:
-    """Geometric mean over the tasks of the medians of pairs taken by turns."""
+def _speedup(cases: Sequence[RuleResult]) -> float | None:
+    """Geometric mean of the speedups over the tasks."""
     known = [c.speedup for c in cases if c.speedup]
     return math.exp(sum(map(math.log, known)) / len(known)) if len(known) == len(cases) else None

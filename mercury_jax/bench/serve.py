@@ -1,34 +1,47 @@
-"""A server under load: latencies, throughput by batching against one at a time, and agents that call tools."""
+"""A server under load: latencies, throughput of batching against one request at a time, agents that call tools.
+
+`measure` starts a server of its own (`serve_process`), `against` measures one that runs already; both send the requests
+of `serve_load`. `serve_bound` says what limits the throughput.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from mercury_jax.bench import serve_agent, serve_bound, serve_load, serve_process
-from mercury_jax.bench.serve_client import Client
-from mercury_jax.bench.serve_load import Ask, Seen
+from mercury_jax.bench import serve_bound, serve_load, serve_process
+from mercury_jax.bench.serve_load import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
+from mercury_jax.bench.timing import quartiles
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card, tasks
-from mercury_jax.train.generators import Generator
+from mercury_jax.evaluate import card, find
+from mercury_jax.tasks import Task, draw_distinct
 from mercury_jax.types import LM
 
-LEAST = 4.0  # times the throughput of one client that sixteen together must have
-Row = dict[str, Any]
+WANTED = 4.0  # throughput of sixteen clients over that of one
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of the server.
+    """What is sent to the server.
 
-    concurrency: clients that ask one after the other, each setting by turns with the others. requests: of each
-    setting and turn. rate: requests a second of an open loop (None: none is run). frames: ask for the text as it
-    stands after every pass. agent: run agents, too, of so many turns with tools each.
+    Attributes:
+        concurrency: Numbers of clients; each waits for its response before the next request. They alternate.
+        requests: Of each number of clients and turn.
+        turns: How often the numbers of clients alternate.
+        rate: Requests/s of an open loop; None runs none.
+        tasks: The tasks whose questions are sent.
+        max_tokens: Most tokens of an answer.
+        frames: Whether to stream the whole text after every step.
+        effort: Reasoning effort of the requests; None leaves the server's.
+        agent: Turns with tools of each agent; 0 runs none.
+        seed: Draws questions and arrivals.
     """
 
     concurrency: Sequence[int] = (1, 16)
@@ -47,32 +60,40 @@ class Load:
         at_least(1, concurrency=min(self.concurrency, default=0))
         at_least(0, agent=self.agent)
         if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise refuse("rate", self.rate, "a number of requests a second above 0")
+            raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
-            _generator(name)
+            _task(name)
 
 
-class Part(NamedTuple):
-    """One turn of a setting: what its requests saw, its seconds, and what the server counted meanwhile."""
+class LoadTurn(NamedTuple):
+    """One turn of a number of clients: its results, its seconds, and what the server's metrics gained meanwhile."""
 
-    seen: list[Seen]
+    seen: list[RequestResult]
     seconds: float
     counted: dict[str, float]
 
     @property
     def tokens_per_second(self) -> float:
+        """Completion tokens per second over all requests."""
         return sum(one.tokens for one in self.seen) / self.seconds
 
 
-def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) -> Iterator[Row]:
-    """A JSON-ready row for each setting of a server of our own, in a process of its own.
+def measure(lm: LM, folder: str | None, load: Load, settings: dict[str, Any]) -> Iterator[Json]:
+    """Measures a server of our own in another process.
 
-    lm: the model, which `folder` holds (None: the embedded one). The last row says what batching gives, against the
-    engine's device program alone, which is timed once the server has ended.
+    Args:
+        lm: The model, for the device program alone.
+        folder: Where the server loads it from. Default: the embedded model.
+        load: What is sent.
+        settings: Of the engine; by default as many slots as clients.
+
+    Yields:
+        A JSON-ready record for each number of clients, for the open loop and the agents. The last one says what
+        batching gains beside the engine's device program alone, which is timed once the server has ended.
     """
     widest = max(load.concurrency)
     settings = {"slots": widest, "queue": 4 * widest + load.requests} | settings
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[LoadTurn]] = {}
     with serve_process.server(folder, settings) as own:
         yield from against(own.url, load, keep=parts, more={"server": "our own, of this run", **settings})
     if len(parts) > 1:
@@ -83,22 +104,33 @@ def against(
     url: str,
     load: Load,
     key: str | None = None,
-    keep: dict[int, list[Part]] | None = None,
-    more: Row | None = None,
-) -> Iterator[Row]:
-    """The same rows for a server that runs already, whatever it is. keep: gets the turns of each concurrency."""
+    keep: dict[int, list[LoadTurn]] | None = None,
+    more: Json | None = None,
+) -> Iterator[Json]:
+    """The same records for a server that is running.
+
+    Args:
+        url: http://HOST:PORT.
+        load: What is sent.
+        key: API key.
+        keep: Filled with the turns of each number of clients.
+        more: Further fields of each record.
+
+    Yields:
+        A JSON-ready record for each number of clients, for the open loop and for the agents.
+    """
     model = _run(url, key, _model)
     about = {"url": url, "model": model, "hardware": card.hardware(), **(more or {})}
     asks = questions(model, load)
     parts = {} if keep is None else keep
-    parts.update(_run(url, key, lambda client: by_turns(client, asks, load)))
+    parts.update(_run(url, key, lambda client: alternate_loads(client, asks, load)))
     for n, found in parts.items():
         base = parts[min(parts)]
         yield {"load": "closed", "concurrency": n} | figures(found, load) | _against(found, base) | about
     if load.rate is not None:
         rate = load.rate
         part = _run(
-            url, key, lambda client: _counted(client, serve_load.opened(client, asks, rate, load.seed))
+            url, key, lambda client: _counted(client, serve_load.open_loop(client, asks, rate, load.seed))
         )
         row = figures([part], load) | {"compared_with": "the closed loops of this run"}
         yield {"load": "open", "rate": rate} | row | about
@@ -106,10 +138,18 @@ def against(
         yield _run(url, key, lambda client: agents(client, model, load)) | about
 
 
-def questions(model: str, load: Load) -> list[Ask]:
-    """Held-out questions of the tasks, in turn."""
+def questions(model: str, load: Load) -> list[LoadRequest]:
+    """Requests with held-out questions of the tasks, one task after the other.
+
+    Args:
+        model: Name of the model at the server.
+        load: What is sent.
+
+    Returns:
+        `load.requests` requests.
+    """
     each = -(-load.requests // len(load.tasks))
-    drawn = [[p.input for p in tasks.draw(_generator(name), each, load.seed)] for name in load.tasks]
+    drawn = [[p.input for p in draw_distinct(_task(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
@@ -118,26 +158,45 @@ def questions(model: str, load: Load) -> list[Ask]:
     ]
 
 
-async def by_turns(client: Client, asks: Sequence[Ask], load: Load) -> dict[int, list[Part]]:
-    """Every concurrency once a turn, in changing order, behind a turn that warms up and is not kept."""
-    parts: dict[int, list[Part]] = {n: [] for n in sorted(set(load.concurrency))}
+async def alternate_loads(
+    client: Client, asks: Sequence[LoadRequest], load: Load
+) -> dict[int, list[LoadTurn]]:
+    """Every number of clients once a turn, in alternating order. A first turn warms up and is not kept.
+
+    Args:
+        client: Connections to the server.
+        asks: The requests of a turn.
+        load: Numbers of clients and turns.
+
+    Returns:
+        Number of clients -> its turns.
+    """
+    parts: dict[int, list[LoadTurn]] = {n: [] for n in sorted(set(load.concurrency))}
     for turn in range(load.turns + 1):
         for n in parts if turn % 2 else reversed(parts):
-            part = await _counted(client, serve_load.closed(client, asks, n))
+            part = await _counted(client, serve_load.closed_loop(client, asks, n))
             if turn:
                 parts[n].append(part)
     return parts
 
 
-async def _counted(client: Client, load: Awaitable[tuple[list[Seen], float]]) -> Part:
+async def _counted(client: Client, load: Awaitable[tuple[list[RequestResult], float]]) -> LoadTurn:
     before = await serve_load.counters(client)
     seen, seconds = await load
     after = await serve_load.counters(client)
-    return Part(seen, seconds, {name: x - before[name] for name, x in after.items() if name in before})
+    return LoadTurn(seen, seconds, {name: x - before[name] for name, x in after.items() if name in before})
 
 
-def figures(parts: Sequence[Part], load: Load) -> Row:
-    """Latencies of all turns together, rates as the median turn; seconds. Only whole answers count."""
+def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
+    """Latencies in seconds over all turns, and the median of the turns' rates. Only complete answers count.
+
+    Args:
+        parts: Turns of one number of clients.
+        load: What was sent.
+
+    Returns:
+        Fields of a record.
+    """
     seen = [one for part in parts for one in part.seen]
     good = [one for one in seen if one.good]
     forwards = sum(part.counted.get("mercury_forwards_total", 0) for part in parts)
@@ -147,9 +206,9 @@ def figures(parts: Sequence[Part], load: Load) -> Row:
         "good": len(good),
         "refused": sum(one.status == 429 for one in seen),
         "failed": sum(not one.good and one.status != 429 for one in seen),
-        "first_frame": serve_load.spread(one.first for one in good),
-        "last_token": serve_load.spread(one.last for one in good),
-        "whole": serve_load.spread(one.whole for one in good),
+        "first_frame": percentiles(one.first for one in good),
+        "last_token": percentiles(one.last for one in good),
+        "whole": percentiles(one.whole for one in good),
         "tokens_per_second": statistics.median(part.tokens_per_second for part in parts),
         "requests_per_second": statistics.median(len(part.seen) / part.seconds for part in parts),
         "tokens": sum(one.tokens for one in good) / max(len(good), 1),
@@ -162,28 +221,28 @@ def figures(parts: Sequence[Part], load: Load) -> Row:
     }
 
 
-def _against(found: Sequence[Part], base: Sequence[Part]) -> Row:
+def _against(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(found, base, strict=True)]
     return {
         "throughput_ratio": statistics.median(ratios),
-        "ratio_quartiles": serve_bound.quartiles(ratios),
-        "compared_with": "the least concurrency, by turns in this run",
+        "ratio_quartiles": quartiles(ratios),
+        "compared_with": "the fewest clients, in alternation in this run",
     }
 
 
-def _batching(lm: LM, load: Load, parts: dict[int, list[Part]], settings: Row) -> Row:
-    """What the most clients together get through, against the fewest, and what bound it."""
+def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Json) -> Json:
+    """The throughput of the most clients over that of the fewest, and what limits it."""
     few, many = min(parts), max(parts)
     told = _against(parts[many], parts[few])
-    room = min(settings.get("context") or lm.model.config.context, 2 * load.max_tokens)
-    found = serve_bound.bound(lm, many, room)
+    tokens = min(settings.get("context") or lm.model.config.context, 2 * load.max_tokens)
+    found = serve_bound.measure_bound(lm, many, tokens)
     return {
         "load": "batching",
         "concurrency": [few, many],
         **told,
-        "at_least": LEAST,
-        "within": told["throughput_ratio"] >= LEAST,
-        "bound": serve_bound.words(told["throughput_ratio"], found, LEAST),
+        "at_least": WANTED,
+        "within": told["throughput_ratio"] >= WANTED,
+        "bound": serve_bound.explain(told["throughput_ratio"], found, WANTED),
         "pass_seconds": {str(n): s for n, s in found.seconds.items()},
         "device_gain": found.gain,
         "gflops": {str(n): r for n, r in found.rates.items()},
@@ -193,35 +252,44 @@ def _batching(lm: LM, load: Load, parts: dict[int, list[Part]], settings: Row) -
     }
 
 
-async def agents(client: Client, model: str, load: Load) -> Row:
-    """Agents one after the other, and the same conversations in free text, by turns."""
+async def agents(client: Client, model: str, load: Load) -> Json:
+    """Agents one after the other, in alternation with the same conversations in free text.
+
+    Args:
+        client: Connections to the server.
+        model: Name of the model at the server.
+        load: Turns and questions.
+
+    Returns:
+        A record.
+    """
     texts = [ask.body["messages"][0]["content"] for ask in questions(model, load)]
     pairs = []
     for text in [texts[0], *texts[: load.turns * 3]]:  # the first one warms up
         both = [
-            await serve_agent.trip(client, model, text, load.agent, load.max_tokens // 2, tools)
+            await run_agent(client, model, text, load.agent, load.max_tokens // 2, tools)
             for tools in (True, False)
         ]
         pairs.append(both)
-    kept = [pair for pair in pairs[1:] if not any(trip.refused for trip in pair)]
+    kept = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
     told, free = [pair[0] for pair in kept], [pair[1] for pair in kept]
-    refused = next((trip.refused for pair in pairs for trip in pair if trip.refused), None)
+    refused = next((one.refused for pair in pairs for one in pair if one.refused), None)
     return {
         "load": "agent",
         "loops": len(told),
         "failed": len(pairs) - 1 - len(kept),
         "refused": refused,
         "turns": load.agent + 1,
-        "wall": serve_load.spread(trip.whole for trip in told),
-        "turn": serve_load.spread(second for trip in told for second in trip.turns),
-        "wall_of_free_text": serve_load.spread(trip.whole for trip in free),
+        "wall": percentiles(one.whole for one in told),
+        "turn": percentiles(second for one in told for second in one.turns),
+        "wall_of_free_text": percentiles(one.whole for one in free),
         "ratio": statistics.median(a.whole / b.whole for a, b in zip(told, free)) if kept else None,
-        "tokens": sum(trip.tokens for trip in told),
-        "tokens_of_free_text": sum(trip.tokens for trip in free),
-        "calls": sum(trip.calls for trip in told),
-        "valid_calls": sum(trip.valid for trip in told),
+        "tokens": sum(one.tokens for one in told),
+        "tokens_of_free_text": sum(one.tokens for one in free),
+        "calls": sum(one.calls for one in told),
+        "valid_calls": sum(one.valid for one in told),
         "seed": load.seed,
-        "compared_with": "the same conversations with as many turns in free text, by turns",
+        "compared_with": "the same conversations with as many turns in free text, in alternation",
     }
 
 
@@ -243,9 +311,111 @@ async def _model(client: Client) -> str:
     return answer.json()["data"][0]["id"]
 
 
-def _generator(name: str) -> Generator:
-    """Of a task's questions."""
-    found = tasks.find(name).generator
+def _task(name: str) -> Task:
+    """A task with questions. ValueError for one that has none."""
+    found = find(name).task
     if found is None:
         raise refuse("task", name, "one with questions to answer")
     return found
+
+
+# --- agents
+
+
+class AgentRun(NamedTuple):
+    """One conversation from the question to the answer.
+
+    Attributes:
+        whole: Seconds in all.
+        turns: Seconds of each request.
+        tokens: Completion tokens.
+        calls: Tool calls.
+        valid: Tool calls whose arguments the tool accepted.
+        refused: The body of an error response; empty where the conversation was completed.
+    """
+
+    whole: float
+    turns: tuple[float, ...]
+    tokens: int
+    calls: int
+    valid: int
+    refused: str = ""
+
+
+def _tool(name: str, about: str) -> Json:
+    number = {"type": "integer", "minimum": 0, "maximum": 9999}
+    schema = {
+        "type": "object",
+        "properties": {"a": number, "b": number},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+
+
+TOOLS = (_tool("add", "a plus b"), _tool("multiply", "a times b"))
+RUN: Mapping[str, Callable[[int, int], int]] = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
+
+
+async def run_agent(
+    client: Client, model: str, question: str, turns: int, max_tokens: int, tools: bool = True
+) -> AgentRun:
+    """Asks a question, runs the tools that the model calls for `turns` turns, then has it answer.
+
+    With `tools` false the conversation has as many turns in free text, without any constraint.
+
+    Args:
+        client: Connections to the server.
+        model: Name of the model at the server.
+        question: The first user message.
+        turns: Turns with tools before the answer.
+        max_tokens: Most tokens of each response.
+        tools: Whether tools are offered.
+
+    Returns:
+        Times, tokens and calls of the conversation.
+    """
+    messages: list[Json] = [{"role": "user", "content": question}]
+    seconds, tokens, calls, valid = [], 0, 0, 0
+    began = time.perf_counter()
+    for turn in range(turns + 1):
+        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        if tools:
+            body |= {"tools": TOOLS, "tool_choice": "required" if turn < turns else "none"}
+        sent = time.perf_counter()
+        answer = await client.ask("POST", CHAT, body)
+        seconds.append(time.perf_counter() - sent)
+        if answer.status != 200:
+            told = answer.body.decode("utf-8", "replace")
+            return AgentRun(time.perf_counter() - began, tuple(seconds), tokens, calls, valid, told)
+        told = answer.json()
+        tokens += told["usage"]["completion_tokens"]
+        found = told["choices"][0]["message"].get("tool_calls") or []
+        results = [run_tool(call["function"]) for call in found]
+        calls, valid = calls + len(found), valid + sum(x is not None for x in results)
+        messages += _next(told["choices"][0]["message"], found, results)
+    return AgentRun(time.perf_counter() - began, tuple(seconds), tokens, calls, valid)
+
+
+def run_tool(function: Mapping[str, str]) -> int | None:
+    """The result of a tool call; None where the tool does not accept its arguments."""
+    try:
+        given = json.loads(function["arguments"])
+        return RUN[function["name"]](int(given["a"]), int(given["b"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _next(message: Json, calls: list[Json], results: list[int | None]) -> list[Json]:
+    """The messages that an answer adds: itself, and the results of its tools."""
+    if not calls:
+        return [
+            {"role": "assistant", "content": message.get("content") or ""},
+            {"role": "user", "content": "go on"},
+        ]
+    kept = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
+    told = [
+        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)}
+        for call, result in zip(calls, results)
+    ]
+    return [kept, *told]

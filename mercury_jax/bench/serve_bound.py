@@ -1,45 +1,48 @@
-"""What batching can give at most: the engine's device program alone, with one row and with many, by turns.
+"""How much batching can gain at most: the engine's device program alone, with one row and with many.
 
-A pass of B rows multiplies B times as many positions with the same matrices. Where one row keeps the processor
-busy already, B rows take B times as long, and no server around them can change that.
+A forward pass of B rows multiplies B times as many positions with the same matrices. Where one row already keeps the
+processor busy, B rows take B times as long, and no server around them can change that. This module is the only one of
+`bench` that uses the internals of the engine.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.bench.overhead import endless, prompts
-from mercury_jax.bench.timing import timed
-from mercury_jax.serve.engine import device, knobs, shapes
-from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.bench.timing import endless, prompt_ids, timed
+from mercury_jax.serve.engine import programs, sampling_params as sampling
+from mercury_jax.serve.engine.buckets import make_buckets
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.types import LM
 
-PASSES = 12  # of one turn
-POSITIONS = 4096  # of the products whose rate is the machine's
+PASSES = 12  # that are timed together
+POSITIONS = 4096  # rows of the matrix products whose rate is taken as the machine's
 
 
-class Alone(NamedTuple):
-    """The device program of so many rows, in the middle of long answers."""
+class DeviceProgram(NamedTuple):
+    """The engine's program of a number of rows, all of them in the middle of long answers."""
 
     rows: int
     width: int
     program: Any
     params: Any
-    knobs: Any
+    row_params: Any
     start: Any
 
 
-class Bound(NamedTuple):
-    """rows -> median seconds of a pass; the most that batching can give; what the arithmetic has to do with it.
+class BatchingBound(NamedTuple):
+    """What batching can gain, and what part the arithmetic has in it.
 
-    gain: rows times the pass of one row over the pass of all, the median over turns. rates: rows -> GFLOP/s of a
-    pass's products with matrices. matmul: GFLOP/s of such products alone, in one large batch.
+    Attributes:
+        seconds: Rows -> median seconds of a forward pass.
+        gain: Rows times the pass of one row over the pass of all rows, a median.
+        rates: Rows -> GFLOP/s of the matrix products of a pass.
+        matmul: GFLOP/s of such products alone, in one large batch.
     """
 
     seconds: dict[int, float]
@@ -48,43 +51,63 @@ class Bound(NamedTuple):
     matmul: float
 
 
-def bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> Bound:
-    """The passes of 1 and of `rows` rows, each with room for `tokens`, by turns."""
-    few, many = alone(lm, 1, tokens), alone(lm, rows, tokens)
+def measure_bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> BatchingBound:
+    """Times forward passes of 1 and of `rows` rows in alternation.
+
+    Args:
+        lm: The model.
+        rows: Rows of the larger batch.
+        tokens: Prompt and answer of a row.
+        turns: How often both are timed.
+
+    Returns:
+        Times and rates of both batches.
+    """
+    few, many = device_program(lm, 1, tokens), device_program(lm, rows, tokens)
     seconds: dict[int, list[float]] = {1: [], rows: []}
     for turn in range(turns + 1):  # the first one compiles
         for part in (few, many) if turn % 2 else (many, few):
-            seconds[part.rows].append(passes(part))
+            seconds[part.rows].append(seconds_per_pass(part))
     kept = {n: found[1:] for n, found in seconds.items()}
     middle = {n: statistics.median(found) for n, found in kept.items()}
     gain = statistics.median(rows * a / b for a, b in zip(kept[1], kept[rows]))
-    work = flops(lm, few.width)
+    # 2 FLOP for each parameter of a matrix and position; attention is left out.
+    work = 2.0 * sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) * few.width
     rates = {n: n * work / middle[n] / 1e9 for n in middle}
-    return Bound(middle, gain, rates, matmul(lm) / 1e9)
+    return BatchingBound(middle, gain, rates, _matmul_rate(lm) / 1e9)
 
 
-def alone(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) -> Alone:
-    """Rows that write one token a pass and come to no end. rules: that the program offers (None: as a server's)."""
+def device_program(lm: LM, rows: int, tokens: int, rules: tuple[str, ...] | None = None) -> DeviceProgram:
+    """The engine's program with rows that accept one token per step and never end.
+
+    Args:
+        lm: The model.
+        rows: Rows of the batch.
+        tokens: Prompt and answer of a row.
+        rules: Rules that the program offers. Default: those of a server.
+
+    Returns:
+        The program with a state whose rows have their prompts and no answer yet.
+    """
     lm = endless(lm)
-    plan = shapes.plan(lm, Settings(slots=rows, context=tokens, rules=rules))
-    prompt = tuple(prompts(lm, 1)[0][: max(1, tokens // 4)])
-    slow = "confidence" if "confidence" in plan.menu.names else plan.menu.names[0]
-    job = Job(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)
-    size = shapes.positions(plan, tokens)
-    width = shapes.width_of(plan, size)
-    one = shapes.row(plan, size, job, 0)
-    start = device.move(one, np.zeros(rows, np.int32), size, width)
-    row = knobs.row(plan.menu, job, knobs.PLAIN, lm, 0)
-    return Alone(
-        rows, width, shapes.program(plan, size, knobs.PLAIN), lm.params, knobs.stack(rows, row), start
-    )
+    buckets = make_buckets(lm, EngineConfig(slots=rows, context=tokens, rules=rules))
+    prompt = tuple(prompt_ids(lm, 1)[0][: max(1, tokens // 4)])
+    names = buckets.rules.names
+    slow = "confidence" if "confidence" in names else names[0]
+    request = EngineRequest(prompt=prompt, max_tokens=tokens - len(prompt), rule=slow)
+    size = buckets.capacity(tokens)
+    width = buckets.width(size)
+    start = programs.move_rows(buckets.row(size, request), np.zeros(rows, np.int32), size, width)
+    row = sampling.row_params(buckets.rules, request, sampling.PLAIN, lm, 0)
+    program = buckets.program(size, sampling.PLAIN)
+    return DeviceProgram(rows, width, program, lm.params, sampling.stack_rows(rows, row), start)
 
 
-def passes(part: Alone) -> float:
-    """Seconds of a pass, the mean of a turn; the one that encodes the prompt is left out."""
-    nobody, one = np.zeros(part.rows, bool), np.int32(1)
-    held = jax.device_put(part.knobs)
-    step = lambda state: device.run(part.program, part.params, state, held, nobody, one, 1).state
+def seconds_per_pass(part: DeviceProgram) -> float:
+    """Mean seconds of a denoising pass; the pass that encodes the prompt is left out."""
+    cancelled, one = np.zeros(part.rows, bool), np.int32(1)
+    held = jax.device_put(part.row_params)
+    step = lambda state: programs.run_passes(part.program, part.params, state, held, cancelled, one, 1).state
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 
@@ -97,14 +120,8 @@ def passes(part: Alone) -> float:
     return timed(turn)[1] / PASSES
 
 
-def flops(lm: LM, positions: int) -> float:
-    """Of the products with matrices in a pass of one row, attention left out: 2 a parameter and position."""
-    sizes = (x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1)
-    return 2.0 * sum(sizes) * positions
-
-
-def matmul(lm: LM) -> float:
-    """FLOP a second of products of the model's widths, each on the result of the one before."""
+def _matmul_rate(lm: LM) -> float:
+    """FLOP/s of matrix products of the model's widths, each on the result of the one before."""
     config = lm.model.config
     width, hidden = config.width, getattr(config, "ffn", 4 * config.width)
     up, down = jnp.ones((width, hidden), jnp.float32) / width, jnp.ones((hidden, width), jnp.float32) / hidden
@@ -115,27 +132,28 @@ def matmul(lm: LM) -> float:
     return 8 * 4.0 * POSITIONS * width * hidden / best
 
 
-def words(speedup: float, found: Bound, wanted: float) -> str:
-    """What bound a speedup by batching."""
+def explain(speedup: float, found: BatchingBound, wanted: float) -> str:
+    """What limits the speedup of batching, in words.
+
+    Args:
+        speedup: Measured, of the largest concurrency over the least.
+        found: Of `measure_bound`.
+        wanted: The speedup that is aimed at.
+
+    Returns:
+        A sentence with the figures.
+    """
     rows = max(found.seconds)
     longer = found.seconds[rows] / found.seconds[1]
     share = found.rates[1] / found.matmul
     told = (
         f"a pass of {rows} rows takes {longer:.1f} times as long as one of 1 on the device alone, so that batching "
-        f"can give {found.gain:.1f} times at most; one row already multiplies at {100 * share:.0f}% of the rate that "
+        f"can gain {found.gain:.1f} times at most; one row already multiplies at {100 * share:.0f}% of the rate that "
         f"large products reach here ({found.rates[1]:.1f} of {found.matmul:.1f} GFLOP/s, {rows} rows at "
         f"{found.rates[rows]:.1f})"
     )
     if speedup >= wanted:
         return f"nothing; {told}"
     if found.gain < wanted or speedup > 0.85 * found.gain:
-        return f"the arithmetic of the forward: {told}"
-    return f"the server around the device, which reaches {speedup / found.gain:.0%} of what it could: {told}"
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third."""
-    if len(values) < 2:
-        return [*values, *values]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
+        return f"the arithmetic of the forward pass: {told}"
+    return f"the server around the device, which reaches {speedup / found.gain:.0%} of that: {told}"

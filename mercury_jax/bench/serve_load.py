@@ -1,4 +1,9 @@
-"""Load on a server: requests as their clients saw them, in closed loops and in an open one."""
+"""A small HTTP client and the load it puts on a server, in closed loops and in an open one.
+
+The client works on asyncio streams with kept connections, chunked bodies and server-sent events. It adds little to what
+it measures: one reader and one writer for each connection, and no thread. `closed_loop` and `open_loop` send requests
+and return what each of them saw.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +14,248 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from mercury_jax.bench.serve_client import Broken, Client, Reply
+from mercury_jax.config import refuse
 
 Json = dict[str, Any]
+LINE = 1 << 20  # bytes of the longest line of a head or of an event
 PERCENTS = (50, 90, 99)
 CHAT = "/v1/chat/completions"
 
 
-class Ask(NamedTuple):
-    """A request to make: where to, and its body, which asks for a stream."""
+# --- client
+
+
+class BrokenResponse(ConnectionError):
+    """The server closed a connection inside a response, or never responded."""
+
+
+class HttpResponse(NamedTuple):
+    """A complete response; the names of the headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+class StreamedResponse:
+    """A response whose head was read. Its body can be read once: with `read`, `pieces` or `events`."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], connection: Connection):
+        self.status, self.headers, self._connection = status, headers, connection
+        self.complete = False
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it arrives.
+
+        Raises:
+            BrokenResponse: The body ends early.
+        """
+        reader = self._connection.reader
+        try:
+            if "chunked" in self.headers.get("transfer-encoding", "").lower():
+                while size := int((await reader.readline()).split(b";")[0], 16):
+                    yield (await reader.readexactly(size + 2))[:-2]
+                await reader.readline()
+            elif "content-length" in self.headers:
+                yield await reader.readexactly(int(self.headers["content-length"]))
+            elif self.status not in (204, 304):
+                yield await reader.read()
+        except (ValueError, asyncio.IncompleteReadError) as error:
+            raise BrokenResponse(f"the body of a response of {self.status} ended early") from error
+        self.complete = True
+
+    async def read(self) -> HttpResponse:
+        """The whole response."""
+        return HttpResponse(self.status, self.headers, b"".join([piece async for piece in self.pieces()]))
+
+    async def events(self) -> AsyncIterator[str]:
+        """The data of each server-sent event; comments and other fields are skipped.
+
+        Raises:
+            BrokenResponse: The body ends early.
+        """
+        rest = b""
+        async for piece in self.pieces():
+            *blocks, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+            for block in blocks:
+                lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line[:5] == b"data:"]
+                if lines:
+                    yield b"\n".join(lines).decode("utf-8")
+        if rest.strip():
+            raise BrokenResponse(f"a stream ended inside an event: {rest[:80]!r}")
+
+
+class Connection(NamedTuple):
+    """A TCP connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> StreamedResponse:
+        """Sends a request and reads the head of the response, as `read` does."""
+        # The server may have refused the request before reading all of it, and has responded.
+        with contextlib.suppress(OSError):
+            self.writer.write(data)
+            await self.writer.drain()
+        return await self.read()
+
+    async def read(self) -> StreamedResponse:
+        """Reads the head of the next response.
+
+        Raises:
+            BrokenResponse: The connection ends before a head was read.
+        """
+        try:
+            while (head := await self.head())[0] == 100:
+                pass
+        except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise BrokenResponse(f"no response: {type(error).__name__}") from error
+        return StreamedResponse(*head, self)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        """(status, headers) of the next response."""
+        first, *lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines)
+        return int(first.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+    def drop(self) -> None:
+        """Closes at once, without waiting for anything."""
+        self.writer.transport.abort()
+
+
+class Client:
+    """Connections to one server, kept between requests; any number of tasks may use it at the same time.
+
+    Args:
+        url: http://HOST:PORT; a path is ignored.
+        key: API key.
+        keep: Whether to keep connections open between requests.
+
+    Raises:
+        ValueError: Another kind of URL.
+    """
+
+    def __init__(self, url: str, key: str | None = None, keep: bool = True):
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise refuse("url", url, "http://HOST:PORT")
+        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
+        self._key, self._keep = key, keep
+        self._idle: list[Connection] = []
+
+    async def ask(self, method: str, path: str, value: Any = None) -> HttpResponse:
+        """The complete response to a request. `value` is sent as JSON, bytes as they are.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Returns:
+            Status, headers and body.
+        """
+        async with self.open(method, path, value) as response:
+            return await response.read()
+
+    @contextlib.asynccontextmanager
+    async def open(self, method: str, path: str, value: Any = None) -> AsyncIterator[StreamedResponse]:
+        """A response to read. Leaving the block before it is complete drops the connection.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Yields:
+            The response, with its head read.
+        """
+        response = await self._send(self.request(method, path, value))
+        try:
+            yield response
+        finally:
+            close = response.headers.get("connection", "").lower() == "close"
+            if self._keep and response.complete and not close:
+                self._idle.append(response._connection)
+            else:
+                response._connection.drop()
+
+    def request(self, method: str, path: str, value: Any = None) -> bytes:
+        """The bytes of a request.
+
+        Args:
+            method: Such as "POST".
+            path: Such as "/v1/models".
+            value: Body; None for none.
+
+        Returns:
+            Head and body, as they are sent.
+        """
+        body = (
+            b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode("utf-8")
+        )
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {host}:{self.port}", f"Content-Length: {len(body)}"]
+        lines += [] if value is None else ["Content-Type: application/json"]
+        lines += [] if self._key is None else [f"Authorization: Bearer {self._key}"]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+    async def connect(self) -> Connection:
+        """A new connection."""
+        return Connection(*await asyncio.open_connection(self.host, self.port, limit=LINE))
+
+    async def close(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._idle.pop().drop()
+
+    async def _send(self, data: bytes) -> StreamedResponse:
+        """Sends a request on an idle connection, or on a new one: the server may close an idle one at any time."""
+        while self._idle:
+            idle = self._idle.pop()
+            if not idle.reader.at_eof():
+                with contextlib.suppress(BrokenResponse):
+                    return await self._send_on(idle, data)
+        return await self._send_on(await self.connect(), data)
+
+    async def _send_on(self, connection: Connection, data: bytes) -> StreamedResponse:
+        try:
+            return await connection.send(data)
+        except BaseException:
+            connection.drop()
+            raise
+
+
+# --- load
+
+
+class LoadRequest(NamedTuple):
+    """A request to send: its path, and its body, which asks for a stream."""
 
     path: str
     body: Json
 
 
-class Seen(NamedTuple):
+class RequestResult(NamedTuple):
     """One request as its client saw it. Times are seconds since it was due; None for what never came.
 
-    status: of HTTP, 0 where the connection broke. first: the first event with text. last: the last one with text.
-    whole: the end of the answer. text: what was said, thinking left out. finishes: reasons to end, of every choice;
-    dones: how often `[DONE]` came; after: events behind the first of them. refused: the message of an error.
+    Attributes:
+        status: Of HTTP; 0 where the connection broke.
+        whole: The end of the response.
+        first, last: The first and the last event with text.
+        text: The answer without its thinking.
+        finishes: The finish reasons of all choices.
+        dones: How often `[DONE]` came.
+        after: Events after the first `[DONE]`.
+        tokens: Completion tokens, as the usage says.
+        refused: The message of an error.
     """
 
     status: int
@@ -48,49 +272,58 @@ class Seen(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """A whole answer with exactly one end."""
-        return self.status == 200 and (len(self.finishes), self.dones, self.after, self.refused) == (
-            1,
-            1,
-            0,
-            "",
-        )
+        """Whether it is a complete answer with exactly one end."""
+        ends = (len(self.finishes), self.dones, self.after, self.refused)
+        return self.status == 200 and ends == (1, 1, 0, "")
 
 
-def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: Any) -> Ask:
-    """A streamed question. frames: every event holds the whole text as it stands."""
+def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: Any) -> LoadRequest:
+    """A streamed chat completion.
+
+    Args:
+        model: Its name.
+        text: The user's message.
+        max_tokens: Most tokens of the answer.
+        frames: Whether every event holds the whole text after a step, instead of what was added.
+        more: Further fields of the body.
+
+    Returns:
+        The request.
+    """
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "diffusing": frames, **more}
-    return Ask(CHAT, body)
+    return LoadRequest(CHAT, body)
 
 
-async def fetch(client: Client, ask: Ask, due: float | None = None) -> Seen:
-    """Make a request and follow it to its end. due: when it should have begun, on `time.perf_counter`."""
+async def fetch(client: Client, request: LoadRequest, due: float | None = None) -> RequestResult:
+    """Sends a request and reads its stream to the end.
+
+    Args:
+        client: Connections to the server.
+        request: What to send.
+        due: When it should have begun, on `time.perf_counter`. Default: now.
+
+    Returns:
+        What the client saw, also of errors and of connections that broke.
+    """
     due = time.perf_counter() if due is None else due
     try:
-        async with client.open("POST", ask.path, ask.body) as reply:
-            if reply.status != 200:
-                return await _refused(reply, due)
-            return await _followed(reply, due, bool(ask.body.get("diffusing")))
-    except (Broken, OSError) as error:
-        return Seen(0, time.perf_counter() - due, refused=f"{type(error).__name__}: {error}")
+        async with client.open("POST", request.path, request.body) as response:
+            if response.status == 200:
+                return await _read_stream(response, due, bool(request.body.get("diffusing")))
+            told, retry = (
+                (await response.read()).body.decode("utf-8", "replace"),
+                response.headers.get("retry-after"),
+            )
+            return RequestResult(response.status, time.perf_counter() - due, refused=told, retry_after=retry)
+    except (BrokenResponse, OSError) as error:
+        return RequestResult(0, time.perf_counter() - due, refused=f"{type(error).__name__}: {error}")
 
 
-async def _refused(reply: Reply, due: float) -> Seen:
-    answer = await reply.read()
-    told = answer.body.decode("utf-8", "replace")
-    return Seen(
-        reply.status,
-        time.perf_counter() - due,
-        refused=told,
-        retry_after=reply.headers.get("retry-after"),
-    )
-
-
-async def _followed(reply: Reply, due: float, frames: bool) -> Seen:
-    """frames: a text replaces the one before, instead of following it."""
-    parts, finishes, seen = [], [], Seen(200, 0.0)
-    async for data in reply.events():
+async def _read_stream(response: StreamedResponse, due: float, frames: bool) -> RequestResult:
+    """Reads the events of a stream. `frames`: a text replaces the one before, instead of following it."""
+    parts, finishes, seen = [], [], RequestResult(200, 0.0)
+    async for data in response.events():
         now = time.perf_counter() - due
         if seen.dones:
             seen = seen._replace(after=seen.after + (data != "[DONE]"), dones=seen.dones + (data == "[DONE]"))
@@ -104,7 +337,7 @@ async def _followed(reply: Reply, due: float, frames: bool) -> Seen:
         if chunk.get("usage"):
             seen = seen._replace(tokens=chunk["usage"]["completion_tokens"])
         for choice in chunk.get("choices", ()):
-            text = said(choice)
+            text = choice_text(choice)
             if text:
                 parts = [text] if frames else [*parts, text]
                 seen = seen._replace(first=now if seen.first is None else seen.first, last=now)
@@ -112,8 +345,8 @@ async def _followed(reply: Reply, due: float, frames: bool) -> Seen:
     return seen._replace(whole=time.perf_counter() - due, text="".join(parts), finishes=tuple(finishes))
 
 
-def said(choice: Mapping[str, Any]) -> str:
-    """The text of a choice, whole or in a chunk; that of a call is its arguments."""
+def choice_text(choice: Mapping[str, Any]) -> str:
+    """The text of a choice, complete or in a chunk; of a tool call its arguments."""
     part = choice.get("delta") or choice.get("message") or {}
     calls = part.get("tool_calls") or ()
     return (
@@ -121,41 +354,63 @@ def said(choice: Mapping[str, Any]) -> str:
     )
 
 
-async def closed(client: Client, asks: Sequence[Ask], concurrency: int) -> tuple[list[Seen], float]:
-    """(what each request saw, in their order; seconds in all): so many clients, each asking when it has its answer."""
-    seen: dict[int, Seen] = {}
-    todo = iter(enumerate(asks))
+async def closed_loop(
+    client: Client, requests: Sequence[LoadRequest], concurrency: int
+) -> tuple[list[RequestResult], float]:
+    """Sends requests by a number of clients, each of which waits for its response before the next request.
 
-    async def one() -> None:
-        for i, ask in todo:
-            seen[i] = await fetch(client, ask)
+    Args:
+        client: Connections to the server.
+        requests: What to send.
+        concurrency: Number of clients.
 
-    with undisturbed():
+    Returns:
+        (the results in the order of the requests, seconds in all).
+    """
+    results: dict[int, RequestResult] = {}
+    todo = iter(enumerate(requests))
+
+    async def one_client() -> None:
+        for i, request in todo:
+            results[i] = await fetch(client, request)
+
+    with no_garbage_collection():
         began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(concurrency)))
-        return [seen[i] for i in range(len(asks))], time.perf_counter() - began
+        await asyncio.gather(*(one_client() for _ in range(concurrency)))
+        return [results[i] for i in range(len(requests))], time.perf_counter() - began
 
 
-async def opened(client: Client, asks: Sequence[Ask], rate: float, seed: int = 0) -> tuple[list[Seen], float]:
-    """The same in an open loop: requests arrive as a Poisson process of `rate` a second, whatever the server does.
+async def open_loop(
+    client: Client, requests: Sequence[LoadRequest], rate: float, seed: int = 0
+) -> tuple[list[RequestResult], float]:
+    """Sends requests as a Poisson process, whether or not the server keeps up.
 
-    A request's times count from when it was due, so a client that falls behind does not hide a delay.
+    The times of a request count from when it was due, so that a client that falls behind hides no delay.
+
+    Args:
+        client: Connections to the server.
+        requests: What to send, in order.
+        rate: Requests/s.
+        seed: Draws the arrivals.
+
+    Returns:
+        (the results in the order of the requests, seconds in all).
     """
 
-    async def one(ask: Ask, due: float) -> Seen:
+    async def one(request: LoadRequest, due: float) -> RequestResult:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        return await fetch(client, ask, due)
+        return await fetch(client, request, due)
 
-    with undisturbed():
+    with no_garbage_collection():
         began = time.perf_counter()
         dues = (began + at for at in arrivals(rate, seed))
-        seen = await asyncio.gather(*(one(ask, due) for ask, due in zip(asks, dues)))
-        return list(seen), time.perf_counter() - began
+        results = await asyncio.gather(*(one(request, due) for request, due in zip(requests, dues)))
+        return list(results), time.perf_counter() - began
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Without the garbage collector, which in a process that has loaded JAX takes a quarter of a second at a time."""
+def no_garbage_collection() -> Iterator[None]:
+    """Turns Python's garbage collector off: in a process with JAX it takes a quarter of a second at a time."""
     gc.collect()
     gc.disable()
     try:
@@ -165,41 +420,73 @@ def undisturbed() -> Iterator[None]:
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Seconds at which requests arrive, without end."""
+    """Seconds at which requests of a Poisson process arrive, without end.
+
+    Args:
+        rate: Mean arrivals/s.
+        seed: Draws them.
+
+    Yields:
+        Seconds since the start, increasing.
+    """
     draw, at = random.Random(seed), 0.0
     while True:
         at += draw.expovariate(rate)
         yield at
 
 
+# --- figures
+
+
 def percentile(values: Iterable[float | None], percent: float) -> float:
-    """The smallest value that so many percent do not exceed, of those that there are; NaN of nothing."""
+    """The smallest value that at least `percent` per cent of the values do not exceed; None is skipped, NaN if
+    empty.
+
+    Args:
+        values: Numbers, in any order.
+        percent: Between 0 and 100.
+
+    Returns:
+        One of the values.
+    """
     ordered = sorted(x for x in values if x is not None)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
-def spread(values: Iterable[float | None]) -> dict[str, float]:
+def percentiles(values: Iterable[float | None]) -> dict[str, float]:
     """{"p50", "p90", "p99"} of times."""
     found = list(values)
     return {f"p{percent}": percentile(found, percent) for percent in PERCENTS}
 
 
 async def counters(client: Client) -> dict[str, float]:
-    """The numbers without labels of `/metrics`, by name; nothing from a server that has none."""
-    answer = await client.ask("GET", "/metrics")
-    if answer.status != 200:
+    """The metrics without labels of `/metrics` by name; empty for a server that has none."""
+    response = await client.ask("GET", "/metrics")
+    if response.status != 200:
         return {}
-    lines = (line.split() for line in answer.body.decode("utf-8").splitlines() if not line.startswith("#"))
+    lines = (line.split() for line in response.body.decode("utf-8").splitlines() if not line.startswith("#"))
     return {words[0]: float(words[1]) for words in lines if len(words) >= 2 and "{" not in words[0]}
 
 
-async def polled(
+async def wait_for_counters(
     client: Client, until: Callable[[dict[str, float]], bool], seconds: float = 60.0
 ) -> dict[str, float]:
-    """The counters, once they are as wanted; TimeoutError after so many seconds."""
+    """The metrics once `until` is true of them. TimeoutError after `seconds`.
+
+    Args:
+        client: Connections to the server.
+        until: Told the metrics.
+        seconds: How long to wait.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        TimeoutError: The condition was not met in time.
+    """
     end = time.perf_counter() + seconds
     while not until(found := await counters(client)):
         if time.perf_counter() > end:
-            raise TimeoutError(f"not so after {seconds:g} s: {found}")
+            raise TimeoutError(f"the metrics were not as awaited within {seconds:g} s: {found}")
         await asyncio.sleep(0.01)
     return found

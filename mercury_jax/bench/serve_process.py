@@ -1,32 +1,39 @@
-"""A server of our own in a process of its own: started, waited for, and ended."""
+"""A server of our own in a process of its own: `server` starts one, waits for it and ends it.
+
+Run as `python -m mercury_jax.bench.serve_process REQUEST`, where REQUEST is JSON such as
+{"model": null, "settings": {"slots": 16}, "options": {}, "drain": 30}, it is what `mercury serve` runs, on a free port,
+with all settings of the engine. It prints one JSON line {"url"} when it listens and a second one {"ready"} when every
+program is compiled, and runs until it gets a signal.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WORKER = Path(__file__).with_name("serve_worker.py")
 ROOT = str(Path(__file__).parents[2])
 
 
-class Own(NamedTuple):
-    """A server that listens, its process, and the file of what it says on standard error."""
+class ServerProcess(NamedTuple):
+    """A server that listens, its process, and the file with its standard error."""
 
     url: str
     process: subprocess.Popen[str]
     said: Path
 
     def end(self, seconds: float = 60.0) -> int:
-        """SIGTERM, as a load balancer's end; the exit code. subprocess.TimeoutExpired where it does not end."""
+        """Sends SIGTERM and returns the exit code. subprocess.TimeoutExpired where it does not end in time."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -40,25 +47,37 @@ def server(
     drain: float = 30.0,
     within: float = 1800.0,
     env: Mapping[str, str] | None = None,
-) -> Iterator[Own]:
-    """A server on a free port of the loopback, every program compiled. RuntimeError where it does not get there.
+) -> Iterator[ServerProcess]:
+    """Starts a server on a free port of the loopback; yields it once every program is compiled, and ends it.
 
-    model: a folder (None: the embedded one). settings, options: of `serve.engine.Settings`, `serve.api.Options`.
-    within: seconds for loading and compiling. env: what its environment has beside ours.
+    Args:
+        model: A folder. Default: the embedded model.
+        settings: Of `serve.engine.request.EngineConfig`.
+        options: Of `serve.options.ServerOptions`.
+        drain: Seconds that running requests have when it ends.
+        within: Seconds for loading and compiling.
+        env: Added to the environment of this process.
+
+    Yields:
+        The running server.
+
+    Raises:
+        RuntimeError: It ended before it was ready; with its last lines.
     """
     asked = {"model": model, "settings": dict(settings or {}), "options": dict(options or {}), "drain": drain}
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "stderr"
         with said.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(asked)], stdout=subprocess.PIPE, stderr=file,
-                text=True, env=os.environ | {"PYTHONPATH": _path()} | dict(env or {}),
+                [sys.executable, "-m", "mercury_jax.bench.serve_process", json.dumps(asked)], stdout=subprocess.PIPE,
+                stderr=file, text=True, env=os.environ | {"PYTHONPATH": path} | dict(env or {}),
             )  # fmt: skip
         late = threading.Timer(within, process.kill)
         late.start()
         try:
-            own = Own(_line(process, said)["url"], process, said)
-            _line(process, said)
+            own = ServerProcess(_next_line(process, said)["url"], process, said)
+            _next_line(process, said)
             late.cancel()
             yield own
         finally:
@@ -67,15 +86,53 @@ def server(
             process.wait()
 
 
-def _path() -> str:
-    return os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-
-
-def _line(process: subprocess.Popen[str], said: Path) -> dict[str, Any]:
-    """What the worker tells next."""
+def _next_line(process: subprocess.Popen[str], said: Path) -> dict[str, Any]:
+    """The next JSON line of the server."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        told = " | ".join(said.read_text(errors="replace").strip().splitlines()[-3:])
-        raise RuntimeError(f"the server did not start, exit code {process.wait()}: {told}")
+        last = " | ".join(said.read_text(errors="replace").strip().splitlines()[-3:])
+        raise RuntimeError(f"the server did not start, exit code {process.wait()}: {last}")
     return json.loads(line)
+
+
+def main(asked: dict[str, Any]) -> int:
+    """Runs the server in this process until a signal ends it.
+
+    Raises:
+        Exception: The error that ended the engine.
+    """
+    from mercury_jax import load
+    from mercury_jax.serve.app import create_app
+    from mercury_jax.serve.engine.engine import Engine
+    from mercury_jax.serve.engine.request import EngineConfig
+    from mercury_jax.serve.options import ServerOptions
+    from mercury_jax.serve.server import Server, freeze_startup_objects, listen
+
+    logging.basicConfig(stream=sys.stderr)
+    engine = Engine(load(asked.get("model")), EngineConfig(**asked.get("settings", {})))
+    app = create_app(engine, ServerOptions(**asked.get("options", {})))
+    server = Server(app, engine, asked.get("drain", 30.0), freeze_startup_objects)
+    socket = listen("127.0.0.1", 0)
+    began = time.perf_counter()
+
+    def say(**told: Any) -> None:
+        print(json.dumps(told), flush=True)
+
+    def say_ready() -> None:
+        while not (engine.ready and engine.compiled):
+            if server.failure is not None:
+                return
+            time.sleep(0.05)
+        say(ready=time.perf_counter() - began)
+
+    say(url="http://{}:{}".format(*socket.getsockname()[:2]))
+    threading.Thread(target=say_ready, daemon=True).start()
+    server.run(sockets=[socket])
+    if server.failure is not None:
+        raise server.failure
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

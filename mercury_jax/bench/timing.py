@@ -1,64 +1,85 @@
-"""Timing without compilation: calls in which nothing was compiled, and two of them by turns."""
+"""Timing without compilation: warm calls, two calls in alternation, and what the device can do at most.
+
+`steady` and `alternate` are what every measurement of this package times with. `measure_roofline` measures the memory
+bandwidth and the matmul rate that `mercury bench gpu` compares with. `endless` and `prompt_ids` give answers of fixed
+length behind prompts of fixed length.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+
+from mercury_jax.types import LM
 
 T = TypeVar("T")
 
-TRIES = 4
+TRIES = 4  # equal calls, of which one must compile nothing
+REPEATS = 5  # of a program, of which the fastest counts
+TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
 
 
 @functools.cache
 def _counter() -> list[int]:
-    """One number that rises with every program compiled; JAX has no way to take a listener back."""
+    """One number that rises with every compiled program; JAX offers no way to remove a listener."""
     count = [0]
 
-    def hear(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         count[0] += event.endswith("backend_compile_duration")
 
-    jax.monitoring.register_event_duration_secs_listener(hear)
+    jax.monitoring.register_event_duration_secs_listener(listen)
     return count
 
 
-def compiled() -> int:
+def compilations() -> int:
     """How many programs were compiled since the first call of this function."""
     return _counter()[0]
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """(result, seconds) of a call; its result must have reached the host, or be waited for in it."""
+    """(result, seconds) of a call. The result must be on the host, or waited for inside the call."""
     began = time.perf_counter()
     result = call()
     return result, time.perf_counter() - began
 
 
 def steady(call: Callable[[], T]) -> tuple[T, float]:
-    """(result, seconds) of a call during which nothing was compiled, made again until that is so.
+    """Times a call during which nothing is compiled, repeating it until that is so.
 
-    RuntimeError where every call compiles: its speed would be that of the compiler.
+    Returns:
+        (result, seconds) of that call.
+
+    Raises:
+        RuntimeError: Each of `TRIES` calls compiled something, so that the time would be the compiler's.
     """
     for _ in range(TRIES):
-        before = compiled()
+        before = compilations()
         result, seconds = timed(call)
-        if compiled() == before:
+        if compilations() == before:
             return result, seconds
     raise RuntimeError(f"each of {TRIES} equal calls compiled a program; there is no steady state to time")
 
 
-def by_turns(
+def alternate(
     first: Callable[[], object], other: Callable[[], object], pairs: int
 ) -> list[tuple[float, float]]:
-    """Seconds of the two calls, one after the other `pairs` times; who begins alternates.
+    """Seconds of two calls, one after the other `pairs` times; which begins alternates.
 
-    On a shared machine both of a pair meet the same neighbours, so their ratio is steadier than
-    either time.
+    On a shared machine both calls of a pair meet the same load, so their ratio is steadier than either time.
+
+    Args:
+        first, other: Functions without arguments that wait for their results.
+        pairs: How often both are called.
+
+    Returns:
+        (seconds of the first, seconds of the other) for each pair.
     """
     found = []
     for i in range(pairs):
@@ -73,3 +94,112 @@ def by_turns(
 def ratio(pairs: Sequence[tuple[float, float]]) -> float:
     """Median of first / other."""
     return statistics.median(a / max(b, 1e-12) for a, b in pairs)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third quartile; of fewer than two values the value itself."""
+    if len(values) < 2:
+        return [*values, *values]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+# --- what a device can do
+
+
+class Roofline(NamedTuple):
+    """Measured limits of a device: bytes/s read and written, and FLOP/s of large bf16 products."""
+
+    bandwidth: float
+    matmul: float
+
+
+def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
+    """Measures the first device.
+
+    Args:
+        megabytes: Size of the array that is copied.
+        width: Rows and columns of the square matrices that are multiplied.
+
+    Returns:
+        Its memory bandwidth and matmul rate.
+    """
+    w = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
+    return Roofline(
+        _bandwidth(megabytes << 20), 2.0 * width**3 / seconds_per_call(lambda x: x @ w, w, calls=4)
+    )
+
+
+def seconds_per_call(
+    call: Callable[[Any], Any], start: Any, calls: int = 16, repeats: int = REPEATS
+) -> float:
+    """Seconds of `call(x)`, which returns something of the shape of x.
+
+    One program makes `calls` of them, each on the result of the one before, and the fastest of `repeats` such programs
+    counts: other work of the device can only add to it.
+
+    Args:
+        call: A function that can be jitted.
+        start: Its first argument.
+        calls: Calls of one program.
+        repeats: Runs of the program.
+
+    Returns:
+        Seconds of the fastest run, divided by `calls`.
+    """
+
+    def chain(x: Any) -> Any:
+        for _ in range(calls):
+            x = call(x)
+        return x
+
+    program = jax.jit(chain)
+    run = lambda: jax.block_until_ready(program(start))
+    run()
+    return min(timed(run)[1] for _ in range(repeats)) / calls
+
+
+def _bandwidth(size: int, calls: int = 8) -> float:
+    """Bytes/s of adding 1 to every number of an array of `size` bytes: each is read and written."""
+    # Not zeros: memory may be compressed.
+    x = jax.jit(lambda: (jnp.arange(size // 2, dtype=jnp.int32) % 251).astype(jnp.bfloat16))()
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    jax.block_until_ready(step(x + 0))
+
+    def once() -> float:
+        y = jax.block_until_ready(x + 0)
+
+        def steps() -> Any:
+            z = y
+            for _ in range(calls):
+                z = step(z)
+            return jax.block_until_ready(z)
+
+        return timed(steps)[1] / calls
+
+    return 2.0 * size / min(once() for _ in range(REPEATS))
+
+
+# --- answers of a fixed length
+
+
+def endless(lm: LM) -> LM:
+    """The same model, which never emits the end of text, so that every answer has `max_tokens` tokens."""
+    c = lm.corruption
+    return dataclasses.replace(lm, corruption=c._replace(forbidden=(*c.forbidden, lm.model.config.eos)))
+
+
+def prompt_ids(lm: LM, batch: int, shorter: int = 0) -> list[list[int]]:
+    """Prompts of one block minus `shorter` tokens each, so that one forward pass encodes them.
+
+    Args:
+        lm: The model.
+        batch: How many prompts.
+        shorter: Tokens by which they are shorter than a block.
+
+    Returns:
+        The same ids `batch` times.
+    """
+    ids = lm.tokenizer.encode(TEXT * 8)
+    size = max(min(lm.model.config.block, len(ids)) - shorter, 1)
+    return [ids[:size] for _ in range(batch)]

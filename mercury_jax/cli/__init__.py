@@ -1,7 +1,6 @@
-"""The command line: `mercury demo | sample | infill | train | eval | info`.
+"""The command line, `mercury COMMAND`: `app` finds the command, and each command is one module.
 
-`app` dispatches and turns errors into words; each command is one module with `run(argv) -> exit code`.
-JAX is imported inside of `run`, after the words are read, so that `--help` answers at once.
+`arguments` reads the words with tyro, `show` prints, `live` draws a canvas while it is denoised.
 """
 
 from mercury_jax.cli.app import main

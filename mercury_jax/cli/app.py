@@ -1,35 +1,55 @@
-"""main(): finds the command, runs it, and says in words what went wrong."""
+"""Entry point: finds the command, runs it, and turns errors into one line and an exit code.
+
+Each command is a module with `run(argv) -> exit code`, imported when it runs. The text of `mercury --help` and of
+`mercury bench --help` stands here, so that it needs neither tyro nor JAX.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import importlib
 import os
+import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from mercury_jax.cli import compiled
 from mercury_jax.config import nearest, refuse
 
-# name -> (module, what it does). A command is `run(argv) -> exit code`.
+Command = Callable[[list[str]], int]  # words -> exit code
+
+# name -> (module, what it does)
 COMMANDS = {
     "demo": ("demo", "watch the embedded model turn noise into answers"),
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
-    "edit": ("edit", "write spans of a text anew, or let the model choose what to change"),
+    "edit": ("edit", "rewrite spans of a text, or let the model choose what to change"),
     "init": ("init", "write a recipe to start from"),
-    "train": ("train", "train a model as a recipe says"),
+    "train": ("train", "train a model by a recipe"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
-    "serve": ("serve", "serve a model over HTTP, behind Mercury's API and OpenAI's, with a playground"),
-    "bench": ("bench", "measure the speed of decoding, and what it costs in accuracy"),
-    "convert": ("convert", "write a Hugging Face checkpoint as a folder of ours, or ours as theirs"),
-    "info": ("info", "what a model is, and which rules and tasks there are"),
+    "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
+    "bench": ("bench", "measure decoding rules, servers, GPUs, and compiled programs"),
+    "convert": ("convert", "convert a checkpoint from or to the Hugging Face layout"),
+    "info": ("info", "describe a model, this machine, rules and tasks"),
+}
+BENCHES = {
+    "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
+    "compile": (
+        "bench_compile",
+        "a program for a chip that is not here: memory, collectives, kernels, roofline",
+    ),
+    "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
+    "serve": (
+        "bench_serve",
+        "a server under load: latencies, batching against one request at a time, agents",
+    ),
 }
 
-# What other programs call it -> ours.
-KNOWN_ELSEWHERE = {
+# Names that other programs use -> ours.
+SYNONYMS = {
     "chat": "sample --chat",
     "complete": "sample",
     "generate": "sample",
@@ -50,31 +70,76 @@ Train, sample and serve diffusion language models.
 
 {commands}
 
-Try:
+examples:
   mercury demo
   mercury sample "347+585=" --chat
   mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
   mercury eval sudoku4 --limit 64
   mercury init my_recipe.py
 
-Every command has --help. --json prints one object a line, for programs; --debug shows where an error
-arose. Compiled programs are kept in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none (empty).
+Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an error.
+Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it is empty.
 Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else."""
+
+BENCH_HELP = """\
+usage: mercury bench WHAT [OPTIONS]
+
+Measure. Every figure says what it is compared with, on which hardware, in the same run.
+
+{commands}
+
+examples:
+  mercury bench decode --rules threshold entropy_bound --limit 128
+  mercury bench decode --rules all --recommend --plot rules.png
+  mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
+  mercury bench serve --concurrency 1 16 --agent 2
+  mercury bench gpu check --out h200.jsonl
+
+`mercury bench WHAT --help` lists the options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; `argv` is without the program's name."""
-    words, debug = _without_debug(list(sys.argv[1:] if argv is None else argv))
+    """Runs one command.
+
+    Args:
+        argv: The words behind the program's name. Default: those of this process.
+
+    Returns:
+        The exit code: see `HELP`.
+    """
+    return execute(_run, sys.argv[1:] if argv is None else argv)
+
+
+def run_script(command: Command) -> int:
+    """Runs a command that is a script of its own, such as `python -m benchmarks.repair`, as `main` runs one."""
+    cache_compiled_programs()
+    return execute(command, sys.argv[1:])
+
+
+def execute(command: Command, argv: Sequence[str]) -> int:
+    """Runs a function with the words of a command line; prints its errors in one line, or with `--debug` as tracebacks.
+
+    Args:
+        command: Called with the words, without `--debug`.
+        argv: The words.
+
+    Returns:
+        Its exit code, or that of its error.
+    """
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)  # behind it stands the user's text
+    debug = "--debug" in words[:end]
+    words = [w for w in words[:end] if w != "--debug"] + words[end:]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        code = _run(words)
+        code = command(words)
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # argparse after --help, tyro after a bad value
+    except SystemExit as end:  # of argparse and tyro after --help
         return end.code if isinstance(end.code, int) else 0 if end.code is None else BAD_INPUT
-    except BrokenPipeError:  # `mercury ... | head`: nobody reads on, and that is fine
+    except BrokenPipeError:  # `mercury ... | head`: the reader has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -84,38 +149,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(f"mercury: {_words(error)}", file=sys.stderr)
+            print(f"mercury: {_message(error)}", file=sys.stderr)
         return exit_code(error)
 
 
-def _without_debug(words: list[str]) -> tuple[list[str], bool]:
-    """What stands behind `--` is the user's text, whatever it spells."""
-    end = words.index("--") if "--" in words else len(words)
-    debug = "--debug" in words[:end]
-    return [w for w in words[:end] if w != "--debug"] + words[end:], debug
-
-
 def _run(words: list[str]) -> int:
+    """Looks the command up, in the table of `mercury bench` where it is one of these, and runs its module."""
+    commands, text, kind, more = COMMANDS, HELP, "command", SYNONYMS
+    if words[:1] == ["bench"]:
+        words, commands, text, kind, more = words[1:], BENCHES, BENCH_HELP, "bench", {}
     if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS))
-        table = "\n".join(f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items())
-        print(HELP.format(commands=table))
+        width = max(map(len, commands))
+        print(
+            text.format(
+                commands="\n".join(f"  {name:{width}}  {about}" for name, (_, about) in commands.items())
+            )
+        )
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
         from mercury_jax import __version__
 
         print(f"mercury_jax {__version__}")
         return 0
-    if words[0] not in COMMANDS:
-        other = KNOWN_ELSEWHERE.get(words[0])
-        raise refuse("command", words[0], f"mercury {other}" if other else nearest(words[0], list(COMMANDS)))
-    compiled.keep()
-    module = importlib.import_module(f"mercury_jax.cli.{COMMANDS[words[0]][0]}")
+    if words[0] not in commands:
+        other = more.get(words[0])
+        raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
+    cache_compiled_programs()
+    try:
+        module = importlib.import_module(f"mercury_jax.cli.{commands[words[0]][0]}")
+    except ModuleNotFoundError as error:
+        if error.name != "tyro":
+            raise
+        allowed = "an environment with it (pip install tyro); only `mercury bench gpu` runs without"
+        raise refuse("this environment", "without tyro", allowed) from None
     return module.run(words[1:])
 
 
 def exit_code(error: BaseException) -> int:
-    """An error may bring its own (`loop.Diverged`, `checkpoint.SaveFailed`)."""
+    """The exit code of an error; one may bring its own as `exit_code`, such as `checkpoint.SaveFailed`."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
@@ -124,12 +195,68 @@ def exit_code(error: BaseException) -> int:
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
-def _words(error: Exception) -> str:
-    """Our own errors speak for themselves; of others, their kind and their first lines."""
-    told = str(error).strip()
+def _message(error: Exception) -> str:
+    """Our own errors as they are; of others the type and the first lines."""
+    text = str(error).strip()
     if isinstance(error, ValueError) or hasattr(error, "exit_code"):
-        return told or type(error).__name__
+        return text or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    short = "\n".join(told.splitlines()[:3])
-    return f"{type(error).__name__}: {short}\n(not foreseen; --debug shows where it arose)"
+    first = "\n".join(text.splitlines()[:3])
+    return f"{type(error).__name__}: {first}\n(an unexpected error; --debug shows where it arose)"
+
+
+# --- compiled programs
+
+CACHE = "MERCURY_CACHE"  # environment variable: the folder; empty for none
+MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not stored
+
+
+def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Turns on JAX's persistent compilation cache, unless the user has set it or turned ours off.
+
+    A second `mercury sample` then starts in a quarter of the time. Call it before JAX compiles its first program. The
+    folder may be deleted at any time.
+
+    Args:
+        environ: Environment variables. Default: those of this process.
+
+    Returns:
+        The folder, or None where nothing was changed.
+    """
+    environ = os.environ if environ is None else environ
+    folder = cache_folder(environ)
+    if folder is None or "JAX_COMPILATION_CACHE_DIR" in environ:
+        return None
+    wanted = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": MIN_COMPILE_SECONDS,
+    }
+    if "jax" in sys.modules:
+        for name, value in wanted.items():
+            sys.modules["jax"].config.update(name, value)
+    # Child processes read the environment.
+    os.environ.update({name.upper(): str(value) for name, value in wanted.items()})
+    return folder
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """The folder of compiled programs, one for each kind of processor; None where the user wants none.
+
+    Code that was compiled for another processor, whose machine shares the home folder, might not run here.
+    """
+    own = environ.get(CACHE)
+    if own is not None and not own.strip():
+        return None
+    root = Path(own) if own else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mercury_jax"
+    return root / f"xla-{hashlib.sha256(_processor().encode()).hexdigest()[:12]}"
+
+
+def _processor() -> str:
+    """Model and instruction sets of this processor, as text."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    found = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join([platform.machine(), *sorted(found)])

@@ -1,17 +1,20 @@
-"""`mercury bench gpu check | speed | model`: are the kernels right on this GPU, how fast are they and a model."""
+"""`mercury bench gpu check | speed | model`: are the kernels correct on this GPU, and how fast are they and a model.
+
+Reads its options with argparse: it must run from the source tree on a GPU machine without tyro, rich and grain.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from mercury_jax.cli import options, show
-from mercury_jax.cli.bench import count
-from mercury_jax.cli.parser import Parser, number
+from mercury_jax.cli import show
 from mercury_jax.config import nearest, refuse
 
 COMMANDS = {
-    "check": "versions, ceilings, and every kernel form against fp32; what passes is used from then on",
+    "check": "versions, roofline, and every kernel form against fp32; forms that pass are used from then on",
     "speed": "what passed, beside cuDNN and XLA; then a 100M model with kernels and graphs on and off",
     "model": "the 26B: a slice with kernels against without, int8, bf16, beside transformers; then training",
 }
@@ -24,22 +27,23 @@ examples:
   mercury bench gpu check --small               # on any machine: the same code on small shapes, in some minutes
   python -m mercury_jax bench gpu check         # from the source tree, without installing it
 
-Each command ends within --budget seconds. What hangs is killed, what crashes costs its own case, and what the time did
-not suffice for has a row that says so. They need jax, flax, optax, orbax-checkpoint, sentencepiece, chex and jaxtyping.
+Each command ends within --budget seconds. A case that hangs is killed, a crash fails only its own case, and cases for
+which no time was left have a row that says so. Needed are jax, flax, optax, orbax-checkpoint, sentencepiece, chex and
+jaxtyping.
 
-What passed `check` is kept in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file), for this
-chip, this JAX and these sources of the kernels, and is used there by default; MERCURY_KERNELS=1 uses every kernel,
-MERCURY_KERNELS=0 none. `mercury info` tells what is on and why.
+Forms that pass `check` are stored in ~/.cache/mercury_jax/kernels.json (MERCURY_KERNEL_CHECKS names another file),
+for this chip, this JAX and these sources of the kernels, and are used there by default; MERCURY_KERNELS=1 uses every
+kernel, MERCURY_KERNELS=0 none. `mercury info` says which are on and why.
 
 --out: one JSON object a line, appended as soon as it is measured, so one file may hold all three commands. Records of
 a chip belong under docs/results/, one file a day: h200-2026-11-30.jsonl. In each row "command", "case", "hardware",
 "jax" and "date" say what it is of; then
   "passed", "relative_error", "moved"   a case of check: the largest error of a row, and how far two runs differ
   "form", "verdict", "why"              a kernel form: "on" or "off" from then on
-  "seconds", "share_of_bound"           a call, and the time that the measured ceilings allow as a share of it
-  "seconds_per_forward", "mfu"          a pass of a model; of training, the share of the matmul ceiling
+  "seconds", "share_of_bound"           a call, and the time that the measured roofline allows as a share of it
+  "seconds_per_forward", "mfu"          a pass of a model; of training, the share of the matmul roofline
   "times_as_fast"                       beside the fastest of the others in the same run
-  "peak_bytes"                          what the device held at most
+  "peak_bytes"                          most memory that the device held
   "failed", "refused", "left_out", "not_run"    why there is no number
 Read it by `jq -c 'select(.verdict)' FILE`, or in Python by `[json.loads(line) for line in open(FILE)]`.
 
@@ -60,51 +64,79 @@ examples:
 `mercury bench gpu check --help` lists the options, and says how to read the records."""
 
 
-def parser(command: str) -> Parser:
-    p = Parser(f"bench gpu {command}", COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".", MORE)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')} (`{self.prog} --help` explains)")
+
+
+def parse(command: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options of a command. ValueError names the option and the value, or the nearest option.
+
+    Args:
+        command: check, speed or model.
+        argv: The words behind it.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: A bad option.
+    """
+    about = COMMANDS[command][0].upper() + COMMANDS[command][1:] + "."
+    form = argparse.RawDescriptionHelpFormatter
+    p = _Parser(f"mercury bench gpu {command}", None, about, MORE, formatter_class=form, allow_abbrev=False)
     p.add_argument(
         "--small", action="store_true", help="small shapes and models, for a machine without a GPU"
     )
     p.add_argument(
-        "--budget", type=number, default=520.0, metavar="S", help="seconds that it may take (default 520)"
+        "--budget", type=float, default=520.0, metavar="S", help="seconds that it may take (default 520)"
     )
     p.add_argument(
-        "--only", nargs="+", default=[], metavar="PART", help="only cases whose names hold one of these"
+        "--only", nargs="+", default=[], metavar="PART", help="only cases whose names contain one of these"
     )
     p.add_argument("--out", metavar="FILE.jsonl", help="append each row as soon as it is measured")
     if command == "check":
-        count(p, "--seed", 0, "of the inputs")
-    options.machine(p)
-    return p
+        p.add_argument("--seed", type=int, default=0, metavar="N", help="draws the inputs (default 0)")
+    p.add_argument("--json", action="store_true", help="print one JSON object for each row")
+    args, rest = p.parse_known_args(list(argv))
+    for word in rest:
+        options = re.findall(r"--[a-z]+", p.format_usage())
+        raise refuse("option" if word.startswith("-") else "argument", word, nearest(word, options))
+    if not args.budget > 0:
+        raise refuse("--budget", args.budget, "a number of seconds above 0")
+    return args
 
 
 def run(argv: Sequence[str]) -> int:
-    words_given = list(argv)
-    if not words_given or words_given[0] in ("-h", "--help", "help"):
+    """Runs the command; returns 1 where a kernel is wrong or a case failed, else 0.
+
+    Raises:
+        ValueError: A bad command or option, before a process is started.
+    """
+    given = list(argv)
+    if not given or given[0] in ("-h", "--help", "help"):
         print(HELP.format(commands="\n".join(f"  {name:7}{about}" for name, about in COMMANDS.items())))
-        return 0 if words_given else 2
-    command = words_given[0]
+        return 0 if given else 2
+    command = given[0]
     if command not in COMMANDS:
         raise refuse("bench gpu", command, nearest(command, list(COMMANDS)))
-    args = parser(command).read(words_given[1:])
-    if not args.budget > 0:
-        raise refuse("--budget", args.budget, "a number of seconds above 0")
-    options.writable("--out", args.out)
+    args = parse(command, given[1:])
+    show.check_writable("--out", args.out)
     from mercury_jax.bench.gpu import commands, runner
 
     how: dict[str, Any] = {"small": args.small, "only": args.only}
     if command == "check":
         how["seed"] = args.seed
     bad = False
-    with runner.Runner(runner.Clock(args.budget)) as running:
+    with runner.Runner(runner.TimeBudget(args.budget)) as running:
         for row in getattr(commands, command)(running, **how):
             runner.append(args.out, row)
-            show.emit(row) if args.json else print(words(row), flush=True)
+            show.emit(row) if args.json else print(line(row), flush=True)
             bad |= runner.troubled([row])
     return 1 if bad else 0
 
 
-def words(row: Mapping[str, Any]) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """A row for people."""
     name = row.get("case") or row["form"]
     for reason in ("failed", "not_run", "left_out", "refused"):
@@ -125,21 +157,19 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     found = []
     if "passed" in row:
         found.append("right" if row["passed"] else f"WRONG: {row.get('why')}")
-    if "relative_error" in row:
-        found.append(f"error {row['relative_error']:.1e}, moved {row['moved']:.1e}" if row["passed"] else "")
+    if "relative_error" in row and row["passed"]:
+        found.append(f"error {row['relative_error']:.1e}, difference of two runs {row['moved']:.1e}")
     if "relative_error_on" in row:
         found.append(
             f"error {row['relative_error_on']:.1e} with kernels, {row['relative_error_off']:.1e} without"
         )
     for key, scale, text in (
-        ("seconds_per_forward", 1e3, "{:.3f} ms a pass"), ("seconds", 1e3, "{:.3f} ms"),
-        ("gigabytes_per_second", 1, "{:.0f} GB/s"), ("share_of_bound", 100, "{:.0f}% of the bound"),
-        ("mfu", 100, "MFU {:.1f}%"),
-        ("times_as_fast", 1, "{:.2f} times as fast"), ("tokens_per_second", 1, "{:.0f} tokens/s"),
-        ("peak_bytes", 1e-9, "{:.1f} GB at most"),
+        ("seconds_per_forward", 1e3, "{:.3f} ms per pass"), ("seconds", 1e3, "{:.3f} ms"),
+        ("gigabytes_per_second", 1, "{:.0f} GB/s"), ("share_of_bound", 100, "{:.0f}% of the roofline"),
+        ("mfu", 100, "MFU {:.1f}%"), ("times_as_fast", 1, "{:.2f} times as fast"),
+        ("tokens_per_second", 1, "{:.0f} tokens/s"), ("peak_bytes", 1e-9, "{:.1f} GB at most"),
     ):  # fmt: skip
         if row.get(key) is not None:
             found.append(text.format(row[key] * scale))
     found += [f"computed by {row['computed_by']}"] if "computed_by" in row else []
-    found += [row["note"]] if "note" in row else []
-    return [text for text in found if text]
+    return found + ([row["note"]] if "note" in row else [])

@@ -2,78 +2,80 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from mercury_jax.cli import bench, options, show
-from mercury_jax.cli.parser import Parser, number, whole
-
-MORE = """\
-examples:
-  mercury bench serve
-  mercury bench serve --concurrency 1 4 16 64 --requests 64 --agent 2
-  mercury bench serve --url http://127.0.0.1:8000 --rate 20 --json
-
-Without --url a server of its own is started with the model, in another process, and measured once all of its
-programs are compiled. --concurrency: so many clients, each asking as soon as it has its answer; the settings take
-turns, so that throughputs compare. --rate: an open loop, in which requests arrive at random moments whatever the
-server does, and their times count from when they were due. The last row compares the throughput of the most
-clients with that of the fewest (at least 4 times is wanted of 16 against 1), and names what bound it: the
-engine's device program is timed alone, with one row and with as many as there are clients.
---agent N: agents that call tools N times and then answer, against the same conversations in free text.
-first_frame is the first text that a client sees: with --frames the canvas after the first pass."""
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, Ints, OptionalFloat, OptionalInt, Positional, option
 
 
-def parser() -> Parser:
-    p = Parser("bench serve", "Put a server under load: latencies, throughput, agents.", MORE)
-    bench.model(p)
-    p.add_argument(
-        "--url", metavar="URL", help="http://HOST:PORT of a server that runs already (default: our own)"
-    )
-    p.add_argument("--api-key", metavar="KEY", help="of that server")
-    p.add_argument(
-        "--concurrency", type=whole, nargs="+", default=[1, 16], metavar="N", help="clients (default 1 16)"
-    )
-    bench.count(p, "--requests", 32, "questions of each setting and turn")
-    bench.count(p, "--turns", 3, "how often the settings take turns")
-    p.add_argument("--rate", type=number, metavar="R", help="an open loop, too: requests a second")
-    p.add_argument(
-        "--tasks",
-        nargs="+",
-        default=["add3", "sudoku4"],
-        metavar="NAME",
-        help="of the questions (default: add3 sudoku4)",
-    )
-    bench.count(p, "--max-tokens", 96, "of an answer")
-    p.add_argument("--effort", metavar="NAME", help="instant, low, medium or high (default: the server's)")
-    p.add_argument("--frames", action="store_true", help="stream the text as it stands after every pass")
-    bench.count(p, "--agent", 0, "turns with tools of an agent; 0: none is run")
-    p.add_argument(
-        "--context",
-        type=whole,
-        metavar="N",
-        help="of our own server (default: the model's); less compiles less",
-    )
-    bench.ending(p, "the questions")
-    return p
+@dataclass(frozen=True, kw_only=True)
+class BenchServe:
+    """Put a server under load: latencies, throughput, agents.
+
+    examples:
+      mercury bench serve
+      mercury bench serve --concurrency 1 4 16 64 --requests 64 --agent 2
+      mercury bench serve --url http://127.0.0.1:8000 --rate 20 --json
+
+    Without --url a server of its own is started with the model, in another
+    process, and measured once all of its programs are compiled. --concurrency:
+    numbers of clients, each of which sends its next request when it has its
+    answer; the numbers alternate, so that throughputs compare. --rate: an open
+    loop, in which requests arrive at random whatever the server does, and their
+    times count from when they were due. The last record compares the throughput
+    of the most clients with that of the fewest (16 against 1 should reach 4
+    times), and names what limits it: the engine's device program is timed
+    alone, with one row and with as many as there are clients. --agent N: agents
+    that call tools N times and then answer, against the same conversations in
+    free text. first_frame is the first text that a client sees: with --frames
+    the canvas after the first step.
+    """
+
+    model: Annotated[Positional[str | None], option("MODEL")] = None
+    """Folder of a saved model. Default: the embedded one."""
+    url: Annotated[str | None, option("URL")] = None
+    """http://HOST:PORT of a running server. Default: a server of our own."""
+    api_key: Annotated[str | None, option("KEY")] = None
+    """API key of that server."""
+    concurrency: Ints = (1, 16)
+    """Numbers of clients."""
+    requests: Int = 32
+    """Questions of each number of clients and turn."""
+    turns: Int = 3
+    """How often the numbers of clients alternate."""
+    rate: OptionalFloat = None
+    """Run an open loop, too: requests per second."""
+    tasks: Annotated[tuple[str, ...], option("NAME [NAME ...]")] = ("add3", "sudoku4")
+    """Tasks of the questions."""
+    max_tokens: Int = 96
+    """Most tokens of an answer."""
+    effort: Annotated[str | None, option("NAME")] = None
+    """instant, low, medium or high. Default: the server's."""
+    frames: Flag = False
+    """Stream the whole text after every step."""
+    agent: Int = 0
+    """Turns with tools of an agent; 0 runs none."""
+    context: OptionalInt = None
+    """Context of our own server; a smaller one compiles less. Default: the model's."""
+    seed: Int = 0
+    """Draws the questions."""
+    out: Annotated[str | None, option("FILE.jsonl")] = None
+    """Write the records, too."""
+    json: Flag = False
+    """Print one JSON object for each record."""
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    options.writable("--out", args.out)
-    rows = []
-    for row in _rows(args):
-        rows.append(row)
-        bench.write(args.out, rows)
-        if args.json:
-            show.emit(row)
-        else:
-            print(line(row), flush=True)
+    """Runs the command; returns its exit code."""
+    args = arguments.read(BenchServe, argv, "mercury bench serve")
+    show.check_writable("--out", args.out)
+    show.report(_records(args), args.out, None if args.json else line)
     return 0
 
 
-def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _records(args: BenchServe) -> Iterator[dict[str, Any]]:
     from mercury_jax.bench import serve
 
     load = serve.Load(
@@ -88,37 +90,38 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row for people."""
+    """A record for people."""
     if row["load"] == "agent":
-        return _agent(row)
+        return _agent_line(row)
     low, high = row.get("ratio_quartiles", (0, 0))
     if row["load"] == "batching":
         few, many = row["concurrency"]
         return (
-            f"{many} clients get {row['throughput_ratio']:.2f} times the tokens a second of {few} (quartiles "
-            f"{low:.2f} to {high:.2f}, at least {row['at_least']:g} wanted); what bounds it: {row['bound']}"
+            f"{many} clients get {row['throughput_ratio']:.2f} times the tokens per second of {few} (quartiles "
+            f"{low:.2f} to {high:.2f}; the goal is {row['at_least']:g}); limited by: {row['bound']}"
         )
     name = f"open, {row['rate']:g}/s" if row["load"] == "open" else f"closed, {row['concurrency']} at a time"
     times = "; ".join(
         f"{told} " + " / ".join(_time(row[key][p]) for p in ("p50", "p90", "p99"))
         for told, key in (("first frame", "first_frame"), ("last token", "last_token"), ("whole", "whole"))
     )
-    ratio = f", {row['throughput_ratio']:.2f} times the least" if row["load"] == "closed" else ""
+    ratio = f", {row['throughput_ratio']:.2f} times the fewest" if row["load"] == "closed" else ""
     passes = row["tokens_per_forward"]
-    a_pass = "" if passes is None else f", {passes:.1f} tokens a forward"
+    per_pass = "" if passes is None else f", {passes:.1f} tokens per forward pass"
     lost = row["refused"] + row["failed"]
-    return f"{name}: {row['tokens_per_second']:,.0f} tokens/s{ratio}{a_pass}; p50 / p90 / p99 of {times}" + (
-        f"; {row['refused']} refused, {row['failed']} failed" if lost else ""
+    return (
+        f"{name}: {row['tokens_per_second']:,.0f} tokens/s{ratio}{per_pass}; p50 / p90 / p99 of {times}"
+        + (f"; {row['refused']} refused, {row['failed']} failed" if lost else "")
     )
 
 
-def _agent(row: Mapping[str, Any]) -> str:
+def _agent_line(row: Mapping[str, Any]) -> str:
     wall, free = row["wall"], row["wall_of_free_text"]
     told = (
         f"agent, {row['turns']} turns: wall p50 {_time(wall['p50'])}, p99 {_time(wall['p99'])}; "
         f"{row['valid_calls']} of {row['calls']} calls valid; as free text p50 {_time(free['p50'])}"
     )
-    return told + (f"; {row['failed']} loops failed: {row['refused'][:300]}" if row["failed"] else "")
+    return told + (f"; {row['failed']} conversations failed: {row['refused'][:300]}" if row["failed"] else "")
 
 
 def _time(seconds: float) -> str:

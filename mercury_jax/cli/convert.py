@@ -1,44 +1,52 @@
-"""`mercury convert`: a checkpoint of theirs as a folder of ours, and a folder of ours as one of theirs."""
+"""`mercury convert`: a Hugging Face checkpoint as a folder of ours, or a folder of ours as one of theirs."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, option
 from mercury_jax.config import refuse
 
-MORE = """\
-examples:
-  mercury convert Qwen/Qwen3-0.6B runs/qwen3                 theirs to ours, to train on or to serve
-  mercury convert runs/mine/model out --to hf                ours to theirs: transformers, vLLM, SGLang
-  mercury convert runs/mine/model out --to hf --family sdar --dtype bfloat16"""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def parser() -> Parser:
-    p = Parser(
-        "convert", "Write a model in the other layout: Hugging Face's as ours, or ours as theirs.", MORE
-    )
-    p.add_argument("source", metavar="MODEL", help="folder or Hugging Face id of a model")
-    p.add_argument("out", metavar="OUT", help="a new folder")
-    p.add_argument("--to", default="ours", metavar="LAYOUT", help="ours, or hf (default ours)")
-    p.add_argument(
-        "--family", metavar="NAME", help="with --to hf: the family to write (default: the first that fits)"
-    )
-    p.add_argument(
-        "--dtype", metavar="NAME", help=f"of the parameters: {', '.join(DTYPES)} (default: as they are)"
-    )
-    options.mask(p)
-    options.machine(p)
-    return p
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write a model in the other layout: Hugging Face's as ours, or ours as theirs.
+
+    examples:
+      mercury convert Qwen/Qwen3-0.6B runs/qwen3         to train on or to serve
+      mercury convert runs/mine/model out --to hf        for transformers, vLLM
+      mercury convert runs/mine/model out --to hf --family sdar --dtype bfloat16
+    """
+
+    source: Annotated[Positional[str], option("MODEL")]
+    """Folder or Hugging Face id of a model."""
+    out: Annotated[Positional[str], option("OUT")]
+    """A new folder."""
+    to: Annotated[str, option("LAYOUT")] = "ours"
+    """ours, or hf."""
+    family: Annotated[str | None, option("NAME")] = None
+    """With --to hf: the model family to write. Default: the first that fits."""
+    dtype: Annotated[str | None, option("NAME")] = None
+    """Type of the parameters: float32, bfloat16, float16. Default: as they are."""
+    mask: OptionalInt = None
+    """Id of the mask token, where the checkpoint does not name it."""
+    json: Flag = False
+    """Print one JSON object that describes the model."""
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
+    args = arguments.read(Convert, argv, "mercury convert")
     if args.to not in ("ours", "hf"):
         raise refuse("--to", args.to, "ours, hf")
     if args.family is not None and args.to != "hf":
@@ -50,34 +58,14 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("OUT", args.out, "a new or empty folder")
     from mercury_jax import hub
 
-    with _progress(args.source) as progress:
+    with show.progress("bytes", f"loading {args.source}") as update:
         hub.convert(
-            args.source,
-            out,
-            to=args.to,
-            family=args.family,
-            dtype=args.dtype,
-            mask=args.mask,
-            progress=progress,
-        )
+            args.source, out, to=args.to, family=args.family, dtype=args.dtype, mask=args.mask,
+            progress=lambda read: update(advance=read),
+        )  # fmt: skip
     record = hub.info(out, mask=args.mask)
     if args.json:
         show.emit(record)
     else:
         print(f"{record['name']}: {record['parameters']:,} parameters, {record['family']}, in {out}")
     return 0
-
-
-@contextmanager
-def _progress(source: str) -> Iterator[Callable[[int], None]]:
-    """A bar that counts the bytes as they are loaded; nothing where no one looks."""
-    if not show.terminal(sys.stderr):
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"loading {source}", total=None)
-        yield lambda done: bar.advance(task, done)

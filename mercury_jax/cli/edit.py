@@ -2,94 +2,97 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import (
+    Decoding,
+    Escapes,
+    Flag,
+    Group,
+    Loading,
+    OptionalFloat,
+    Positional,
+    Repeated,
+    option,
+)
 from mercury_jax.config import refuse
 
-if TYPE_CHECKING:
-    from mercury_jax.decode.edit import EditOutput
-    from mercury_jax.types import LM
 
-MORE = """\
-examples:
-  mercury edit "retrun x"                            the model replaces what it would not have written
-  mercury edit "return x + y" --span "x + y"         write that piece anew, hold the rest
-  mercury edit "1243\\n4312\\n3421\\n2134" --chat "1200\\n4302\\n3401\\n0004" --escapes
-  mercury edit --file draft.py --rule editing
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    r"""Refine TEXT in place: every step sees all of it.
 
-The number of tokens stays. Without --span the default rule is blind_editing, which asks the model for each
-token with that token left out. In a terminal what changed stands out."""
+    examples:
+      mercury edit "retrun x"                   the model chooses what to replace
+      mercury edit "return x + y" --span "x + y"        rewrite this span only
+      mercury edit "1243\n4312\n3421\n2134" --escapes \
+          --chat "1200\n4302\n3401\n0004"
+      mercury edit --file draft.py --rule editing
 
+    The number of tokens stays. Without --span the default rule is
+    blind_editing, which predicts each token with that token masked. Changes are
+    listed on standard error.
+    """
 
-def parser() -> Parser:
-    p = Parser("edit", "Refine TEXT in place: every pass looks at all of it.", MORE)
-    p.add_argument("text", nargs="?", metavar="TEXT", help="a text; - reads standard input")
-    p.add_argument("--file", metavar="PATH", help="read the text from a file")
-    p.add_argument(
-        "--span", action="append", metavar="PIECE", help="a piece of TEXT to write anew; repeatable"
-    )
-    p.add_argument("--prompt", metavar="TEXT", help="what stands before TEXT and never changes")
-    p.add_argument("--chat", metavar="TEXT", help="the user's message that TEXT answers")
-    options.loaded(p)
-    options.text(p)
-    options.decoding(p)
-    options.temperature(p)
-    options.machine(p)
-    return p
+    text: Annotated[Positional[str | None], option("TEXT")] = None
+    """A text; - reads standard input."""
+    file: Annotated[str | None, option("PATH")] = None
+    """Read the text from a file."""
+    span: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
+    """A span of TEXT to rewrite; repeatable."""
+    prompt: Annotated[str | None, option("TEXT")] = None
+    """What precedes TEXT and never changes."""
+    chat: Annotated[str | None, option("TEXT")] = None
+    """The user's message that TEXT answers."""
+    escapes: Escapes = False
+    r"""Read \n, \t and \\ in the texts as Python does."""
+    temperature: OptionalFloat = None
+    """Sampling temperature; 0 takes the most likely token. Default: the rule's."""
+    json: Flag = False
+    """Print one JSON object."""
+    decoding: Annotated[Decoding, Group] = field(default_factory=Decoding)
+    loading: Annotated[Loading, Group] = field(default_factory=Loading)
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv, late=options.knobs)
-    options.check(args)
-    if (args.text is None) == (args.file is None):
-        raise refuse("TEXT", args.text, "a text, or --file PATH, and not both")
-    text = options.read(args.text, args.escapes) if args.file is None else options.file(args.file)
-    spans = None if args.span is None else [options.read(s, args.escapes) for s in args.span]
+    """Runs the command; returns its exit code."""
+    args, parameters = arguments.read_with_rule(Edit, argv, "mercury edit")
+    arguments.check_request(args.decoding.seed, args.temperature)
+    text = arguments.read_text_or_file("TEXT", args.text, args.file, args.escapes)
     how = dict(
-        prompt=_before(args), spans=spans, seed=args.seed, sampler=options.sampler(args), plan=options.plan(args),
+        prompt=_prompt(args), spans=[arguments.read_text(s, args.escapes) for s in args.span] or None,
+        seed=args.decoding.seed, sampler=args.decoding.sampler(parameters), plan=args.decoding.plan(),
         temperature=args.temperature,
     )  # fmt: skip
-    out = _edit(show.load(args.model, **options.reading(args)), text, how)
-    if args.json:
-        show.emit(_record(out))
-    else:
-        _print(out)
-        show.say(
-            f"{len(out.changes[0])} tokens changed in {int(out.forwards[0])} forwards, {out.seconds:.2f} s"
-        )
-    return 0
-
-
-def _before(args: argparse.Namespace) -> Any:
-    if args.chat is not None and args.prompt is not None:
-        raise refuse("--chat", args.chat, "--chat or --prompt, and not both")
-    if args.chat is not None:
-        return [{"role": "user", "content": options.read(args.chat, args.escapes)}]
-    return None if args.prompt is None else options.read(args.prompt, args.escapes)
-
-
-def _edit(lm: LM, text: str, how: dict[str, Any]) -> EditOutput:
+    lm = args.loading.load()
     from mercury_jax.decode.edit import edit
 
     with show.waiting("editing"):
-        return edit(lm, text, **how)
-
-
-def _record(out: EditOutput) -> dict[str, Any]:
-    return {
-        "text": out.text,
-        "changes": [{"at": c.at, "before": c.before, "after": c.after} for c in out.changes[0]],
-        "tokens": len(out.tokens[0]),
-        "forwards": int(out.forwards[0]),
-        "seconds": out.seconds,
-    }
-
-
-def _print(out: EditOutput) -> None:
+        out = edit(lm, text, **how)
+    changes, nfe = out.changes[0], int(out.forwards[0])
+    if args.json:
+        show.emit({
+            "text": out.text,
+            "changes": [{"at": c.at, "before": c.before, "after": c.after} for c in changes],
+            "tokens": len(out.tokens[0]),
+            "forwards": nfe,
+            "seconds": out.seconds,
+        })  # fmt: skip
+        return 0
     print(show.readable(out.text) if show.terminal() else out.text)
-    for change in out.changes[0]:
+    for change in changes:
         show.say(f"  token {change.at}: {change.before!r} -> {change.after!r}")
+    show.say(f"{len(changes)} tokens changed in {nfe} forward passes, {out.seconds:.2f} s")
+    return 0
+
+
+def _prompt(args: Edit) -> Any:
+    """What precedes the text: a user's message, a plain prompt, or nothing."""
+    if args.chat is not None and args.prompt is not None:
+        raise refuse("--chat", args.chat, "--chat or --prompt, and not both")
+    if args.chat is not None:
+        return [{"role": "user", "content": arguments.read_text(args.chat, args.escapes)}]
+    return None if args.prompt is None else arguments.read_text(args.prompt, args.escapes)

@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, RegisteredPart, Repeated, option
 from mercury_jax.config import refuse
 
-MORE = """\
-examples:
-  mercury info                                      this machine, the embedded model, all rules and tasks
-  mercury info runs/nano/model --json
-  mercury info google/diffusiongemma-26B-A4B-it     what it is, and what memory it needs on how many devices"""
 
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Describe a model without loading it; or this machine, the rules and the tasks.
 
-def parser() -> Parser:
-    p = Parser("info", "Describe a model without loading it; or this machine, the rules and the tasks.", MORE)
-    p.add_argument("path", nargs="?", metavar="MODEL", help="folder or Hugging Face id of a model")
-    options.model(p)
-    options.mask(p)
-    options.machine(p)
-    return p
+    examples:
+      mercury info                                 this machine, the embedded
+                                                   model, all rules and tasks
+      mercury info runs/nano/model --json
+      mercury info google/diffusiongemma-26B-A4B-it     and the memory it needs
+      mercury info --load my_rules                 and the rules of my_rules.py
+    """
+
+    path: Annotated[Positional[str | None], option("MODEL")] = None
+    """Folder or Hugging Face id of a model."""
+    model: Annotated[str | None, option("MODEL")] = None
+    """The same, with this machine and the lists."""
+    mask: OptionalInt = None
+    """Id of the mask token, where the checkpoint does not name it."""
+    load: Annotated[Repeated[tuple[str, ...]], option("MODULE")] = ()
+    """Import this Python module first, so that the rules, processors and stopping criteria that it registers are
+    listed; repeatable."""
+    json: Flag = False
+    """Print one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
+    args = arguments.read(Info, argv, "mercury info")
     if args.path is not None and args.model is not None:
         raise refuse("MODEL", args.path, "one model: leave --model out")
-    asked = args.path or args.model
-    record = about_model(asked, args.mask)
+    if args.load and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for module in args.load:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise refuse("--load", module, f"a module that can be imported ({error})") from error
+    from mercury_jax import hub
+
+    record = hub.info(args.path or args.model or hub.NANO, mask=args.mask)
     if args.path is None:
-        record |= {**about_machine(), **choices()}
+        record |= _machine() | _choices()
     if args.json:
         show.emit(record)
     else:
@@ -40,13 +67,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def about_model(folder: str | None, mask: int | None = None) -> dict[str, Any]:
-    from mercury_jax import hub
-
-    return hub.info(hub.NANO if folder is None else folder, mask=mask)
-
-
-def about_machine() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
+    """Versions, devices, and which of our kernels are used on them."""
     import jax
 
     from mercury_jax import __version__
@@ -62,50 +84,42 @@ def about_machine() -> dict[str, Any]:
     }
 
 
-def choices() -> dict[str, Any]:
-    """Rules, shapers and stops with the defaults and ranges of their knobs, and tasks, each with its line."""
-    from mercury_jax.decode import processors, rules, stopping
+def _choices() -> dict[str, Any]:
+    """Rules, processors and stopping criteria with their parameters, and tasks, each with its first line."""
     from mercury_jax.evaluate import TASKS
 
-    first = lambda value: (value.__doc__ or "").strip().split("\n")[0]
-
-    def kind(makers: Mapping[str, Any]) -> dict[str, Any]:
+    def described(parts: Mapping[str, RegisteredPart]) -> dict[str, Any]:
         return {
-            name: {
-                "about": first(make), "knobs": dict(make.params),
-                "ranges": {knob: str(allowed) for knob, allowed in make.ranges.items()},
-            }
-            for name, make in makers.items()
-        }  # fmt: skip
+            name: {"about": p.about, "parameters": p.defaults, "ranges": p.ranges}
+            for name, p in parts.items()
+        }
 
-    return {
-        "rules": kind(rules.ALL), "shapers": kind(processors.ALL), "stops": kind(stopping.ALL),
-        "tasks": {name: task.about for name, task in TASKS.items()},
-    }  # fmt: skip
+    found = arguments.registered()
+    kinds = {kind: described(parts) for kind, parts in found._asdict().items()}
+    return kinds | {"tasks": {name: task.about for name, task in TASKS.items()}}
+
+
+LISTS = (  # printed below the plain fields, each in its own way
+    "rules", "processors", "stopping", "tasks", "card", "devices", "kernels", "noise", "bytes_per_device", "room",
+    "notes",
+)  # fmt: skip
 
 
 def _print(record: Mapping[str, Any]) -> None:
-    lists = (
-        "rules",
-        "shapers",
-        "stops",
-        "tasks",
-        "card",
-        "devices",
-        "kernels",
-        "noise",
-        "bytes_per_device",
-        "room",
-        "notes",
-    )
+    """The record as text: plain fields, machine, memory, and what there is to choose from."""
     print(f"{'noise':12} {_pairs(record['noise']) if record['noise'] else 'none: autoregressive'}")
     for name, value in record.items():
-        if name not in lists and value is not None:
+        if name not in LISTS and value is not None:
             print(f"{name:12} {value:,}" if name in ("parameters", "active") else f"{name:12} {value}")
     if "devices" in record:
-        print(f"{'devices':12} {_counted(record['devices'])}")
+        kinds = record["devices"]
+        print(f"{'devices':12} {', '.join(f'{kinds.count(k)} x {k}' for k in dict.fromkeys(kinds))}")
     if "kernels" in record:
-        _print_kernels(record["kernels"])
+        print(f"{'kernels':12} {record['kernels']['rule']}")
+        for form in record["kernels"]["on"]:
+            print(f"{'':12} on: {form}")
+        for why in record["kernels"]["off"].values():
+            print(f"{'':12} off: {why}")
     for name, value in record.get("card", {}).items():
         print(f"{'card':12} {name}: {value}")
     for note in record["notes"]:
@@ -115,18 +129,9 @@ def _print(record: Mapping[str, Any]) -> None:
         _print_choices(record)
 
 
-def _print_kernels(found: Mapping[str, Any]) -> None:
-    """Which kernels of ours run here, and why the others do not."""
-    print(f"{'kernels':12} {found['rule']}")
-    for form in found["on"]:
-        print(f"{'':12} on: {form}")
-    for why in found["off"].values():
-        print(f"{'':12} off: {why}")
-
-
 def _print_memory(record: Mapping[str, Any]) -> None:
-    """Each number of devices: parameters as stored and as int8 or fp8, and one row's keys over the whole context."""
-    print(f"\nmemory of each device   {'parameters':>12} {'as 8 bits':>12} {'one full row':>14}")
+    """For each number of devices: parameters as stored and in 8 bits, and the KV cache of one row at full context."""
+    print(f"\nmemory of each device   {'parameters':>12} {'in 8 bits':>12} {'one full row':>14}")
     for count, need in record["bytes_per_device"].items():
         sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
         mesh = f"on {count} ({need['axis']}={count})" if int(count) > 1 else "on 1"
@@ -141,17 +146,18 @@ def _size(count: int) -> str:
 
 
 def _print_choices(record: Mapping[str, Any]) -> None:
+    """The registries with their parameters and what these may be, then the tasks."""
     titles = {
-        "rules": "rules (--rule NAME, knobs as --NAME VALUE)",
-        "shapers": "shapers (mj.processors; those with one knob as --NAME VALUE)",
-        "stops": "stops (mj.stopping)",
+        "rules": "rules (--rule NAME, parameters as --NAME X)",
+        "processors": "logits processors (those with one parameter as --NAME X)",
+        "stopping": "stopping criteria",
     }
     for kind, title in titles.items():
         print(f"\n{title}")
         for name, part in record[kind].items():
-            print(f"  {name + '(' + _pairs(part['knobs']) + ')':28} {part['about']}")
+            print(f"  {name + '(' + _pairs(part['parameters']) + ')':28} {part['about']}")
             if part["ranges"]:
-                print("      " + "; ".join(f"{knob}: {allowed}" for knob, allowed in part["ranges"].items()))
+                print("      " + "; ".join(f"{p}: {allowed}" for p, allowed in part["ranges"].items()))
     print("\ntasks (mercury eval NAME)")
     for name, about in record["tasks"].items():
         print(f"  {name:28} {about}")
@@ -159,7 +165,3 @@ def _print_choices(record: Mapping[str, Any]) -> None:
 
 def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in values.items())
-
-
-def _counted(kinds: Sequence[str]) -> str:
-    return ", ".join(f"{kinds.count(k)} x {k}" for k in dict.fromkeys(kinds))

@@ -4,38 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from mercury_jax.cli import show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Positional, option
 from mercury_jax.config import nearest, refuse
 
 FIRST = "first"  # the packaged recipe that a new one starts as
-MORE = """\
-examples:
-  mercury init my_recipe.py       a first recipe of your own, which trains in one to two minutes on two CPU cores
-  mercury init nano               a copy of the packaged recipe nano, as nano.py
-  mercury init nano mine.py       the same under another name
-
-Packaged recipes: {names}.
-`mercury train NAME` runs a packaged recipe as it is."""
 
 
-def parser() -> Parser:
-    from mercury_jax.train.packaged import packaged
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Write a recipe to start from.
 
-    p = Parser("init", "Write a recipe to start from.", MORE.format(names=", ".join(packaged())))
-    p.add_argument("recipe", metavar="RECIPE", help="a new file, NAME.py, or the name of a packaged recipe")
-    p.add_argument("file", nargs="?", metavar="FILE.py", help="where the copy goes (default: RECIPE.py)")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
-    return p
+    examples:
+      mercury init my_recipe.py       a first recipe of your own, which trains
+                                      in one to two minutes on two CPU cores
+      mercury init nano               a copy of the recipe nano, as nano.py
+      mercury init nano mine.py       the same under another name
+
+    Packaged recipes: {names}.
+    `mercury train NAME` runs a packaged recipe as it is.
+    """
+
+    recipe: Annotated[Positional[str], option("RECIPE")]
+    """A new file, NAME.py, or the name of a packaged recipe."""
+    file: Annotated[Positional[str | None], option("FILE.py")] = None
+    """Where the copy goes. Default: RECIPE.py."""
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    from mercury_jax.train.packaged import packaged
+    """Runs the command; returns its exit code.
 
-    known = packaged()
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
+    from mercury_jax.train import packaged_recipes
+
+    known = packaged_recipes()
+    Init.__doc__ = (Init.__doc__ or "").replace("{names}", ", ".join(known))
+    args = arguments.read(Init, argv, "mercury init")
     own = args.recipe.endswith(".py") and args.file is None
     name = FIRST if own else args.recipe
     if name not in known:
@@ -47,17 +57,16 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("FILE", str(path), "a name of letters, digits, _ and - that ends in .py")
     if not path.parent.is_dir():
         raise refuse("FILE", str(path), f"a file in a folder that exists; {path.parent} does not")
+    # The copy names itself in its commands and in its output folder.
+    text = known[name].read_text(encoding="utf-8").replace(f"configs/{name}.py", str(path))
+    text = text.replace(f'name="{name}"', f'name="{path.stem}"').replace(
+        f"runs/{name}/", f"runs/{path.stem}/"
+    )
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(_renamed(known[name].read_text(encoding="utf-8"), name, path))
+            file.write(text)
     except FileExistsError:
-        raise refuse("FILE", str(path), "a new file; this one exists and is left as it is") from None
+        raise refuse("FILE", str(path), "a new file; this one exists and was not changed") from None
     print(path)
     show.say(f"try: mercury train {path}")
     return 0
-
-
-def _renamed(text: str, name: str, path: Path) -> str:
-    """The recipe with its own name and path in its commands."""
-    text = text.replace(f"configs/{name}.py", str(path)).replace(f'name="{name}"', f'name="{path.stem}"')
-    return text.replace(f"runs/{name}/", f"runs/{path.stem}/")

@@ -2,165 +2,175 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib.util
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 from mercury_jax import install
-from mercury_jax.cli import options, show
-from mercury_jax.cli.parser import Parser, number, whole
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import (
+    Flag,
+    Float,
+    Group,
+    Int,
+    Loading,
+    OptionalFloat,
+    OptionalInt,
+    Repeated,
+    option,
+)
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.serve.api.options import Options
-    from mercury_jax.serve.engine.types import Settings
+    from jax.sharding import Mesh
 
-KEYS = "MERCURY_API_KEYS"
+    from mercury_jax.serve.engine.request import EngineConfig
+    from mercury_jax.serve.options import ServerOptions
+    from mercury_jax.types import LM
+
+KEYS = "MERCURY_API_KEYS"  # environment variable: API keys, separated by commas
 SLOTS = 8  # where memory allows
-MORE = """\
-examples:
-  mercury serve                                    nano on http://127.0.0.1:8000, the playground at /
-  mercury serve --model Efficient-Large-Model/Fast_dLLM_v2_7B --slots 16 --port 9000
-  mercury serve --host 0.0.0.0 --api-key "$(openssl rand -hex 24)"
-  mercury serve --alias mercury-2 --alias fast=nano
-
-A client of OpenAI or of Inception needs its base URL changed and nothing else:
-  openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any")     INCEPTION_BASE_URL=http://127.0.0.1:8000
-
-Any of the vendor's names (mercury-2, mercury-coder, mercury-edit, ...) gets the model that is loaded; --alias says
-which names there are instead. Without a key only this machine can connect. Keys may also stand in
-MERCURY_API_KEYS, between commas, where no list of processes shows them. SIGTERM or Ctrl-C drains: /ready fails,
-running requests have --drain seconds, and a second signal ends at once.
-/health, /ready and /metrics are for load balancers and Prometheus; /openapi.json describes every route."""
+NEEDED = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
 
 
-def parser() -> Parser:
-    p = Parser("serve", "Serve a model over HTTP: chat, completions, fill-in-the-middle, edits.", MORE)
-    options.loaded(p)
-    _door(p.add_argument_group("door", "Where to listen, and whom to let in."))
-    _engine(p.add_argument_group("engine", "How many requests run at the same time."))
-    _answers(p.add_argument_group("answers", "What requests get that do not say."))
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
-    return p
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model over HTTP: chat, completions, fill-in-the-middle, edits.
 
+    examples:
+      mercury serve              the embedded model on http://127.0.0.1:8000,
+                                 with a playground at /
+      mercury serve --model Efficient-Large-Model/Fast_dLLM_v2_7B --slots 16
+      mercury serve --host 0.0.0.0 --api-key "$(openssl rand -hex 24)"
+      mercury serve --alias mercury-2 --alias fast=nano
+      mercury serve --rule my_rules:greedy --p 0.8
 
-def _door(group: Any) -> None:
-    group.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)"
-    )
-    group.add_argument(
-        "--port", type=whole, default=8000, metavar="N", help="default 8000; 0 finds a free one"
-    )
-    group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="ask for this key; repeatable"
-    )
-    group.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                       help="a name that clients may call the server by; repeatable, * for any (default: the "
-                       "loopback's; any, where a key is asked for on another address)")  # fmt: skip
-    group.add_argument(
-        "--rate", type=number, metavar="N", help="requests a minute and key (default: no limit)"
-    )
-    group.add_argument(
-        "--max-body", type=whole, default=4 << 20, metavar="BYTES", help="of a request (default 4 MiB)"
-    )
-    group.add_argument("--drain", type=number, default=30.0, metavar="SECONDS", help="for running requests at the "
-                       "end (default 30)")  # fmt: skip
+    A client of OpenAI or of Inception only needs another base URL:
+      openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any")
+      INCEPTION_BASE_URL=http://127.0.0.1:8000
 
+    The vendor's model names (mercury-2, mercury-coder, mercury-edit, ...) all
+    mean the loaded model; --alias gives other names instead. Without a key only
+    this machine can connect. MERCURY_API_KEYS may hold keys, separated by
+    commas, where no list of processes shows them. SIGTERM or Ctrl-C drains:
+    /ready fails, running requests have --drain seconds, and a second signal
+    ends at once. /health, /ready and /metrics are for load balancers and
+    Prometheus; /openapi.json describes every route.
+    """
 
-def _engine(group: Any) -> None:
-    group.add_argument(
-        "--slots",
-        type=whole,
-        metavar="N",
-        help="requests that run together (default 8, fewer where memory is short)",
-    )
-    group.add_argument("--queue", type=whole, default=64, metavar="N", help="requests that may wait; beyond them 429 "
-                       "(default 64)")  # fmt: skip
-    group.add_argument(
-        "--context",
-        type=whole,
-        metavar="N",
-        help="tokens of prompt and answer (default: the model's, or what fits)",
-    )
-    group.add_argument("--memory", type=number, metavar="GIB", help="most memory of each device for slots, prefix "
-                       "cache and passes (default: nine tenths of what is free)")  # fmt: skip
-    group.add_argument("--block", type=whole, metavar="N", help="tokens of a block (default: the model's)")
-    group.add_argument("--mesh", metavar="AXIS=N,...", help="devices the model lies on: tensor=8, or data=2,expert=4 "
-                       "(default: the first one)")  # fmt: skip
-    group.add_argument("--prefix-cache", type=whole, default=64, metavar="MIB", help="memory for the keys of prompts "
-                       "seen before (default 64, 0: none)")  # fmt: skip
-
-
-def _answers(group: Any) -> None:
-    group.add_argument("--alias", action="append", metavar="NAME", help="a further name of the model, also as "
-                       "NAME=MODEL; repeatable (default: the vendor's names)")  # fmt: skip
-    group.add_argument("--default-effort", metavar="NAME", help="instant, low, medium or high (default: the model's "
-                       "own rule)")  # fmt: skip
-    group.add_argument("--strict-temperature", action="store_true", help="as the vendor: outside of 0.5 to 1 it "
-                       "becomes 0.75, with a warning")  # fmt: skip
-    group.add_argument("--no-playground", action="store_true", help="nothing at /")
+    host: Annotated[str, option("ADDRESS")] = "127.0.0.1"
+    """Address to listen on."""
+    port: Int = 8000
+    """Port to listen on; 0 finds a free one."""
+    api_key: Annotated[Repeated[tuple[str, ...]], option("KEY")] = ()
+    """Require this key; repeatable."""
+    allow_host: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
+    """A host name that requests may carry; repeatable, * for any. Default: the loopback's; any, where keys are required
+    on another address."""
+    rate: OptionalFloat = None
+    """Requests per minute and key. Default: no limit."""
+    max_body: Int = 4 << 20
+    """Most bytes of a request."""
+    drain: Float = 30.0
+    """Seconds that running requests have when the server ends."""
+    slots: OptionalInt = None
+    """Requests that are decoded together. Default: 8, fewer where memory is short."""
+    queue: Int = 64
+    """Requests that may wait; beyond them the answer is 429."""
+    context: OptionalInt = None
+    """Tokens of prompt and answer. Default: the model's, or what fits into memory."""
+    memory: OptionalFloat = None
+    """Most GiB of each device for slots, prefix cache and forward passes. Default: nine tenths of what is free."""
+    block: OptionalInt = None
+    """Tokens of a block. Default: the model's."""
+    mesh: Annotated[str | None, option("AXIS=N,...")] = None
+    """Devices that hold the model, such as tensor=8 or data=2,expert=4. Default: the first one."""
+    prefix_cache: Int = 64
+    """MiB for the KV caches of prompts seen before; 0 for none."""
+    rule: Annotated[str | None, option("NAME")] = None
+    """Decoding rule of requests that name none, or MODULE:NAME of your own; its parameters are options. Default: the
+    model's own."""
+    alias: Annotated[Repeated[tuple[str, ...]], option("NAME")] = ()
+    """A further name of the model, also as NAME=MODEL; repeatable. Default: the vendor's names."""
+    default_effort: Annotated[str | None, option("NAME")] = None
+    """instant, low, medium or high, for requests that name none. Default: the model's own rule."""
+    strict_temperature: Flag = False
+    """Replace temperatures outside 0.5 to 1 by 0.75, with a warning, as the vendor does."""
+    no_playground: Flag = False
+    """Serve nothing at /."""
+    loading: Annotated[Loading, Group] = field(default_factory=Loading)
 
 
 def run(argv: Sequence[str]) -> int:
-    args = parser().read(argv)
-    _check_installed()
-    from mercury_jax.serve.api.server import check_address, listen
+    """Runs the command until a signal ends it; returns its exit code.
 
-    settings, told = settings_of(args), options_of(args)
-    check_address(args.host, told)
-    socket = listen(args.host, args.port)  # a port that is taken is known before a model is loaded
-    return _serve(args, socket, settings, told)
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
+    args, parameters = arguments.read_with_rule(Serve, argv, "mercury serve")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        allowed = f"an environment with them: {install.command('serve')}"
+        raise refuse("this environment", f"without {', '.join(missing)}", allowed)
+    from mercury_jax.serve.options import check_address
+    from mercury_jax.serve.server import listen
 
+    settings, options = settings_of(args), options_of(args)
+    check_address(args.host, options)
+    # A bad parameter and a port that is in use are reported before a model is loaded.
+    if args.rule is not None:
+        arguments.find_rule(args.rule).make(**parameters)
+    socket = listen(args.host, args.port)
 
-def _serve(args: argparse.Namespace, socket: Any, settings: Settings, told: Options) -> int:
-    import dataclasses
-
-    from mercury_jax.serve.api import create_app
-    from mercury_jax.serve.api.server import Server, settle
+    from mercury_jax.serve.app import create_app
     from mercury_jax.serve.engine import memory
     from mercury_jax.serve.engine.engine import Engine
+    from mercury_jax.serve.server import Server, freeze_startup_objects
 
-    lm = show.load(args.model, mesh=mesh_of(args.mesh), **options.reading(args))
-    told = dataclasses.replace(told, aliases=aliases(args.alias, lm.name))
-    settings = memory.fitted(lm, settings, slots=args.slots is None, context=args.context is None)
+    lm = with_rule(args.loading.load(mesh=mesh_of(args.mesh)), args.rule, parameters)
+    options = dataclasses.replace(options, aliases=aliases_of(args.alias, lm.name))
+    settings = memory.fit_config(lm, settings, slots=args.slots is None, context=args.context is None)
     engine = Engine(lm, settings)
-    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.told(memory.need(lm, settings))}")
+    show.say(f"{settings.slots} slots of {engine.context} tokens: {memory.engine_memory(lm, settings)}")
     began = time.perf_counter()
 
     def ready() -> None:
-        settle()
+        freeze_startup_objects()
         show.say(f"ready in {time.perf_counter() - began:.1f} s")
 
-    server = Server(create_app(engine, told), engine, args.drain, ready)
+    server = Server(create_app(engine, options), engine, args.drain, ready)
     host, port = socket.getsockname()[:2]
-    _greet(lm.name, host, port, told)
+    _greet(lm.name, host, port, options)
     server.run(sockets=[socket])
     if server.failure is not None:
         raise server.failure
     show.say("stopped")
-    if server.compiling:  # an interpreter that ends beneath a compiler's thread crashes
+    if server.compiling:  # an interpreter that ends while a thread compiles crashes
         os._exit(0)
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """The engine's settings; ValueError for a number that is none."""
+def settings_of(args: Serve) -> EngineConfig:
+    """The settings of the engine. ValueError names the option that is out of range.
+
+    Raises:
+        ValueError: A number that is out of range.
+    """
     from mercury_jax.config import at_least
     from mercury_jax.models.cache import check_kv_kind
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
-    given = {
-        name: value for name in ("slots", "context", "block") if (value := getattr(args, name)) is not None
-    }
-    at_least(1, **given)
+    given = {"slots": args.slots, "context": args.context, "block": args.block}
+    at_least(1, **{name: value for name, value in given.items() if value is not None})
     if args.memory is not None and not args.memory > 0:
         raise refuse("--memory", args.memory, "a number of GiB above 0")
     at_least(0, queue=args.queue, prefix_cache=args.prefix_cache, drain=args.drain)
-    check_kv_kind(args.kv)
-    return Settings(
+    check_kv_kind(args.loading.kv)
+    return EngineConfig(
         slots=SLOTS if args.slots is None else args.slots,
         queue=args.queue,
         context=args.context,
@@ -170,36 +180,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def mesh_of(text: str | None) -> Any:
-    """The mesh of `tensor=8` or `data=2,tensor=4`; None for the first device."""
-    if text is None:
-        return None
-    import math
-
-    import jax
-
-    from mercury_jax.sharding import AXES, mesh
-
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    for name, _, count in pairs:
-        if name not in AXES or not count.isdecimal():
-            raise refuse("--mesh", text, f"AXIS=N between commas; axes: {', '.join(AXES)}")
-    sizes = {**dict.fromkeys(AXES, 1), **{name: int(count) for name, _, count in pairs}}
-    used, here = math.prod(sizes.values()), jax.devices()
-    if not 1 <= used <= len(here):
-        raise refuse("--mesh", text, f"1 to {len(here)} devices in all")
-    return mesh(*(sizes[axis] for axis in AXES), devices=here[:used])
-
-
-def options_of(args: argparse.Namespace) -> Options:
-    """What the app is told; the aliases need the model's name and come later."""
-    from mercury_jax.serve.api.options import ANY, LOOPBACK, Options, loopback
+def options_of(args: Serve) -> ServerOptions:
+    """The options of the HTTP app; the aliases need the model's name and are added later."""
+    from mercury_jax.serve.options import ANY_HOST, LOOPBACK_HOSTS, ServerOptions, is_loopback
 
     keys = (*args.api_key, *filter(None, (key.strip() for key in os.environ.get(KEYS, "").split(","))))
-    open_door = not args.allow_host and not loopback(args.host)
-    return Options(
+    any_host = not args.allow_host and not is_loopback(args.host)
+    return ServerOptions(
         keys=keys,
-        hosts=(ANY,) if open_door else (*LOOPBACK, *args.allow_host),
+        hosts=(ANY_HOST,) if any_host else (*LOOPBACK_HOSTS, *args.allow_host),
         rate=args.rate,
         effort=args.default_effort,
         strict_temperature=args.strict_temperature,
@@ -208,26 +197,64 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def aliases(words: Sequence[str] | None, model: str) -> dict[str, str] | None:
-    """NAME or NAME=MODEL of each --alias; None where there was none."""
-    if words is None:
+def mesh_of(text: str | None) -> Mesh | None:
+    """The mesh of a text such as "data=2,tensor=4", over the first devices; None for the first device alone.
+
+    Raises:
+        ValueError: An unknown axis, or more devices than there are.
+    """
+    if text is None:
         return None
+    import math
+
+    import jax
+
+    from mercury_jax.bench.chips import mesh_sizes
+    from mercury_jax.sharding import AXES, mesh
+
+    sizes = {**dict.fromkeys(AXES, 1), **mesh_sizes(text)}
+    devices = jax.devices()
+    if min(sizes.values()) < 1 or math.prod(sizes.values()) > len(devices):
+        raise refuse("--mesh", text, f"1 to {len(devices)} devices in all")
+    return mesh(**sizes, devices=devices[: math.prod(sizes.values())])
+
+
+def aliases_of(words: Sequence[str], model: str) -> dict[str, str] | None:
+    """Name -> model of each --alias, NAME or NAME=MODEL; None where there was none.
+
+    Args:
+        words: The values of --alias.
+        model: Name of the model, for those without one.
+
+    Returns:
+        The names, or None for the vendor's.
+    """
     pairs = [word.partition("=") for word in words]
-    return {name: meant or model for name, _, meant in pairs}
+    return {name: meant or model for name, _, meant in pairs} or None
 
 
-def _check_installed() -> None:
-    needed = ("starlette", "uvicorn", "prometheus_client", "jsonschema", "llguidance")
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        allowed = f"an environment with them: {install.command('serve')}"
-        raise refuse("this environment", f"without {', '.join(missing)}", allowed)
+def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
+    """The model with another default rule, which requests that name none are decoded with; None changes nothing.
+
+    Args:
+        lm: The model.
+        rule: A registered rule, or MODULE:NAME.
+        parameters: Of the rule.
+
+    Returns:
+        The model; its own block and steps are kept.
+    """
+    if rule is None:
+        return lm
+    name = arguments.find_rule(rule).make.__name__
+    kept = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
+    return dataclasses.replace(lm, decoding={**kept, "rule": name, "knobs": parameters})
 
 
-def _greet(model: str, host: str, port: int, told: Options) -> None:
+def _greet(model: str, host: str, port: int, options: ServerOptions) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = ' -H "Authorization: Bearer $KEY"' if told.keys else ""
-    show.say(f"{model} at {url}/v1" + (f"   playground: {url}/" if told.playground else ""))
+    key = ' -H "Authorization: Bearer $KEY"' if options.keys else ""
+    show.say(f"{model} at {url}/v1" + (f"   playground: {url}/" if options.playground else ""))
     show.say(f"""\
 try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
        -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "347+585="}}]}}'

@@ -1,27 +1,36 @@
-"""What commands print: JSON for programs, one line of figures for people, a spinner while they wait."""
+"""What commands print: JSON for programs, one line of figures for people, progress while they wait.
+
+Used by every command. Imports neither JAX nor rich at the top: help answers at once, and `mercury bench gpu` needs
+neither rich nor tyro.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
     from mercury_jax.types import LM
 
 
+# --- output
+
+
 def emit(record: Mapping[str, Any]) -> None:
-    """One JSON object on one line."""
+    """Prints one JSON object on one line."""
     print(as_json(record), flush=True)
 
 
 def as_json(record: Mapping[str, Any]) -> str:
-    """Without line ends; NaN, which JSON lacks, becomes null."""
+    """A record as JSON on one line; NaN and infinity, which JSON lacks, become null, and unknown types text."""
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
 
 
@@ -38,39 +47,117 @@ def _plain(value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """A remark for people; standard output is for the answer alone."""
+    """A remark for people, on standard error: standard output is for the answer alone."""
     print(text, file=sys.stderr, flush=True)
 
 
 def readable(text: str) -> str:
-    """Without what would move the cursor or change the terminal's state."""
+    """The text without characters that would move the cursor or change the terminal's state."""
     shown = text.replace("\t", "    ")
     return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
-def figures(tokens: int, forwards: int, seconds: float | None = None, note: str = "") -> str:
-    """`32 tokens in 11 forwards (2.9 a forward), 0.12 s, 267 tokens/s`."""
-    passes = "1 forward" if forwards == 1 else f"{forwards} forwards"
-    line = f"{tokens} tokens in {passes} ({tokens / max(forwards, 1):.1f} a forward)"
+def figures(tokens: int, nfe: int, seconds: float | None = None, note: str = "") -> str:
+    """Tokens and speed of an answer as one line.
+
+    Args:
+        tokens: Emitted tokens.
+        nfe: Forward passes.
+        seconds: Of the whole call; None leaves the speed out.
+        note: Appended as it is.
+
+    Returns:
+        Such as "32 tokens in 11 forward passes (2.9 per pass), 0.12 s, 267 tokens/s".
+    """
+    passes = "1 forward pass" if nfe == 1 else f"{nfe} forward passes"
+    line = f"{tokens} tokens in {passes} ({tokens / max(nfe, 1):.1f} per pass)"
     if seconds is not None:
         line += f", {seconds:.2f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
     return line + note
 
 
-def terminal(stream: Any = None) -> bool:
-    """Whether a person looks at this stream, on a screen that can be repainted."""
-    stream = sys.stdout if stream is None else stream
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines of aligned columns, the first one to the left and the others to the right.
+
+    Args:
+        head: Names of the columns.
+        rows: Their texts.
+
+    Returns:
+        The head and a line for each row.
+    """
+    cells = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in cells
+    ]
 
 
-def lively(args: argparse.Namespace) -> bool:
-    """Whether to show the canvas while it settles."""
-    return terminal() and not (args.no_live or args.json)
+# --- files
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Refuses a file that could not be written, before any work is done; its content stays as it is.
+
+    Args:
+        option: Name of the option, for the error.
+        path: The file, or None.
+
+    Raises:
+        ValueError: Naming the option, the path and the reason.
+    """
+    if path is None:
+        return
+    new = not os.path.exists(path)
+    try:
+        open(path, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise refuse(option, path, f"a file that can be written ({error.strerror})") from None
+    if new:
+        os.remove(path)
+
+
+def write_records(path: str | None, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes one JSON object a line; does nothing where no path was given.
+
+    Args:
+        path: The file, or None.
+        records: JSON-ready.
+    """
+    if path is not None:
+        Path(path).write_text("".join(as_json(r) + "\n" for r in records), encoding="utf-8")
+
+
+def report(records: Iterable[Mapping[str, Any]], out: str | None, line: Callable[[Any], str] | None) -> None:
+    """Prints and writes records as they are measured, so that what fails takes no earlier record along.
+
+    Args:
+        records: May be a generator.
+        out: JSONL file; None writes none.
+        line: A record as text for people; None prints JSON.
+    """
+    done: list[Mapping[str, Any]] = []
+    for record in records:
+        done.append(record)
+        write_records(out, done)
+        if line is None:
+            emit(record)
+        else:
+            print(line(record), flush=True)
+
+
+# --- waiting
+
+
+def terminal(stream: TextIO | None = None) -> bool:
+    """Whether a person looks at this stream (default: standard output), on a screen that can be repainted."""
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner on standard error while something takes its time; nothing where no one looks."""
+    """A spinner on standard error; nothing where standard error is no terminal."""
     if not terminal(sys.stderr):
         yield
         return
@@ -80,16 +167,56 @@ def waiting(text: str) -> Iterator[None]:
         yield
 
 
-def load(folder: str | None, **how: Any) -> LM:
-    """The model to talk to; `how`: further arguments of `mercury_jax.load`."""
+@contextmanager
+def progress(
+    kind: Literal["count", "bytes", "time"], text: str = "", *, total: int | None = None, quiet: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error; nothing where that is no terminal.
+
+    Args:
+        kind: A bar over a known count, bytes so far, or the time so far.
+        text: What is shown beside it first.
+        total: The whole count, where it is known.
+        quiet: Show nothing.
+
+    Yields:
+        A function with the keywords of rich's `Progress.update`: `completed`, `total`, `advance`, `description`.
+    """
+    if quiet or not terminal(sys.stderr):
+        yield lambda **changes: None
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    about = rich.TextColumn("{task.description}")
+    columns = {
+        "count": (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(), about),
+        "bytes": (rich.SpinnerColumn(), about, rich.DownloadColumn()),
+        "time": (rich.SpinnerColumn(), about, rich.TimeElapsedColumn()),
+    }[kind]
+    with rich.Progress(*columns, console=Console(stderr=True), transient=kind != "bytes") as bar:
+        item = bar.add_task(text, total=total)
+        yield lambda **changes: bar.update(item, **changes)
+
+
+# --- model and machine
+
+
+def load(source: str | None, **how: Any) -> LM:
+    """The model of a command.
+
+    Args:
+        source: Folder or Hugging Face id; None for the embedded model.
+        how: Further arguments of `mercury_jax.load`.
+    """
     with waiting("loading the model"):
         from mercury_jax.hub import load
 
-        return load(folder, **how)
+        return load(source, **how)
 
 
 def device() -> str:
-    """What the figures were measured on: `2 CPU cores`, `1 x NVIDIA H200`."""
+    """What the figures were measured on, such as "2 CPU cores" or "1 x NVIDIA H200"."""
     import jax
 
     devices = jax.devices()

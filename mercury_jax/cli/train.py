@@ -6,66 +6,72 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from mercury_jax.cli import show
-from mercury_jax.cli.parser import Parser
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Positional, option
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.train.loop import Result
+    from mercury_jax.train.loop import TrainResult
     from mercury_jax.train.recipe import TrainConfig
 
-MORE = """\
-examples:
-  mercury init my_recipe.py                           write a first recipe of your own, then run it:
-  mercury train my_recipe.py
-  mercury train nano --steps 200 --out runs/short     a recipe that comes with mercury_jax, by its name
-  mercury train my_recipe.py --optim.lr 1e-3 --model.width 256
-  mercury train my_recipe.py --resume                 continue from the newest checkpoint
-  mercury train my_recipe.py --distributed            one of several processes (SLURM, GKE, ...)
-  mercury train my_recipe.py --help                   every field of this recipe, with its value
 
-A recipe is a Python file with `def config() -> TrainConfig`. The run lives in its `out` folder:
-metrics.jsonl, checkpoints, and in the end a model/ for `mercury sample --model`. SIGTERM and Ctrl-C save
-and stop. Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is full."""
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model by RECIPE.
 
+    examples:
+      mercury init my_recipe.py                 write a recipe of your own, then:
+      mercury train my_recipe.py
+      mercury train nano --steps 200 --out runs/short    a packaged recipe
+      mercury train my_recipe.py --optim.lr 1e-3 --model.width 256
+      mercury train my_recipe.py --resume       continue from the last checkpoint
+      mercury train my_recipe.py --distributed  one of several processes (SLURM)
+      mercury train my_recipe.py --help         every field, with its value
 
-def parser() -> Parser:
-    p = Parser("train", "Train a model as RECIPE says.", MORE)
-    p.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="a Python file that defines config(), or the name of a packaged recipe",
-    )
-    # Only for the help: what stands behind the recipe is read by recipe.override.
-    p.add_argument("--FIELD", dest="field", metavar="VALUE", help="change a field of the recipe: --steps 200")
-    p.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
-    return p
+    A recipe is a Python file with `def config() -> TrainConfig`. The run writes
+    its `out` folder: metrics.jsonl, checkpoints, and at the end a model/ for
+    `mercury sample --model`. SIGTERM and Ctrl-C save a checkpoint and stop.
+    Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is
+    full.
+    """
+
+    recipe: Annotated[Positional[str], option("RECIPE")]
+    """A Python file that defines config(), or the name of a packaged recipe."""
+    # Only for the help: the fields behind the recipe are read by `recipe.override`, which knows their types.
+    field: Annotated[str | None, option("VALUE", name="FIELD")] = None
+    """Change a field of the recipe, such as --steps 200."""
+    json: Flag = False
+    """Print the result as one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded or written.
+    """
     words = [w for w in argv if w != "--json"]
     if not words or words[0] in ("-h", "--help"):
-        parser().read(words)  # prints the help, or says what is missing
+        arguments.read(Train, words, "mercury train")  # prints the help, or says that RECIPE is missing
     if words[0].startswith("-"):
         raise refuse(
             "RECIPE", words[0], "the recipe first, then its fields: mercury train RECIPE --steps 200"
         )
     from mercury_jax.train import recipe
 
-    config = recipe.override(_recipe(words[0]), words[1:])
+    config = recipe.override(_load(words[0]), words[1:])
     from mercury_jax import api
 
     _report(config, api.train(config), as_json="--json" in argv)
     return 0
 
 
-def _recipe(path: str) -> TrainConfig:
-    """The recipe's config; whatever else the user's file raises is bad input, in words."""
-    from mercury_jax.train import recipe
-    from mercury_jax.train.packaged import find_recipe
+def _load(path: str) -> TrainConfig:
+    """The config of a recipe. Whatever the user's file raises becomes a ValueError that names file and line."""
+    from mercury_jax.train import find_recipe, recipe
 
     path = str(find_recipe(path))
     try:
@@ -73,15 +79,15 @@ def _recipe(path: str) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except Exception as error:
-        line = _line(error, path)
-        told = str(error.msg if isinstance(error, SyntaxError) else error) + _nearest(error)
+        text = str(error.msg if isinstance(error, SyntaxError) else error) + _suggestion(error)
+        where = _line(error, path)
         raise refuse(
-            "recipe", path, f"a file that runs; this one fails{line}: {type(error).__name__}: {told}"
+            "recipe", path, f"a file that runs; this one fails{where}: {type(error).__name__}: {text}"
         ) from error
 
 
 def _line(error: BaseException, path: str) -> str:
-    """Where in the recipe itself it went wrong."""
+    """Where in the recipe itself the error arose, as " in line 7"; empty where that is unknown."""
     if isinstance(error, SyntaxError) and error.lineno:
         return f" in line {error.lineno}"
     found, trace = "", error.__traceback__
@@ -92,8 +98,8 @@ def _line(error: BaseException, path: str) -> str:
     return found
 
 
-def _nearest(error: BaseException) -> str:
-    """The most similar name, where the recipe asks a module for one that it lacks."""
+def _suggestion(error: BaseException) -> str:
+    """The most similar name, where the recipe asks a module for one that it does not have."""
     if isinstance(error, AttributeError):
         name, owner = error.name, error.obj
     elif isinstance(error, ImportError) and (found := re.match(r"cannot import name '(\w+)'", str(error))):
@@ -104,7 +110,8 @@ def _nearest(error: BaseException) -> str:
     return f"; {close[0]} is the nearest name there" if close else ""
 
 
-def _report(config: TrainConfig, result: Result, as_json: bool) -> None:
+def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
+    """Prints where the model is, on the first of several processes only."""
     import jax
 
     if jax.process_index():
@@ -122,9 +129,6 @@ def _report(config: TrainConfig, result: Result, as_json: bool) -> None:
         })  # fmt: skip
         return
     if result.stopped:
-        print(
-            f"stopped by {result.stopped} at step {result.step} of {config.steps}; --resume goes on",
-            file=sys.stderr,
-        )
+        show.say(f"stopped by {result.stopped} at step {result.step} of {config.steps}; --resume continues")
     print(f"{model}")
     show.say(f'try: mercury sample --model {model} "..."')

@@ -1,4 +1,4 @@
-"""A worker of `mercury bench gpu` with kernels that fail as they may on a chip: each head size in another way.
+"""A worker of `mercury bench gpu` whose kernels fail as they may on a chip, each head size in another way.
 
 Run as a script by tests/bench/test_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
 """
@@ -14,22 +14,20 @@ from mercury_jax.bench.gpu import worker
 from mercury_jax.kernels import reference
 
 
-def run(q, k, v, ranges, device=None, **how):
-    """Attention in plain jnp, but for one fault."""
-    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(q.shape[-1]))
+def run(call):
+    """Attention in plain jnp with one fault."""
+    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(call.q.shape[-1]))
     if fault == "crash":
         os.abort()
     if fault == "hang":
         time.sleep(600)
     if fault == "error":
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-    if fault == "once" and not os.path.exists(
-        os.environ["MERCURY_ONCE"]
-    ):  # as where an earlier case did harm
+    # As after an earlier case that damaged the process.
+    if fault == "once" and not os.path.exists(os.environ["MERCURY_ONCE"]):
         open(os.environ["MERCURY_ONCE"], "w").close()
         raise RuntimeError("only here")
-    clean = [jnp.nan_to_num(x) for x in (k, v)]
-    out, nats = reference.run(q, *clean, ranges, **how)
+    out, nats = reference.run(call._replace(k=jnp.nan_to_num(call.k), v=jnp.nan_to_num(call.v)))
     if fault == "nan":
         out = out.at[0, 0].set(jnp.nan)
     if fault == "wrong":

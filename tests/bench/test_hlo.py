@@ -1,13 +1,13 @@
-"""The text of a compiled program, read: collectives, products, calls, large arrays, and ptxas' report."""
+"""Counts from the text of a compiled program and from the report of ptxas."""
 
 import jax
 import jax.numpy as jnp
 
 from mercury_jax import sharding
-from mercury_jax.bench import hlo, ptxas
+from mercury_jax.bench import hlo
 
 
-def test_what_is_compiled_for_a_cpu_is_read_as_it_is():
+def test_a_program_compiled_for_a_cpu_is_counted():
     """A loop of unknown length is counted once, one of 5 steps five times; collectives by kind and bytes."""
     on = sharding.mesh(data=1, tensor=4)
     lies = lambda *axes: jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec(*axes))
@@ -29,7 +29,7 @@ def test_what_is_compiled_for_a_cpu_is_read_as_it_is():
     }
 
 
-def test_sums_of_one_shard_map_are_counted_each():
+def test_each_sum_of_a_shard_map_is_counted():
     """They all have the same channel."""
 
     def program(x):
@@ -81,7 +81,7 @@ ENTRY %main (x: bf16[4,8], y: bf16[8,16]) -> bf16[4,16] {
 """.replace("GEMM", '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}')
 
 
-def test_a_text_is_counted_by_hand():
+def test_counts_of_a_text_agree_with_those_made_by_hand():
     module = hlo.parse(TEXT)
     assert module.entry == "main" and hlo.products(module) == 2 * (2 * 4 * 16 * 8)
     assert hlo.collectives(module) == {
@@ -117,7 +117,7 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 
 
 def test_kernels_of_a_tpu_have_their_names_and_their_memory():
-    assert hlo.kernels(hlo.parse(TPU)) == [
+    assert hlo.tpu_kernels(hlo.parse(TPU)) == [
         {"name": "canvas_attention", "count": 14, "vmem_bytes": 8192},
         {"name": "ragged-dot-none", "count": 1, "vmem_bytes": 0},
     ]
@@ -139,7 +139,7 @@ ptxas info    : Used 40 registers, used 1 barriers
 
 
 def test_a_kernel_has_its_registers_and_spills():
-    first, second = ptxas.kernels(PTXAS)
+    first, second = hlo.gpu_kernels(PTXAS)
     assert first == {"name": "canvas_mosaic_gpu_kernel", "arch": "sm_90a", "registers": 168, "spill_bytes": 12,
                      "stack_bytes": 16, "shared_bytes": 1024 + 165976, "products": {"wgmma.mma_async": 2}}  # fmt: skip
     assert second["registers"] == 40 and second["spill_bytes"] == 0 and not second["products"]

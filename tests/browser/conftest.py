@@ -56,11 +56,11 @@ class Served:
     def __init__(self, engine, options=None):
         import uvicorn
 
-        from mercury_jax.serve.api.app import create_app
-        from mercury_jax.serve.api.options import Options
+        from mercury_jax.serve.app import create_app
+        from mercury_jax.serve.options import ServerOptions
 
         self.engine, self.socket = engine, socket.create_server(("127.0.0.1", 0))
-        app = create_app(engine, options or Options())
+        app = create_app(engine, options or ServerOptions())
         config = uvicorn.Config(
             app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1
         )
@@ -111,7 +111,7 @@ def scripted(lm, request):
 def nano(lm) -> Iterator[Served]:
     """The embedded model behind the real engine."""
     from mercury_jax.serve.engine.engine import Engine
-    from mercury_jax.serve.engine.types import Settings
+    from mercury_jax.serve.engine.request import EngineConfig
 
-    with Served(Engine(lm, Settings(slots=4, programs="one"))) as served:
+    with Served(Engine(lm, EngineConfig(slots=4, programs="one"))) as served:
         yield served

@@ -1,4 +1,6 @@
-"""Pictures of the page for the README: `python -m tests.browser.screenshots [FOLDER]`, by default docs/results.
+"""Pictures of the playground for README.md and docs/serving.md, by default in docs/results.
+
+Run with `python -m tests.browser.screenshots [FOLDER]`.
 
 The embedded model solves a Sudoku and adds two numbers, beside the same model at one token a step; the figures
 in the pictures are those of that run. Needs playwright, and Debian's Chromium or the one that CHROMIUM names.
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import mercury_jax as mj
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.types import Settings
+from mercury_jax.serve.engine.request import EngineConfig
 from tests.browser.conftest import ARGS, Served
 from tests.browser.seeing import open_page, run, seek
 
@@ -25,7 +27,7 @@ def main(folder: Path) -> None:
 
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with (
-        Served(Engine(mj.load(), Settings(slots=4, programs="one"))) as served,
+        Served(Engine(mj.load(), EngineConfig(slots=4, programs="one"))) as served,
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=path, args=ARGS)

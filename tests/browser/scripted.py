@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mercury_jax.serve.engine.ticket import Ticket
-from mercury_jax.serve.engine.types import Job, Settings, Snapshot
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest, RequestHandle, Snapshot
+from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.types import LM
 
-Script = Callable[[Job], Sequence[Snapshot]]
+Script = Callable[[EngineRequest], Sequence[Snapshot]]
 
 
 class Scripted:
     """`submit` publishes the script's snapshots from a thread; with `hold` set, one for each `gate.release()`."""
 
     def __init__(self, lm: LM, script: Script):
-        self.lm, self.script, self.settings = lm, script, Settings()
+        self.lm, self.script, self.config = lm, script, EngineConfig()
         self.context, self.ready, self.closing = lm.model.config.context, True, False
-        self.tickets: list[Ticket] = []
+        self.rules, self.block = rule_set(lm), lm.model.config.block
+        self.tickets: list[RequestHandle] = []
         self.hold, self.gate = False, threading.Semaphore(0)
 
     def start(self) -> None:
@@ -30,14 +31,14 @@ class Scripted:
         self.closing = True
         self.gate.release(10_000)
 
-    def submit(self, job: Job) -> Ticket:
-        ticket = Ticket(job, lambda: None)
+    def submit(self, job: EngineRequest) -> RequestHandle:
+        ticket = RequestHandle(job, lambda: None)
         self.tickets.append(ticket)
         threading.Thread(target=self._play, args=(ticket,), daemon=True).start()
         return ticket
 
-    def _play(self, ticket: Ticket) -> None:
-        for snapshot in self.script(ticket.job):
+    def _play(self, ticket: RequestHandle) -> None:
+        for snapshot in self.script(ticket.request):
             if self.hold:
                 self.gate.acquire()
             if ticket.cancelled:

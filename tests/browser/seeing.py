@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mercury_jax.serve.playground.frames import PRECISION, Labels
+from mercury_jax.serve.playground.frames import PRECISION, TokenLabels
 
 MASK, UNSURE = "▒", 0.25
 CELLS = """run => [...document.querySelectorAll(`.run-card.${run} .cell`)].map(c => ({
@@ -27,12 +27,12 @@ def facts(page, run: str = "main") -> list[tuple[str, str, bool]]:
 
 def expected(lm, snapshots) -> list[list[tuple[str, str, bool]]]:
     """The same for each step of a run, from its snapshots alone."""
-    labels, out = Labels(lm), []
+    labels, out = TokenLabels(lm), []
     for snapshot in snapshots:
         step = []
         for token, settled, p, forced in zip(*snapshot[:4], strict=True):
             noise = not settled and round(float(p) * PRECISION) / PRECISION < UNSURE
-            text = MASK if noise else visible(labels.of(int(token))[0])
+            text = MASK if noise else visible(labels.label(int(token))[0])
             step.append(
                 (text, "settled" if settled else "noise" if noise else "guess", bool(forced) and not noise)
             )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.serve.engine.types import Job
-from mercury_jax.serve.playground import frames, top
+from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.playground import frames
 from tests.browser.scripted import shot
 from tests.tiny import tiny
 
@@ -29,14 +29,14 @@ def walk(seed: int):
 @pytest.mark.parametrize("seed", range(4))
 def test_frames_rebuild_every_snapshot(seed):
     """Replayed from its changed cells alone, each pass has the snapshot's tokens, flags and confidences."""
-    labels, shown, cells, sure = frames.Labels(tiny()), frames.NOTHING, {}, {}
+    labels, shown, cells, sure = frames.TokenLabels(tiny()), frames.NO_CELLS, {}, {}
     for snapshot in walk(seed):
-        shown, changed = frames.look(shown, snapshot)
-        sent = json.loads(json.dumps(frames.frame(labels, shown, changed, snapshot)))
+        shown, changed = frames.changed_cells(shown, snapshot)
+        sent = json.loads(json.dumps(frames.frame_event(labels, shown, changed, snapshot)))
         cells = {i: cell for i, cell in cells.items() if i < sent["n"]} | {c[0]: c for c in sent["cells"]}
         assert sorted(cells) == list(range(len(snapshot.tokens)))
         assert [cells[i][1] for i in range(sent["n"])] == snapshot.tokens.tolist()
-        assert [bool(cells[i][3] & frames.SETTLED) for i in range(sent["n"])] == snapshot.settled.tolist()
+        assert [bool(cells[i][3] & frames.ACCEPTED) for i in range(sent["n"])] == snapshot.accepted.tolist()
         assert [bool(cells[i][3] & frames.FORCED) for i in range(sent["n"])] == snapshot.forced.tolist()
         # In front of the active block a cell keeps the confidence that was seen there last.
         sure = {i: sure[i] if i < snapshot.start and i in sure else snapshot.confidence[i] for i in cells}
@@ -47,24 +47,26 @@ def test_frames_rebuild_every_snapshot(seed):
 
 def test_unchanged_cells_are_not_sent():
     a = shot([5, 6, 7], [1, 0, 0], [0.9, 0.2, 0.3], 1)
-    shown, changed = frames.look(frames.NOTHING, a)
+    shown, changed = frames.changed_cells(frames.NO_CELLS, a)
     assert changed.tolist() == [0, 1, 2]
-    assert frames.look(shown, a)[1].tolist() == []
-    assert frames.look(shown, a._replace(confidence=np.float32([0.9, 0.2001, 0.3])))[1].tolist() == []
-    assert frames.look(shown, a._replace(settled=np.array([True, True, False])))[1].tolist() == [1]
-    assert frames.look(shown, a._replace(tokens=np.int32([5, 6, 8])))[1].tolist() == [2]
+    assert frames.changed_cells(shown, a)[1].tolist() == []
+    assert (
+        frames.changed_cells(shown, a._replace(confidence=np.float32([0.9, 0.2001, 0.3])))[1].tolist() == []
+    )
+    assert frames.changed_cells(shown, a._replace(accepted=np.array([True, True, False])))[1].tolist() == [1]
+    assert frames.changed_cells(shown, a._replace(tokens=np.int32([5, 6, 8])))[1].tolist() == [2]
 
 
 def test_labels_lose_no_byte():
     """Text cells and byte cells together spell what the tokens spell; control tokens spell nothing."""
     tok = (lm := tiny()).tokenizer
-    labels = frames.Labels(lm)
+    labels = frames.TokenLabels(lm)
     for token in range(tok.vocab_size):
-        text, kind = labels.of(token)
+        text, kind = labels.label(token)
         spelt = b"" if kind == frames.SPECIAL else bytes.fromhex(text) if kind else text.encode()
         assert spelt == tok.pieces[token]
-    assert labels.of(tok.eos) == ("eos", frames.SPECIAL)
-    assert labels.of(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", frames.SPECIAL)
+    assert labels.label(tok.eos) == ("eos", frames.SPECIAL)
+    assert labels.label(tok.vocab_size + 7) == (f"id {tok.vocab_size + 7}", frames.SPECIAL)
 
 
 @pytest.mark.parametrize("pattern", ["causal_encoder", "bidirectional", "block_causal"])
@@ -78,11 +80,11 @@ def test_the_best_token_is_the_one_that_the_pass_showed(pattern):
         tokens = before if moment.start == start else moment.tokens[: moment.start]
         settled = np.arange(len(tokens)) < moment.start if moment.start != start else held
         for index in (moment.start, len(moment.tokens) - 1):
-            canvas = top.canvas(
-                lm, Job(prompt=tuple(prompt), max_tokens=13), tokens.tolist(), settled.tolist(), moment.start,
+            canvas = frames.pass_input(
+                lm, EngineRequest(prompt=tuple(prompt), max_tokens=13), tokens.tolist(), settled.tolist(), moment.start,
                 index, block,
             )  # fmt: skip
-            best = top.best(lm, canvas)
+            best = frames.top_tokens(lm, canvas)
             assert best.exact and abs(best.p[0] - moment.confidence[index]) < 1e-4
             if not moment.accepted[index]:
                 assert best.ids[0] == moment.tokens[index]
@@ -94,7 +96,9 @@ def test_the_best_token_is_the_one_that_the_pass_showed(pattern):
 def test_uniform_noise_is_told_apart():
     """Without a mask, what a pass read is not known: it is drawn anew, and not claimed to be the same."""
     lm = tiny(kind="uniform")
-    assert not top.exact(lm) and top.exact(tiny())
-    canvas = top.canvas(lm, Job(prompt=(40, 41), max_tokens=8), [9, 9, 7], [1, 0, 1], 0, 1, 8)
+    assert not frames.is_exact(lm) and frames.is_exact(tiny())
+    canvas = frames.pass_input(
+        lm, EngineRequest(prompt=(40, 41), max_tokens=8), [9, 9, 7], [1, 0, 1], 0, 1, 8
+    )
     assert canvas.text[:3].tolist() == [40, 41, 9] and canvas.text[4] == 7 and len(canvas.text) == 10
     assert len(set(canvas.text[5:].tolist())) > 1

@@ -40,7 +40,7 @@ def test_a_run_from_the_first_key_to_the_last(page, served):
     page.keyboard.press("End")  # as it comes
     page.keyboard.press("Control+Enter")
     finished(page)
-    assert served.engine.tickets[0].job.prompt == tuple(
+    assert served.engine.tickets[0].request.prompt == tuple(
         served.engine.lm.tokenizer.render([{"role": "user", "content": "a question"}])
     )
     page.locator("#stage").focus()
@@ -64,7 +64,7 @@ def test_a_run_from_the_first_key_to_the_last(page, served):
     tab_to(page, "rewrite")
     page.keyboard.press("Enter")
     finished(page)
-    job, tok = served.engine.tickets[-1].job, served.engine.lm.tokenizer
+    job, tok = served.engine.tickets[-1].request, served.engine.lm.tokenizer
     ids = tok.encode(TEXT)
     assert job.max_tokens == 2 and tok.decode(job.suffix) == tok.decode(ids[5:])
     assert tok.decode(job.prompt).endswith(tok.decode(ids[:3]))
@@ -127,7 +127,7 @@ def test_every_control_has_a_name_and_every_cell_says_what_it_is(page, served):
         kind = (
             "noise"
             if "noise" in cell["classes"]
-            else "settled"
+            else "accepted"
             if "settled" in cell["classes"]
             else "a guess"
         )

@@ -7,7 +7,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from mercury_jax.serve.api.options import Options
+from mercury_jax.serve.options import ServerOptions
 from tests.browser.scripted import shot, unveiled
 from tests.browser.seeing import cells, finished, open_page, run, start
 
@@ -121,6 +121,7 @@ def test_stop_ends_both_runs_on_the_server(page, held):
 
 
 def test_leaving_the_page_ends_the_run(page, held):
+    assert len(held.engine.tickets) == 2 and not any(ticket.cancelled for ticket in held.engine.tickets)
     page.goto("about:blank")
     until(lambda: all(ticket.cancelled for ticket in held.engine.tickets))
 
@@ -168,7 +169,7 @@ def test_refusals_name_the_field(page, scripted):
 
 
 def test_with_a_key_the_page_works_and_keeps_it_to_itself(chromium, scripted):
-    served = scripted(lambda job: says(served.engine.lm, "a b"), Options(keys=("a-long-key",)))
+    served = scripted(lambda job: says(served.engine.lm, "a b"), ServerOptions(keys=("a-long-key",)))
     context = chromium.new_context(http_credentials={"username": "any", "password": "a-long-key"})
     page = context.new_page()
     open_page(page, served)

@@ -50,7 +50,7 @@ def test_figures_are_those_of_the_step(page, ran):
                 strict=True,
             )
         )
-        settled = int(ran.script[k - 1].settled.sum())
+        settled = int(ran.script[k - 1].accepted.sum())
         assert int(shown["forwards"]) == k
         assert float(shown["perStep"]) == pytest.approx(settled / k, abs=0.006)
         assert (float(shown["perSecond"].replace(",", "")) > 0) == (settled > 0)
@@ -58,7 +58,7 @@ def test_figures_are_those_of_the_step(page, ran):
 
 def test_revised_and_forced_tokens_are_marked(page, ran):
     """A settled token that changed is marked from then on; what the grammar forced says so to a screen reader."""
-    ids = lambda i: {int(s.tokens[i]) for s in ran.script if i < len(s.tokens) and s.settled[i]}
+    ids = lambda i: {int(s.tokens[i]) for s in ran.script if i < len(s.tokens) and s.accepted[i]}
     turned = [i for i in range(len(ran.script[0].tokens)) if len(ids(i)) > 1]
     assert turned
     seek(page, 1)
@@ -143,13 +143,13 @@ def test_a_trace_comes_back_from_its_file(page, ran):
 @pytest.mark.parametrize(
     "path, value, told",
     [
-        (["format"], "other", "no mercury-jax-trace"), (["runs"], [], "one or two runs"),
+        (["format"], "other", "not a mercury-jax-trace"), (["runs"], [], "one or two runs"),
         (["runs", 0, "frames", 1, "cells", 0, 4], 2, "Step 2"),
         (["runs", 0, "frames", 1, "cells", 0, 0], 9999, "Step 2"),
         (["runs", 0, "frames", 0, "cells"], [], "Step 1"), (["runs", 0, "frames", 2, "n"], 1e9, "Step 3"),
         (["runs", 0, "frames", 0, "cells", 0, 2], {"x": 1}, "Step 1"),
         (["runs", 0, "start", "block"], "x", "start of a run"),
-        (["runs", 0, "frames"], "x", "broken"),
+        (["runs", 0, "frames"], "x", "invalid"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_refused_in_words(page, ran, path, value, told):
@@ -165,7 +165,7 @@ def test_a_broken_file_is_refused_in_words(page, ran, path, value, told):
 
 def test_a_file_that_is_no_json_is_refused(page, ran):
     load(page, "{")
-    expect(page.locator("#error")).to_have_text("This file is no JSON.")
+    expect(page.locator("#error")).to_have_text("This file is not JSON.")
 
 
 def test_an_empty_answer_is_an_answer(page, scripted):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mercury_jax.serve.api.options import Options
+from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
 from tests.browser.scripted import shot, unveiled
@@ -39,7 +39,7 @@ def test_a_stream_has_one_start_its_passes_and_one_end(served):
     assert [e["type"] for e in found] == ["start", "frame", "frame", "end"]
     assert [len(e["cells"]) for e in found[1:3]] == [3, 3] and [e["step"] for e in found[1:3]] == [1, 2]
     assert found[-1]["finish"] == "stop" and found[-1]["tokens"] == 3
-    job = served.engine.tickets[-1].job
+    job = served.engine.tickets[-1].request
     assert (job.max_tokens, job.p, job.seed, job.frames, job.rule) == (
         9,
         0.5,
@@ -54,10 +54,10 @@ def test_a_stream_has_one_start_its_passes_and_one_end(served):
 def test_a_hole_is_prompt_and_suffix(served):
     tok, url = served.engine.lm.tokenizer, served.url + "playground/stream"
     events(url, HOLE | {"max_tokens": 5})
-    job = served.engine.tickets[-1].job
+    job = served.engine.tickets[-1].request
     assert (job.prompt, job.suffix, job.max_tokens) == (tuple(tok.encode("a = ")), tuple(tok.encode("\n")), 5)
     events(url, CHAT | {"kind": "edit", "before": "9", "selected": "32", "after": "1"})
-    job = served.engine.tickets[-1].job
+    job = served.engine.tickets[-1].request
     assert job.prompt == (*tok.render(CHAT["messages"]), *tok.encode("9"))
     assert job.suffix == (*tok.encode("1"), tok.eos) and job.max_tokens == len(tok.encode("32"))
 
@@ -65,13 +65,13 @@ def test_a_hole_is_prompt_and_suffix(served):
 def test_an_effort_fills_in_what_is_not_given(served):
     url, block = served.url + "playground/stream", served.engine.lm.model.config.block
     events(url, CHAT | {"effort": "low", "rule": "threshold"})
-    low = served.engine.tickets[-1].job
+    low = served.engine.tickets[-1].request
     assert (low.p, low.steps, low.thinking) == (0.8, block // 2, 128)
     events(url, CHAT | {"effort": "low", "rule": "threshold", "p": 0.7, "steps": 3})
-    own = served.engine.tickets[-1].job
+    own = served.engine.tickets[-1].request
     assert (own.p, own.steps) == (0.7, 3)
     events(url, CHAT | {"effort": "low", "rule": "confidence"})
-    assert served.engine.tickets[-1].job.p is None  # an effort's p is a threshold's
+    assert served.engine.tickets[-1].request.p is None  # an effort's p is a threshold's
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_static_files_are_all_that_is_served(served):
 
 
 def test_a_key_guards_all_of_it(scripted):
-    served = scripted(three, Options(keys=("a-long-key",)))
+    served = scripted(three, ServerOptions(keys=("a-long-key",)))
     for path, data in (("", None), ("playground/static/main.js", None), ("playground/info", None),
                        ("playground/stream", CHAT), ("playground/top", CHAT)):  # fmt: skip
         assert ask(served.url + path, data)[0] == 401

@@ -25,7 +25,7 @@ def folder(lm, tmp_path_factory) -> str:
 
 @pytest.fixture
 def at_hand(lm, folder, monkeypatch) -> str:
-    """The same folder; the model is not read again, so that what was compiled for it serves all calls."""
+    """The same folder, without loading the model again: compiled programs are shared by all calls."""
     from mercury_jax.cli import show
 
     monkeypatch.setattr(show, "load", lambda source, **how: lm)

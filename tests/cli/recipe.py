@@ -1,4 +1,4 @@
-"""A recipe that is valid, and small."""
+"""A small valid recipe."""
 
 RECIPE = """
 from mercury_jax.config import ModelConfig

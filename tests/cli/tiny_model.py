@@ -13,7 +13,7 @@ TEXTS = [f"def f{i}(x, y={i % 13}):\n    return x + {i} * y\n\n" for i in range(
 
 
 def tiny_lm() -> LM:
-    """A model that says something, drawn without compiling."""
+    """A model with random parameters, made without compiling."""
     tok = Tokenizer.train(TEXTS, 320)
     config = ModelConfig(
         vocab=320, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, block=8, context=128
@@ -21,8 +21,7 @@ def tiny_lm() -> LM:
     model = models.build(config)
     corruption = noise.build(NoiseConfig(), config.vocab, config.mask, noise.specials(tok))
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(
-        model.init, jax.random.key(0)
-    )  # drawing them by JAX would take seconds to compile
+    # Drawn by numpy: JAX would compile for seconds.
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), shapes)
     return LM(model, params, tok, corruption, "tiny", {"note": "random"})

@@ -18,10 +18,10 @@ from datetime import date
 from typing import Any
 
 from mercury_jax.evaluate import card
-from mercury_jax.serve.engine import knobs
+from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.slots import Slots
-from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
+from mercury_jax.serve.engine.scheduler import Slots
 from mercury_jax.types import LM
 from tests.decode.grammar_clock import Clock
 from tests.decode.grammar_models import Named, compiled, model, schemas
@@ -53,39 +53,45 @@ def stepping() -> Iterator[list[float]]:
         Slots.dispatch, Slots.read = sent, read
 
 
-def jobs(lm: LM, pool: list[Named], count: int) -> list[Job]:
+def jobs(lm: LM, pool: list[Named], count: int) -> list[EngineRequest]:
     """Answers to short prompts, each under the next schema."""
     prompt = tuple(lm.tokenizer.render([{"role": "user", "content": "Reply in JSON."}]))
     named = itertools.islice(itertools.cycle(pool), count)
     return [
-        Job(prompt=prompt, max_tokens=n.grammar.shortest + ROOM, grammar=n.grammar, seed=i, temperature=0.7)
+        EngineRequest(
+            prompt=prompt, max_tokens=n.grammar.shortest + ROOM, grammar=n.grammar, seed=i, temperature=0.7
+        )
         for i, n in enumerate(named)
     ]
 
 
-def answered(engine: Engine, asked: list[Job]) -> None:
+def answered(engine: Engine, asked: list[EngineRequest]) -> None:
     for ticket in [engine.submit(job) for job in asked]:
         ticket.wait(600)
 
 
 def measured(lm: LM, pool: list[Named], slots: int, answers: int) -> dict[str, Any]:
     """A JSON-ready row for so many rows at once."""
-    seats = Settings(slots=slots, queue=4 * answers, context=512, prefix_bytes=0, programs="one", passes=1)
+    seats = EngineConfig(
+        slots=slots, queue=4 * answers, context=512, prefix_bytes=0, programs="one", passes=1
+    )
     engine = Engine(lm, dataclasses.replace(seats, rules=("threshold",)))
-    engine._programs.largest = engine._programs.largest._replace(level=knobs.SHAPED)
+    engine._compiled.largest = engine._compiled.largest._replace(level=sampling_params.PROCESSORS)
     engine.start()
     asked = jobs(lm, pool, answers)
     answered(engine, asked[:slots])
     with Clock() as clock:
         answered(engine, asked)
-    free = [dataclasses.replace(job, grammar=None, bias={engine._ends[0]: -99.0}) for job in asked[:slots]]
+    free = [
+        dataclasses.replace(job, grammar=None, logit_bias={engine._ends[0]: -99.0}) for job in asked[:slots]
+    ]
     with stepping() as steps:
         answered(engine, free)
     engine.stop()
     step = 1e3 * statistics.quantiles(steps, n=10)[0]
     host = 1e-3 * clock.microseconds * slots
     return {
-        "experiment": "cost", "model": lm.name, "rows": slots, "block": engine.plan.block, "answers": answers,
+        "experiment": "cost", "model": lm.name, "rows": slots, "block": engine.block, "answers": answers,
         "row_passes": len(clock.seconds["look"]), "us_per_row_and_pass": round(clock.microseconds, 1),
         "us_median": round(clock.median, 1), "host_ms_per_step": round(host, 2), "step_ms": round(step, 2),
         "step_ms_median": round(1e3 * statistics.median(steps), 2), "share": round(host / step, 4),

@@ -26,10 +26,9 @@ import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.decode.grammar import Grammar, GrammarError, JSONSchema, compile
 from mercury_jax.evaluate import card
-from mercury_jax.serve.engine import knobs
+from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
-from mercury_jax.serve.engine.ticket import Ticket
-from mercury_jax.serve.engine.types import Job, Settings
+from mercury_jax.serve.engine.request import EngineConfig, EngineRequest, RequestHandle
 from mercury_jax.types import LM
 from tests.decode.grammar_clock import Clock
 from tests.decode.grammar_many import Unjudged, fault
@@ -54,8 +53,8 @@ class Asked(NamedTuple):
     """An answer under way."""
 
     named: Named
-    job: Job
-    ticket: Ticket
+    job: EngineRequest
+    ticket: RequestHandle
 
 
 def model(which: str) -> LM:
@@ -99,18 +98,18 @@ def reason(error: Exception) -> str:
     return re.sub(r"\d+", "N", re.sub(r'"[^"]*/[^"]*"', '"..."', short))[:120]
 
 
-def job_of(lm: LM, named: Named, cut: bool, rng: np.random.Generator) -> Job:
+def job_of(lm: LM, named: Named, cut: bool, rng: np.random.Generator) -> EngineRequest:
     """A job for a schema; its budget may be a token too small, which is refused at admission."""
     pick = lambda values: values[int(rng.integers(len(values)))]
     thinks = bool(rng.random() < 0.2)
     said = [{"role": "user", "content": f"{pick(QUESTIONS)} {named.name}"}]
-    job = Job(
+    job = EngineRequest(
         prompt=tuple(lm.tokenizer.render(said, thinking=thinks)),
         max_tokens=named.grammar.shortest + (-1 if rng.random() < 0.02 else pick(SPARE)),
         thinking=pick((4, 30, 90)) if thinks else 0,
         rule=pick(RULES), temperature=pick(WARMTH), seed=int(rng.integers(2**31)), steps=pick((0, 0, 4, 30)),
-        presence=pick((0.0, 0.0, 1.5)), grammar=named.grammar,
-        bias={int(i): 20.0 for i in rng.integers(5, lm.tokenizer.vocab_size, pick((0, 0, 8)))},
+        presence_penalty=pick((0.0, 0.0, 1.5)), grammar=named.grammar,
+        logit_bias={int(i): 20.0 for i in rng.integers(5, lm.tokenizer.vocab_size, pick((0, 0, 8)))},
     )  # fmt: skip
     more = dict(top_p=pick((1.0, 0.9)), top_k=pick((0, 40)), min_p=pick((0.0, 0.1)))
     return dataclasses.replace(job, **more) if cut else job
@@ -192,10 +191,12 @@ def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
     found = {name: found[name] for name in rng.permutation(list(found)).tolist()}
     vars(importlib.import_module(Grammar.__module__))["SECONDS"] = args.seconds
     pool, tally = compiled(lm, found, args.most, why), Tally(lm)
-    seats = Settings(slots=args.slots, queue=4 * args.slots, context=512, block=args.block, alternatives=1)
+    seats = EngineConfig(
+        slots=args.slots, queue=4 * args.slots, context=512, block=args.block, max_logprobs=1
+    )
     engine = Engine(lm, dataclasses.replace(seats, prefix_bytes=0, programs="one", rules=RULES))
     if not args.cut:  # the sorts of top-p and such are most of a pass on a CPU
-        engine._programs.largest = engine._programs.largest._replace(level=knobs.SHAPED)
+        engine._compiled.largest = engine._compiled.largest._replace(level=sampling_params.PROCESSORS)
     engine.start()
     began, spent = time.monotonic(), time.process_time()
     with Clock() as clock:
@@ -212,7 +213,7 @@ def run(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
         "unjudged": dict(tally.unjudged), "finish": dict(tally.finish),
         "tokens_per_pass": round(tally.count["tokens"] / max(tally.count["passes"], 1), 2),
         "device_passes": stats.device_passes, "seconds": round(seconds, 1), "cpu_seconds": round(spent, 1),
-        "slots": args.slots, "block": engine.plan.block, "cut": args.cut,
+        "slots": args.slots, "block": engine.block, "cut": args.cut,
         "us_per_row_and_pass": round(clock.microseconds, 1), "us_median": round(clock.median, 1),
     }  # fmt: skip
     for problem in tally.problems[:50]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.bench import repair
+from benchmarks import repair
 from mercury_jax.decode.infill import (
     LengthSearch,
     candidate_lengths,
@@ -39,7 +39,7 @@ def test_edit_writes_the_spans_anew_and_holds_the_rest(pattern):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_edit_writes_wrong_cells_of_a_sudoku_anew(several):
-    lm, found = mj.load(), repair.cases(16, 5)
+    lm, found = mj.load(), repair.wrong_answers(16, 5)
     spans = [[(i, i + 1) for i in sorted({c.at, *c.blanks[: 3 * several]})] for c in found]
     puzzles = [[{"role": "user", "content": c.puzzle}] for c in found]
     out = mj.edit(lm, [c.wrong for c in found], spans=spans, prompt=puzzles)

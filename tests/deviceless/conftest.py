@@ -15,12 +15,12 @@ collect_ignore_glob = [] if os.environ.get("MERCURY_DEVICELESS") else ["test_*.p
 
 @pytest.fixture(scope="session")
 def compiled():
-    """Ask(**how) -> its record; each program is compiled once, in a process of its own."""
+    """CompileRequest(**how) -> its record; each program is compiled once, in a process of its own."""
     from mercury_jax.bench import compile as compiling
-    from mercury_jax.bench.ahead import Ask
+    from mercury_jax.bench.aot import CompileRequest
 
     def one(*names, **how):
-        return kept(compiling.compiled(Ask(*names, **how)))
+        return kept(compiling.compile_for(CompileRequest(*names, **how)))
 
     return functools.cache(one)
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from mercury_jax.bench.kernel_cases import FALLBACK, cases
+from mercury_jax.bench.compile_kernels import FALLBACK, forms
 from mercury_jax.cli import bench_compile
 
 PRODUCT = {"h200": "wgmma.mma_async", "b200": "tcgen05.mma"}
@@ -16,13 +16,13 @@ def records():
     """chip -> the records of all forms; each chip's compiler runs once, in a process of its own."""
     from mercury_jax.bench import compile as compiling
 
-    return functools.cache(compiling.kernels)
+    return functools.cache(compiling.compile_all_kernels)
 
 
 @pytest.mark.parametrize("target, chip", [("h200", "sm_90a"), ("b200", "sm_100a")])
 def test_no_form_of_a_kernel_spills(records, target, chip):
     found = records(target)
-    assert [(r["kernel"], r["shape"]) for r in found] == [(c.kernel, c.shape) for c in cases(chip)]
+    assert [(r["kernel"], r["shape"]) for r in found] == [(c.kernel, c.shape) for c in forms(chip)]
     made = [r for r in found if "refused" not in r]
     assert made
     for r in made:

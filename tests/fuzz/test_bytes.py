@@ -6,9 +6,9 @@ import json
 import random
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_client import Broken
+from mercury_jax.bench.serve_load import BrokenResponse
 from tests.fuzz import bodies, heads
-from tests.load.crowd import held, run
+from tests.load.load_clients import resources, run
 
 HANG = 30.0  # seconds: an answer that fills the context under a grammar takes 2 of an idle core
 GAP = 120.0  # seconds: filling a gap between two texts compiles a program where its shape is new
@@ -59,7 +59,7 @@ async def sent(client, case):
         async with asyncio.timeout(GAP if b"suffix" in body else HANG):
             answer = await client.ask("POST", path, body)
         return Told(body, answer.status, answer.body)
-    except Broken:
+    except BrokenResponse:
         return Told(body, 0, b"")
     except TimeoutError:
         return Told(body, -1, b"")
@@ -68,7 +68,7 @@ async def sent(client, case):
 async def raw(client, data):
     """Bytes on a connection of their own; the first answer counts. Where none comes, because the bytes promise more,
     the sending end is closed, and the server has to let go."""
-    wire = await client.wire()
+    wire = await client.connect()
     reading = asyncio.ensure_future(wire.read())
     try:
         wire.writer.write(data)
@@ -81,7 +81,7 @@ async def raw(client, data):
         return Told(data, reply.status, b"" if answer is None else answer.body)
     except TimeoutError:
         return Told(data, -1, b"")
-    except (Broken, OSError):
+    except (BrokenResponse, OSError):
         return Told(data, 0, b"")
     finally:
         reading.cancel()
@@ -113,9 +113,9 @@ def test_no_body_is_too_odd_to_be_refused(server, cases):
     mutants = [bodies.mutated(draw, right(cases)) for _ in range(10 * cases)]
     first, rest = mutants[: len(mutants) // 5], mutants[len(mutants) // 5 :]
     told = run(server.url, lambda client: several(client, first, sent))
-    before = held(server.process.pid)
+    before = resources(server.process.pid)
     told += run(server.url, lambda client: several(client, rest, sent))
-    now = held(server.process.pid)
+    now = resources(server.process.pid)
     report(told, before, now)
     assert [(one.status, one.sent[:400], one.body[:200]) for one in told if one.wrong] == []
     refused = sum(one.status >= 400 for one in told)
@@ -128,9 +128,9 @@ def test_no_head_is_too_odd_to_be_refused(server, cases):
     """Where a request is not complete, closing the connection is an answer, too."""
     draw = random.Random(6)
     odd = [heads.odd(draw) for _ in range(max(cases, 200))]
-    before = held(server.process.pid)
+    before = resources(server.process.pid)
     told = run(server.url, lambda client: several(client, odd, raw, WAITING))
-    now = held(server.process.pid)
+    now = resources(server.process.pid)
     report(told, before, now)
     silent = [one for one in told if one.status == 0]
     bad = [one for one in told if one.status and one.wrong and not one.sent.startswith(b"HEAD ")]

@@ -11,7 +11,7 @@ import subprocess
 
 from tests.fuzz import document
 from tests.fuzz.bodies import FULL
-from tests.load.crowd import held, run
+from tests.load.load_clients import resources, run
 
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
@@ -30,7 +30,7 @@ def test_every_answer_is_one_that_the_document_tells(server, cases, tmp_path):
     print(found.stdout)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
     told = tally(tmp_path / "told.ndjson")
-    print(*sorted(told.items(), key=str), held(server.process.pid), sep="\n")
+    print(*sorted(told.items(), key=str), resources(server.process.pid), sep="\n")
     ways = operations(answer.json())
     assert {way for way, *_ in told} == set(ways)
     for way in (way for way in ways if way.startswith("POST")):

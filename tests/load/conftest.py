@@ -1,6 +1,6 @@
-"""Servers to put under load: real processes on the loopback, with the embedded model.
+"""Servers under load: real processes on the loopback, with the embedded model.
 
-MERCURY_LOAD says how many clients there are; where it is not set, none of this is run.
+MERCURY_LOAD is the number of clients; if it is not set, these tests are skipped.
 """
 
 import os
@@ -9,30 +9,30 @@ import pytest
 
 from mercury_jax.bench import serve_process
 
-ENOUGH = os.environ.get("MERCURY_LOAD", "")
-collect_ignore_glob = [] if ENOUGH else ["test_*.py"]
+CLIENTS = os.environ.get("MERCURY_LOAD", "")
+collect_ignore_glob = [] if CLIENTS else ["test_*.py"]
 
-# One program for all requests: their texts do not depend on what runs beside them, bit for bit.
+# One bucket for all requests, so that their texts do not depend on their neighbours, bit for bit.
 SETTINGS = {"slots": 8, "programs": "one", "rules": ["threshold"], "context": 192}
-# The test session compiles quickly what then runs slowly; a server under load is compiled for its work.
+# The test session compiles fast and slow-running programs; a server under load needs optimised ones.
 FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"}
 
 
 @pytest.fixture(scope="session")
 def clients():
-    """How many clients there are: 1,000 in full, some dozens for a short form."""
-    return int(ENOUGH)
+    """Number of clients: 1,000 for the full test, some dozens for a short one."""
+    return int(CLIENTS)
 
 
 @pytest.fixture(scope="module")
-def wide(clients):
-    """A server whose queue has room for everyone."""
+def large_server(clients):
+    """A server whose queue accepts all clients."""
     with serve_process.server(settings=SETTINGS | {"queue": 2 * clients}, env=FLAGS) as own:
         yield own
 
 
 @pytest.fixture(scope="module")
-def narrow():
+def small_server():
     """A server of four slots and a short queue."""
     with serve_process.server(settings=SETTINGS | {"slots": 4, "queue": 12}, env=FLAGS) as own:
         yield own

@@ -1,5 +1,7 @@
-"""`mercury bench gpu check | speed | model`: are the kernels right on this chip, how fast are they and a model.
+"""`mercury bench gpu check | speed | model`: whether kernels are correct on this chip, and how fast they and models
+are.
 
-`commands` has the three, `cases` lists what each runs, `runner` runs cases in processes that can be killed, `worker` is
-such a process, and `check`, `speed`, `model` and `peer` are what it does. The parent never touches the device.
+`commands` has the three commands, `cases` lists what each runs, and `runner` runs the cases in child processes that can
+be killed. `worker` is such a process; `check`, `speed` and `model` are what it does. The parent never uses the device.
+Needs neither grain nor tyro nor rich.
 """

@@ -1,6 +1,8 @@
-"""What `mercury bench gpu check | speed | model` runs, in order: the forms that models need first, small before large.
+"""The cases of `mercury bench gpu check | speed | model`, in order: the forms that models need first, small before
+large.
 
-Only data: the child looks the work up by its name. `small` lists go through the same code on any machine.
+Only data: the child process finds the work by its name (`worker.WORK`). Lists with `small` run the same code with small
+shapes on any machine. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from mercury_jax.bench.gpu.runner import Case
+from mercury_jax.bench.gpu.runner import GpuCase
 
 BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
-HOPPER = "sm_90a"  # of `kernels.device`, which would import JAX
-KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever passed before
+HOPPER = "sm_90a"  # as in `kernels.device`, which would import JAX
+KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
 WIDTHS = (64, 128, 256, 512)  # head sizes
 EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
 GEMMA, MODEL_100M = "diffusiongemma-26b-a4b", "mercury-100m"
-# XLA's own choice of command buffers leaves loops out; this one turns their bodies into graphs, too.
+# By default XLA's command buffers leave loops out; with these flags the bodies of loops become CUDA graphs too.
 GRAPHS = (
     "XLA_FLAGS",
     "--xla_gpu_enable_command_buffer="
@@ -29,22 +31,33 @@ OFF = ("MERCURY_KERNELS", "0")
 # --- check
 
 
-def about(small: bool, env: tuple[tuple[str, str], ...] = ()) -> list[Case]:
-    """What every command begins with: versions and the device, then its ceilings, which all else is compared with."""
+def about(small: bool, env: tuple[tuple[str, str], ...] = ()) -> list[GpuCase]:
+    """The first cases of every command: versions and the device, then the roofline that everything is compared with.
+
+    Args:
+        small: Whether to use small arrays.
+        env: Environment variables of the process.
+
+    Returns:
+        Two cases.
+    """
     size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     return [
-        Case("about", "about", {}, limit=90.0, env=env),
-        Case("ceilings", "ceilings", size, limit=60.0, env=env),
+        GpuCase("about", "about", {}, limit=90.0, env=env),
+        GpuCase("ceilings", "ceilings", size, limit=60.0, env=env),
     ]
 
 
-def check(chip: str | None, seed: int, small: bool = False) -> list[Case]:
-    """Every kernel form, those that models need first and each from its smallest shape up.
+def check(chip: str | None, seed: int, small: bool = False) -> list[GpuCase]:
+    """The cases of every kernel form, those that models need first, each from its smallest shape up.
 
     Args:
-        chip: "sm_90a", "sm_100a", "tpu" of `kernels.device`; None: no kernel is for this device (small: interpreted).
-        seed: Of the inputs.
+        chip: "sm_90a", "sm_100a" or "tpu", as in `kernels.device`; None where no kernel is for this device.
+        seed: Draws the inputs.
         small: Few small shapes, for the interpreter.
+
+    Returns:
+        The cases in the order in which they run, with NVIDIA's memory checker at the end.
     """
     if small:
         found = [*_small()]
@@ -54,7 +67,7 @@ def check(chip: str | None, seed: int, small: bool = False) -> list[Case]:
         found = [*_attention(()), *_grouped(False)]
         more = (("int8",), ("page",), ("page", "int8"), ("softcap",), ("fp16",))
         found += [*itertools.chain.from_iterable(_attention(m) for m in more), *_grouped(True)]
-        if chip != HOPPER:  # grouped products and pages in place are Hopper's
+        if chip != HOPPER:  # grouped products and paged attention exist for Hopper only
             found = [c for c in found if c.work == "attention" and not c.asked["shape"].get("page")]
     draws = 1 if small else 2
     found = [c._replace(asked=c.asked | {"seed": seed, "draws": draws}, env=KERNELS) for c in found]
@@ -63,20 +76,24 @@ def check(chip: str | None, seed: int, small: bool = False) -> list[Case]:
     told = {"cases": [{"work": c.work, "asked": c.asked} for c in first]}
     return [
         *found,
-        Case("compute-sanitizer", "sanitizer", told, limit=120.0, least=30.0, env=KERNELS, alone=True),
+        GpuCase("compute-sanitizer", "sanitizer", told, limit=120.0, least=30.0, env=KERNELS, alone=True),
     ]
 
 
-def _case(work: str, form: str, shape: dict[str, Any], limit: float) -> Case:
+def _case(work: str, form: str, shape: dict[str, Any], limit: float) -> GpuCase:
     name = f"{form} " + " ".join(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))
-    return Case(name.strip(), work, {"shape": shape}, limit=limit, form=form)
+    return GpuCase(name.strip(), work, {"shape": shape}, limit=limit, form=form)
 
 
-def _attention(what: tuple[str, ...]) -> Iterator[Case]:
-    """A kind of form for each head size. what: "int8" keys, in "page"s, with a "softcap", of "fp16"; (): none of it."""
+def _attention(what: tuple[str, ...]) -> Iterator[GpuCase]:
+    """The cases of one kind of form for each head size.
+
+    Args:
+        what: Any of "int8" (keys), "page" (paged keys), "softcap" and "fp16"; () for plain bf16.
+    """
     for width in WIDTHS:
         if width == 512 and "int8" in what:
-            continue  # the kernel has no room to widen them
+            continue  # the kernel's shared memory has no room to convert them
         dtype = FP16 if "fp16" in what else BF16
         shape: dict[str, Any] = {"width": width, "dtype": dtype}
         shape |= {"int8": True} if "int8" in what else {}
@@ -86,20 +103,19 @@ def _attention(what: tuple[str, ...]) -> Iterator[Case]:
                  *(["softcap"] * ("softcap" in what))]  # fmt: skip
         groups = {256: 8, 512: 2}.get(width, 4)
         sizes = [
-            dict(b=1, t=8, h=4, g=2, s=256, r=1),  # few rows: the keys are split
-            dict(
-                b=2, t=40, h=16, g=groups, s=1152, r=3
-            ),  # gaps, three ranges, a last tile of rows that is not full
+            dict(b=1, t=8, h=4, g=2, s=256, r=1),  # few rows, so that the keys are split
+            # Gaps, three ranges, and a last tile of rows that is not full.
+            dict(b=2, t=40, h=16, g=groups, s=1152, r=3),
         ]
         if not what:
-            sizes.append(
-                dict(b=8, t=256, h=16, g=groups, s=2048, r=2)
-            )  # as a batch of canvases: nothing is split
-        limit = 45.0 if width == 512 else 25.0  # to build the widest takes several times as long
+            # A batch of canvases, where nothing is split.
+            sizes.append(dict(b=8, t=256, h=16, g=groups, s=2048, r=2))
+        limit = 45.0 if width == 512 else 25.0  # the widest takes several times as long to compile
         yield from (_case("attention", "-".join(parts), shape | size, limit) for size in sizes)
 
 
-def _grouped(gradient: bool) -> Iterator[Case]:
+def _grouped(gradient: bool) -> Iterator[GpuCase]:
+    """The cases of the grouped product, or of the gradient of its rows, for each dtype of the matrices."""
     for dtype in (BF16, INT8, FP8):
         form = f"grouped-{dtype}" + "-gradient" * gradient
         more = {"gradient": True} if gradient else {}
@@ -109,8 +125,8 @@ def _grouped(gradient: bool) -> Iterator[Case]:
             yield _case("grouped", form, shape, limit=30.0)
 
 
-def _small() -> Iterator[Case]:
-    """Forms that the interpreter computes in some seconds each."""
+def _small() -> Iterator[GpuCase]:
+    """Forms that the interpreter runs in some seconds each."""
     tiny = dict(b=1, t=3, h=2, g=1, s=128, r=2)
     for width, more in ((64, {}), (64, {"int8": True, "page": 128}), (512, {})):
         parts = [
@@ -131,12 +147,12 @@ def _small() -> Iterator[Case]:
 # --- speed
 
 
-def speed(small: bool = False) -> list[Case]:
-    """Attention and grouped products, ours beside cuDNN and XLA; a small model with kernels and graphs on and off."""
+def speed(small: bool = False) -> list[GpuCase]:
+    """Attention and grouped products beside cuDNN and XLA; a model with kernels and CUDA graphs on and off."""
     shapes = SMALL_SHAPES if small else SHAPES
     found = []
     for shape, way in itertools.product(shapes, ("cudnn", "xla", "ours")):
-        if way == "ours" or not shape.get("int8"):  # nobody else reads int8 keys
+        if way == "ours" or not shape.get("int8"):  # cuDNN and XLA read no int8 keys
             found.append(_timed("time_attention", shape, way, 60.0))
     kinds = {BF16: ("ragged_dot", "tiles", "ours"), INT8: ("tiles", "ours")}
     routings = ("skewed",) if small else ("even", "random", "skewed")
@@ -159,13 +175,13 @@ def speed(small: bool = False) -> list[Case]:
         ]
         env = (() if kernels else (OFF,)) + ((GRAPHS,) if graphs else ())
         name = f"decoding {model}, {', '.join(words)}"
-        found.append(Case(name, "decoding", asked, limit=100.0, least=20.0, env=env, alone=not small))
+        found.append(GpuCase(name, "decoding", asked, limit=100.0, least=20.0, env=env, alone=not small))
     return found
 
 
-def _timed(work: str, shape: dict[str, Any], way: str, limit: float) -> Case:
+def _timed(work: str, shape: dict[str, Any], way: str, limit: float) -> GpuCase:
     what = " ".join(f"{k}={v}" for k, v in shape.items())
-    return Case(
+    return GpuCase(
         f"{work.removeprefix('time_')} {what}, {way}", work, {"shape": shape, "way": way}, limit=limit
     )
 
@@ -187,27 +203,32 @@ SMALL_SHAPES = [_canvas(32, 320, (4, 2, 64)), _canvas(256, 256, (4, 2, 64), caus
 # --- model
 
 
-def model(small: bool = False) -> list[Case]:
-    """A slice of the 26B with kernels against without, the 26B itself, transformers beside it, then training."""
+def model(small: bool = False) -> list[GpuCase]:
+    """A slice of the 26B model with kernels and without, the whole model, transformers beside it, then training."""
     name = "tiny" if small else GEMMA
     few = {"prefix": 64, "turns": 3} if small else {"prefix": 1024, "turns": 3}
     how: dict[str, Any] = dict(alone=not small, least=10.0 if small else 30.0)
     found = [_slice(name, INT8, 2 if small else 4, how)]
     for kind in (INT8,) if small else (INT8, None):
         asked = {"model": name, "quantise": kind, "batch": 1} | few
-        found.append(Case(f"decoding {name}, {kind or BF16}", "decoding", asked, limit=240.0, **how))
+        found.append(GpuCase(f"decoding {name}, {kind or BF16}", "decoding", asked, limit=240.0, **how))
     told = {"model": name, "prefix": few["prefix"], "device": "cpu" if small else "cuda"}
-    found.append(Case(f"transformers, {name}", "transformers", told, limit=150.0, **how))
+    found.append(GpuCase(f"transformers, {name}", "transformers", told, limit=150.0, **how))
     trained = (("tiny-causal", 2, 128),) if small else ((MODEL_100M, 32, 2048), ("mercury-350m", 16, 2048),
                                                        ("mercury-1b", 8, 2048))  # fmt: skip
     turns = 1 if small else 5
     found += [
-        Case(f"training {name}, {rows} x {row}", "training", {"model": name, "rows": rows, "row": row, "turns": turns},
-             limit=120.0, **how) for name, rows, row in trained
+        GpuCase(
+            f"training {name}, {rows} x {row}", "training",
+            {"model": name, "rows": rows, "row": row, "turns": turns}, limit=120.0, **how,
+        )
+        for name, rows, row in trained
     ]  # fmt: skip
     return found if small else [*found, _slice(name, None, 4, how)]
 
 
-def _slice(name: str, quantise: str | None, layers: int, how: dict[str, Any]) -> Case:
+def _slice(name: str, quantise: str | None, layers: int, how: dict[str, Any]) -> GpuCase:
     asked = {"model": name, "quantise": quantise, "layers": layers}
-    return Case(f"logits of a slice of {name}, {quantise or BF16}", "slice_logits", asked, limit=150.0, **how)
+    return GpuCase(
+        f"logits of a slice of {name}, {quantise or BF16}", "slice_logits", asked, limit=150.0, **how
+    )

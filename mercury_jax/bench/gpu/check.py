@@ -1,10 +1,9 @@
-"""Whether the kernels are right on this device: each form against plain jnp in fp32, on inputs that show what is wrong.
+"""Correctness of the kernels on this device: each form against plain jnp in fp32, on inputs that reveal errors.
 
 Keys that no query sees are NaN, and so are pages that no row may read, rows behind the last expert and matrices of
 experts without rows; memory is filled with NaN before each run. Each compiled program runs twice on each draw of
-inputs: an error that moves between two runs on the same inputs is a race.
-
-Where there is no GPU the same code runs under the Mosaic GPU interpreter, on small shapes (`check --small`).
+inputs: two results that differ show a race. Without a GPU the same code runs under the Mosaic GPU interpreter, on
+small shapes (`check --small`).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mercury_jax.bench.ceilings import ceilings as measured
-from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products, reference
+from mercury_jax.bench.timing import measure_roofline
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.inputs import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
-TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic is at 1e-3 to 1e-2
+TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2
 MOVED = 1e-3  # relative difference between two runs of one program on the same inputs
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell", kernel_device.TPU: "tpu"}
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch",
@@ -41,42 +40,52 @@ PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-
 
 
 def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Versions, the device, and what it is to our kernels."""
+    """Versions, the device, and which kernels are for it.
+
+    Args:
+        asked: Empty.
+        stage: Called with what is being done.
+
+    Yields:
+        One row.
+    """
     stage("starting JAX on the device")
     devices = jax.devices()
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    driver = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module
+    # The ptxas that Mosaic and XLA may compile with explains rows in which they could not.
+    ptxas = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
     yield {
         "hardware": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
-        "jax": jax.__version__, "python": platform.python_version(), "versions": versions, "driver": _driver(),
+        "jax": jax.__version__, "python": platform.python_version(), "versions": versions,
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"), "chip": kernel_device.present(),
-        "kernels": kernel_device.status(), "cores": os.cpu_count(), "cuda": _toolkit(),
+        "kernels": kernel_device.status(), "cores": os.cpu_count(),
+        "cuda": {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": ptxas},
     }  # fmt: skip
 
 
-def _driver() -> str | None:
-    """Version of NVIDIA's driver, as its kernel module tells it."""
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text().splitlines()[0] if file.is_file() else None
-
-
-def _toolkit() -> dict[str, str | None]:
-    """What Mosaic and XLA may compile with, for the reader of a row that says that they could not."""
-    found = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
-    return {"CUDA_ROOT": os.environ.get("CUDA_ROOT"), "ptxas": found}
-
-
 def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Bytes a second of a copy (read and written), FLOP a second of bf16 products, both measured."""
+    """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products.
+
+    Args:
+        asked: `megabytes` of the copied array and `width` of the matrices.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `bytes_per_second` and `flops_per_second`.
+    """
     stage("copying, then multiplying")
-    found = measured(asked["megabytes"], asked["width"])
+    found = measure_roofline(asked["megabytes"], asked["width"])
     yield {"bytes_per_second": found.bandwidth, "flops_per_second": found.matmul}
 
 
-class Try(NamedTuple):
-    """A program and its inputs: poisoned for the kernel, clean for the reference in fp32."""
+class KernelCheck(NamedTuple):
+    """A kernel, its reference in fp32, and their inputs: with NaN where nothing may be read for the kernel, without for
+    the reference."""
 
     kernel: Callable[..., Any]
     reference: Callable[..., Any]
@@ -84,26 +93,52 @@ class Try(NamedTuple):
 
 
 def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """One shape of one form of the attention kernels."""
-    a = Attention(**asked["shape"])
-    yield from _judged(a.made(_device()), asked, stage, {"shape": a.text})
+    """Checks one shape of one form of the attention kernels.
+
+    Args:
+        asked: `shape` as fields of `AttentionShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        The row of `_judged`.
+    """
+    a = AttentionShape(**asked["shape"])
+    yield from _judged(a.check(_device()), asked, stage, {"shape": a.text})
 
 
 def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """One shape of the grouped product, or of the gradient of its rows."""
-    a = Grouped(**asked["shape"])
+    """Checks one shape of the grouped product, or of the gradient of its rows.
+
+    Args:
+        asked: `shape` as fields of `GroupedShape`, `seed`, and `draws` of inputs.
+        stage: Called with what is being done.
+
+    Yields:
+        The row of `_judged`.
+    """
+    a = GroupedShape(**asked["shape"])
     sizes = a.sizes(np.random.default_rng(asked["seed"]))
     starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
-    yield from _judged(a.made(_device()), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
+    yield from _judged(a.check(_device()), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
 
 
-class Attention(NamedTuple):
-    """A call of `attend` or `attend_paged`: b rows of t queries with h heads, s keys of g heads, r ranges a query."""
+class AttentionShape(NamedTuple):
+    """A call of `attend` or `attend_paged`.
+
+    Attributes:
+        width: Head size.
+        int8: Whether keys and values are int8.
+        page: Slots of a page; 0 for contiguous keys.
+        softcap: Cap of the scores; None for none.
+        b, t, h: Rows, queries of a row, query heads.
+        g, s: Key heads, keys of a row.
+        r: Ranges of each query.
+    """
 
     width: int
     dtype: str = "bfloat16"
     int8: bool = False
-    page: int = 0  # slots of a page; 0: the keys lie in one piece
+    page: int = 0
     softcap: float | None = None
     b: int = 1
     t: int = 8
@@ -114,6 +149,7 @@ class Attention(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The sizes in words."""
         more = (
             ["int8 keys"] * self.int8
             + [f"pages of {self.page}"] * bool(self.page)
@@ -123,7 +159,8 @@ class Attention(NamedTuple):
         return ", ".join([sizes, self.dtype, *more])
 
     def ranges(self) -> np.ndarray:
-        """A prefix, a gap that nobody sees, and ranges that grow from query to query; some queries see nothing."""
+        """[b, t, r, 2]: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
+        nothing."""
         found = np.zeros((self.b, self.t, self.r, 2), np.int32)
         prefix = self.s // 3 + np.arange(self.b)[:, None] * 3 % (self.s // 8)
         found[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
@@ -137,7 +174,8 @@ class Attention(NamedTuple):
         return found
 
     def drawn(self, seed: int) -> tuple[Any, ...]:
-        """Queries, keys, values, which keys are seen, ranges, and where in a pool each row's pages lie."""
+        """Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges, and the
+        places of each row's pages in a pool [b, pages]."""
         rng, ranges = np.random.default_rng(seed), self.ranges()
         draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
         see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
@@ -146,7 +184,17 @@ class Attention(NamedTuple):
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
 
     def prepared(self, q: Any, k: Any, v: Any, see: Any, ranges: Any, places: Any) -> tuple[Any, Any]:
-        """(arguments of the kernel, of the reference); what nobody sees is NaN in the first and 0 in the second."""
+        """(arguments of the kernel, of the reference). Unseen keys are NaN in the first and 0 in the second.
+
+        Args:
+            q, k, v: Queries [b, t, h, width], keys and values [b, s, g, width], fp32.
+            see: Which keys any query sees [b, s].
+            ranges: [b, t, r, 2].
+            places: Page numbers in the pool [b, pages of a row].
+
+        Returns:
+            Two tuples of arguments.
+        """
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         clean, poisoned = [], []
         for x in (k, v):
@@ -165,24 +213,27 @@ class Attention(NamedTuple):
         return (q, *pools, places, ranges), exact
 
     def _pool(self, x: Any, places: Any) -> Any:
-        """The pages of all rows in one pool, which has three more that hold NaN."""
+        """The pages of all rows in one pool, with three more pages of NaN."""
         fill = -1 if x.dtype == jnp.int8 else jnp.nan
         empty = jnp.full((places.size + 3, self.page, *x.shape[2:]), fill, x.dtype)
         return empty.at[places.reshape(-1)].set(x.reshape(-1, self.page, *x.shape[2:]))
 
-    def made(self, device: Device | None = None) -> Try:
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The kernel of a device, by default this one, beside the reference."""
         how: dict[str, Any] = dict(scale=self.width**-0.5, softcap=self.softcap, residual=True)
         backend = BACKENDS[kernel_device.present(device) or kernel_device.HOPPER]
         one = functools.partial(attend, cached=True) if not self.page else attend_paged
-        kernel, prepare = (
-            functools.partial(one, backend=backend, device=device, **how),
-            jax.jit(self.prepared),
+        kernel = functools.partial(one, backend=backend, device=device, **how)
+        prepare = jax.jit(self.prepared)
+        return KernelCheck(
+            kernel,
+            functools.partial(attend, backend="reference", **how),
+            lambda seed: prepare(*self.drawn(seed)),
         )
-        return Try(kernel, functools.partial(reference.run, **how), lambda seed: prepare(*self.drawn(seed)))
 
 
-class Grouped(NamedTuple):
-    """`rows` rows over `experts` experts, unevenly, each times its expert's matrix [inputs, outputs]."""
+class GroupedShape(NamedTuple):
+    """A grouped product: `rows` rows over `experts` experts, unevenly, each times its expert's [inputs, outputs]."""
 
     dtype: str
     rows: int
@@ -193,11 +244,12 @@ class Grouped(NamedTuple):
 
     @property
     def text(self) -> str:
+        """The sizes in words."""
         what = "gradient of rows, " if self.gradient else ""
         return f"{what}{self.rows} rows on {self.experts} x {self.inputs} x {self.outputs} of {self.dtype}"
 
     def sizes(self, rng: np.random.Generator) -> np.ndarray:
-        """Rows of each expert: one has none, one has many, and their first rows are 0 to 7 modulo 8."""
+        """Rows of each expert: one has none, one has many, and the first rows have all remainders modulo 8."""
         few = np.full(min(self.experts - 2, 8), 9)
         rest = self.rows - int(few.sum())
         if self.experts <= 10:
@@ -206,7 +258,16 @@ class Grouped(NamedTuple):
         return np.array([*few, 0, *rng.multinomial(rest, share)])
 
     def prepared(self, key: Any, sizes: Any) -> tuple[Any, ...]:
-        """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN."""
+        """Rows, a cotangent, matrices, sizes, scales; what no row may read is NaN.
+
+        Args:
+            key: Draws the numbers.
+            sizes: Rows of each expert [experts].
+
+        Returns:
+            (rows [rows + 5, inputs], cotangent [rows + 5, outputs], matrices [experts, inputs, outputs], sizes, scales
+            [experts, outputs] or None).
+        """
         keys, kind, scale = jax.random.split(key, 4), jnp.dtype(self.dtype), None
         x = (
             jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
@@ -226,7 +287,8 @@ class Grouped(NamedTuple):
             w = jnp.where(sizes[:, None, None] > 0, w, jnp.nan)
         return x, dy, w, sizes, scale
 
-    def made(self, device: Device | None = None) -> Try:
+    def check(self, device: Device | None = None) -> KernelCheck:
+        """The grouped product, or its gradient, beside a loop over the experts in fp32."""
         product = functools.partial(products.grouped_matmul, device=device)
 
         def kernel(x: Any, dy: Any, w: Any, sizes: Any, scale: Any) -> Any:
@@ -255,20 +317,25 @@ class Grouped(NamedTuple):
             )
             return args, args
 
-        return Try(kernel, exact, inputs)
+        return KernelCheck(kernel, exact, inputs)
 
 
 def _judged(
-    made: Try, asked: dict[str, Any], stage: Callable[[str], None], told: dict[str, Any]
+    made: KernelCheck, asked: dict[str, Any], stage: Callable[[str], None], told: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """A row that says whether a program is right: {"passed", "relative_error", "moved"} or why it is refused."""
+    """Runs a check.
+
+    Yields:
+        One row with `passed`, `relative_error` (the worst row) and `moved` (the difference of two runs), or with
+        `refused`, the reason why the kernel has no such form.
+    """
     seed = asked["seed"]
     inputs, exact = made.inputs(seed)
     stage("compiling")
     try:
         program = jax.jit(made.kernel).lower(*inputs).compile()
     except ValueError as error:
-        if "allowed:" not in str(error):  # words of ours: the kernel does not take it
+        if "allowed:" not in str(error):  # only our own refusals contain this
             raise
         yield told | {"passed": None, "refused": str(error)[:300]}
         return
@@ -302,7 +369,7 @@ def _reason(errors: list[float], moved: float) -> str:
 
 
 def _device() -> Device | None:
-    """On a device of our kernels None, itself; elsewhere a Hopper that is interpreted on the CPU."""
+    """None, for this device, where it has kernels; elsewhere a Hopper that is interpreted on the CPU."""
     if kernel_device.present() is not None:
         return None
     from mercury_jax.kernels.interpreter import interpreted
@@ -311,10 +378,14 @@ def _device() -> Device | None:
 
 
 def poison(program: Any, like: Any) -> None:
-    """Fills the memory that a program is about to be given with NaN: what it does not write shows.
+    """Fills the memory that a program will be given with NaN, so that what it does not write shows.
 
-    The allocator gives freed chunks of the right size away first, so arrays of the sizes of the program's temporaries
-    and outputs (`like`) are filled and freed.
+    The allocator reuses freed chunks of the right size first, so arrays of the sizes of the program's temporaries and
+    outputs (`like`) are filled and freed.
+
+    Args:
+        program: A compiled program.
+        like: Shapes of its outputs.
     """
     need = program.memory_analysis()
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(like)]
@@ -325,10 +396,18 @@ def poison(program: Any, like: Any) -> None:
 
 
 def worst(got: Any, want: Any) -> float:
-    """The largest relative error of a row over outputs: |got - want| / |want| of its vector; infinite for NaN.
+    """The largest relative error of a row over all outputs: |got - want| / |want| of its vector; infinite for NaN.
 
-    A row's norm counts as at least a twentieth of the typical one. Of one number a row (log-sum-exp) the difference is
-    taken, against at least 1. Infinities must stand at the same places: a row that sees nothing has -inf.
+    The norm of a row counts as at least a twentieth of the typical one. Of outputs with one number for each row, such
+    as log-sum-exp, the difference is taken relative to at least 1. Infinities must be at the same places: a row that
+    sees nothing has -inf.
+
+    Args:
+        got: Outputs of the kernel, one array or several.
+        want: Outputs of the reference.
+
+    Returns:
+        The largest error.
     """
     found = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -347,7 +426,15 @@ def worst(got: Any, want: Any) -> float:
 
 
 def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """NVIDIA's memory checker over some small cases, with an allocation of its own for each buffer."""
+    """Runs NVIDIA's memory checker over some small cases, with a separate allocation for each buffer.
+
+    Args:
+        asked: `cases`, each with `work` and `asked`.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed`, or with `left_out`, the reason why there is no result.
+    """
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:
         yield {"left_out": "compute-sanitizer is not installed here"}
@@ -373,7 +460,7 @@ def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[d
         "code": done.returncode,
     }
     if not summary:
-        yield row | {"left_out": f"it told nothing: {(told or done.stderr)[-300:].strip()}"}
+        yield row | {"left_out": f"it reported nothing: {(told or done.stderr)[-300:].strip()}"}
     elif all("0 errors" in line for line in summary):
         yield row | {"passed": True}
     else:

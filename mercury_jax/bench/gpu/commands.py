@@ -1,40 +1,42 @@
-"""check(), speed(), model(): the rows of the three commands, as they are measured.
+"""The three commands `check`, `speed` and `model`: generators of rows, as they are measured.
 
-Each row says what it is of: the command, the case, the device, the versions, the date. `check` keeps what passed where
-`attend` and the grouped product look for it (`kernels.checks`).
+Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
+grouped product look for it (`kernels.device`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 
 from mercury_jax.bench.gpu import cases
-from mercury_jax.bench.gpu.runner import Case, Row, Runner
+from mercury_jax.bench.gpu.runner import GpuCase, Row, Runner
 from mercury_jax.config import refuse
 
-BUDGET = 520.0  # seconds of a command: a machine may be lent for ten minutes a command
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
-Keep = Callable[[Row], None]
 
 
 class Unmeasured(RuntimeError):
-    """The device did not get as far as its ceilings."""
+    """The device failed before its roofline was measured."""
 
     exit_code = 1
 
 
 def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
-    """Every kernel form of this device; a form passed when all of its cases did, and is then used by default.
+    """Checks every kernel form of this device. A form passes when all of its cases do, and is then used by default.
 
     Args:
         runner: Runs the cases; its clock has the budget.
         small: Few small shapes, interpreted where there is no GPU.
-        only: Parts of names of cases; their forms are checked, and others keep what an earlier check found.
-        seed: Of the inputs.
+        only: Parts of names of cases; their forms are checked, and other forms keep the result of an earlier check.
+        seed: Draws the inputs.
 
     Yields:
-        A row for each case, one for each form once it is decided, and what is kept at last.
+        A row for each case, and one for each form once it is decided.
+
+    Raises:
+        ValueError: No case has such a name.
+        Unmeasured: The device failed before its roofline was measured.
     """
     told, first = _begun(runner, "check", small, cases.KERNELS)
     yield from told
@@ -55,27 +57,30 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
 
 
 class _Verdicts:
-    """Decides forms as their cases come in, and keeps them at once: a command that is cut short keeps what it found."""
+    """Decides forms as the results of their cases arrive, and stores each decision at once, in case the command is
+    interrupted."""
 
-    def __init__(self, first: Row, whole: bool, cases: Sequence[Case]) -> None:
-        from mercury_jax.kernels import checks  # imports JAX, and starts it on no device
+    def __init__(self, first: Row, whole: bool, cases: Sequence[GpuCase]) -> None:
+        from mercury_jax.kernels import device as kernel_device  # imports JAX, and starts it on no device
 
-        self._checked, self._date = checks, first["same"]["date"]
-        self._entry = checks.entry_key(first["hardware"], first["jax"])
-        self._forms = {} if whole else dict(checks.read(self._entry) or {})
+        self._checks, self._date = kernel_device, first["same"]["date"]
+        self._entry = kernel_device.entry_key(first["hardware"], first["jax"])
+        self._forms = {} if whole else dict(kernel_device.read_checks(self._entry) or {})
         self._left: dict[str, int] = {}
         for case in cases:
             if case.form:
                 self._left[case.form] = self._left.get(case.form, 0) + 1
         self._errors: dict[str, float] = {}
-        for form in self._left:  # until it is found right, it is not
-            self._forms[form] = {"passed": False, "why": "its check did not come to an end"}
+        for form in self._left:  # until its check passes, a form is not used
+            self._forms[form] = {"passed": False, "why": "its check was not completed"}
         self._save()
 
     def failed(self, form: str) -> bool:
+        """Whether a case of this form has failed."""
         return bool(form) and self._left[form] < 0
 
-    def add(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
+    def add(self, case: GpuCase, rows: Sequence[Row]) -> Iterator[Row]:
+        """Takes the rows of a case; yields the row of its form once that is decided."""
         form, last = case.form, rows[-1] if rows else {}
         if not form or self.failed(form):
             return
@@ -87,7 +92,7 @@ class _Verdicts:
             self._forms[form] = {"passed": True, "relative_error": self._errors[form]}
         else:
             reasons = (last.get(name) for name in ("why", "failed", "refused", "not_run"))
-            why = next((str(r) for r in reasons if r), "it said nothing")
+            why = next((str(r) for r in reasons if r), "it gave no result")
             self._left[form] = -1
             self._forms[form] = {"passed": False, "why": f"{case.name}: {why}"[:300]}
         yield (
@@ -97,15 +102,25 @@ class _Verdicts:
         )
 
     def _save(self) -> str | None:
-        file = self._checked.write(self._entry, self._forms, self._date)
+        file = self._checks.write_checks(self._entry, self._forms, self._date)
         return None if file is None else str(file)
 
 
 def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """What passed `check`, beside cuDNN and XLA, as shares of the ceilings; then a small model four ways."""
+    """Times what passed `check` beside cuDNN and XLA, as shares of the roofline; then a model with kernels and graphs
+    on and off. Arguments as of `check`.
+
+    Args:
+        runner: Runs the cases.
+        small: Small shapes and models, for a machine without a GPU.
+        only: Parts of names of cases.
+
+    Yields:
+        A row for each case.
+    """
     told, first = _begun(runner, "speed", small)
     yield from told
-    best: dict[str, float] = {}  # seconds of the fastest of others, by shape
+    best: dict[str, float] = {}  # shape -> seconds of the fastest other implementation
     for case in _matching(cases.speed(small), only):
         for row in runner.run(case):
             row = _shares(row, first)
@@ -119,7 +134,17 @@ def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> I
 
 
 def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """A slice of the 26B with kernels and without, the 26B, transformers beside it, training."""
+    """Measures a slice of the 26B model with kernels and without, the whole model, transformers, and training.
+    Arguments as of `check`.
+
+    Args:
+        runner: Runs the cases.
+        small: Small shapes and models, for a machine without a GPU.
+        only: Parts of names of cases.
+
+    Yields:
+        A row for each case.
+    """
     told, first = _begun(runner, "model", small)
     yield from told
     ours = None
@@ -136,7 +161,7 @@ def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> I
 def _begun(
     runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
 ) -> tuple[list[Row], Row]:
-    """(rows of the device and its ceilings, what later rows need of them)."""
+    """Measures the device: (rows of it and of its roofline, what later rows need of these)."""
     same: Row = {"command": command, "small": small, "date": str(date.today())}
     rows, found = [], {}
     for case in cases.about(small, env):
@@ -151,7 +176,7 @@ def _begun(
 
 
 def _shares(row: Row, first: Row) -> Row:
-    """Seconds as shares of what the measured ceilings allow."""
+    """The row with its seconds as a share of what the measured roofline allows."""
     seconds = row.get("seconds_per_forward", row.get("seconds"))
     if seconds is None or "flops" not in row:
         return row
@@ -162,7 +187,7 @@ def _shares(row: Row, first: Row) -> Row:
     return row | {"least_seconds": least, "share_of_bound": least / seconds}
 
 
-def _matching(found: list[Case], only: Sequence[str]) -> list[Case]:
+def _matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
     chosen = [case for case in found if not only or any(part in case.name for part in only)]
     if not chosen and found:
         raise refuse("--only", list(only), f"parts of names: {'; '.join(case.name for case in found)}")

@@ -1,15 +1,20 @@
-"""Whole models with random weights: passes of `mj.sample`, logits of `mj.logits` with kernels and without, training.
+"""Whole models with random weights: passes of `mj.sample`, logits with kernels and without, training, transformers.
 
-Weights are made where they lie by one jitted call, from a hash of their place: quick to compile, and no two alike.
+The weights are made on the device by one jitted call, from a hash of their place in the array: quick to compile, and no
+two weights alike. transformers runs in a process of its own, since JAX and torch would share the device's memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,10 +23,11 @@ import numpy as np
 
 import mercury_jax as mj
 from mercury_jax import models, noise, sharding
-from mercury_jax.bench import known, weightless
-from mercury_jax.bench.timing import timed
+from mercury_jax.bench import abstract_params as ap
+from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
 from mercury_jax.decode import rules
+from mercury_jax.hub.families.gemma import export_diffusion
 from mercury_jax.kernels import device as kernel_device
 from mercury_jax.models import masks
 from mercury_jax.models.gemma import GemmaConfig
@@ -30,44 +36,46 @@ from mercury_jax.types import LM, Batch
 
 Stage = Callable[[str], None]
 FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
-DENOISING = 16  # steps of a canvas at which tokens a second are told, before the pass that commits it
+DENOISING = 16  # steps of a canvas, before the pass that commits it, for which tokens/s are given
 
 
-def find(name: str) -> weightless.Source:
-    """A configuration by name: those of `bench.known`, "tiny" (a DiffusionGemma), "tiny-causal" (ours)."""
+def find(name: str) -> ap.ModelSource:
+    """A model by name: a preset, "tiny" (a DiffusionGemma), or "tiny-causal" (a causal encoder)."""
     if name == "tiny":
         config: ModelConfig = GemmaConfig(
             vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
             experts=Experts(count=8, active=2, width=32), global_layers=(3,), window=64, global_head_dim=64,
             global_kv_heads=1, keys_as_values=True, self_conditioning=True, encoder_scalars=True, pad=0, eos=1,
         )  # fmt: skip
-        return weightless.Source(name, config, known.UNIFORM, jnp.dtype("float32"), known.GEMMA_DECODING)
+        return ap.ModelSource(name, config, ap.UNIFORM, jnp.dtype("float32"), ap.GEMMA_DECODING)
     if name == "tiny-causal":
         config = dataclasses.replace(
-            known.ours(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
+            ap.causal_encoder(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
         )
-        return weightless.Source(name, config, known.MASKED, jnp.dtype("float32"))
-    one = known.find(name)
+        return ap.ModelSource(name, config, ap.MASKED, jnp.dtype("float32"))
+    one = ap.find_preset(name)
     config = one.config()
-    return weightless.Source(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
+    return ap.ModelSource(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
 
 
-def sliced(config: Any, layers: int) -> Any:
-    """The first layers of a DiffusionGemma, the last of them global."""
-    return dataclasses.replace(config, layers=layers, global_layers=(layers - 1,))
+def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> LM:
+    """The model with random weights on the first device. It never emits the end of text.
 
+    Args:
+        found: The model.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+        stage: Called with what is being done.
 
-def made(found: weightless.Source, quantise: str | None, stage: Stage) -> LM:
-    """The model with random weights on the first device; it never emits the end of text."""
-    lm = weightless.lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
+    Returns:
+        The model, ready to decode.
+    """
+    lm = ap.abstract_lm(found, sharding.mesh(devices=jax.devices()[:1]), quantise)
     stage(f"filling {size(lm.params) / 1e9:.1f} GB of weights")
-    params = jax.block_until_ready(filled(lm.params))
-    ends = (*lm.corruption.forbidden, lm.model.config.eos)
-    return dataclasses.replace(lm, params=params, corruption=lm.corruption._replace(forbidden=ends))
+    return endless(dataclasses.replace(lm, params=jax.block_until_ready(random_params(lm.params))))
 
 
-def filled(like: Any) -> Any:
-    """Arrays in the shapes of parameters, by one program: uniform numbers of deviation 0.02, ones for vectors."""
+def random_params(like: Any) -> Any:
+    """Arrays in the shapes of parameters, made by one program: uniform with deviation 0.02, and ones for vectors."""
     leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
     where = jax.tree.map(lambda x: x.sharding, like)
     fill = lambda: jax.tree.unflatten(tree, [_leaf(x, i) for i, x in enumerate(leaves)])
@@ -75,7 +83,7 @@ def filled(like: Any) -> Any:
 
 
 def _leaf(x: Any, seed: int) -> Any:
-    if isinstance(x, QuantisedWeight):  # 74: the deviation of all bytes
+    if isinstance(x, QuantisedWeight):  # 74 is the standard deviation of uniform bytes
         values = jax.lax.bitcast_convert_type((_bits(x.values.shape, seed) >> 24).astype(jnp.uint8), jnp.int8)
         return x._replace(
             values=values.astype(x.values.dtype), scale=jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)
@@ -87,7 +95,7 @@ def _leaf(x: Any, seed: int) -> Any:
 
 
 def _bits(shape: tuple[int, ...], seed: int) -> Any:
-    """A hash of each place (the finaliser of MurmurHash3); one fused loop, where a generator of JAX takes several."""
+    """A hash of each index by the finaliser of MurmurHash3: one fused loop, where JAX's generators need several."""
     h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
     for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
         h = h * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(prime)
@@ -97,12 +105,20 @@ def _bits(shape: tuple[int, ...], seed: int) -> Any:
 
 
 def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
-    """Seconds of a pass of `mj.sample`: the difference of a call with many denoising steps and one with few."""
+    """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
+
+    Args:
+        asked: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds_per_forward`, bytes and FLOP of a pass.
+    """
     found, batch, prefix = find(asked["model"]), asked["batch"], asked["prefix"]
-    lm = made(found, asked.get("quantise"), stage)
+    lm = random_model(found, asked.get("quantise"), stage)
     c = lm.model.config
     prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
-    rule = rules.confidence() if lm.corruption.mask is not None else None  # None: as the model asks
+    rule = rules.confidence() if lm.corruption.mask is not None else None  # None: the model's own
 
     def call(steps: int, seed: int = 0) -> tuple[float, int]:
         out, seconds = timed(lambda: mj.sample(
@@ -135,20 +151,29 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
-    """Logits of `mj.logits` with kernels and without, each against the same weights in fp32 arithmetic.
+    """Logits with kernels and without, each against the same weights in fp32 arithmetic.
 
-    Passed: with kernels the error is at most half again that of plain XLA in bf16, or a thousandth.
+    Passes if the error with kernels is at most 1.5 times that of plain XLA in bf16, or at most 1e-3.
+
+    Args:
+        asked: `model`, `quantise`, and `layers` of the slice.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `passed` and both errors.
     """
     found = find(asked["model"])
-    found = found._replace(config=sliced(found.config, asked["layers"]))
-    lm = made(found, asked["quantise"], stage)
+    layers: int = asked["layers"]
+    config: Any = found.config  # a DiffusionGemma, whose last layer must be global
+    found = found._replace(config=dataclasses.replace(config, layers=layers, global_layers=(layers - 1,)))
+    lm = random_model(found, asked["quantise"], stage)
     c, rng = lm.model.config, np.random.default_rng(0)
     prompt, canvas = (rng.integers(c.vocab // 4, c.vocab // 2, n) for n in (2 * c.block, c.block))
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
 
     def logits(lm: LM, switch: str | None) -> np.ndarray:
         kept = os.environ.pop(kernel_device.SWITCH, None)
-        jax.clear_caches()  # a program keeps the kernels that it was traced with
+        jax.clear_caches()  # compiled programs keep the kernels they were traced with
         try:
             if switch is not None:
                 os.environ[kernel_device.SWITCH] = switch
@@ -181,20 +206,27 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
 
 
 def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
-    """An update of AdamW: seconds, tokens a second, FLOP. The parent divides by the matmul ceiling (MFU).
+    """An AdamW update: seconds, tokens/s, FLOP. The parent process divides by the matmul roofline (MFU).
 
-    A row is a document's clean tokens and its canvases (block diffusion), so positions are about twice the tokens that
-    are learnt from.
+    A row is a document's clean tokens and its canvases (block diffusion), so there are about twice as many positions as
+    tokens to learn from.
+
+    Args:
+        asked: `model`, `rows` and positions of a `row`, `turns` that are timed.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds` of an update and its FLOP.
     """
-    from mercury_jax.train import objectives, optim, step as steps  # nothing else here needs optax
+    from mercury_jax.train import objectives, optim, step as steps  # only this function needs optax
 
     found, rows, row = find(asked["model"]), asked["rows"], asked["row"]
     c, on = found.config, sharding.mesh(devices=jax.devices()[:1])
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
     tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
     stage("making the state")
-    state = steps.init(jax.random.key(0), model, tx, ema=False, on=on)
-    update = steps.updater(model, objectives.masked_elbo(), corruption, tx, lr, on=on)
+    setup = steps.TrainSetup(model, objectives.masked_elbo(), corruption, tx, lr)
+    state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
     data, seconds, report = batch_of(c, rows, row), [], None
     stage("compiling, then timing")
     for _ in range(asked["turns"] + 1):  # the first one compiles
@@ -210,7 +242,16 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def load(lm: LM, batch: int, prefix: int) -> tuple[float, float]:
-    """(bytes that a pass must read, FLOP that it must do): every expert is touched, a token multiplies with few."""
+    """(bytes that a pass must read, FLOP that it must do): all experts are read, but a token multiplies with few.
+
+    Args:
+        lm: The model, or its shapes.
+        batch: Rows.
+        prefix: Tokens of each prompt.
+
+    Returns:
+        (bytes, FLOP).
+    """
     c = lm.model.config
     positions = batch * c.block
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(lm.params) if x.ndim > 1)
@@ -227,14 +268,23 @@ def size(tree: Any) -> int:
 
 
 def peak() -> int | None:
-    """Bytes that the first device held at most so far, where it tells."""
+    """Most bytes that the first device has held so far; None where it does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def batch_of(c: ModelConfig, rows: int, row: int) -> Batch:
-    """Rows of one random document each, as long as fits behind its clean tokens; the rest is padding."""
+    """A batch of rows with one random document each, as long as fits behind its clean tokens, then padding.
+
+    Args:
+        c: Configuration of the model.
+        rows: Rows of the batch.
+        row: Positions of a row.
+
+    Returns:
+        Numpy arrays in the place of those of the data pipeline.
+    """
     length = row if c.pattern == "bidirectional" else max(c.block, (row + c.block) // (2 * c.block) * c.block)
-    ids = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, length)  # no special one
+    ids = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, length)  # no special tokens
     laid = masks.layout(c, ids, 0)
 
     def pad(x: Any, fill: int = 0) -> Any:
@@ -249,10 +299,49 @@ def batch_of(c: ModelConfig, rows: int, row: int) -> Batch:
 
 
 def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
-    """6 a parameter that multiplies and position, 12 a head's number and key that is seen: what the step must do."""
+    """FLOP that a training step must do: 6 for each matrix parameter and position, 12 for each number of a head and key
+    that a query sees.
+
+    Args:
+        params: Parameters, or their shapes.
+        c: Configuration of the model.
+        data: The batch.
+
+    Returns:
+        FLOP of the forward and the backward pass.
+    """
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if x.ndim > 1)
     lookup = 0 if c.tied else c.vocab * c.width
     ranges = np.asarray(data.ranges, np.int64)
     seen = float((ranges[..., 1] - ranges[..., 0]).clip(0).sum())
     positions = np.asarray(data.tokens).size
     return 6.0 * (total - lookup) * positions + 12.0 * c.heads * c.head_dim * c.layers * seen
+
+
+def transformers(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+    """Seconds of a denoising pass of transformers' `generate` with random weights of the same shapes.
+
+    Args:
+        asked: `model`, `prefix` tokens of the prompt, `device` of torch.
+        stage: Called with what is being done.
+
+    Raises:
+        RuntimeError: The process of transformers ended without a result.
+
+    Yields:
+        One row with `seconds_per_forward` and the versions, or with `left_out`, the reason why there is none.
+    """
+    config: Any = find(asked["model"]).config
+    prompt = np.random.default_rng(0).integers(2, config.vocab, asked["prefix"]).tolist()
+    told = {
+        "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": asked["device"],
+        "dtype": config.dtype,
+    }  # fmt: skip
+    stage("transformers in a process of its own")
+    worker = Path(__file__).with_name("transformers_worker.py")
+    command = [asked.get("python", sys.executable), str(worker)]
+    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"transformers' process ended with code {done.returncode}: {done.stderr[-400:]}")
+    yield {"model": asked["model"], "prefix": asked["prefix"], "batch": 1} | json.loads(lines[-1])

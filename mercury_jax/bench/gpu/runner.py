@@ -1,9 +1,9 @@
-"""The parent of `mercury bench gpu`: runs cases in processes that can be killed, within a budget of seconds.
+"""The parent process of `mercury bench gpu`: runs cases in child processes that can be killed, within a time budget.
 
-A case that hangs is killed with its whole process group, one that crashes or answers wrongly loses its process: the
-next case begins in a fresh one. Cases that follow each other with the same environment share a process while all goes
-well, since starting JAX on a GPU takes longer than most of them. One that fails in a shared process is tried again
-alone, so that it does not pay for what ran before it. This module and `cases` import no JAX.
+A case that hangs is killed with its process group. After a crash or a failed case the next one starts in a new
+process. Otherwise consecutive cases with the same environment share a process, since starting JAX on a GPU takes
+longer than most of them. A case that fails in a shared process is repeated in a new one, in case an earlier case
+caused the failure. This module and `cases` import no JAX.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from typing import IO, Any, NamedTuple
 
 Row = dict[str, Any]
 WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.worker")
-BEAT = 10.0  # seconds between two lines on standard error
-STARTING = 30.0  # seconds more for the first case of a process: JAX, the device, its libraries
-TAIL = 600  # characters of a dead process's standard error that its row keeps
-SWITCH = "MERCURY_KERNELS"  # of `kernels.device`, which would import JAX
-# Children come one after another, and one that was killed may hold its memory for a moment: none takes all of it.
+BEAT = 10.0  # seconds between two progress lines
+STARTING = 30.0  # further seconds for the first case of a process, which starts JAX and the device
+TAIL = 600  # characters of the standard error of a dead process that its row contains
+SWITCH = "MERCURY_KERNELS"  # as in `kernels.device`, which would import JAX
+# A killed child may hold its memory for a moment while the next one starts, so none preallocates all of it.
 ALWAYS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-class Case(NamedTuple):
-    """One thing to run.
+class GpuCase(NamedTuple):
+    """One unit of work in a child process.
 
-    name: shown, and matched by `--only`. work: a name in `worker.WORK`. asked: its arguments, JSON. limit: seconds
-    after which it is killed. least: seconds without which it is not begun. form: the kernel form (`kernels.checks`)
-    that it is a case of. env: variables of its process; MERCURY_KERNELS is unset unless it is among them. alone: shares
-    no process.
+    Attributes:
+        name: Shown, and matched by `--only`.
+        work: A name in `worker.WORK`.
+        asked: Its arguments, JSON.
+        limit: Seconds after which it is killed.
+        least: Seconds that must be left to begin it.
+        form: The kernel form (`kernels.device`) it belongs to; empty for none.
+        env: Environment variables of its process; MERCURY_KERNELS is unset unless it is among them.
+        alone: Whether it shares no process with others.
     """
 
     name: str
@@ -51,33 +56,36 @@ class Case(NamedTuple):
     alone: bool = False
 
 
-class Clock:
-    """How much of a command's budget is left."""
+class TimeBudget:
+    """The time budget of a command, in seconds."""
 
     def __init__(self, budget: float) -> None:
         self.budget, self._began = budget, time.monotonic()
 
     @property
     def spent(self) -> float:
+        """Seconds since the command began."""
         return time.monotonic() - self._began
 
     @property
     def left(self) -> float:
+        """Seconds that are left of the budget."""
         return self.budget - self.spent
 
 
 class Runner:
-    """Runs cases one after another; a context manager, at whose end no process is left.
+    """Runs cases one after another. A context manager: no process is left when it ends.
 
     Args:
         clock: The budget of the whole command.
-        worker: Command line of a child.
-        say: Takes a line for people, every `beat` seconds.
+        worker: Command line of a child process.
+        say: Called with a progress line every `beat` seconds.
+        beat: Seconds.
     """
 
     def __init__(
         self,
-        clock: Clock,
+        clock: TimeBudget,
         worker: Sequence[str] = WORKER,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         beat: float = BEAT,
@@ -91,8 +99,13 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def run(self, case: Case) -> list[Row]:
-        """Its rows; where it fails, the last one has {"failed": why}, and where time is over {"not_run": "time"}."""
+    def run(self, case: GpuCase) -> list[Row]:
+        """Runs a case.
+
+        Returns:
+            Its rows. Where it fails the last one has {"failed": why}; where no time is left the only one has
+            {"not_run": "time"}.
+        """
         if self.clock.left < case.least:
             return [{"not_run": "time", "seconds_left": round(max(self.clock.left, 0.0), 1)}]
         if case.alone or (self._child is not None and self._child.env != case.env):
@@ -105,13 +118,13 @@ class Runner:
             and not any(r.get("killed") for r in rows)
             and self.clock.left >= case.least
         ):
-            again = self._once(case)
-            rows = [row | {"in_a_used_process": _why(rows)} for row in again]
+            why = next((str(r.get("failed") or r.get("why")) for r in rows if troubled([r])), "")[:300]
+            rows = [row | {"in_a_used_process": why} for row in self._once(case)]
         if case.alone:
             self._end()
         return rows
 
-    def _once(self, case: Case) -> list[Row]:
+    def _once(self, case: GpuCase) -> list[Row]:
         began, limit = time.monotonic(), case.limit
         if self._child is None:
             self._child, limit = _Child(self._worker, case.env), limit + STARTING
@@ -126,7 +139,7 @@ class Runner:
         took = round(time.monotonic() - began, 2)
         return [row | {"seconds_of_case": took} for row in rows]
 
-    def _tell(self, case: Case, stage: str, began: float, limit: float) -> None:
+    def _tell(self, case: GpuCase, stage: str, began: float, limit: float) -> None:
         took = time.monotonic() - began
         spent = f"{self.clock.spent:.0f} of {self.clock.budget:.0f} s"
         self._say(f"{spent}, {case.name}: {stage}, {took:.0f} of at most {limit:.0f} s")
@@ -138,16 +151,17 @@ class Runner:
 
 
 def troubled(rows: Iterable[Row]) -> bool:
-    """Whether a case failed or answered wrongly: its process is not used again."""
+    """Whether a case failed or gave a wrong result, after which its process is not used again."""
     return any("failed" in row or row.get("passed") is False for row in rows)
 
 
-def _why(rows: Sequence[Row]) -> str:
-    return next((str(r.get("failed") or r.get("why")) for r in rows if troubled([r])), "")[:300]
-
-
 def append(path: str | None, row: Row) -> None:
-    """One JSON object on a line at the end of a file, on the disk before this returns: what was measured is kept."""
+    """Appends a row to a JSONL file and waits until it is on the disk; does nothing where no path was given.
+
+    Args:
+        path: A JSONL file, or None.
+        row: The row.
+    """
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -156,7 +170,7 @@ def append(path: str | None, row: Row) -> None:
 
 
 class _Child:
-    """A process that takes cases on its standard input and answers with JSON lines."""
+    """A child process that reads cases from its standard input and answers with JSON lines."""
 
     def __init__(self, worker: Sequence[str], env: tuple[tuple[str, str], ...]) -> None:
         self.env = env
@@ -168,8 +182,9 @@ class _Child:
         )  # fmt: skip
         threading.Thread(target=_fill, args=(self._process.stdout, self._lines), daemon=True).start()
 
-    def ask(self, case: Case, limit: float, beat: float, tell: Callable[[str], None]) -> Iterator[Row]:
-        """The rows of a case; the last one has {"failed": why} where it broke, with {"killed": True} where it hung."""
+    def ask(self, case: GpuCase, limit: float, beat: float, tell: Callable[[str], None]) -> Iterator[Row]:
+        """The rows of a case. The last one has {"failed": why} after a failure, and {"killed": True} too after a
+        hang."""
         end, stage = time.monotonic() + limit, "starting"
         try:
             assert self._process.stdin is not None
@@ -198,13 +213,13 @@ class _Child:
         yield {"failed": f"killed after {limit:.0f} s while {stage}", "killed": True}
 
     def kill(self) -> None:
-        """Ends the whole process group. A process that the driver does not let go of is left to it after 10 s."""
+        """Kills the process group, and waits for at most 10 s: a driver may keep a process longer."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         for stream in filter(None, (self._process.stdin, self._process.stdout, self._said)):
-            with contextlib.suppress(OSError):  # what was not yet written to a dead process
+            with contextlib.suppress(OSError):  # unwritten input of a dead process
                 stream.close()
 
     def _dead(self) -> Row:
@@ -222,7 +237,7 @@ def _fill(source: IO[str] | None, lines: queue.Queue[str | None]) -> None:
 
 
 def _parsed(line: str) -> Row:
-    """A line of a child; what a library prints between them is none."""
+    """A line of a child as JSON; empty for what libraries print."""
     try:
         told = json.loads(line)
     except ValueError:
@@ -231,10 +246,10 @@ def _parsed(line: str) -> Row:
 
 
 def _environment(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The user's, with this package importable wherever the child starts, and no kernels forced unless asked."""
+    """The user's environment, with this package importable and MERCURY_KERNELS unset unless it is given."""
     found = {k: v for k, v in os.environ.items() if k != SWITCH} | ALWAYS
     root = str(Path(__file__).parents[3])
     found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    for name, value in env:  # flags are added to the user's own
+    for name, value in env:  # XLA_FLAGS are appended to the user's own
         found[name] = f"{found.get(name, '')} {value}".strip() if name == "XLA_FLAGS" else value
     return found

@@ -1,7 +1,7 @@
-"""How fast kernels are: attention beside cuDNN and XLA, the grouped product in bytes a second under several routings.
+"""Speed of kernels: attention beside cuDNN and XLA, and the grouped product in bytes/s under several routings.
 
-One program makes many calls, each on what the one before gave, over several sets of keys where one set would stay in
-the chip's cache. Inputs are random, never zeros. A form of ours that did not pass `check` is not timed.
+One program makes many calls, each on the result of the one before, and alternates between several sets of keys where
+one set would stay in the chip's cache. Inputs are random, not zeros. A form that did not pass `check` is not timed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, checks, device as kernel_device
+from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.grouped_matmul import tile_rows
-from mercury_jax.kernels.kv_quant import quantise_int8
+from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
-CACHED = 200e6  # bytes: several times the 50 MB that an H200's cache holds
+CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
 SETS, CALLS, REPEATS = 6, 18, 7
 
 
 def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Seconds of a call by one way ("ours", "cudnn", "xla"), its bytes and its FLOP."""
+    """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
+
+    Args:
+        asked: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds`, or with `left_out` or `refused`, the reason why there are none.
+    """
     way, shape = asked["way"], asked["shape"]
     causal, int8 = shape.get("causal", False), shape.get("int8", False)
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
@@ -36,7 +44,7 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     like = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
     key_like = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
     if way == "ours":
-        form = checks.attention_form(
+        form = kernel_device.attention_form(
             like, jax.eval_shape(quantise_int8, key_like) if int8 else key_like, None
         )
         told["form"] = form
@@ -61,9 +69,9 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     stage("compiling, then timing")
     try:
         seconds = _chained(call, q, pairs)
-    except jax.errors.JaxRuntimeError:  # of the device: this process is lost
+    except jax.errors.JaxRuntimeError:  # an error of the device, after which this process is unusable
         raise
-    except Exception as error:  # cuDNN does not take every shape, and is not on every machine
+    except Exception as error:  # cuDNN does not support every shape, and is not on every machine
         if way == "ours":
             raise
         yield told | {"refused": f"{type(error).__name__}: {error}"[:300]}
@@ -85,12 +93,20 @@ def _attention(way: str, causal: bool, seen: Any) -> Callable[..., Any]:
 
 
 def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Seconds of the two products of an expert layer by one way ("ours", "tiles", "ragged_dot"), and its GB/s."""
+    """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot".
+
+    Args:
+        asked: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
+        stage: Called with what is being done.
+
+    Yields:
+        One row with `seconds`, or with `left_out`, the reason why there are none.
+    """
     way, shape = asked["way"], asked["shape"]
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     told: dict[str, Any] = {"shape": shape, "way": way}
     if way == "ours":
-        told["form"] = checks.grouped_form(shape["dtype"])
+        told["form"] = kernel_device.grouped_form(shape["dtype"])
         why = kernel_device.why_off(told["form"])
         if why is not None and kernel_device.present() is not None:
             yield told | {"left_out": why}
@@ -126,7 +142,16 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
 
 
 def routed(routing: str, rows: int, experts: int) -> np.ndarray:
-    """Rows of each expert: all the same, drawn uniformly, or skewed as 1 / rank^0.7."""
+    """Rows of each expert: "even", "random" (uniform), or "skewed" with probabilities 1 / rank^0.7.
+
+    Args:
+        routing: "even", "random" or "skewed".
+        rows: Rows in all.
+        experts: Number of experts.
+
+    Returns:
+        Counts [experts] whose sum is `rows`.
+    """
     rng = np.random.default_rng(0)
     if routing == "even":
         return np.diff(np.linspace(0, rows, experts + 1).astype(int))
@@ -138,17 +163,16 @@ def _matrices(key: Any, shape: tuple[int, ...], int8: bool) -> Any:
     if not int8:
         return jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5
     values = jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
-    return QuantisedWeight(
-        values, jnp.full((shape[0], shape[2]), shape[1] ** -0.5 / 74, jnp.float32)
-    )  # 74: their deviation
+    # 74 is the standard deviation of uniform bytes.
+    return QuantisedWeight(values, jnp.full((shape[0], shape[2]), shape[1] ** -0.5 / 74, jnp.float32))
 
 
 def _chained(call: Callable[[Any, Any], Any], start: Any, sets: list[Any]) -> dict[str, float]:
-    """Seconds of a call: median, fastest and slowest run of a loop over the sets, of some CALLS calls in all."""
-    turns, call = max(1, CALLS // len(sets)), jax.jit(call)  # which is lowered once for all sets
+    """Seconds of a call: median, fastest and slowest of REPEATS loops over the sets with about CALLS calls each."""
+    turns, call = max(1, CALLS // len(sets)), jax.jit(call)  # jitted, so that it is lowered once for all sets
 
     def chain(x: Any, sets: list[Any]) -> Any:
-        # The host does not wait in a loop of known length, and its body is compiled once.
+        # A loop of known length needs no synchronisation with the host, and its body is compiled once.
         return jax.lax.fori_loop(0, turns, lambda _, x: functools.reduce(call, sets, x), x)
 
     program, calls = jax.jit(chain), turns * len(sets)

@@ -1,1 +1,1 @@
-"""Between the API and the engine: messages become ids, snapshots become text, thinking and tool calls."""
+"""Between the API and the engine: messages become prompts, and snapshots become content, reasoning and tool calls."""

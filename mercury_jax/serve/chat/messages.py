@@ -1,150 +1,308 @@
-"""Messages of a request: checked against OpenAI's forms, and made plain for a chat template.
+"""From the messages and tools of a request to the ids of a prompt.
 
-Plain means: roles system, user, assistant and tool; content a text; `tool_calls` with their arguments as mappings; each
-tool message with the `tool_call_id` that it answers. Fields that are not known are left out. Text is all that is
-taken: no part of a message makes this server fetch or decode anything.
+`plain_messages` and `plain_tools` turn the request models of `protocol.py` into what chat templates take, and check
+what pydantic cannot: that a tool result answers an earlier call, that arguments are JSON, that no two tools share a
+name. `render_prompt` applies the model's chat template. How models write tool calls:
+
+    ours      <|tool_call|>{"name": "f", "arguments": {...}}<|end_tool_call|>          special ids
+    Hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>             Qwen, SDAR, Dream: mostly text
+    Gemma     <|tool_call>call:f{key:<|"|>text<|"|>,n:3}<tool_call|>                   Gemma 4, DiffusionGemma: ids
+
+If the chat template of a checkpoint knows none of them, the tools are described in the prompt (`described_tools`), and
+the model is asked to write Hermes' form as text. `output_parser` reads what the model writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from mercury_jax import chat
-from mercury_jax.serve.chat import data
-from mercury_jax.serve.chat.refused import Refused
-from mercury_jax.serve.chat.tools import checked_tools
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.serve import protocol
+from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
+from mercury_jax.types import LM
 
-__all__ = ["Refused", "checked", "checked_tools"]
+MAX_DEPTH = 40  # nested lists and objects of arguments and schemas: less than what a chat template takes
+HERMES = ("<tool_call>", "</tool_call>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+INSTRUCTIONS = """\
+You may call these functions:
+{tools}
+To call one, answer with its name and its arguments, as JSON between two tags:
+{open}
+{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
+{close}
+Several calls stand one behind the other. Their results come back between <tool_response> and </tool_response>."""
 
-MOST_MESSAGES = 4096
-MOST_PARTS = 1024  # of a message's content
-MOST_CALLS = 256  # of a message
-MOST_ID = 256  # characters
-# What clients call a role, and what a template knows it as.
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-    "function": "tool",
-}  # fmt: skip
 
+def plain_messages(
+    messages: Sequence[protocol.ChatMessage | protocol.UserMessage],
+) -> list[dict[str, Any]]:
+    """Converts a conversation to the form of chat templates.
 
-def checked(messages: Any, tools: Any = None) -> list[dict[str, Any]]:
-    """The messages, plain. Refused naming the field that does not fit; tools are only looked at.
+    Roles may follow each other in any order. Consecutive tool results are sorted by the order of their calls, since a
+    template may not say which result belongs to which call.
 
-    Roles may follow each other in any order, but a tool message must answer an earlier call. Results that stand
-    together come in the order of their calls, since a template may not say which is which.
+    Args:
+        messages: Validated messages of a request.
+
+    Returns:
+        Mappings with the role system, user, assistant or tool; a text as content (None for a message that only calls
+        tools); `tool_calls` whose arguments are mappings; and the `tool_call_id` and `name` of a tool result.
+
+    Raises:
+        ApiError: 400 for arguments that are not a JSON object, a repeated id, or a result without an earlier call.
     """
-    checked_tools(tools)
-    found = data.listed(messages, "messages", 1, MOST_MESSAGES)
-    plain, calls = [], _Calls()
-    for i, message in enumerate(found):
-        plain.append(_plain(message, f"messages[{i}]", calls))
-    return _in_order(plain, calls)
+    known: dict[str, tuple[int, str]] = {}  # of each id, the number and the function of its latest call
+    older: dict[
+        str, str
+    ] = {}  # by function, the id of its latest call in OpenAI's older form, which has no ids
+    number = itertools.count()
+    order = lambda result: known[result["tool_call_id"]][0]
+    plain: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []  # consecutive ones
+    for i, message in enumerate(messages):
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+        entry: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        if isinstance(message, protocol.ToolMessage):
+            if message.tool_call_id not in known:
+                allowed = "the id of a call in an earlier message"
+                raise invalid_value(f"messages[{i}].tool_call_id", message.tool_call_id, allowed)
+            entry |= {"tool_call_id": message.tool_call_id, "name": known[message.tool_call_id][1]}
+        elif isinstance(message, protocol.FunctionMessage) and message.name is not None:
+            entry["name"] = message.name
+            if message.name in older:
+                entry["tool_call_id"] = older[message.name]
+        elif isinstance(message, protocol.AssistantMessage):
+            calls = [
+                (call.id, _plain_call(call.function, f"messages[{i}].tool_calls[{j}].function"))
+                for j, call in enumerate(message.tool_calls or ())
+            ]
+            if repeated := [id for id, count in Counter(id for id, _ in calls).items() if count > 1]:
+                allowed = "ids that differ within a message"
+                raise invalid_value(f"messages[{i}].tool_calls", repeated[0], allowed)
+            if message.function_call is not None:
+                name = message.function_call.name
+                older[name] = f"function_{len(known)}"
+                calls.append(
+                    (older[name], _plain_call(message.function_call, f"messages[{i}].function_call"))
+                )
+            known |= {id: (next(number), function["name"]) for id, function in calls}
+            if calls:
+                entry["tool_calls"] = [{"id": id, "type": "function", "function": f} for id, f in calls]
+                if message.content is None:  # by which some templates recognise a message that only calls
+                    entry["content"] = None
+        if "tool_call_id" in entry:
+            results.append(entry)
+            continue
+        plain += [*sorted(results, key=order), entry]
+        results = []
+    return plain + sorted(results, key=order)
 
 
-@dataclass
-class _Calls:
-    """The calls so far, by id: each one's place and name. functions: ids of calls of the older form, by name."""
+def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str, Any]]:
+    """Converts the tools of a request to the form of chat templates.
 
-    count: int = 0
-    at: dict[str, int] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    functions: dict[str, str] = field(default_factory=dict)
+    Args:
+        tools: Validated tools of a request; None for none.
 
-    def add(self, id: str, name: str) -> None:
-        self.at[id], self.names[id] = self.count, name
-        self.count += 1
+    Returns:
+        `[{"type": "function", "function": {"name", "description", "parameters"}}]`, without what was not given.
 
-
-def _plain(message: Any, name: str, calls: _Calls) -> dict[str, Any]:
-    message = data.mapping(message, name)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise data.refuse(f"{name}.role", role, ", ".join(ROLES))
-    content = _content(message.get("content"), f"{name}.content")
-    made: dict[str, Any] = {"role": ROLES[role], "content": content}
-    if role == "tool":
-        return made | _answers(message.get("tool_call_id"), f"{name}.tool_call_id", calls)
-    if role == "function":
-        return made | _answers_function(message.get("name"), f"{name}.name", calls)
-    asked = _asked(message, name, calls)
-    if asked and role != "assistant":
-        raise data.refuse(f"{name}.tool_calls", asked, f"none in a message of role {role}")
-    if not asked:
-        return made
-    # A template may tell a message that only calls by its null.
-    return made | {"content": content if message.get("content") is not None else None, "tool_calls": asked}
+    Raises:
+        ApiError: 400 for two tools of one name, or parameters that describe no object.
+    """
+    plain: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools or ()):
+        function, at = tool.function, f"tools[{i}].function"
+        if function.name in plain:
+            raise invalid_value(f"{at}.name", function.name, "a name that no other tool has")
+        if function.parameters is not None:
+            if function.parameters.get("type", "object") != "object":
+                raise invalid_value(f"{at}.parameters.type", function.parameters["type"], "object")
+            _check_json(function.parameters, f"{at}.parameters")
+        fields = function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        plain[function.name] = {"type": "function", "function": fields}
+    return list(plain.values())
 
 
-def _content(content: Any, name: str) -> str:
-    """The text of a content: null is none, parts stand on lines of their own."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return data.text(content, name)
-    if not isinstance(content, list):
-        raise data.refuse(name, type(content).__name__, "a string, null, or a list of text parts")
-    return data.text(chat.join_parts(data.listed(content, name, 0, MOST_PARTS), name, data.refuse), name)
+def _text(content: protocol.Content | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
 
 
-def _asked(message: Mapping[str, Any], name: str, calls: _Calls) -> list[dict[str, Any]]:
-    """The calls of a message, `function_call` of the older form among them."""
-    given = message.get("tool_calls")
-    found = [] if given is None else data.listed(given, f"{name}.tool_calls", 0, MOST_CALLS)
-    made = [_call(call, f"{name}.tool_calls[{j}]") for j, call in enumerate(found)]
-    ids = [call["id"] for call in made]
-    if len(set(ids)) < len(ids):
-        twice = next(j for j, id in enumerate(ids) if id in ids[:j])
-        raise data.refuse(f"{name}.tool_calls[{twice}].id", ids[twice], "an id that no other call of it has")
-    if message.get("function_call") is not None:
-        function = _function(message["function_call"], f"{name}.function_call")
-        made.append({"id": f"function_{calls.count}", "type": "function", "function": function})
-        calls.functions[function["name"]] = made[-1]["id"]
-    for call in made:
-        calls.add(call["id"], call["function"]["name"])
-    return made
+def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
+    """Name and arguments of a call; the arguments are an object, or its JSON text, or empty."""
+    arguments: Any = function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=refuse_constant)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid_value(f"{at}.arguments", function.arguments, "an object, or the JSON text of one")
+    _check_json(arguments, f"{at}.arguments")
+    return {"name": function.name, "arguments": arguments}
 
 
-def _call(call: Any, name: str) -> dict[str, Any]:
-    call = data.mapping(call, name)
-    if call.get("type") not in (None, "function"):
-        raise data.refuse(f"{name}.type", call["type"], "function")
-    id = data.text(call.get("id"), f"{name}.id", least=1, most=MOST_ID)
-    return {"id": id, "type": "function", "function": _function(call.get("function"), f"{name}.function")}
+def _check_json(value: Any, name: str) -> None:
+    """Refuses lists that are nested too deeply, and lone surrogates, which JSON text can spell and UTF-8 cannot."""
+    stack = [(value, 0)]
+    while stack:
+        found, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise invalid_request(name, f"{name} has lists within lists; allowed: at most {MAX_DEPTH} levels")
+        if isinstance(found, str):
+            try:
+                found.encode()
+            except UnicodeEncodeError:
+                raise invalid_request(name, f"{name} has a lone surrogate; allowed: Unicode text") from None
+        elif isinstance(found, dict):
+            stack += [(inside, depth + 1) for pair in found.items() for inside in pair]
+        elif isinstance(found, list):
+            stack += [(inside, depth + 1) for inside in found]
 
 
-def _function(function: Any, name: str) -> dict[str, Any]:
-    function = data.mapping(function, name)
-    called = data.function_name(function.get("name"), f"{name}.name")
-    return {"name": called, "arguments": data.json_object(function.get("arguments"), f"{name}.arguments")}
+def refuse_constant(constant: str) -> NoReturn:
+    """Refuses NaN and Infinity, which are not JSON though Python reads them.
+
+    Args:
+        constant: What `json.loads(parse_constant=)` has read.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"{constant} is not JSON")
 
 
-def _answers(id: Any, name: str, calls: _Calls) -> dict[str, Any]:
-    id = data.text(id, name, least=1, most=MOST_ID)
-    if id not in calls.at:
-        raise data.refuse(name, id, "the id of a call in an earlier message")
-    return {"tool_call_id": id, "name": calls.names[id]}
+class ToolFormat(NamedTuple):
+    """The form in which a model writes a tool call around its JSON.
+
+    Attributes:
+        open: Mark in front of the JSON: an id, or a text that may be spread over tokens.
+        close: Mark behind it.
+        lead: Text between `open` and the JSON, and between the JSON and `close`.
+        native: The chat template lists tools and writes calls and results.
+        quote: Id on both sides of a string in Gemma's form. None: the call is JSON.
+        ends: Ids behind which the results of the calls follow.
+    """
+
+    open: int | str
+    close: int | str
+    lead: str = "\n"
+    native: bool = True
+    quote: int | None = None
+    ends: tuple[int, ...] = ()
 
 
-def _answers_function(called: Any, name: str, calls: _Calls) -> dict[str, Any]:
-    """A function's result has no id: it answers the latest call of its name, or stands alone."""
-    if called is None:
-        return {}
-    called = data.function_name(called, name)
-    id = calls.functions.get(called)
-    return {"name": called} if id is None else {"tool_call_id": id, "name": called}
+def tool_format(tok: AnyTokenizer) -> ToolFormat:
+    """The form in which the model of a tokenizer writes tool calls, by its vocabulary and chat template."""
+    if not isinstance(tok, HFTokenizer):
+        return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
+    templates, ids = tok.data.templates, tok.tokens.control
+    template = templates.get("tool_use", templates.get("default", ""))
+    if "tools" in template and "call:" in template and set(GEMMA[:3]) <= set(ids):
+        first, last, quote = (ids[text] for text in GEMMA[:3])
+        ends = (ids[GEMMA[3]],) if GEMMA[3] in ids else ()
+        return ToolFormat(first, last, lead="", quote=quote, ends=ends)
+    # The template of Qwen3-Coder has the same marks around XML, which is not supported.
+    if "tools" in template and HERMES[0] in template and "<function=" not in template:
+        # A mark that decodes to text is found in the text, whether it is one token or several.
+        marks = [ids[text] if text in ids and not tok.pieces[ids[text]] else text for text in HERMES]
+        return ToolFormat(marks[0], marks[1])
+    return ToolFormat(*HERMES, native=False)
 
 
-def _in_order(messages: list[dict[str, Any]], calls: _Calls) -> list[dict[str, Any]]:
-    """Results that stand together, in the order of their calls."""
-    made: list[dict[str, Any]] = []
-    run: list[dict[str, Any]] = []
-    place = lambda message: calls.at[message["tool_call_id"]]
+def render_prompt(
+    lm: LM,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool = False,
+) -> tuple[int, ...]:
+    """The prompt of a conversation, by the model's chat template. User text never becomes a control token.
+
+    Args:
+        lm: The model.
+        messages: As `plain_messages` returns them.
+        tools: As `plain_tools` returns them.
+        thinking: The prompt opens the thinking, so the model must have thinking marks. Otherwise a template that can
+            skip thinking is asked to (`enable_thinking`), since the answer has no budget for it.
+
+    Returns:
+        Token ids, ready for the answer.
+
+    Raises:
+        ApiError: 400 where the template refuses the messages, in its words.
+    """
+    if not tool_format(lm.tokenizer).native:
+        messages, tools = described_tools(messages, tools), None
+    try:
+        return tuple(lm.tokenizer.render(messages, thinking, tools=tools or None, at_once=not thinking))
+    except ValueError as error:
+        raise invalid_request("messages", str(error)) from error
+
+
+def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
+    """Whether a prompt ends inside thinking. Some templates open it by themselves.
+
+    Args:
+        lm: The model.
+        ids: The prompt.
+
+    Returns:
+        True if the last tokens open thinking and do not close it.
+    """
+    marks = lm.tokenizer.thinking
+    if marks is None:
+        return False
+    end = list(ids[-len(marks.opening) :])
+    return marks.opening[0] in end and marks.close not in end[end.index(marks.opening[0]) :]
+
+
+def described_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, str]]:
+    """A conversation with tools as plain texts of system, user and assistant, for templates that know no tools.
+
+    The tools stand in the system message, or in front of the first user message where there is none, since some
+    templates refuse the role system. Calls become text of the assistant. Results become text of the user; consecutive
+    ones become one message, since some templates want the roles to alternate.
+
+    Args:
+        messages: As `plain_messages` returns them.
+        tools: As `plain_tools` returns them; None or empty for none.
+
+    Returns:
+        Messages with a role and a text.
+    """
+    plain: list[dict[str, str]] = []
+    after_result = False
     for message in messages:
-        if "tool_call_id" in message:
-            run.append(message)
+        content, is_result = message.get("content") or "", message["role"] == "tool"
+        if is_result:
+            content = f"<tool_response>\n{content}\n</tool_response>"
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [f"{HERMES[0]}\n{chat.call_text(f['name'], f['arguments'])}\n{HERMES[1]}" for f in functions]
+        text = "\n".join([*([content] if content or not calls else []), *calls])
+        if is_result and after_result:
+            plain[-1]["content"] += f"\n{text}"
         else:
-            made += [*sorted(run, key=place), message]
-            run = []
-    return made + sorted(run, key=place)
+            plain.append({"role": "user" if is_result else message["role"], "content": text})
+        after_result = is_result
+    if not tools:
+        return plain
+    listed = INSTRUCTIONS.format(tools=chat.tools_text(tools), open=HERMES[0], close=HERMES[1])
+    if plain[0]["role"] == "system":
+        plain[0]["content"] = f"{plain[0]['content']}\n\n{listed}".lstrip()
+        return plain
+    first = next((m for m in plain if m["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": listed}, *plain]
+    first["content"] = f"{listed}\n\n{first['content']}"
+    return plain

@@ -1,1 +1,1 @@
-"""The engine: requests in, slots of one state machine, snapshots out."""
+"""Continuous batching of one model: requests in, snapshots of their answers out."""

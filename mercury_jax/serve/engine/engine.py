@@ -1,4 +1,12 @@
-"""The engine: a thread that admits jobs into slots, runs them together, and hands out what they show."""
+"""The engine: continuous batching of requests over one model.
+
+A thread runs one step after the other: free the slots of cancelled requests, admit waiting ones, dispatch the next
+denoising passes to the device, and publish what the passes before have shown. The device is always one dispatch ahead
+of the host, except while a grammar must see each pass before the next one.
+
+    submit -> RequestQueue -> prefix cache, prefill -> Slots -> Snapshots -> RequestHandle
+                \\-> InfillWorker (requests with a suffix) ----------------------/
+"""
 
 from __future__ import annotations
 
@@ -13,325 +21,339 @@ import numpy as np
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.constrained import ConstrainedRow
-from mercury_jax.decode.state import Frame, State
+from mercury_jax.decode.state import State
 from mercury_jax.models import cache
-from mercury_jax.serve.engine import device, knobs, memory, moments, shapes
-from mercury_jax.serve.engine.fill import BEHIND, Fills, in_order
-from mercury_jax.serve.engine.moments import Running
-from mercury_jax.serve.engine.prefix import Prefixes, piece_of
-from mercury_jax.serve.engine.programs import Programs
-from mercury_jax.serve.engine.slots import Slots
-from mercury_jax.serve.engine.ticket import Ticket
-from mercury_jax.serve.engine.types import Job, Settings, Snapshot, Stats, TooLong
-from mercury_jax.serve.engine.waiting import Waiting, may_sit
+from mercury_jax.serve.engine import programs, sampling_params as sampling
+from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, CompiledPrograms, make_buckets
+from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, InfillWorker, fim_order
+from mercury_jax.serve.engine.memory import check_memory
+from mercury_jax.serve.engine.prefix_cache import PrefixCache, chunk_size
+from mercury_jax.serve.engine.request import (
+    ContextLengthExceeded,
+    EngineConfig,
+    EngineRequest,
+    EngineStats,
+    RequestHandle,
+    Snapshot,
+)
+from mercury_jax.serve.engine.scheduler import ReadDispatch, RequestQueue, Slots, may_run
+from mercury_jax.serve.engine.snapshots import (
+    RunningRequest,
+    constrained,
+    early_end,
+    final_snapshot,
+    pass_snapshots,
+)
 from mercury_jax.types import LM
 
 log = logging.getLogger(__name__)
 
-PIECE = 1024  # tokens of a long prompt that are encoded between two dispatches
+PREFILL_CHUNK = 1024  # tokens of a long prompt that are encoded between two dispatches
+_COUNTERS = EngineStats._fields[EngineStats._fields.index("submitted") :]
 
 
 @dataclasses.dataclass
-class Filling:
-    """A long prompt on its way into a slot."""
+class ChunkedPrefill:
+    """A long prompt that is encoded in chunks: its request, its row, and the position up to which it is encoded."""
 
-    run: Running
+    run: RunningRequest
     row: State
     upto: int
 
 
 class Engine:
-    """Any model that `mj.load` loads, as slots of one state machine.
+    """Serves a model that `mj.load` has loaded.
 
-        engine = Engine(lm, Settings(slots=8))
+        engine = Engine(lm, EngineConfig(slots=8))
         engine.start()
-        ticket = engine.submit(Job(prompt=(5, 6, 7), max_tokens=32))
-        ticket.wait().tokens
+        handle = engine.submit(EngineRequest(prompt=(5, 6, 7), max_tokens=32))
+        handle.wait().tokens
 
-    Requests join and leave between two passes; what they ask for is data, so none of them compiles anything.
-    `submit`, `stats` and a ticket's methods may be called from any thread.
+    Requests join and leave between two steps, and none compiles anything. `submit`, `stats`, `drain` and all methods of
+    a handle may be called from any thread.
+
+    Args:
+        lm: The model. Its device or mesh is that of its parameters.
+        config: Sizes and limits.
+
+    Attributes:
+        lm: The model, with the KV cache in the format of the configuration.
+        config: The configuration, with its defaults filled in.
+        buckets: Sizes of the batch.
+        context: Most tokens of a request.
+        block: Tokens of a block.
+        rules: Decoding rules that requests may choose.
+        ready: Requests are served.
+        closing: No further requests are accepted.
+
+    Raises:
+        ValueError: For an engine that the devices have no memory for, or a rule that the model cannot decode with.
     """
 
-    def __init__(self, lm: LM, settings: Settings = Settings()):
-        if settings.passes is None:
-            passes = 1 if jax.default_backend() == "cpu" else 4
-            settings = dataclasses.replace(settings, passes=passes)
-        if settings.kv is not None:
-            lm = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, settings.kv))
-        memory.check(lm, settings)
-        self.lm, self.settings = lm, settings
-        self.plan = shapes.plan(lm, settings)
-        self.context = self.plan.context
+    def __init__(self, lm: LM, config: EngineConfig = EngineConfig()):
+        if config.passes is None:
+            config = dataclasses.replace(config, passes=1 if jax.default_backend() == "cpu" else 4)
+        if config.kv is not None:
+            lm = dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, config.kv))
+        check_memory(lm, config)
+        self.lm, self.config = lm, config
+        self.buckets = make_buckets(lm, config)
+        self.context, self.block, self.rules = self.buckets.context, self.buckets.block, self.buckets.rules
         self.ready, self.closing = False, False
         self._ends = (lm.model.config.eos, *lm.model.config.ends)
-        self._news = threading.Condition()
-        self._dirty, self._stopping = False, False
-        self._waiting = Waiting(settings.queue, self._wake, self._free)
-        self._programs = Programs(self.plan)
-        self._prefixes = Prefixes(piece_of(lm.model.config), settings.prefix_bytes)
-        self._fills = Fills(lm, self.plan.menu, settings.queue, self._filled)
+        self._changed = threading.Condition()
+        self._has_news, self._stopping = False, False
+        self._queue = RequestQueue(config.queue, config.slots, self._wake)
+        self._compiled = CompiledPrograms(self.buckets)
+        self._prefix_cache = PrefixCache(chunk_size(lm.model.config), config.prefix_bytes)
+        self._infilling = InfillWorker(lm, self.rules, config.queue, self._publish_infilled)
         self._slots: Slots | None = None
-        self._filling: Filling | None = None
+        self._prefill: ChunkedPrefill | None = None
         self._counts: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._live, name="mercury-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mercury-engine", daemon=True)
 
     def start(self) -> None:
-        """Compile what every job fits into, then serve; the programs for fewer and shorter jobs follow."""
-        self._slots = Slots(self.plan, self._programs, self._programs.start(self._fills.warm))
+        """Compiles the largest bucket, then serves; the other buckets compile in the background."""
+        self._slots = Slots(self.buckets, self._compiled, self._compiled.start(self._infilling.warm_up))
         if self._stopping:  # stopped while it compiled
             return
         self._thread.start()
-        self._fills.start()
+        self._infilling.start()
         self.ready = True
 
-    def submit(self, job: Job) -> Ticket:
-        """A ticket for the job. Raises Busy, TooLong, or ValueError for a number that does not fit."""
-        job = self._checked(job)
-        ticket = Ticket(job, self._wake)
+    def submit(self, request: EngineRequest) -> RequestHandle:
+        """Queues a request.
+
+        Raises:
+            RequestRejected: If the queue is full or the engine is closing.
+            ContextLengthExceeded: If prompt and output do not fit the context.
+            ValueError: For a parameter out of range.
+        """
+        request = self._checked(request)
+        handle = RequestHandle(request, self._wake)
         try:
-            (self._waiting if job.suffix is None else self._fills.waiting).add(ticket)
+            (self._queue if request.suffix is None else self._infilling.queue).add(handle)
         except Exception:
             self._counts["rejected"] += 1
             raise
         self._counts["submitted"] += 1
-        return ticket
+        return handle
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new jobs and wait for those that are there; whether all have ended in time."""
-        self.closing = self._waiting.closed = self._fills.waiting.closed = True
+        """Rejects new requests and waits until all others have ended.
+
+        Args:
+            timeout: Seconds. None: no limit.
+
+        Returns:
+            Whether all have ended in time.
+        """
+        self.closing, queues = True, (self._queue, self._infilling.queue)
+        for queue in queues:
+            queue.close()
         until = None if timeout is None else time.monotonic() + timeout
-        while self._busy():
+        while any(queue.unfinished for queue in queues):
             if until is not None and time.monotonic() > until:
                 return False
             time.sleep(0.02)
         return True
 
     def stop(self) -> None:
-        """Cancel what is left, and end the thread."""
-        self.closing = self._waiting.closed = True
-        self._fills.stop()
+        """Cancels all requests and ends the threads, also while the engine still compiles."""
+        self.closing = True
+        self._queue.close()
+        self._infilling.stop()
         self._wake(stop=True)
         if self._thread.ident is not None:
             self._thread.join()
-        self._programs.stop()
+        for handle in self._queue.unfinished:
+            handle.publish(early_end(handle, "cancelled"))
+        self._compiled.stop()
         self.ready = False
 
     @property
     def compiled(self) -> bool:
-        """Whether every program is there, those for fewer and shorter jobs included; what is timed waits for it."""
-        return self.ready and self._programs.complete
+        """Whether all buckets are compiled; benchmarks wait for it."""
+        return self.ready and self._compiled.complete
 
-    def stats(self) -> Stats:
-        """Counters since the start, and what is going on now."""
-        count, slots = self._counts, self._slots
-        state = None if slots is None else slots.state
-        seats = [] if slots is None else [seat for seat in slots.seats if seat is not None]
-        bytes_of = 0 if state is None else device.bytes_of(state.cache)
-        rows, size = (1, 1) if slots is None else (slots.shape.rows, slots.shape.slots)
-        used = sum(shapes.tokens_of(seat.ticket.job) for seat in seats)
-        return Stats(
-            waiting=len(self._waiting), running=len(seats), slots=self.settings.slots, capacity=size,
-            kv_bytes=bytes_of, kv_used=bytes_of * used // (rows * size), prefix_bytes=self._prefixes.bytes,
-            **{name: count[name] for name in _COUNTS},
-        )  # fmt: skip
-
-    def _free(self) -> int:
-        """Seats that nobody has."""
+    def stats(self) -> EngineStats:
+        """Counters since the start, and gauges of the moment."""
         slots = self._slots
-        taken = 0 if slots is None else slots.running + (self._filling is not None)
-        return self.settings.slots - taken
+        running = [] if slots is None else [run for run in slots.requests if run is not None]
+        tokens = sum(run.handle.request.max_length for run in running)
+        rows, capacity = (1, 1) if slots is None else slots.bucket[:2]
+        kv_bytes = 0 if slots is None else programs.tree_bytes(slots.state.cache)
+        return EngineStats(
+            waiting=len(self._queue),
+            running=len(running),
+            slots=self.config.slots,
+            capacity=capacity,
+            kv_bytes=kv_bytes,
+            kv_used=kv_bytes * tokens // (rows * capacity),
+            prefix_bytes=self._prefix_cache.bytes,
+            **{name: self._counts[name] for name in _COUNTERS},
+        )
 
-    def _checked(self, job: Job) -> Job:
-        job = in_order(self.lm, job)
-        tokens = shapes.tokens_of(job) + min(len(job.suffix or ()), BEHIND)
-        if not job.prompt:
-            raise refuse("prompt", job.prompt, "at least one token")
+    def _checked(self, request: EngineRequest) -> EngineRequest:
+        if request.suffix is not None:
+            request = fim_order(self.lm, request)
+        tokens = request.max_length + min(len(request.suffix or ()), SUFFIX_TOKENS)
+        if not request.prompt:
+            raise refuse("prompt", request.prompt, "at least one token")
         if tokens > self.context:
-            raise TooLong(tokens, self.context)
-        if job.logprobs is not None and not 0 <= job.logprobs <= self.settings.alternatives:
-            raise refuse("logprobs", job.logprobs, f"0..{self.settings.alternatives}")
-        if job.grammar is not None:
-            job.grammar.walk(job.max_tokens)  # whether an answer fits at all
-        knobs.row(
-            self.plan.menu, job, knobs.CUT, self.lm, self.plan.block
-        )  # whatever it refuses, it refuses here
-        return job
+            raise ContextLengthExceeded(tokens, self.context)
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
+            raise refuse("logprobs", request.logprobs, f"0..{self.config.max_logprobs}")
+        if request.grammar is not None:
+            request.grammar.walk(request.max_tokens)  # whether any answer fits
+        # Raises here, and not in the engine's thread, for whatever is out of range.
+        sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
+        return request
 
-    def _busy(self) -> bool:
-        slots = self._slots
-        beside = len(self._waiting) + len(self._fills.waiting) + self._fills.running
-        return beside > 0 or self._filling is not None or (slots is not None and slots.running > 0)
-
-    def _filled(self, ticket: Ticket, final: Snapshot) -> None:
-        """A hole was filled, in the thread of the holes."""
-        kind = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
-        self._counts.update({kind: 1, "forwards": final.forwards, "tokens": len(final.tokens)})
-        ticket.publish(final)
+    def _publish_infilled(self, handle: RequestHandle, final: Snapshot) -> None:
+        """Counts and publishes the end of a request with a suffix; in the thread of `InfillWorker`."""
+        outcome = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
+        self._counts.update({outcome: 1, "forwards": final.forwards, "tokens": len(final.tokens)})
+        handle.publish(final)
 
     def _wake(self, stop: bool = False) -> None:
-        with self._news:
-            self._dirty = True
+        with self._changed:
+            self._has_news = True
             self._stopping = self._stopping or stop
-            self._news.notify()
+            self._changed.notify()
 
     # Everything below runs in the engine's own thread.
 
-    def _live(self) -> None:
-        slots = self._slots
-        assert slots is not None
+    def _run(self) -> None:
         while not self._stopping:
+            assert self._slots is not None
             try:
-                self._turn(slots)
-            except Exception:  # whatever one request does, the next one is served
-                log.exception("the engine failed; what ran is lost")
-                slots = self._anew(slots)
-        filling = [] if self._filling is None else [self._filling.run]
-        for seat in (*slots.seats, *filling):
-            if seat is not None:
-                seat.ticket.publish(moments.ended(seat.ticket, "cancelled"))
-        for ticket in self._waiting.remove(lambda _: True):
-            ticket.publish(moments.ended(ticket, "cancelled"))
+                self._step(self._slots)
+            except Exception:  # one failing request must not end the engine
+                log.exception("the engine failed; running requests are lost")
+                for handle in self._queue.running:
+                    self._end_early(handle, "error", "the engine failed")
+                empty = self.buckets.sharded(self.buckets.idle(self._compiled.largest))
+                self._prefill, self._slots = None, Slots(self.buckets, self._compiled, empty)
 
-    def _anew(self, slots: Slots) -> Slots:
-        """End what runs with an error, and go on with empty slots."""
-        filling = [] if self._filling is None else [self._filling.run]
-        for seat in (*slots.seats, *filling):
-            if seat is not None and not seat.ticket.over:
-                self._over(seat.ticket, "error", "the engine failed")
-        empty = shapes.seated(self.plan, shapes.idle(self.plan, self._programs.largest))
-        self._filling, self._slots = None, Slots(self.plan, self._programs, empty)
-        return self._slots
-
-    def _turn(self, slots: Slots) -> None:
-        """Admit, dispatch, read: the device has the next passes before the last ones are looked at."""
-        self._leave(slots)
+    def _step(self, slots: Slots) -> None:
+        self._drop_cancelled(slots)
         self._admit(slots)
         if slots.running:
-            slots.constrain()
+            slots.apply_grammars()
             slots.dispatch(self.lm.params)
-        # A grammar looks at a pass before the next one; without one, the device is always a dispatch ahead.
-        while slots.pending and (len(slots.pending) > 1 or slots.gated or not slots.running):
-            self._read(slots)
-        if not slots.running and not slots.pending and self._filling is None:
-            self._rest()
+        # Read all but the dispatch that was just sent; with a grammar, or when nothing runs, that one too.
+        while slots.pending and (len(slots.pending) > 1 or slots.constrained or not slots.running):
+            self._publish(slots, slots.read())
+        if not slots.running and not slots.pending and self._prefill is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_news, timeout=0.01 if len(self._queue) else None)
+                self._has_news = False
 
-    def _rest(self) -> None:
-        with self._news:
-            self._news.wait_for(lambda: self._dirty, timeout=None if len(self._waiting) == 0 else 0.01)
-            self._dirty = False
+    def _drop_cancelled(self, slots: Slots) -> None:
+        for handle in self._queue.take_cancelled():
+            self._end_early(handle, "cancelled")
+        for slot, run in enumerate(slots.requests):
+            if run is not None and run.handle.cancelled:
+                self._end_early(run.handle, "cancelled")
+                slots.requests[slot] = None
+        if self._prefill is not None and self._prefill.run.handle.cancelled:
+            self._end_early(self._prefill.run.handle, "cancelled")
+            self._prefill = None
 
-    def _leave(self, slots: Slots) -> None:
-        """Free the seats of cancelled jobs."""
-        for ticket in self._waiting.remove(lambda ticket: ticket.cancelled):
-            self._over(ticket, "cancelled")
-        for i, seat in enumerate(slots.seats):
-            if seat is not None and seat.ticket.cancelled:
-                self._over(seat.ticket, "cancelled")
-                slots.seats[i] = None
-        if self._filling is not None and self._filling.run.ticket.cancelled:
-            self._over(self._filling.run.ticket, "cancelled")
-            self._filling = None
-
-    def _over(self, ticket: Ticket, finish: str, message: str = "") -> None:
+    def _end_early(self, handle: RequestHandle, finish: str, message: str = "") -> None:
         self._counts["cancelled" if finish == "cancelled" else "failed"] += 1
-        ticket.publish(moments.ended(ticket, finish, message))
+        handle.publish(early_end(handle, finish, message))
 
     def _admit(self, slots: Slots) -> None:
-        if self._filling is not None:
-            self._fill(slots, self._filling)
-        while slots.running + (self._filling is not None) < self.settings.slots:
-            ticket = self._waiting.take(lambda ticket: self._fits(slots, ticket.job))
-            if ticket is None:
+        """Goes on with a chunked prefill, and fills free slots from the queue."""
+        if self._prefill is not None:
+            self._prefill_chunk(slots, self._prefill)
+
+        def may_start(handle: RequestHandle) -> bool:
+            """One chunked prefill goes on at a time."""
+            if self._prefill is not None and self._needs_prefill(len(handle.request.prompt)):
+                return False
+            return may_run(handle.request, [other.request for other in running], self.config.slots)
+
+        while len(running := self._queue.running) < self.config.slots:
+            handle = self._queue.take(may_start)
+            if handle is None:
                 break
-            self._seat(slots, ticket)
-        slots.settle()
+            self._start_request(slots, handle)
+        slots.fit()
 
-    def _fits(self, slots: Slots, job: Job) -> bool:
-        filling = [] if self._filling is None else [self._filling.run]
-        sitting = [seat.ticket.job for seat in (*slots.seats, *filling) if seat is not None]
-        return (not filling or not self._long(job)) and may_sit(job, sitting, self.settings.slots)
+    def _needs_prefill(self, tokens: int) -> bool:
+        """Whether so many tokens of a prompt get forward passes of their own, rather than those of the batch."""
+        return not self.buckets.bidirectional and tokens > 2 * self.block
 
-    def _long(self, job: Job) -> bool:
-        """Whether the prompt wants encoding passes of its own, between those of the others."""
-        full = self.lm.model.config.pattern == "bidirectional"
-        return not full and len(job.prompt) > 2 * self.plan.block
-
-    def _seat(self, slots: Slots, ticket: Ticket) -> None:
-        job = ticket.job
-        pieces = self._prefixes.find(job.prompt, job.salt)
-        cached = self._prefixes.tokens(pieces)
-        slots.settle(job)
-        row = self._prefixes.lay(shapes.row(self.plan, slots.shape.slots, job, cached), pieces)
-        run = Running(ticket, cached, self.plan.menu.revises[self.plan.menu.find(job.rule)])
+    def _start_request(self, slots: Slots, handle: RequestHandle) -> None:
+        """Puts a request into a slot, or begins the chunked prefill of its prompt."""
+        request = handle.request
+        chunks, cached = self._prefix_cache.find(request.prompt, request.cache_salt)
+        slots.fit(request)
+        row = self.buckets.row(slots.bucket.capacity, request, cached)
+        row = self._prefix_cache.insert(row, chunks)
+        run = RunningRequest(handle, cached, self.rules.revises[self.rules.index(request.rule)])
         marks = self.lm.tokenizer.thinking
-        run.close = marks.close if job.thinking and marks is not None else -1
-        if job.grammar is not None:
-            run.gate = ConstrainedRow(job.grammar.walk(job.max_tokens))
-            if not job.thinking:
-                run.gate.begin(len(job.prompt))
+        if request.thinking and marks is not None:
+            run.end_think = marks.close
+        if request.grammar is not None:
+            run.gate = ConstrainedRow(request.grammar.walk(request.max_tokens))
+            if not request.thinking:
+                run.gate.begin(len(request.prompt))
         self._counts["cached_tokens"] += cached
-        self._counts["prompt_tokens"] += len(job.prompt)
-        if len(job.prompt) - cached > 2 * self.plan.block and self._long(job):
-            self._filling = Filling(run, row, cached)
+        self._counts["prompt_tokens"] += len(request.prompt)
+        if self._needs_prefill(len(request.prompt) - cached):
+            self._prefill = ChunkedPrefill(run, row, cached)
         else:
             slots.admit(run, row)
 
-    def _fill(self, slots: Slots, filling: Filling) -> None:
-        """Encode the next piece of a long prompt; behind the last one it takes its seat."""
-        job, upto = filling.run.ticket.job, filling.upto + PIECE
-        size = filling.row.tokens.shape[1]
-        program = shapes.program(self.plan, size, knobs.CUT)
-        filling.row = device.encode(program, self.lm.params, filling.row, shapes.WIDE, np.int32(upto))
-        filling.upto = upto
-        if upto >= len(job.prompt):
-            self._filling = None
-            slots.settle(job)
-            slots.admit(filling.run, filling.row)
+    def _prefill_chunk(self, slots: Slots, prefill: ChunkedPrefill) -> None:
+        """Encodes the next chunk of a prompt; after the last one the request gets its slot."""
+        request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
+        program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
+        upto = np.int32(prefill.upto)
+        prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
+        if prefill.upto >= len(request.prompt):
+            self._prefill = None
+            slots.fit(request)
+            slots.admit(prefill.run, prefill.row)
 
-    def _read(self, slots: Slots) -> None:
-        pending, (frames, used, report) = slots.read()
-        self._counts["device_passes"] += int(used)
-        for slot, run in enumerate(pending.seats):
-            if run is None or run.ticket.over:
+    def _publish(self, slots: Slots, read: ReadDispatch) -> None:
+        """Publishes the snapshots of a dispatch, and ends the requests that are done."""
+        frames, report = read.frames, read.report
+        self._counts["device_passes"] += read.passes
+        for slot, run in enumerate(read.requests):
+            if run is None or run.handle.finished:
                 continue
-            shown = list(moments.passing(run, frames, int(used), report, slot, self._ends))
-            self._counts["forwards"] += len(shown)
-            if run.gate is not None:
-                self._judge(run, run.gate, frames, report, slot)
-                shown = [moments.judged(run, snapshot) for snapshot in shown]
-            for snapshot in shown if run.ticket.job.frames else shown[-1:]:
-                run.ticket.publish(snapshot)
+            before, gate = run.forwards, run.gate
+            shown = pass_snapshots(run, frames, read.passes, report, slot, self._ends)
+            self._counts["forwards"] += run.forwards - before
+            if gate is not None:  # then the dispatch was a single pass
+                if gate.begun and (n := int(frames.used[0, slot])):
+                    proposal, accepted = frames.answer[0, slot, :n], frames.accepted[0, slot, :n]
+                    gate.propose(int(frames.start[0, slot]), proposal, accepted)  # type: ignore[arg-type]
+                elif not gate.begun and report.answer_budget[slot] == 0:  # thinking was closed in this pass
+                    gate.begin(int(report.committed[slot]))
+                shown = [constrained(run, gate, snapshot) for snapshot in shown]
+            for snapshot in shown:
+                run.handle.publish(snapshot)
             if report.done[slot]:
                 self._finish(slots, run, report, slot)
 
-    def _judge(
-        self, run: Running, gate: ConstrainedRow, frames: Frame, report: device.Report, slot: int
-    ) -> None:
-        """Show a grammar what the pass proposed; where the thinking has just been closed, begin the answer."""
-        n = int(frames.used[0, slot])
-        if gate.begun and n:
-            gate.propose(int(frames.start[0, slot]), frames.answer[0, slot, :n], frames.accepted[0, slot, :n])  # type: ignore[arg-type]
-        elif not gate.begun and report.answer_budget[slot] == 0:
-            gate.begin(int(report.committed[slot]))
-
-    def _finish(self, slots: Slots, run: Running, report: device.Report, slot: int) -> None:
-        job, end = run.ticket.job, int(report.end[slot])
-        found = slots.seats.index(run)  # the slots may have moved since
+    def _finish(self, slots: Slots, run: RunningRequest, report: programs.DispatchReport, slot: int) -> None:
+        """Frees the slot of a row that is done, and publishes its last snapshot."""
+        request, end = run.handle.request, int(report.end[slot])
+        now_at = slots.requests.index(run)  # rows may have moved since the dispatch
         logprobs = None
-        if job.logprobs is not None:
-            nats = jax.device_get(device.peek(slots.state, np.int32(found)))
-            logprobs = moments.logprobs_of(nats, run, end)
-        encoded = min(int(report.cache_length[slot]), end)
-        self._prefixes.keep(slots.state, found, report.tokens[slot, :end].tolist(), encoded, job.salt)
-        slots.seats[found] = None
-        final = moments.last(run, report, slot, self._ends, logprobs)
+        if request.logprobs is not None:
+            logprobs = jax.device_get(programs.row_logprobs(slots.state, np.int32(now_at)))
+        encoded = report.tokens[slot, : min(int(report.cache_length[slot]), end)].tolist()
+        self._prefix_cache.keep(slots.state, now_at, encoded, request.cache_salt)
+        slots.requests[now_at] = None
+        final = final_snapshot(run, report, slot, self._ends, logprobs)
         self._counts["failed" if final.finish == "error" else "finished"] += 1
         self._counts["tokens"] += len(final.tokens)
-        self._waiting.took(time.monotonic() - run.ticket.born)
-        run.ticket.publish(final)
-
-
-_COUNTS = (
-    "submitted", "finished", "cancelled", "rejected", "failed", "forwards", "tokens", "prompt_tokens",
-    "cached_tokens", "device_passes",
-)  # fmt: skip
+        self._queue.record_duration(time.monotonic() - run.handle.arrival_time)
+        run.handle.publish(final)

@@ -1,7 +1,7 @@
-"""What an engine's slots take on each device, and the slots and context that a device has room for.
+"""Device memory of an engine: what its slots need, and the slots and context that fit.
 
-Everything is read from abstract values (`jax.eval_shape`), so nothing is allocated. `Engine` calls `check` before it
-compiles; `mercury serve` calls `fitted` first, where the user named no number of slots or no context.
+All sizes come from abstract values (`jax.eval_shape`), so nothing is allocated. `Engine` calls `check_memory` before it
+compiles; `mercury serve` calls `fit_config` first where the user gave no number of slots or no context.
 """
 
 from __future__ import annotations
@@ -15,157 +15,177 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax.config import refuse
-from mercury_jax.hub.params import free_memory
-from mercury_jax.serve.engine import knobs, shapes
-from mercury_jax.serve.engine.types import Settings
+from mercury_jax.hub import params
+from mercury_jax.serve.engine.buckets import PREFILL_WIDTH, make_buckets
+from mercury_jax.serve.engine.request import EngineConfig
 from mercury_jax.types import LM
 
-SHARE = 0.9  # of what is free: the rest is the allocator's and the compiled programs'
-COPIES = 3  # of the logits of a pass: raw, shaped, as probabilities
-HIDDEN = (
-    8  # arrays of the size of the hidden states that a layer makes: normalised, queries, values, gates, ...
+SHARE = 0.9  # of the free memory; the rest is for the allocator and the compiled programs
+LOGIT_COPIES = 3  # arrays of the size of the logits of a pass: raw, processed, probabilities
+HIDDEN_COPIES = (
+    8  # arrays of the size of the hidden states of a layer: normalised, queries, values, gates, ...
 )
-FLOORS = (
-    32_768,
-    8_192,
-    2_048,
-    256,
-)  # contexts below which rather slots are given up, one floor after the other
+# `fit_config` rather gives up slots than a context below the first of these, then below the second, and so on.
+CONTEXT_FLOORS = (32_768, 8_192, 2_048, 256)
 
 
-class Need(NamedTuple):
-    """Bytes on each device."""
+class EngineMemory(NamedTuple):
+    """Bytes of an engine on each device.
 
-    cache: int  # keys and values of all slots, of the shape before a move included
-    rest: int  # the slots' other arrays, and the prefix cache
-    passes: int  # what a pass of the model makes and drops: hidden states and logits
-    weights: int  # loaded already, so no part of `total`
+    Attributes:
+        cache: KV cache of all slots, including the other bucket while rows move between two.
+        other: Other arrays of the slots, and the prefix cache.
+        activations: Temporary arrays of a forward pass (an estimate).
+        weights: Parameters of the model; they are loaded already and not part of `total`.
+    """
+
+    cache: int
+    other: int
+    activations: int
+    weights: int
 
     @property
     def total(self) -> int:
         """Bytes beside the weights."""
-        return self.cache + self.rest + self.passes
+        return self.cache + self.other + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"{_formatted(self.total)} (keys and values {_formatted(self.cache)}, other arrays "
+            f"{_formatted(self.other)}, a pass {_formatted(self.activations)}) beside "
+            f"{_formatted(self.weights)} of weights"
+        )
 
 
-def need(lm: LM, settings: Settings) -> Need:
-    """What an engine with these settings takes on each device that the model lies on."""
-    plan = shapes.plan(lm, settings)
-    largest = shapes.Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
-    state = jax.eval_shape(lambda: shapes.idle(plan, largest))
-    where = shapes.placed(plan, state)
-    cache = _bytes(state.cache, None if where is None else where.cache)
-    rest = _bytes(state._replace(cache=()), None if where is None else where._replace(cache=()))
-    # While the slots move to another shape both states are there; the next smaller one is the largest beside.
-    areas = sorted(rows * slots for rows in plan.rows for slots in plan.slots)
-    both = 1 + (areas[-2] / areas[-1] if len(areas) > 1 else 0)
-    return Need(
-        int(cache * both),
-        int(rest * both) + settings.prefix_bytes,
-        _passes(plan, largest),
-        _bytes(lm.params),
-    )
-
-
-def fitted(lm: LM, settings: Settings, slots: bool, context: bool) -> Settings:
-    """The settings with as many slots and as long a context as the device has room for.
-
-    A long context is halved before slots are given up, down to FLOORS.
+def engine_memory(lm: LM, config: EngineConfig) -> EngineMemory:
+    """What an engine needs on each device of the model.
 
     Args:
-        lm: The model; its parameters lie where they will.
-        settings: `memory` says how many bytes there are (None: what is free on the model's devices).
-        slots: Whether their number may be reduced.
-        context: Whether it may be reduced.
+        lm: The model, loaded.
+        config: Configuration of the engine.
+
+    Returns:
+        Bytes per device.
+    """
+    buckets = make_buckets(lm, config)
+    largest = buckets.largest
+    state = jax.eval_shape(lambda: buckets.idle(largest))
+    shardings = buckets.shardings(state)
+    rest, rest_shardings = (
+        state._replace(cache=()),
+        None if shardings is None else shardings._replace(cache=()),
+    )
+    # While rows move to another bucket both states exist. The second largest bucket is the largest other one.
+    areas = sorted(rows * capacity for rows in buckets.rows for capacity in buckets.capacities)
+    states = 1 + (areas[-2] / areas[-1] if len(areas) > 1 else 0)
+    program, model = buckets.program(largest.capacity, largest.level), lm.model.config
+    positions = largest.rows * program.width + PREFILL_WIDTH
+    logits = largest.rows * program.window * min(model.vocab, program.vocab_chunk) * LOGIT_COPIES
+    return EngineMemory(
+        cache=int(_device_bytes(state.cache, shardings and shardings.cache) * states),
+        other=int(_device_bytes(rest, rest_shardings) * states) + config.prefix_bytes,
+        activations=4 * (positions * model.width * HIDDEN_COPIES + logits),
+        weights=_device_bytes(lm.params),
+    )
+
+
+def fit_config(lm: LM, config: EngineConfig, *, slots: bool, context: bool) -> EngineConfig:
+    """The configuration with as many slots and as long a context as the devices have memory for.
+
+    The context is halved before slots are given up, down to one of CONTEXT_FLOORS after the other.
+
+    Args:
+        lm: The model, loaded.
+        config: `memory` limits the bytes per device. None: what is free on the model's devices.
+        slots: Whether the number of slots may be reduced.
+        context: Whether the context may be reduced.
+
+    Returns:
+        The first configuration that fits, `config` itself if possible or if the free memory is unknown.
 
     Raises:
-        ValueError: With the numbers, where nothing fits.
+        ValueError: If nothing fits, with the sizes.
     """
-    have = free(lm, settings)
-    if have is None:
-        return settings
-    for rows, tokens in _candidates(lm, settings, slots, context):
-        tried = dataclasses.replace(settings, slots=rows, context=tokens)
-        if need(lm, tried).total <= have:
-            return tried
-    check(lm, settings)
-    return settings
+    available = free_memory(lm, config)
+    if available is None:
+        return config
+    for rows, tokens in _candidates(lm, config, slots, context):
+        smaller = dataclasses.replace(config, slots=rows, context=tokens)
+        if engine_memory(lm, smaller).total <= available:
+            return smaller
+    check_memory(lm, config)
+    return config
 
 
-def check(lm: LM, settings: Settings) -> None:
-    """Refuse, with the numbers, an engine that its devices have no room for."""
-    have = free(lm, settings)
-    if have is None:
+def check_memory(lm: LM, config: EngineConfig) -> None:
+    """Checks that the devices have memory for an engine.
+
+    Args:
+        lm: The model, loaded.
+        config: Configuration of the engine.
+
+    Raises:
+        ValueError: If they do not, with the sizes.
+    """
+    available = free_memory(lm, config)
+    if available is None:
         return
-    wanted = need(lm, settings)
-    if wanted.total <= have:
-        return
-    context = settings.context or lm.model.config.context
-    raise refuse(
-        f"memory for {settings.slots} slots of {context} tokens",
-        f"{told(wanted)} on each device",
-        f"up to {_gib(have)}: fewer --slots, a shorter --context, "
-        "keys as int8 (--kv int8), or more devices (--mesh)",
-    )
+    needed = engine_memory(lm, config)
+    if needed.total > available:
+        raise refuse(
+            f"memory for {config.slots} slots of {config.context or lm.model.config.context} tokens",
+            f"{needed} on each device",
+            f"up to {_formatted(available)}: fewer --slots, a shorter --context, keys as int8 (--kv int8), or more "
+            "devices (--mesh)",
+        )
 
 
-def told(need: Need) -> str:
-    """The numbers in words."""
-    return (
-        f"{_gib(need.total)} (keys and values {_gib(need.cache)}, other arrays {_gib(need.rest)}, a pass "
-        f"{_gib(need.passes)}) beside {_gib(need.weights)} of weights"
-    )
+def free_memory(lm: LM, config: EngineConfig) -> int | None:
+    """Bytes that an engine may take on each device; None where the backend does not report its memory.
+
+    Args:
+        lm: The model, loaded.
+        config: `memory` takes precedence.
+
+    Returns:
+        Bytes; None where the backend does not report its memory.
+    """
+    if config.memory is not None:
+        return config.memory
+    here = jax.process_index()
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(lm.params) if hasattr(leaf, "sharding")]
+    devices = {d for sharding in shardings for d in sharding.device_set if d.process_index == here}
+    free = params.free_memory(sorted(devices, key=lambda d: d.id) or jax.devices()[:1])
+    return None if free is None else int(free * SHARE)
 
 
-def free(lm: LM, settings: Settings) -> int | None:
-    """Bytes that the engine may take on each device; None where nobody tells."""
-    if settings.memory is not None:
-        return settings.memory
-    devices = sorted({d for leaf in jax.tree.leaves(lm.params) for d in _devices(leaf)}, key=lambda d: d.id)
-    have = free_memory(devices or jax.devices()[:1])
-    return None if have is None else int(have * SHARE)
-
-
-def _candidates(lm: LM, settings: Settings, slots: bool, context: bool) -> Iterator[tuple[int, int]]:
-    whole = min(settings.context or lm.model.config.context, lm.model.config.context)
-    rows = [settings.slots >> i for i in range(settings.slots.bit_length())] if slots else [settings.slots]
+def _candidates(lm: LM, config: EngineConfig, slots: bool, context: bool) -> Iterator[tuple[int, int]]:
+    """Pairs (slots, context) in the order in which they are tried."""
+    longest = min(config.context or lm.model.config.context, lm.model.config.context)
+    counts = [config.slots >> i for i in range(config.slots.bit_length())] if slots else [config.slots]
     if not context:
-        yield from ((n, whole) for n in rows)
+        yield from ((count, longest) for count in counts)
         return
-    for floor in FLOORS:
-        for n in rows:
-            tokens = whole
-            while tokens >= min(floor, whole):
-                yield n, tokens
+    for floor in CONTEXT_FLOORS:
+        for count in counts:
+            tokens = longest
+            while tokens >= min(floor, longest):
+                yield count, tokens
                 tokens //= 2
 
 
-def _passes(plan: shapes.Plan, shape: shapes.Shape) -> int:
-    """An estimate of what one pass over all rows makes and drops: hidden states, and logits by chunks."""
-    program, config = shapes.program(plan, shape.slots, shape.level), plan.lm.model.config
-    positions = shape.rows * program.width + shapes.WIDE  # a long prompt is encoded beside
-    logits = shape.rows * program.window * min(config.vocab, program.vocab_chunk) * COPIES
-    return 4 * (positions * config.width * HIDDEN + logits)
-
-
-def _bytes(tree: Any, where: Any = None) -> int:
-    """Bytes on one device: of arrays by the sharding they have, of abstract ones by `where`."""
-    placed = jax.tree.leaves(where) if where is not None else [None] * len(jax.tree.leaves(tree))
+def _device_bytes(tree: Any, shardings: Any = None) -> int:
+    """Bytes on one device: of arrays by their own sharding, of abstract ones by `shardings`."""
+    leaves = jax.tree.leaves(tree)
+    placed = jax.tree.leaves(shardings) if shardings is not None else [None] * len(leaves)
     total = 0
-    for leaf, on in zip(jax.tree.leaves(tree), placed, strict=True):
-        on = on or getattr(leaf, "sharding", None)
-        shape = leaf.shape if on is None else on.shard_shape(leaf.shape)
-        total += math.prod(shape) * _itemsize(leaf.dtype)
+    for leaf, sharding in zip(leaves, placed, strict=True):
+        sharding = sharding or getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)
     return total
 
 
-def _itemsize(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
-
-
-def _devices(leaf: Any) -> set[Any]:
-    on = getattr(leaf, "sharding", None)
-    return set() if on is None else {d for d in on.device_set if d.process_index == jax.process_index()}
-
-
-def _gib(size: int) -> str:
+def _formatted(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"

@@ -1,115 +1,221 @@
-"""The compiled program of each shape: the largest one before the first request, the others behind it."""
+"""The jitted functions of the engine: denoising passes over all slots, and what happens to rows between two dispatches.
+
+`slots` and `buckets` call them; `CompiledPrograms` holds `run_passes` compiled for each bucket. B is the number of
+rows of a bucket and S its capacity, the positions of a row.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.state import State
-from mercury_jax.serve.engine import device, knobs, shapes, warm
-from mercury_jax.serve.engine.shapes import Plan, Shape
-from mercury_jax.serve.engine.types import Job
-
-NICE = 15  # of the background compilation, as `nice -n`
-
-
-class Programs:
-    """Compiled steps by shape: the largest one at once, the others behind it, in a thread of their own."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self._made: dict[Shape, Any] = {}
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        # Only XLA's part of a compilation yields: a thread that traces holds Python's lock, and all would wait for it.
-        self._compiler = ThreadPoolExecutor(1, "mercury-xla", initializer=_yield_to_requests)
-        self.largest = Shape(plan.rows[-1], plan.slots[-1], knobs.CUT)
-
-    def start(self, behind: Callable[[], None] = lambda: None) -> State:
-        """Compile what fits every job, go on with the rest in the background, and give an idle state.
-
-        behind: called once all are compiled.
-        """
-        state = shapes.seated(self.plan, shapes.idle(self.plan, self.largest))
-        encoding = threading.Thread(target=warm.row, args=(self.plan, self.largest.slots))
-        encoding.start()  # beside the step: each of the two takes about one core
-        self._made[self.largest] = self._lower(self.largest).compile()
-        encoding.join()
-        if self._stop.is_set():
-            return state
-        state = warm.around(self.plan, self.largest, state)
-        if self.plan.settings.programs == "all" and not self._stop.is_set():
-            self._thread = threading.Thread(
-                target=self._rest, args=(behind,), name="mercury-compile", daemon=True
-            )
-            self._thread.start()
-        return state
-
-    def stop(self) -> None:
-        """Compile nothing more; waits for what is being compiled."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._compiler.shutdown()
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to compile."""
-        return bool(self._made) and (self._thread is None or not self._thread.is_alive())
-
-    def add(self, shape: Shape) -> None:
-        """Compile a shape, and what its coming and going takes; then it may be used."""
-        made = self._compiler.submit(self._lower(shape).compile).result()
-        known = {(s.rows, s.slots): s for s in self._made}
-        if (shape.rows, shape.slots) not in known:
-            warm.beside(self.plan, shape, known.values())
-        self._made[shape] = made
-
-    def fitting(self, rows: int, slots: int, level: int) -> Shape:
-        """The cheapest shape that is compiled and has room."""
-        fits = [s for s in list(self._made) if s.rows >= rows and s.slots >= slots and s.level >= level]
-        return min(fits, key=lambda s: (s.level, s.rows * s.slots, s.rows))
-
-    def step(self, shape: Shape) -> Any:
-        """The compiled step: (params, state, knobs, leave) -> device.Result."""
-        return self._made[shape]
-
-    def _rest(self, behind: Callable[[], None]) -> None:
-        levels, rows, slots = (knobs.PLAIN, knobs.SHAPED), self.plan.rows, self.plan.slots
-        for shape in (Shape(r, s, level) for level in levels for s in slots for r in reversed(rows)):
-            if self._stop.is_set():
-                return
-            self.add(shape)
-        behind()
-
-    def _lower(self, shape: Shape) -> Any:
-        plan = self.plan
-        empty = Job(prompt=(0,), max_tokens=1)
-        one = knobs.row(plan.menu, empty, shape.level, plan.lm, plan.block)
-        state = jax.eval_shape(lambda: shapes.idle(plan, shape))
-        where = shapes.placed(plan, state)
-        run = device.run
-        if where is not None:  # what goes out must lie where the next dispatch expects it
-            lay = lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
-            state = jax.tree.map(lay, state, where)
-            run = device.run_on(where)
-        return run.lower(
-            shapes.program(plan, shape.slots, shape.level), plan.lm.params, state, knobs.stack(shape.rows, one),
-            np.zeros(shape.rows, bool), np.int32(0), plan.settings.passes,
-        )  # fmt: skip
+from mercury_jax.decode import decoder
+from mercury_jax.decode.constrained import write_committed
+from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
+from mercury_jax.decode.token_stats import LogprobBuffer
+from mercury_jax.types import Cache, Params
 
 
-def _yield_to_requests() -> None:
-    """Lowers the priority of the calling thread, and of the compiler's threads, which inherit it (Linux only).
+class DispatchReport(NamedTuple):
+    """Fields of the `State` after a dispatch that the host reads. They are copies: the state itself is donated."""
 
-    Else XLA's compiler takes every core of a small machine, and running streams halt for as long as it compiles.
+    tokens: Int[Array, "B S"]
+    committed: Int[Array, "B"]
+    end: Int[Array, "B"]
+    answer_budget: Int[Array, "B"]
+    cache_length: Int[Array, "B"]
+    nfe: Int[Array, "B"]
+    nan_step: Int[Array, "B"]
+    done: Bool[Array, "B"]
+
+
+class DispatchResult(NamedTuple):
+    """Result of a dispatch: the next state, a frame for each pass [passes, B, ...], the passes made, the report."""
+
+    state: State
+    frames: Frame
+    passes: Int[Array, ""]
+    report: DispatchReport
+
+
+def _run_passes(
+    program: DecodeConfig,
+    params: Params,
+    state: State,
+    sampling: SamplingParams,
+    idle: Bool[Array, "B"],
+    limit: Int[Array, ""],
+    passes: int,
+) -> DispatchResult:
+    """Runs up to `limit` denoising passes over all rows.
+
+    Args:
+        program: Static sizes.
+        params: Parameters of the model.
+        state: Donated.
+        sampling: Sampling parameters of each row.
+        idle: Rows without a request; they end here, whatever they hold.
+        limit: Traced number of passes, at most `passes`.
+        passes: Static number of frames of the result.
     """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    state = state._replace(done=state.done | idle)
+    state, frames, used = decoder.run(program, params, state, sampling, passes, limit)
+    assert frames is not None
+    report = DispatchReport(*(jnp.copy(getattr(state, name)) for name in DispatchReport._fields))
+    return DispatchResult(state, frames, used, report)
+
+
+run_passes = jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2)
+
+
+def run_passes_sharded(shardings: Any) -> Any:
+    """`run_passes` for a state on a mesh, whose result has the same shardings.
+
+    Args:
+        shardings: A `State` of NamedSharding.
+    """
+    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    out = DispatchResult(shardings, replicated, replicated, replicated)  # type: ignore[arg-type]
+    return jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2, out_shardings=out)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def start_row(
+    program: DecodeConfig, sampling: SamplingParams, tokens: Int[Array, "1 S"], sizes: Int[Array, "5"]
+) -> State:
+    """A state of one row that starts a request.
+
+    Args:
+        program: Static sizes.
+        sampling: Sampling parameters of the row.
+        tokens: The prompt, padded.
+        sizes: Length of the prompt; where thinking (without it, the answer) ends; tokens kept for an answer behind
+            thinking; seed; tokens of the prompt whose keys and values are about to be written to the cache.
+
+    Returns:
+        The state of one row.
+    """
+    prompt, end, answer_budget, seed, cached = (sizes[i : i + 1] for i in range(5))
+    given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
+    draft = jnp.zeros_like(given)
+    rows = Rows(tokens, given, prompt, end, seed, draft, prompt, end, answer_budget)
+    return first_state(program, sampling, rows)._replace(cache_length=cached)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
+def encode_prompt(
+    program: DecodeConfig, params: Params, row: State, width: int, upto: Int[Array, ""]
+) -> State:
+    """Prefills a row up to position `upto` of its prompt, in forward passes of `width` tokens.
+
+    Args:
+        program: Static sizes.
+        params: Parameters of the model.
+        row: A state of one row; donated.
+        width: Tokens of a forward pass.
+        upto: Position behind the last token that is encoded.
+
+    Returns:
+        The row with a longer committed KV cache.
+    """
+    return decoder.prefill(program, params, row, width, upto)
+
+
+# (state, slot, row) -> the state with a row of one request in a slot; the state is donated.
+place_row = jax.jit(admit, donate_argnums=0)
+# (program, state, change, eos) -> the state with tokens that grammars have committed; the state is donated.
+write_tokens = jax.jit(write_committed, static_argnums=0, donate_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -> State:
+    """A state of other sizes that holds chosen rows.
+
+    Args:
+        state: The old state.
+        order: For each new row the index of the old one; -1 for an idle row.
+        capacity: Positions of a row.
+        width: Positions of a canvas.
+
+    Returns:
+        A state of `len(order)` rows.
+    """
+
+    def moved(leaf: Array, size: int | None = None) -> Array:
+        rows = leaf[jnp.maximum(order, 0)]
+        if size is None or leaf.ndim < 2 or leaf.shape[1] == size:
+            return rows
+        if leaf.shape[1] > size:
+            return jax.lax.slice_in_dim(rows, 0, size, axis=1)
+        return jnp.pad(rows, [(0, 0), (0, size - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
+
+    # The second axis of a leaf is a position of the row, a position of the canvas, or neither. The memory of a rule
+    # has any shape; a second axis as long as the canvas counts its positions.
+    of_canvas = {name: getattr(state, name) for name in ("canvas", "answer", "frozen", "self_cond")}
+    canvas = state.canvas.shape[1:2]
+    of_row = state._replace(memory=(), key=(), **dict.fromkeys(of_canvas, ()))  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda leaf: moved(leaf, capacity), of_row)
+    return rows._replace(
+        **{name: jax.tree.map(lambda leaf: moved(leaf, width), tree) for name, tree in of_canvas.items()},
+        memory=jax.tree.map(lambda x: moved(x, width if x.shape[1:2] == canvas else None), state.memory),
+        key=jax.tree.map(moved, state.key),
+        done=rows.done | (order < 0),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
+    """Keys and values of positions start..start + size of one row.
+
+    Args:
+        cache: KV cache of all rows.
+        slot: The row.
+        start: First position.
+        size: Number of positions.
+
+    Returns:
+        A chunk whose leaves have the position as first axis.
+    """
+    row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
+    """A row with a chunk of `cut_cache` written to its cache at position `start`.
+
+    Args:
+        row: A state of one row; donated.
+        chunk: Of `cut_cache`.
+        start: First position of the chunk.
+
+    Returns:
+        The row.
+    """
+    insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
+    return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
+
+
+@jax.jit
+def row_logprobs(state: State, slot: Int[Array, ""]) -> LogprobBuffer:
+    """Log-probabilities of one row.
+
+    Args:
+        state: The slots.
+        slot: The row.
+
+    Returns:
+        Arrays without the batch axis.
+    """
+    return jax.tree.map(lambda leaf: leaf[slot], state.logprobs)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays, concrete or abstract."""
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

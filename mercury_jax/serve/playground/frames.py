@@ -1,96 +1,273 @@
-"""Snapshots as frames: of each pass only the cells that changed."""
+"""What the page shows of a denoising pass: the cells that changed, and the most probable tokens of one cell.
+
+The stream sends a frame per snapshot (`app.Playground.stream`), with changed cells only. The tokens of a cell
+(`top_tokens`) are not part of it: they come from another forward pass over the canvas as it stood, when somebody
+clicks. Its sizes are padded to a few, so that clicking through an answer compiles a handful of programs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.request import bucket as padded_size
 from mercury_jax.decode.sample import decode_answer
-from mercury_jax.serve.engine.types import Snapshot
-from mercury_jax.types import LM
+from mercury_jax.decode.token_stats import forbid
+from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.types import LM, Model, Params, Pass
 
-SETTLED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
-PRECISION = 1000  # steps of a confidence on the wire: fewer cells change, and no eye sees more
-
-
-class Shown(NamedTuple):
-    """What the reader has on its screen, one entry a cell."""
-
-    tokens: np.ndarray  # int32 [n]
-    flags: np.ndarray  # int [n]: SETTLED and FORCED
-    confidence: np.ndarray  # int [n], in 1/PRECISION
+ACCEPTED, FORCED, SPECIAL, BYTES = 1, 2, 4, 8  # bits of a cell's flags
+PRECISION = 1000  # steps of a confidence on the page: finer ones would change more cells than the eye sees
+TOP = 5  # tokens of a cell
 
 
-NOTHING = Shown(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+class ShownCells(NamedTuple):
+    """What the reader has on the screen; one entry per cell.
 
-
-def look(shown: Shown, snapshot: Snapshot) -> tuple[Shown, np.ndarray]:
-    """(what the reader will have, which of its cells changed).
-
-    Cells in front of the active block keep the confidence at which they settled: the engine says 1 of them.
+    Attributes:
+        tokens: int32 [n].
+        flags: int [n], ACCEPTED and FORCED.
+        confidence: int [n], in steps of 1 / PRECISION.
     """
-    n, seen = len(snapshot.tokens), len(shown.tokens)
-    sure = np.rint(np.nan_to_num(snapshot.confidence) * PRECISION).astype(np.int64)
-    kept = min(snapshot.start, seen, n)
-    sure[:kept] = shown.confidence[:kept]
-    flags = SETTLED * snapshot.settled.astype(np.int64) + FORCED * snapshot.forced.astype(np.int64)
-    new = Shown(snapshot.tokens, flags, sure)
+
+    tokens: np.ndarray
+    flags: np.ndarray
+    confidence: np.ndarray
+
+
+NO_CELLS = ShownCells(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def changed_cells(shown: ShownCells, snapshot: Snapshot) -> tuple[ShownCells, np.ndarray]:
+    """Compares a snapshot with what the reader has.
+
+    Cells in front of the active block keep the confidence at which they were accepted; the engine reports 1 there.
+
+    Args:
+        shown: What the reader has.
+        snapshot: The answer after a pass.
+
+    Returns:
+        What the reader will have, and the indices of the cells that changed.
+    """
+    n, before = len(snapshot.tokens), len(shown.tokens)
+    confidence = np.rint(np.nan_to_num(snapshot.confidence) * PRECISION).astype(np.int64)
+    kept = min(snapshot.start, before, n)
+    confidence[:kept] = shown.confidence[:kept]
+    flags = ACCEPTED * snapshot.accepted.astype(np.int64) + FORCED * snapshot.forced.astype(np.int64)
+    new = ShownCells(snapshot.tokens, flags, confidence)
     changed = np.ones(n, bool)
-    both = min(n, seen)
+    both = min(n, before)
     changed[:both] = np.any([a[:both] != b[:both] for a, b in zip(new, shown, strict=True)], axis=0)
     return new, np.flatnonzero(changed)
 
 
-class Labels:
-    """What stands in a token's cell: its text, or a name where it has none."""
+class TokenLabels:
+    """What stands in the cell of a token: its text, or a name where it has none.
+
+    Args:
+        lm: The model.
+    """
 
     def __init__(self, lm: LM):
-        self.tokenizer, self.known = lm.tokenizer, {}
+        self._tokenizer = lm.tokenizer
+        self._known: dict[int, tuple[str, int]] = {}
 
-    def of(self, token: int) -> tuple[str, int]:
-        """(text, SPECIAL, BYTES or 0). BYTES: a part of a character, in hex."""
-        if token not in self.known:
-            self.known[token] = self._of(token)
-        return self.known[token]
-
-    def _of(self, token: int) -> tuple[str, int]:
-        pieces = self.tokenizer.pieces
-        piece = pieces[token] if token < len(pieces) else b""
-        if not piece:
-            return self._name(token), SPECIAL
-        try:
-            return piece.decode(), 0
-        except UnicodeDecodeError:
-            return piece.hex(" ").upper(), BYTES
-
-    def _name(self, token: int) -> str:
-        try:
-            name = self.tokenizer.decode([token], skip_special=False)
-        except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
-            name = ""
-        return name.strip("<|>") or f"id {token}"
+    def label(self, token: int) -> tuple[str, int]:
+        """(text, flag); the flag is SPECIAL for a control token, BYTES for a part of a character in hex, else 0."""
+        if token not in self._known:
+            pieces = self._tokenizer.pieces
+            piece = pieces[token] if token < len(pieces) else b""
+            try:
+                name = (
+                    piece.decode()
+                    if piece
+                    else self._tokenizer.decode([token], skip_special=False).strip("<|>")
+                )
+                known = (name, 0) if piece else (name or f"id {token}", SPECIAL)
+            except UnicodeDecodeError:
+                known = piece.hex(" ").upper(), BYTES
+            except (ValueError, IndexError, KeyError):  # a vocabulary may end in unused ids
+                known = f"id {token}", SPECIAL
+            self._known[token] = known
+        return self._known[token]
 
 
-def frame(labels: Labels, shown: Shown, changed: Iterable[int], snapshot: Snapshot) -> dict[str, Any]:
-    """One pass as JSON: {forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}."""
+def frame_event(
+    labels: TokenLabels, shown: ShownCells, changed: Iterable[int], snapshot: Snapshot
+) -> dict[str, Any]:
+    """The event of one pass: {forwards, start, n, cells: [[index, id, text, flags, confidence], ...]}.
+
+    Args:
+        labels: Texts of tokens.
+        shown: What the reader will have.
+        changed: Indices of the cells to send.
+        snapshot: The answer after the pass.
+
+    Returns:
+        A JSON object.
+    """
     cells = []
     for i in map(int, changed):
         token = int(shown.tokens[i])
-        text, kind = labels.of(token)
+        text, kind = labels.label(token)
         cells.append([i, token, text, int(shown.flags[i]) | kind, int(shown.confidence[i]) / PRECISION])
-    return {
-        "type": "frame", "forwards": snapshot.forwards, "start": snapshot.start, "n": len(shown.tokens),
-        "cells": cells,
-    }  # fmt: skip
+    sizes = {"forwards": snapshot.forwards, "start": snapshot.start, "n": len(shown.tokens)}
+    return {"type": "frame", **sizes, "cells": cells}
 
 
-def ending(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[str, Any]:
-    """The last event: the whole text, as `sample` would return it."""
+def end_event(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[str, Any]:
+    """The last event: the whole text as `sample` would return it, and the cost.
+
+    Args:
+        lm: The model.
+        snapshot: The last snapshot.
+        chat: The answer is a turn of a conversation and may think.
+        seconds: Since the request.
+
+    Returns:
+        A JSON object.
+    """
     thinking, text = decode_answer(lm, snapshot.tokens, chat)
     return {
         "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish, "message": snapshot.message,
         "tokens": len(snapshot.tokens), "forwards": snapshot.forwards, "cached": snapshot.cached,
         "seconds": round(seconds, 6),
     }  # fmt: skip
+
+
+class PassInput(NamedTuple):
+    """What a denoising pass read.
+
+    Attributes:
+        text: Ids of prompt and canvas; `text[:encoded]` was in the KV cache, the rest was denoised.
+        encoded: Tokens in the KV cache.
+        position: The cell, counted from the start of the canvas.
+        forbidden: Ids that the pass could not write.
+    """
+
+    text: np.ndarray
+    encoded: int
+    position: int
+    forbidden: tuple[int, ...]
+
+
+class TopTokens(NamedTuple):
+    """The TOP most probable ids of a cell with their probabilities.
+
+    Attributes:
+        ids: Most probable first.
+        p: Probabilities.
+        exact: The canvas is the one that the pass read (`is_exact`).
+    """
+
+    ids: list[int]
+    p: list[float]
+    exact: bool
+
+
+def pass_input(
+    lm: LM,
+    request: EngineRequest,
+    tokens: Sequence[int],
+    accepted: Sequence[bool],
+    start: int,
+    index: int,
+    block: int,
+) -> PassInput:
+    """The canvas as it stood before a pass.
+
+    Cells that were not accepted are noise, as are those behind the end of `tokens`.
+
+    Args:
+        lm: The model.
+        request: The request.
+        tokens: What the pass before has shown.
+        accepted: Which of them were accepted.
+        start: First cell of the active block.
+        index: The cell of interest.
+        block: Tokens of a block.
+
+    Returns:
+        What the pass read, with new noise where the model has no mask token.
+    """
+    config, filling = lm.model.config, request.suffix is not None
+    ends = (config.eos, *config.ends) if filling else ()  # nothing ends inside a hole
+    request = fim_order(lm, request)
+    size = request.max_output
+    cells = np.full(size, -1, np.int64)
+    for i, token in enumerate(tokens[:size]):
+        cells[i] = token if i < start or accepted[i] else -1
+    if start < len(tokens) < min(size, start + block):  # an answer is shown up to its accepted end of text
+        cells[len(tokens)] = config.eos
+    if lm.corruption.mask is not None:
+        noise = np.full(size, lm.corruption.mask)
+    else:  # a new draw of the prior: the one that the pass read is not kept
+        noise = np.asarray(lm.corruption.prior(jax.random.key(0), jnp.ones((size,), jnp.float32)))
+    before, behind = list(request.prompt), list(request.suffix or ())[:SUFFIX_TOKENS]
+    text = np.concatenate([before, np.where(cells < 0, noise, cells), behind]).astype(np.int32)
+    encoded = int(lm.model.encodable(jnp.asarray([len(before) + start]))[0])
+    if config.pattern != "bidirectional" and not behind:
+        text = text[: encoded + block]
+    return PassInput(text, encoded, len(before) + index - encoded, (*lm.corruption.forbidden, *ends))
+
+
+def top_tokens(lm: LM, read: PassInput) -> TopTokens:
+    """The most probable ids of a cell by the model itself, without temperature, bias or grammar.
+
+    Args:
+        lm: The model.
+        read: Of `pass_input`.
+
+    Returns:
+        The tokens.
+    """
+    before, canvas = read.text[: read.encoded], read.text[read.encoded :]
+    pad = lambda x, size: np.pad(x, (0, size - len(x)))[None]
+    sizes = np.asarray([read.encoded, len(canvas), read.position], np.int32)
+    masked = float((canvas == lm.corruption.mask).mean()) if lm.corruption.mask is not None else 1.0
+    p, ids = _forward(
+        lm.model,
+        read.forbidden,
+        lm.params,
+        pad(before, padded_size(max(len(before), 1))),
+        pad(canvas, padded_size(len(canvas))),
+        sizes,
+        np.float32(masked),
+    )
+    return TopTokens(ids.tolist(), p.tolist(), is_exact(lm))
+
+
+def is_exact(lm: LM) -> bool:
+    """Whether frames hold all that a pass read: no random noise, and no self-conditioning on the pass before."""
+    self_conditioning = jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))
+    return lm.corruption.mask is not None and not jax.tree.leaves(self_conditioning)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    model: Model,
+    forbidden: tuple[int, ...],
+    params: Params,
+    before: Int[Array, "1 A"],
+    canvas: Int[Array, "1 C"],
+    sizes: Int[Array, "3"],
+    time: Float[Array, ""],
+) -> tuple[Float[Array, "k"], Int[Array, "k"]]:
+    encoded, n, position = (sizes[i : i + 1] for i in range(3))
+    clean, noise = (jnp.zeros((1,)), time[None]) if model.config.timed else (None, None)
+    # Padding writes behind the end of the cache: it has a canvas more than what is used.
+    cache = model.empty_cache(1, before.shape[1] + 2 * canvas.shape[1])
+    yes, zero = jnp.ones((1,), bool), jnp.zeros((1,), jnp.int32)
+    _, cache = model.forward(params, Pass(before, cache, zero, encoded, encoded, yes, time=clean))
+    hidden, _ = model.forward(params, Pass(canvas, cache, encoded, n, encoded + n, ~yes, time=noise))
+    cell = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, position[0], 1, axis=1), hidden)
+    logits = forbid(model.head(params, cell)[0], forbidden)
+    return jax.lax.top_k(jax.nn.softmax(logits[0]), TOP)

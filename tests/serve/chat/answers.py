@@ -1,4 +1,4 @@
-"""Answers as ids and as what they mean, and snapshots of them by hand."""
+"""Random answers as ids with their meaning, and snapshots of them."""
 
 import json
 import random
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.serve.chat.reply import Delta, Reply
-from mercury_jax.serve.engine.types import Snapshot
+from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser
+from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.tokenizer import SPECIAL
 
 LETTERS = [*'ab<>|{}"\\:,[] \n\t', "é", "日", "🙂", "\0", "\u2581", "e\u0301", "</tool_call>", "<tool"]
 
 
-class Meant(NamedTuple):
-    """What an answer says, before any stop sequence."""
+class RandomAnswer(NamedTuple):
+    """An answer and what it means, without regard to stop sequences."""
 
     ids: list[int]
     thinking: str
@@ -24,7 +24,7 @@ class Meant(NamedTuple):
 
 
 def lm_of(tokenizer: Any) -> Any:
-    """As much of an LM as the chat layer looks at."""
+    """The part of an LM that the chat package uses."""
     return SimpleNamespace(tokenizer=tokenizer)
 
 
@@ -45,15 +45,15 @@ def value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def payload(rng: random.Random, name: str, arguments: Any) -> str:
-    """A call as JSON, in one of the ways that it may be written."""
+    """A call as JSON, with random order and spacing."""
     spaced = {"indent": rng.choice([None, None, 1]), "ensure_ascii": rng.random() < 0.3}
     pairs = [("name", name), ("arguments", arguments)]
     pairs = pairs if rng.random() < 0.7 else [*pairs[::-1], ("id", "x")]
     return rng.choice(["", "\n"]) + json.dumps(dict(pairs), **spaced) + rng.choice(["", "\n", " \n"])
 
 
-def ours(tok: Any, rng: random.Random, thinking: bool) -> Meant:
-    """A well-formed answer in our own form. thinking: its prompt opened that."""
+def random_answer(tok: Any, rng: random.Random, thinking: bool) -> RandomAnswer:
+    """A well-formed answer in our own form. thinking: the prompt opened it."""
     thought, content, calls, ids = text(rng) if thinking else "", "", [], []
     if thinking:
         ids += [*tok.encode(thought), SPECIAL.end_think]
@@ -66,7 +66,7 @@ def ours(tok: Any, rng: random.Random, thinking: bool) -> Meant:
         calls.append((f"f-{rng.randrange(9)}", {text(rng): value(rng) for _ in range(rng.randrange(4))}))
         written = tok.encode(payload(rng, *calls[-1]))
         ids += [SPECIAL.tool_call, *written, SPECIAL.end_tool_call]
-    return Meant(ids, thought, content, calls)
+    return RandomAnswer(ids, thought, content, calls)
 
 
 def cut(content: str, stop: list[str]) -> str:
@@ -79,10 +79,10 @@ def cut(content: str, stop: list[str]) -> str:
 
 
 def snapshot(
-    ids: list[int], final: int | None = None, finish: str | None = None, settled: Any = None
+    ids: list[int], final: int | None = None, finish: str | None = None, accepted: Any = None
 ) -> Snapshot:
     final = len(ids) if final is None else final
-    sure = np.arange(len(ids)) < final if settled is None else np.asarray(settled, bool)
+    sure = np.arange(len(ids)) < final if accepted is None else np.asarray(accepted, bool)
     nothing = np.zeros(len(ids))
     return Snapshot(
         np.asarray(ids, np.int32),
@@ -98,7 +98,7 @@ def snapshot(
 
 
 def snapshots(ids: list[int], rng: random.Random, vocab: int) -> list[Snapshot]:
-    """Some passes: what is final grows by any number of tokens, and behind it stands what still changes."""
+    """Snapshots of some passes: any number of tokens becomes final in each, followed by tokens that still change."""
     at, found = 0, []
     while at < len(ids):
         noise = [rng.randrange(vocab) for _ in range(rng.randrange(4))]
@@ -107,16 +107,16 @@ def snapshots(ids: list[int], rng: random.Random, vocab: int) -> list[Snapshot]:
     return [*found, snapshot(ids, finish="stop")]
 
 
-def deltas(reply: Reply, seen: list[Snapshot]) -> list[Delta]:
-    return [reply.feed(s) for s in seen]
+def deltas(parser: OutputParser, seen: list[Snapshot]) -> list[OutputDelta]:
+    return [parser.feed(s) for s in seen]
 
 
-def joined(found: list[Delta]) -> tuple[str, str, dict[int, tuple[str, str]]]:
-    """(thinking, content, calls by index as (name, arguments)) of deltas, with the order that OpenAI's clients want."""
+def joined(found: list[OutputDelta]) -> tuple[str, str, dict[int, tuple[str, str]]]:
+    """(reasoning, content, calls by index as (name, arguments)) of deltas, checked as OpenAI's clients read them."""
     calls: dict[int, tuple[str, str]] = {}
     ids: dict[int, str] = {}
     for delta in found:
-        for call in delta.calls:
+        for call in delta.tool_calls:
             if call.index not in calls:
                 assert call.index == len(calls) and call.id and call.name
                 ids[call.index], calls[call.index] = call.id, (call.name, call.arguments)
@@ -124,4 +124,4 @@ def joined(found: list[Delta]) -> tuple[str, str, dict[int, tuple[str, str]]]:
                 assert call.id is None and call.name is None and call.arguments
                 calls[call.index] = (calls[call.index][0], calls[call.index][1] + call.arguments)
     assert len(set(ids.values())) == len(ids)
-    return "".join(d.thinking for d in found), "".join(d.content for d in found), calls
+    return "".join(d.reasoning for d in found), "".join(d.content for d in found), calls

@@ -1,14 +1,14 @@
-"""What editors make of a reply: their rules, written anew from what they are known to do."""
+"""How editors read a reply, reimplemented from their known behaviour."""
 
 
 def zed(reply: str) -> str | None:
-    """Zed's rule: exactly these two are stripped, and a lone None is no prediction."""
+    """Zed strips exactly these two edges, and takes a lone None for no prediction."""
     reply = reply.removeprefix("```\n").removesuffix("\n```")
     return None if reply == "None" else reply
 
 
 def kilo(reply: str) -> str | None:
-    """Kilo's rule: from the line behind the first fence to the last fence, without echoed tags."""
+    """Kilo takes what stands between the first and the last fence, without repeated tags."""
     first = reply.find("```")
     begin = reply.find("\n", first + 3)
     end = reply.rfind("```")
@@ -19,5 +19,5 @@ def kilo(reply: str) -> str | None:
 
 
 def kilo_text(choice: dict) -> str:
-    """Kilo's rule for what a chunk of a completion adds: a text, or a delta's content."""
+    """Kilo reads the text of a chunk, or the content of its delta."""
     return choice.get("text") or choice.get("delta", {}).get("content") or ""

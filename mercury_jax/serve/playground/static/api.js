@@ -1,4 +1,4 @@
-// The three routes: what there is to choose, a stream of frames, the likeliest tokens of a cell.
+// The three routes: the form's data, a stream of frames, the most probable tokens of a cell.
 
 let key = "";
 
@@ -16,7 +16,7 @@ async function refuse(response) {
   try {
     const { error } = await response.json();
     if (typeof error?.message === "string") message = error.message;
-  } catch { /* no JSON: the status has to do */ }
+  } catch { /* not JSON: only the status is shown */ }
   const after = response.headers.get("retry-after");
   const error = new Error(after ? `${message} Try again in ${after} s.` : message);
   error.status = response.status;
@@ -36,7 +36,7 @@ async function post(path, body, signal) {
   return response.ok ? response : refuse(response);
 }
 
-/** The five likeliest tokens of a cell: {top: [{id, text, kind, p}], exact}. */
+/** The five most probable tokens of a cell: {top: [{id, text, kind, p}], exact}. */
 export async function top(body, signal) {
   return (await post("playground/top", body, signal)).json();
 }

@@ -39,7 +39,7 @@ export function percent(p) {
 export function label(cell, i) {
   const what = kind(cell);
   if (what === "noise") return `Token ${i + 1}: noise`;
-  const more = [what === "settled" ? "settled" : "a guess", percent(cell.p)];
+  const more = [what === "settled" ? "accepted" : "a guess", percent(cell.p)];
   if (cell.revised) more.push("revised");
   if (cell.forced) more.push("forced by the grammar");
   return `Token ${i + 1}: ${spoken(cell)}, ${more.join(", ")}`;

@@ -4,7 +4,7 @@ import { element } from "./canvas.js";
 
 const $ = (id) => document.getElementById(id);
 const number = (id) => $(id).value.trim() === "" ? null : Number($(id).value);
-const PROMPT = { chat: "Message", text: "Text to go on with", edit: "Text with a gap" };
+const PROMPT = { chat: "Message", text: "Text to continue", edit: "Text with a hole" };
 
 export class Controls {
   /** run(): Ctrl+Enter or the button; the other listeners stay in here. */
@@ -78,7 +78,7 @@ export class Controls {
   kindChanged() {
     const gap = this.kind === "edit";
     $("prompt-label").textContent = PROMPT[this.kind];
-    $("max-label").textContent = gap ? "Tokens in gap" : "Most tokens";
+    $("max-label").textContent = gap ? "Tokens in the hole" : "Most tokens";
     $("max_tokens").placeholder = gap ? "as many" : "64";
     $("grammar").hidden = gap;
     $("hole").hidden = !gap;
@@ -94,7 +94,7 @@ export class Controls {
     const line = box.value.slice(0, this.hole[0]).split("\n").length;
     $("hole").textContent = picked
       ? `To be rewritten: “${cut(picked).replaceAll("\n", "↵")}”`
-      : `The gap is at the caret, in line ${line}. Select text to rewrite it instead.`;
+      : `The hole is at the cursor, in line ${line}. Select text to rewrite it instead.`;
   }
 
   ruleChanged() {
@@ -147,7 +147,7 @@ export class Controls {
     try {
       value = JSON.parse(text);
     } catch (error) {
-      throw new Error(`The schema is no JSON: ${error.message}`);
+      throw new Error(`The schema is not JSON: ${error.message}`);
     }
     if (typeof value !== "object" || value === null || Array.isArray(value)) {
       throw new Error("The schema must be a JSON object.");

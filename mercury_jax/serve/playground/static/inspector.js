@@ -17,11 +17,11 @@ export class Inspector {
 
   clear() {
     this.asked?.abort();
-    const hint = "Choose a token, with a click or ⏎, to see the five that the model held likeliest there.";
+    const hint = "Select a token with a click or ⏎ to see the five most probable tokens at its position.";
     this.host.replaceChildren(element("h2", "", "Token"), element("p", "hint", hint));
   }
 
-  /** Tell about cell i of a run at step k. model: the one that serves now, which alone can be asked. */
+  /** Show cell i of a run at step k. model: the one that serves now; only its passes can be repeated. */
   async show(run, i, k, model) {
     this.asked?.abort();
     const trace = run.trace, cell = trace.state(k).cells[i];
@@ -31,9 +31,9 @@ export class Inspector {
     const shown = kind(cell) === "noise" ? "noise" : visible(cell);
     name.append(element("code", "", shown), element("span", "", facts(cell, i)));
     const bars = element("ol", "bars");
-    bars.setAttribute("aria-label", `The five likeliest tokens before pass ${step}`);
+    bars.setAttribute("aria-label", `The five most probable tokens before pass ${step}`);
     const note = element("p", "hint", "asking …");
-    const title = element("h3", "", `Likeliest, as pass ${step} saw it`);
+    const title = element("h3", "", `Most probable in pass ${step}`);
     this.host.replaceChildren(head, name, title, bars, note, ...past(trace, i, k));
     const why = unasked(trace, i, step, model);
     if (why) {
@@ -58,7 +58,7 @@ function facts(cell, i) {
   return label(cell, i).split(", ").slice(1).join(", ") || "noise";
 }
 
-/** Why the likeliest tokens of a cell cannot be asked for; "" where they can. */
+/** Why the most probable tokens of a cell are not available; "" where they are. */
 function unasked(trace, i, step, model) {
   if (!trace.request || trace.start.model !== model) return OTHER;
   return trace.frames[step - 1].start > i ? "No pass looked at this token: the grammar wrote it." : "";
@@ -89,7 +89,7 @@ function past(trace, i, k) {
   for (const { step, text, p, settled, special } of trace.history(i, k).slice(-8)) {
     const item = element("li");
     const what = kind({ id: 0, p, settled, special, text }) === "noise" ? "noise" : visible({ text, special });
-    const value = element("span", "value", `${settled ? "settled" : "guess"}, ${percent(p)}`);
+    const value = element("span", "value", `${settled ? "accepted" : "guess"}, ${percent(p)}`);
     item.append(element("span", "step", `step ${step}`), element("code", "", what), value);
     list.append(item);
   }
@@ -101,5 +101,5 @@ function past(trace, i, k) {
   }
   curve.setAttribute("role", "img");
   curve.setAttribute("aria-label", `Confidence over ${seen.length} steps, now ${percent(seen.at(-1) ?? 0)}`);
-  return [element("h3", "", "How it came to be"), curve, list];
+  return [element("h3", "", "History"), curve, list];
 }

@@ -1,12 +1,12 @@
-// What the looks of a cell mean, shown by cells that look so.
+// The legend: one example cell of each kind.
 
 import { MASK, element } from "./canvas.js";
 
 const LEGEND = [
-  ["noise b0", MASK, "noise: nothing to read yet"], ["guess b2", "guess", "a guess, which may still change"],
-  ["settled b5", "token", "settled: a solid border"], ["settled b5 fresh", "token", "settled in this step"],
-  ["settled b4 revised", "token", "revised after it was settled"],
-  ["settled b5 forced", "token", "forced: the grammar left no choice"],
+  ["noise b0", MASK, "noise: not decoded yet"], ["guess b2", "guess", "most probable token, not accepted yet"],
+  ["settled b5", "token", "accepted (solid border)"], ["settled b5 fresh", "token", "accepted in this step"],
+  ["settled b4 revised", "token", "changed after it was accepted"],
+  ["settled b5 forced", "token", "forced: the only token the grammar allowed"],
 ];
 
 /** Write the legend: one cell of each kind, and the bands of confidence. */

@@ -28,7 +28,7 @@ export class Run {
     this.meter = element("progress", "meter");
     this.meter.max = 1;
     this.meter.value = 0;
-    this.meter.setAttribute("aria-label", "settled tokens");
+    this.meter.setAttribute("aria-label", "accepted tokens");
     const body = element("div", "canvas");
     this.node.append(head, dl, this.meter, body);
     this.canvas = new Canvas(body, `${title}: tokens`, {
@@ -62,7 +62,7 @@ export class Run {
   badge(ended, state) {
     const waits = this.trace.length === 0 && !this.trace.end;
     const ends = { stop: "done", length: "done: length", cancelled: "stopped", error: "failed" };
-    const going = waits ? (this.trace.start ? "noise" : "") : `${state.settled} of ${state.cells.length} settled`;
+    const going = waits ? (this.trace.start ? "noise" : "") : `${state.settled} of ${state.cells.length} accepted`;
     this.state.textContent = this.failed || (ended ? ends[this.trace.end.finish] ?? "done" : going);
     this.state.classList.toggle("good", ended && ["stop", "length"].includes(this.trace.end.finish));
   }

@@ -131,9 +131,9 @@ export function imported(text) {
   try {
     data = JSON.parse(text);
   } catch {
-    throw new Error("This file is no JSON.");
+    throw new Error("This file is not JSON.");
   }
-  if (data?.format !== FORMAT || data.version !== 1) throw new Error(`This file is no ${FORMAT} of version 1.`);
+  if (data?.format !== FORMAT || data.version !== 1) throw new Error(`This file is not a ${FORMAT} of version 1.`);
   if (!Array.isArray(data.runs) || data.runs.length < 1 || data.runs.length > 2) {
     throw new Error("A trace has one or two runs.");
   }
@@ -142,16 +142,16 @@ export function imported(text) {
 
 function restored(run) {
   if (!isObject(run?.start) || !Array.isArray(run.frames) || run.frames.length > MOST_FRAMES) {
-    throw new Error("A run of this trace is broken.");
+    throw new Error("A run of this trace is invalid.");
   }
   const trace = new Trace(isObject(run.request) ? run.request : null);
   const { block, max_tokens, thinking } = run.start;
-  if (![block, max_tokens, thinking].every((x) => isCount(x))) throw new Error("The start of a run is broken.");
+  if (![block, max_tokens, thinking].every((x) => isCount(x))) throw new Error("The start of a run is invalid.");
   const around = { before: String(run.start.before ?? ""), after: String(run.start.after ?? "") };
   trace.push({ ...run.start, ...around, type: "start" });
   let seen = 0;
   run.frames.forEach((frame, i) => {
-    if (!sound(frame, seen)) throw new Error(`Step ${i + 1} of this trace is broken.`);
+    if (!sound(frame, seen)) throw new Error(`Step ${i + 1} of this trace is invalid.`);
     seen = frame.n;
     trace.push({ ...frame, type: "frame" });
   });

@@ -1,0 +1,11 @@
+"""Scripts behind the published figures, which only the authors run: `python -m benchmarks.NAME --help`.
+
+overhead    sample() against its bare forward passes
+peer        DiffusionGemma against transformers, on the same checkpoint
+prompt      prefill of long prompts: time and memory
+repair      which rules correct a wrong token
+cache       KV cache reuse in a bidirectional model, against no cache
+quantise    weights and KV cache in few bits: what that costs in quality
+effort      what a reasoning effort changes: accuracy, forward passes, tokens
+structure   counts of files, functions and documentation of the package
+"""

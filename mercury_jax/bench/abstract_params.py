@@ -1,0 +1,246 @@
+"""Models without their weights: configurations by name, and parameters as shapes on a mesh.
+
+`source` reads what `mercury bench compile MODEL` names: a folder, a recipe, a config.json or one of `PRESETS`.
+`abstract_lm` lays that model out as `mj.load(mesh=...)` does, with a `jax.ShapeDtypeStruct` for each parameter, so that
+its programs can be lowered for any device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mercury_jax import hub, models, noise
+from mercury_jax.config import (
+    ComputeType,
+    Experts,
+    ModelConfig,
+    NoiseConfig,
+    nearest,
+    one_of,
+    refuse,
+)
+from mercury_jax.hub.load import WIDE, open_checkpoint
+from mercury_jax.hub.params import quantised_axes, shapes_of
+from mercury_jax.hub.tokenizer import IdTokenizer
+from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
+from mercury_jax.sharding import partition_spec
+from mercury_jax.train.recipe import TrainConfig, load_recipe
+from mercury_jax.types import LM, Model
+
+# --- configurations by name
+
+
+class ModelPreset(NamedTuple):
+    """A model whose shape is known by name.
+
+    Attributes:
+        config: Makes its configuration.
+        noise: The noise it was trained with.
+        about: One line.
+        decoding: As `LM.decoding`.
+    """
+
+    config: Callable[[], ModelConfig]
+    noise: NoiseConfig
+    about: str
+    decoding: Mapping[str, Any] = {}
+
+
+def diffusion_gemma() -> GemmaConfig:
+    """google/diffusiongemma-26B-A4B-it: every sixth layer attends globally, 128 experts beside a dense branch."""
+    return GemmaConfig(
+        vocab=262144, width=2816, layers=30, heads=16, kv_heads=8, head_dim=256, ffn=2112, block=256,
+        experts=Experts(count=128, active=8, width=704), global_layers=(5, 11, 17, 23, 29), window=1024,
+        global_head_dim=512, global_kv_heads=2, keys_as_values=True, self_conditioning=True, encoder_scalars=True,
+        context=262144, dtype="bfloat16", pad=0, eos=1,
+    )  # fmt: skip
+
+
+def llada() -> ModelConfig:
+    """GSAI-ML/LLaDA-8B-Instruct: Llama's architecture without the causal mask and without grouped queries."""
+    return ModelConfig(
+        vocab=126464, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=12288, pattern="bidirectional",
+        block=32, rope_theta=500_000.0, qk_norm=False, tied=False, zero_centred=False, scale_embed=False,
+        norm_eps=1e-5, context=4096, dtype="bfloat16", mask=126336, pad=126081, eos=126081,
+    )  # fmt: skip
+
+
+def causal_encoder(
+    width: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int
+) -> ModelConfig:
+    """A causal encoder of ours with blocks of 256 tokens and 32,768 ids.
+
+    Args:
+        width, layers, heads, kv_heads, head_dim, ffn: As in `ModelConfig`.
+
+    Returns:
+        Its configuration, in bf16.
+    """
+    return ModelConfig(
+        vocab=32768, width=width, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn,
+        block=256, context=32768, dtype="bfloat16",
+    )  # fmt: skip
+
+
+# As its generation_config.json decodes it: entropy bound, temperature schedule, early stopping.
+GEMMA_DECODING = {
+    "rule": "entropy_bound", "knobs": {"gamma": 0.1}, "cooling": {"last": 0.4, "first": 0.8},
+    "steady": {"patience": 1, "entropy": 0.005}, "temperature": 1.0, "steps": 48, "block": 256,
+}  # fmt: skip
+
+MASKED, UNIFORM = NoiseConfig(kind="absorbing"), NoiseConfig(kind="uniform")
+
+PRESETS = {
+    "diffusiongemma-26b-a4b": ModelPreset(
+        diffusion_gemma, UNIFORM, "DiffusionGemma, 26B parameters, 4B of them active", GEMMA_DECODING
+    ),
+    "llada-8b": ModelPreset(llada, MASKED, "LLaDA 8B"),
+    "mercury-100m": ModelPreset(
+        lambda: causal_encoder(768, 12, 12, 4, 64, 2048), MASKED, "ours, 100M parameters"
+    ),
+    "mercury-350m": ModelPreset(
+        lambda: causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED, "ours, 350M parameters"
+    ),
+    "mercury-1b": ModelPreset(
+        lambda: causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED, "ours, 1B parameters"
+    ),
+}
+
+
+def find_preset(name: str) -> ModelPreset:
+    """A preset by its name. ValueError names the nearest.
+
+    Raises:
+        ValueError: There is no preset of that name.
+    """
+    if name not in PRESETS:
+        raise refuse(
+            "MODEL", name, f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
+        )
+    return PRESETS[name]
+
+
+# --- models
+
+
+class ModelSource(NamedTuple):
+    """What is known of a model without its weights.
+
+    Attributes:
+        stored: dtype of its parameters.
+        decoding: As `LM.decoding`.
+        recipe: How it is trained, where it was named by a recipe.
+    """
+
+    name: str
+    config: ModelConfig
+    noise: NoiseConfig | None
+    stored: Any
+    decoding: Mapping[str, Any] = {}
+    recipe: TrainConfig | None = None
+
+
+def source(name: str, dtype: str | None = None) -> ModelSource:
+    """Finds a model.
+
+    Args:
+        name: A folder, a recipe, a config.json, or a preset.
+        dtype: Of parameters and arithmetic. Default: the model's own.
+
+    Returns:
+        Its configuration and what else is known of it.
+
+    Raises:
+        ValueError: There is no such model, or the dtype is unknown.
+    """
+    found = _found(name)
+    if dtype is None:
+        return found
+    one_of(ComputeType, **{"--dtype": dtype})
+    return found._replace(config=dataclasses.replace(found.config, dtype=dtype), stored=jnp.dtype(dtype))
+
+
+def _found(name: str) -> ModelSource:
+    path = Path(name)
+    if path.suffix == ".py":
+        recipe = load_recipe(path)
+        return ModelSource(recipe.name, recipe.model, recipe.noise, jnp.dtype("float32"), recipe=recipe)
+    if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
+        one = find_preset(name)
+        config = one.config()
+        return ModelSource(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
+    opened = open_checkpoint(name)
+    config, stored = opened.config, opened.stored_dtype
+    if opened.family is None and config.dtype in WIDE:  # in our own layout, as `load` gives the parameters
+        stored = jnp.dtype(config.dtype)
+    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding)
+
+
+def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
+    """The model as `mj.load(mesh=...)` lays it out, every parameter a shape with its sharding.
+
+    Args:
+        found: Of `source`.
+        mesh: The devices.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+
+    Returns:
+        A model whose programs can be lowered but not run.
+    """
+    c = found.config
+    model = models.build(c)
+    corruption = noise.build(found.noise or NoiseConfig(kind="uniform"), c.vocab, c.mask)
+    params = abstract_params(model, mesh, found.stored, quantise)
+    return LM(model, params, IdTokenizer.of(c), corruption, found.name, decoding=found.decoding)
+
+
+def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None = None) -> Any:
+    """The tree of parameters as shapes: in `dtype`, or matrices in 8 bits whose scales are replicated.
+
+    Args:
+        model: Pure functions of the model.
+        mesh: The devices.
+        dtype: Of the parameters that are not quantised.
+        quantise: "int8" or "fp8" for weight matrices in 8 bits.
+
+    Returns:
+        A nested dict with a `jax.ShapeDtypeStruct`, or a `QuantisedWeight` of two, for each parameter.
+
+    Raises:
+        ValueError: An unknown kind of quantisation.
+    """
+    if quantise is not None and quantise not in WEIGHT_KINDS:
+        raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
+    params: dict[str, Any] = {}
+    for path, like in shapes_of(model).items():
+        where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
+        matrix = None if quantise is None else quantised_axes(path)
+        if quantise is None or matrix is None:
+            value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
+        else:
+            value = _scaled(like.shape, quantise, matrix, where)
+        params[path] = value
+    return unflatten_dict(params, sep="/")
+
+
+def _scaled(
+    shape: tuple[int, ...], quantise: str, matrix: tuple[int, int], where: NamedSharding
+) -> QuantisedWeight:
+    inputs, batch = matrix
+    one = WEIGHT_KINDS[quantise](np.ones((1,) * len(shape)), inputs, batch)
+    whole = NamedSharding(where.mesh, PartitionSpec())
+    scale = (*shape[:batch], *shape[batch + inputs :])
+    return QuantisedWeight(
+        jax.ShapeDtypeStruct(shape, one.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
+        jax.ShapeDtypeStruct(scale, one.scale.dtype, sharding=whole),  # pyright: ignore[reportArgumentType]
+    )

@@ -1,0 +1,531 @@
+"""Command lines read by tyro, and the options that several commands share.
+
+A command is a frozen dataclass: its fields are the options, its docstring is the help. `read` turns words into one,
+and every mistake into a ValueError of one line that names the option, the value and what is allowed; `app` prints it
+and exits with 2. The groups `Loading`, `Decoding` and `Processing` are nested dataclasses whose fields become options
+of the command. `registered` is the only place where the command line reads the registries of rules, logits processors
+and stopping criteria. Imports tyro, but not JAX: `app` imports this module only when a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from mercury_jax.cli import show
+from mercury_jax.config import Plan, nearest, refuse
+
+if TYPE_CHECKING:
+    from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler
+    from mercury_jax.types import LM
+
+T = TypeVar("T")
+
+
+# --- types of fields
+
+
+def option(metavar: str, *, name: str | None = None) -> Any:
+    """Annotation of a field: what stands for its value in the help.
+
+    Args:
+        metavar: Such as "FILE"; of a positional argument its name.
+        name: Name of the option without dashes, where it is a keyword of Python. Default: the field's.
+
+    Returns:
+        Metadata for `typing.Annotated`. A default that is None or empty is not printed: the field's docstring says
+        what happens then.
+    """
+    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint=_default_hint)
+
+
+def _default_hint(default: str) -> str:
+    return "" if default in ("None", "", "()") else f"(default: {default})"
+
+
+def _numbers(kind: Callable[[str], float], metavar: str, allowed: str, many: bool = False) -> Any:
+    """How tyro reads numbers, with the words of our errors; the ranges are for the library to check."""
+
+    def parse(words: list[str]) -> Any:
+        found = []
+        for word in words:
+            try:
+                found.append(kind(word))
+            except ValueError:
+                raise ValueError(f"is {word!r}; allowed: {allowed}") from None
+        return tuple(found) if many else found[0]
+
+    return PrimitiveConstructorSpec(
+        nargs="*" if many else 1,
+        metavar=metavar,
+        instance_from_str=parse,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(x) for x in value] if many else [str(value)],
+    )
+
+
+Int = Annotated[int, _numbers(int, "N", "a whole number")]
+OptionalInt = Annotated[int | None, _numbers(int, "N", "a whole number"), option("N")]
+Ints = Annotated[tuple[int, ...], _numbers(int, "N [N ...]", "whole numbers", many=True)]
+Float = Annotated[float, _numbers(float, "X", "a number")]
+OptionalFloat = Annotated[float | None, _numbers(float, "X", "a number"), option("X")]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+Escapes = Annotated[bool, tyro.conf.arg(aliases=("-e",), help_behavior_hint="")]
+Positional = tyro.conf.Positional
+Repeated = tyro.conf.UseAppendAction
+Group = tyro.conf.arg(name="")  # of a nested dataclass: its fields are options of the command itself
+
+
+# --- reading
+
+
+def read(command: type[T], argv: Sequence[str], prog: str) -> T:
+    """Reads the words of a command.
+
+    Args:
+        command: A dataclass; see the top of this module.
+        argv: The words behind the command's name.
+        prog: The name as it is typed, such as "mercury eval".
+
+    Returns:
+        The dataclass with the values that were given.
+
+    Raises:
+        ValueError: An unknown option, with the nearest one, a bad value, or a word too many.
+        SystemExit: After `--help`, which prints the docstrings of the class and of its fields.
+    """
+    found, rest = _parse(command, argv, prog, command.__doc__)
+    _refuse_rest(rest, _option_names(command), prog)
+    return found
+
+
+def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T, dict[str, float]]:
+    """Reads the words of a command that has the options of `Decoding`, and the parameters of its rule.
+
+    Every parameter of a registered rule is an option: `--rule threshold --p 0.8`. The rules are only imported, and with
+    them JAX, when `--rule` or an option that is none of the command's own is among the words.
+
+    Args:
+        command: A dataclass with a field `rule` of its own or in `Decoding`.
+        argv: The words behind the command's name.
+        prog: The name as it is typed.
+
+    Returns:
+        The dataclass, and the rule's parameters that were given, by name.
+
+    Raises:
+        ValueError, SystemExit: As `read`.
+    """
+    rule = _rule_word(argv)
+    wide, names = (_with_parameters(command, rule), []) if rule else (command, _option_names(command))
+    found, rest = _parse(wide, argv, prog, command.__doc__)
+    names = names or _option_names(wide)
+    unknown = next((word.split("=")[0] for word in rest if word.startswith("--") and word != "--"), None)
+    if unknown is not None and unknown not in names:
+        holders = _rules_with(unknown.removeprefix("--").replace("-", "_"))
+        if holders and rule is None:
+            raise refuse("--rule", None, f"with {unknown} one of {', '.join(holders)}")
+        if holders:
+            raise refuse(
+                f"parameter of the rule {rule}", unknown, ", ".join(find_rule(rule or "").defaults) or "none"
+            )
+    _refuse_rest(rest, names, prog)
+    if rule is None:
+        return found, {}
+    given = {name: value for name, value in vars(found.parameters).items() if value is not None}
+    return found.command, given
+
+
+def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> tuple[Any, list[str]]:
+    """(the dataclass, words that no field takes). tyro's error boxes become a ValueError of one line."""
+    words, said = list(argv), io.StringIO()
+    if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
+        words = ["--help"]  # behind other words tyro leaves out what these have filled in
+    # tyro joins the lines of a paragraph unless they are indented.
+    first, _, rest = inspect.cleandoc(about or "").partition("\n")
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                command,
+                args=words,
+                prog=prog,
+                description=f"{first}\n{textwrap.indent(rest, '  ')}",
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ValueError(f"{_one_line(said.getvalue())} (`{prog} --help` explains)") from None
+
+
+def _one_line(box: str) -> str:
+    """The message in a box of tyro: behind its title, up to the first rule."""
+    words = []
+    for line in box.splitlines()[1:]:
+        text = line.strip("│| ")
+        if text.startswith(("──", "----")):
+            if words:  # else it underlines the title
+                break
+        else:
+            words.append(text)
+    told = " ".join(filter(None, words))
+    return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", told)
+
+
+def _refuse_rest(rest: Sequence[str], options: Sequence[str], prog: str) -> None:
+    for word in rest:
+        if word.startswith("-") and word not in ("-", "--"):
+            name = word.split("=")[0]
+            allowed = nearest(name, options)
+            raise refuse("option", name, allowed if len(allowed) < 200 else f"what `{prog} --help` lists")
+    if rest:
+        raise refuse("argument", rest[0], f"no further arguments; `{prog} --help` shows the order")
+
+
+def _option_names(command: type) -> list[str]:
+    """The options of a command and of its groups, with their dashes."""
+    names = []
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        marks, kind = getattr(hint, "__metadata__", ()), getattr(hint, "__origin__", hint)
+        if dataclasses.is_dataclass(kind):
+            names += _option_names(cast(type, kind))
+        elif Positional not in marks:
+            renamed = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
+            names.append(f"--{renamed.replace('_', '-')}")
+    return names
+
+
+def _rule_word(argv: Sequence[str]) -> str | None:
+    """The value of `--rule` among the words; empty where the value is missing, None without the option."""
+    words = list(argv[: argv.index("--")] if "--" in argv else argv)
+    for i, word in enumerate(words):
+        if word.startswith("--rule="):
+            return word.removeprefix("--rule=")
+        if word == "--rule":
+            return words[i + 1] if i + 1 < len(words) else ""
+    return None
+
+
+def _with_parameters(command: type, rule: str) -> type:
+    """A dataclass of the command and an option for each parameter of its rule.
+
+    A parameter whose name is an option of the command stays reachable by `--param`.
+    """
+    taken, found, fields = _option_names(command), find_rule(rule), []
+    for name, default in found.defaults.items():
+        if f"--{name.replace('_', '-')}" not in taken:
+            about = f"Of the rule {rule}: {found.ranges.get(name, 'a number')}. Default: {default}."
+            kind = Annotated[OptionalFloat, tyro.conf.arg(help=about)]
+            fields.append((name, kind, dataclasses.field(default=None)))
+    parameters = dataclasses.make_dataclass("RuleParameters", fields)
+    return dataclasses.make_dataclass(
+        "CommandWithRule",
+        [("command", Annotated[command, Group]), ("parameters", Annotated[parameters, Group])],
+    )
+
+
+def _rules_with(parameter: str) -> list[str]:
+    """The rules that have a parameter of this name."""
+    return [name for name, one in registered().rules.items() if parameter in one.defaults]
+
+
+# --- rules, logits processors and stopping criteria by name
+
+
+class RegisteredPart(NamedTuple):
+    """A rule, logits processor or stopping criterion as the command line shows it.
+
+    Attributes:
+        make: Called with its parameters, it gives the part.
+        about: First line of its docstring.
+        defaults: Parameter -> default.
+        ranges: Parameter -> what it may be, in words.
+    """
+
+    make: Callable[..., Any]
+    about: str
+    defaults: dict[str, Any]
+    ranges: dict[str, str]
+
+
+class Registered(NamedTuple):
+    """Everything that can be named on the command line."""
+
+    rules: dict[str, RegisteredPart]
+    processors: dict[str, RegisteredPart]
+    stopping: dict[str, RegisteredPart]
+
+
+def registered() -> Registered:
+    """The registries of `decode`, with what the user's own modules have added to them."""
+    from mercury_jax.decode import processors, rules, stopping
+
+    return Registered(
+        *({name: _part(make) for name, make in kind.ALL.items()} for kind in (rules, processors, stopping))
+    )
+
+
+def _part(make: Any) -> RegisteredPart:
+    about = (make.__doc__ or "").strip().split("\n")[0]
+    ranges = {name: str(allowed) for name, allowed in getattr(make, "ranges", {}).items()}
+    return RegisteredPart(make, about, dict(getattr(make, "params", {})), ranges)
+
+
+def find_rule(name: str) -> RegisteredPart:
+    """A rule by its registered name, or MODULE:NAME of the user's own.
+
+    Args:
+        name: Such as "threshold", or "my_rules:greedy": the module is imported from the current folder or from where
+            Python finds it.
+
+    Raises:
+        ValueError: There is no such rule; the message names the nearest one, or says why the module gives none.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = registered().rules
+        if name not in known:
+            raise refuse(
+                "--rule", name, nearest(name, list(known)) + "; or MODULE:NAME for a rule of your own"
+            )
+        return known[name]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the user's own code may raise anything
+        reason = f"MODULE:NAME of a rule that can be imported; {type(error).__name__}: {error}"
+        raise refuse("--rule", name, reason) from error
+    if not hasattr(make, "params"):
+        raise refuse("--rule", name, "a function decorated with @mj.rule")
+    return _part(make)
+
+
+# --- groups of options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Which model, and how its checkpoint is read."""
+
+    model: Annotated[str | None, option("MODEL")] = None
+    """Folder or Hugging Face id of a model. Default: the embedded one."""
+    dtype: Annotated[str | None, option("NAME")] = None
+    """Type of parameters and arithmetic. Default: the checkpoint's."""
+    quantise: Annotated[str | None, option("KIND")] = None
+    """Weight matrices as int8 or fp8, with a scale for each output."""
+    kv: Annotated[str | None, option("KIND")] = None
+    """KV cache as int8, 4bit or 3bit: a quarter, an eighth, a tenth of fp32."""
+    mask: OptionalInt = None
+    """Id of the mask token, where the checkpoint does not name it."""
+
+    def load(self, **more: Any) -> LM:
+        """The model. `more`: further arguments of `mercury_jax.load`."""
+        given = {name: getattr(self, name) for name in ("dtype", "quantise", "kv", "mask")}
+        return show.load(self.model, **{name: x for name, x in given.items() if x is not None}, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Which tokens are accepted in a step, and in how many steps.
+
+    The parameters of a rule are options of their own: `--rule threshold --p 0.8`. `mercury info` lists them.
+    """
+
+    rule: Annotated[str | None, option("NAME")] = None
+    """Decoding rule, or MODULE:NAME of your own. Its parameters are options: --rule threshold --p 0.8; `mercury info`
+    lists them. Default: the one the model names, else threshold."""
+    param: Annotated[Repeated[tuple[str, ...]], option("NAME=X")] = ()
+    """A parameter of the rule, for names that another option has; repeatable."""
+    block: OptionalInt = None
+    """Tokens of a block. Default: the model's."""
+    steps: OptionalInt = None
+    """Denoising steps of a block. Default: its tokens."""
+    seed: Int = 0
+    """The same seed gives the same text; prompt i uses seed + i."""
+
+    def plan(self) -> Plan:
+        """Block and steps, as `mj.sample` takes them."""
+        return Plan(block=self.block, steps=self.steps)
+
+    def sampler(self, parameters: dict[str, float]) -> Rule | None:
+        """The chosen rule with its parameters; None where nothing was chosen, for the model's own.
+
+        Args:
+            parameters: Those given as options, of `read_with_rule`.
+
+        Raises:
+            ValueError: An unknown rule or parameter, with the nearest one, a value out of range, or a parameter without
+                `--rule`: before the model is loaded its own rule is not known.
+        """
+        values = dict(parameters)
+        for pair in self.param:
+            name, equals, value = pair.partition("=")
+            if not name or not equals:
+                raise refuse("--param", pair, "NAME=X, such as p=0.8")
+            try:
+                values[name] = float(value)
+            except ValueError:
+                raise refuse(f"--param {name}", value, "a number") from None
+        if self.rule is None:
+            if not values:
+                return None
+            first = next(iter(values))
+            holders = ", ".join(_rules_with(first)) or "none: no rule has it"
+            raise refuse("--rule", None, f"with --param {first} one of {holders}")
+        found = find_rule(self.rule)
+        for name in values:
+            if name not in found.defaults:
+                allowed = (
+                    nearest(name, list(found.defaults)) or f"none: the rule {self.rule} has no parameters"
+                )
+                raise refuse(f"parameter of the rule {self.rule}", name, allowed)
+        return found.make(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processing:
+    """Logits processors and guidance. `mercury info` says what X may be."""
+
+    top_k: OptionalFloat = None
+    """Sample among the X most likely tokens."""
+    top_p: OptionalFloat = None
+    """Sample among the most likely tokens that make up probability X."""
+    min_p: OptionalFloat = None
+    """Sample among tokens at least X times as likely as the best one."""
+    repetition: OptionalFloat = None
+    """Divide the logits of tokens that occurred by X; 1 changes nothing."""
+    presence: OptionalFloat = None
+    """Subtract X from the logits of tokens that the answer contains."""
+    frequency: OptionalFloat = None
+    """Subtract X for each time that the answer contains a token."""
+    bias: Annotated[Repeated[tuple[str, ...]], option("ID=X")] = ()
+    """Add X to the logit of a token id; repeatable."""
+    guidance: OptionalFloat = None
+    """Weight of classifier-free guidance against an empty prompt."""
+    negative: Annotated[str | None, option("TEXT")] = None
+    """With --guidance: guide against this prompt instead."""
+
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """The logits processors that were asked for. ValueError for a value out of range."""
+        known = registered().processors
+        names = ("top_k", "top_p", "min_p", "repetition", "presence", "frequency")
+        return tuple(known[name].make(x) for name in names if (x := getattr(self, name)) is not None)
+
+    def logit_bias(self) -> dict[int, float]:
+        """Token id -> what is added to its logit.
+
+        Raises:
+            ValueError: A pair that is not ID=X.
+        """
+        table = {}
+        for pair in self.bias:
+            name, equals, value = pair.partition("=")
+            try:
+                table[int(name)] = float(value if equals else "none")
+            except ValueError:
+                raise refuse("--bias", pair, "ID=X, such as 17=-2.5") from None
+        return table
+
+
+def add_processors(sampler: Any, processors: tuple[LogitsProcessor, ...], lm: LM) -> Rule | Sampler | None:
+    """A sampler with further logits processors behind its own.
+
+    Args:
+        sampler: A rule, a `Sampler`, or None for the model's own.
+        processors: What to add; empty returns the sampler as it is.
+        lm: The model, whose own sampler None stands for.
+
+    Returns:
+        The sampler that `mj.sample` takes.
+    """
+    if not processors:
+        return sampler
+    from mercury_jax.decode import defaults
+    from mercury_jax.decode.sampler import check_sampler
+
+    found = check_sampler(defaults.default_sampler(lm) if sampler is None else sampler)
+    return found._replace(processors=(*found.processors, *processors))
+
+
+def check_request(
+    seed: int, temperature: float | None, effort: str | None = None, logprobs: int | None = None
+) -> None:
+    """Refuses what no model takes, before one is loaded. ValueError names the value and what is allowed.
+
+    Args:
+        seed: Of the decoding.
+        temperature: None for the rule's own.
+        effort: None for none.
+        logprobs: Alternatives at each token; None for none.
+    """
+    from mercury_jax.decode.defaults import find_effort
+    from mercury_jax.decode.inputs import check_logprobs, check_seed, check_temperature
+
+    check_seed(seed)
+    if temperature is not None:
+        check_temperature(temperature)
+    find_effort(effort)
+    check_logprobs(logprobs)
+
+
+# --- texts and files
+
+
+def read_text(word: str, escapes: bool) -> str:
+    r"""A text of the command line.
+
+    Args:
+        word: The text; "-" reads standard input, without its last line break.
+        escapes: Whether `\n`, `\t` and `\\` in it are read as Python reads them.
+
+    Returns:
+        The text.
+    """
+    if word == "-":
+        word = sys.stdin.read().removesuffix("\n")
+    if not escapes:
+        return word
+    return re.sub(r"\\([nt\\])", lambda m: {"n": "\n", "t": "\t", "\\": "\\"}[m[1]], word)
+
+
+def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bool) -> str:
+    """The text of an argument or of `--file`. ValueError where both or none were given, or the file is unreadable.
+
+    Args:
+        name: Of the argument, for the error.
+        text: The argument, or None.
+        file: The value of `--file`, or None.
+        escapes: As of `read_text`.
+
+    Returns:
+        The text, a file's as it is.
+
+    Raises:
+        ValueError: Both or none were given, or the file cannot be read.
+    """
+    if (text is None) == (file is None):
+        raise refuse(name, text, "a text, or --file PATH, and not both")
+    if file is None:
+        return read_text(text or "", escapes)
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise refuse("--file", file, f"a file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise refuse("--file", file, "a text file in UTF-8") from None

@@ -1,0 +1,167 @@
+"""`create_app`: all routes of the server. Public ones are outside of the access control, all others within it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+
+from mercury_jax.serve import errors
+from mercury_jax.serve.auth import AuthMiddleware
+from mercury_jax.serve.chat_completions import chat_completions
+from mercury_jax.serve.completions import (
+    apply_completions,
+    completions,
+    edit_completions,
+    fim_completions,
+)
+from mercury_jax.serve.engine_requests import DEFAULT_MAX_TOKENS
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.http import JsonResponse, RequestMiddleware, error_response
+from mercury_jax.serve.openapi import openapi_json
+from mercury_jax.serve.options import ServerOptions
+from mercury_jax.serve.playground.app import Playground
+from mercury_jax.serve.responses import ModelList, ModelObject
+from mercury_jax.serve.service import Service, ServingEngine
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+# Of models for chat; those of fill-in-the-middle and edits have none.
+MODEL_FEATURES = ("tools", "json_mode", "structured_outputs")
+# The vendor's client expects these two lists.
+SUPPORTED_ENDPOINTS = (
+    "chat.completions", "completions", "fim.completions", "edit.completions", "apply.completions",
+)  # fmt: skip
+SUPPORTED_SAMPLING = (
+    "temperature", "stop", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "logprobs", "max_tokens",
+)  # fmt: skip
+
+
+async def _health(service: Service, request: Request) -> Response:
+    """GET /health: the process answers. It says nothing about the model."""
+    return JsonResponse({"status": "ok"})
+
+
+async def _ready(service: Service, request: Request) -> Response:
+    """GET /ready: 200 while requests are accepted; 503 until the model is warm, and once the server shuts down."""
+    if service.ready:
+        return JsonResponse({"status": "ready"})
+    status = "closing" if service.engine.closing else "warming up"
+    return JsonResponse({"status": status}, 503, headers={"retry-after": "1"})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    """GET /metrics, for Prometheus."""
+    text = await run_in_threadpool(generate_latest, service.metrics.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _list_models(service: Service, request: Request) -> Response:
+    """GET /v1/models: the model that is loaded, under each of its names."""
+    data = [_model_object(service, name, MODEL_FEATURES) for name in service.names]
+    return JsonResponse(ModelList(object="list", data=data))
+
+
+async def _list_code_models(service: Service, request: Request) -> Response:
+    """The models of fill-in-the-middle and of edits, which have neither tools nor schemas."""
+    data = [_model_object(service, name, ()) for name in service.names]
+    return JsonResponse(ModelList(object="list", data=data))
+
+
+async def _get_model(service: Service, request: Request) -> Response:
+    """GET /v1/models/{id}."""
+    name = request.path_params["id"]
+    if name not in service.names:
+        raise errors.unknown_model(name)
+    return JsonResponse(_model_object(service, name, MODEL_FEATURES))
+
+
+# Load balancers ask these without a key; they contain no data. All other routes are behind the access control.
+PUBLIC_ROUTES: Mapping[str, Handler] = {"/health": _health, "/ready": _ready}
+GET_ROUTES: Mapping[str, Handler] = {
+    "/v1/models": _list_models,
+    "/v1/chat/completions/models": _list_models,
+    "/v1/fim/completions/models": _list_code_models,
+    "/v1/edit/completions/models": _list_code_models,
+    "/v1/models/{id:path}": _get_model,
+    "/metrics": _metrics,
+    "/openapi.json": openapi_json,
+}
+POST_ROUTES: Mapping[str, Handler] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/completions": completions,
+    "/v1/fim/completions": fim_completions,
+    "/v1/edit/completions": edit_completions,
+    "/v1/apply/completions": apply_completions,
+}
+
+
+def create_app(engine: ServingEngine, options: ServerOptions = ServerOptions()) -> Starlette:
+    """Returns the ASGI app of an engine.
+
+    Args:
+        engine: A `serve.engine.engine.Engine`, which may still be warming up. The caller starts and stops it.
+        options: How the server answers.
+
+    Returns:
+        The app. Its `state.service` is the `Service`.
+
+    Raises:
+        ValueError: An alias stands for a model that is not loaded.
+    """
+    service = Service(engine, options, (*PUBLIC_ROUTES, *GET_ROUTES, *POST_ROUTES))
+
+    def routes(handlers: Mapping[str, Handler], method: str) -> list[BaseRoute]:
+        return [
+            Route(path, functools.partial(handler, service), methods=[method])
+            for path, handler in handlers.items()
+        ]
+
+    protected = [*routes(GET_ROUTES, "GET"), *routes(POST_ROUTES, "POST")]
+    if options.playground:
+        protected += Playground(engine, options).routes()
+    app = Starlette(
+        middleware=[Middleware(RequestMiddleware, metrics=service.metrics)],
+        exception_handlers={HTTPException: _routing_error},
+    )
+    # Whatever is not one of the public routes goes through the access control, even where no route exists.
+    within = AuthMiddleware(Router(protected, redirect_slashes=False), options)
+    app.router = Router(routes(PUBLIC_ROUTES, "GET"), redirect_slashes=False, default=within)
+    app.state.service = service
+    return app
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Turns 404 and 405 of the router into the API's envelope."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, f"{error.detail}", headers=error.headers))
+
+
+def _model_object(service: Service, name: str, features: tuple[str, ...]) -> ModelObject:
+    engine = service.engine
+    about = f"{engine.lm.name}, a diffusion language model of {engine.lm.parameters:,} parameters"
+    return {
+        "id": name,
+        "object": "model",
+        "owned_by": "mercury_jax",
+        "name": name if name == engine.lm.name else f"{name} ({engine.lm.name})",
+        "created": service.created,
+        "description": about,
+        "input_modalities": ["text"],
+        "output_modalities": ["text"],
+        "context_length": engine.context,
+        "max_output_length": min(engine.context, DEFAULT_MAX_TOKENS),
+        "pricing": {"prompt": "0", "completion": "0", "input_cache_reads": "0", "input_cache_writes": "0"},
+        "supported_sampling_parameters": list(SUPPORTED_SAMPLING),
+        "supported_features": list(features),
+        "supported_endpoints": list(SUPPORTED_ENDPOINTS),
+    }

@@ -1,0 +1,162 @@
+"""Access control: the Host header, the API key and the request rate.
+
+`AuthMiddleware` surrounds every route that is not public, whatever its path, so that no route has to be listed to be
+protected, and no path is compared to decide it. It reads headers only.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mercury_jax.serve import errors
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.options import ANY_HOST, ServerOptions
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+HOST_PATTERN = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
+KEY_DIGEST = "mercury.key"  # key of the ASGI scope: the digest of the API key, never the key itself
+
+
+class AuthMiddleware:
+    """ASGI middleware that checks host, key and rate in this order; refused requests never reach the app within.
+
+    Args:
+        app: The app within.
+        options: Keys, hosts and rate.
+        clock: Seconds; a test passes its own.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, clock: Callable[[], float] = time.monotonic):
+        self.app, self.options = app, options
+        self._digests = tuple(digest(key) for key in options.keys)
+        self._limiter = None if options.rate is None else RateLimiter(options.rate, clock)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = scope["headers"]
+        check_host(_values(headers, b"host"), self.options.hosts)
+        scope[KEY_DIGEST] = key_digest = self.authenticate(headers)
+        if self._limiter is not None and scope["method"] == "POST":
+            self._limiter.take(key_digest)
+        await self.app(scope, receive, send)
+
+    def authenticate(self, headers: Headers) -> str:
+        """Returns the digest of the client's key, in hex; "" where no key is asked for.
+
+        Args:
+            headers: Headers of the request.
+
+        Raises:
+            ApiError: 401 for a missing or unknown key.
+        """
+        if not self._digests:
+            return ""
+        given = digest(_given_key(headers))
+        # All keys are compared, in a time that depends neither on the given key nor on the one that matches.
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        if not any(matches):
+            # A browser that opens a page is asked for a password; programs are told about the bearer key only.
+            page = any(b"text/html" in value for value in _values(headers, b"accept"))
+            challenge = 'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
+            raise ApiError(
+                401,
+                "Incorrect API key provided",
+                "authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": challenge},
+            )
+        return given.hex()
+
+
+def digest(key: str) -> bytes:
+    """Returns the SHA-256 digest of an API key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def cache_salt(scope: Scope) -> str:
+    """Returns what separates the prefix caches of different API keys; "" where no key is asked for.
+
+    Args:
+        scope: ASGI scope of a request that `AuthMiddleware` let in.
+    """
+    return scope.get(KEY_DIGEST, "")
+
+
+def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:
+    """Checks the Host header.
+
+    Args:
+        values: All values of the header.
+        allowed: Names under which the server is known, or "*".
+
+    Raises:
+        ApiError: 400 for what is not one host, 403 for a name under which the server is not known.
+    """
+    found = HOST_PATTERN.fullmatch(values[0].decode("latin-1")) if len(values) == 1 else None
+    if not found:
+        raise ApiError(400, "Host must be one name or address, with a port or without")
+    name = found[1].lower().removesuffix(".")
+    if ANY_HOST not in allowed and name not in {host.lower() for host in allowed}:
+        message = f"Host {name[:80]} is not served here; the server's --allow-host names more"
+        raise ApiError(403, message, "permission_error", code="host_not_allowed")
+
+
+class RateLimiter:
+    """A token bucket for each key, filled at `rate` per minute, that holds at most one minute's worth.
+
+    Args:
+        rate: Requests per minute and key.
+        clock: Seconds.
+    """
+
+    def __init__(self, rate: float, clock: Callable[[], float]):
+        self.rate, self.capacity, self._clock = rate / 60.0, max(1.0, rate), clock
+        self._buckets: dict[str, tuple[float, float]] = {}  # only known keys, so it cannot grow
+
+    def take(self, key: str) -> None:
+        """Counts one request.
+
+        Args:
+            key: Digest of the API key.
+
+        Raises:
+            ApiError: 429, with the seconds until the next request would pass.
+        """
+        now = self._clock()
+        left, last = self._buckets.get(key, (self.capacity, now))
+        left = min(self.capacity, left + (now - last) * self.rate)
+        if left < 1:
+            self._buckets[key] = (left, now)
+            raise errors.rate_limited((1 - left) / self.rate)
+        self._buckets[key] = (left - 1, now)
+
+
+def _given_key(headers: Headers) -> str:
+    """Returns the key of `Authorization: Bearer KEY`, or the password of Basic, which a browser sends for a page."""
+    values = _values(headers, b"authorization")
+    if len(values) != 1:
+        return ""
+    scheme, _, rest = values[0].decode("latin-1").partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(rest.strip(), validate=True).decode("utf-8").partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key.lower() == name]

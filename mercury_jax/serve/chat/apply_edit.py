@@ -1,0 +1,348 @@
+"""Apply: a file and an update snippet that shows how parts of it should read; the reply is the updated file.
+
+The snippet leaves out what stays, with marks such as "# ... existing code ...". Where it says unambiguously where its
+lines belong, `merge_update` writes the file at once and exactly; otherwise a model is asked (`apply_prompt`).
+
+The runs of lines between the marks (`UpdateSegment`) are placed one behind the other. A segment is placed by its
+anchors: its first and its last line that the file has too. Between the anchors the file then reads as the segment
+does. Lines in front of the first anchor or behind the last one are new, with two exceptions. A line that gives another
+value to what the neighbouring line of the file defines (`x = 2` beside `x = 1`, `return b` beside `return a`) replaces
+that line. A segment that shows a whole block, a definition and all that is indented under it, replaces the block.
+Nothing else of the file is dropped: a missing mark is assumed at both ends of the snippet.
+
+There is no merge where a segment has no anchor, where two places fit it equally well, and where a new line looks so
+similar to one of the file that it may be meant to replace it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import NamedTuple
+
+from mercury_jax.serve.chat.code_prompts import (
+    CodePrompt,
+    instruction_prompt,
+    tagged_text,
+    unfenced,
+    without_tags,
+)
+from mercury_jax.serve.errors import invalid_request
+from mercury_jax.types import LM
+
+ORIGINAL, UPDATE = "original_code", "update_snippet"
+APPLY_INSTRUCTIONS = """\
+You merge a change into a file. The message holds the file (original_code) and a snippet of how parts of it should \
+read (update_snippet), in which comments such as "... existing code ..." stand for what stays as it is. Write the \
+whole merged file, and nothing else, between two lines of three backticks."""
+
+# Marks of omitted code, in the comment syntax of any language: dots with a word, or dots in a comment.
+_DOTS = r"(?:\.{3}|…)"
+_WORDS = r"(?:the\s+)?(?:rest|existing|unchanged|remaining|previous|other|same|keep|omitted)\b"
+_COMMENT = r"(?:#|//|--|/\*|\{/\*|<!--|;|%|\(\*)"
+_COMMENT_END = r"(?:\*/\}?|-->|\*\))?"
+_MARK = re.compile(
+    rf"\s*(?:{_COMMENT}?\s*{_DOTS}\s*\(?{_WORDS}[^\n]*|{_COMMENT}\s*{_WORDS}[^\n]*{_DOTS}[^\n]*|"
+    rf"{_COMMENT}\s*{_DOTS}\s*{_COMMENT_END})\s*",
+    re.IGNORECASE,
+)
+# What a line is about: a return, an import, a definition, or the name that gets a value.
+_RETURNED = re.compile(r"\s*(return)\b")
+_IMPORTED = re.compile(r"\s*(?:import|from|use|using|require|#include)\b(.*)")
+_DEFINED = re.compile(
+    r"\s*(?:\w+\s+)*?(?:def|class|function|func|fn|struct|interface|enum|trait|impl)\s+(\w+)"
+)
+_ASSIGNED = re.compile(r"\s*([^\s=(:][^=(:]*?)\s*(?:=(?!=)|:(?![:/]))")
+_COMMON = ("", "else", "try", "do", "end", "finally", "pass", "return", "break", "continue", "begin", "then")
+_SIMILAR = 0.7  # share of characters that two similar lines have in common
+_NEARBY = 100  # lines of the file that are compared with a new line
+_MAX_NEW = 2000  # lines of a segment outside its anchors
+_MAX_LINE = 500  # characters; a longer line is neither a mark nor a version of another line
+MAX_WORK = 4_000_000  # line comparisons to place one segment
+
+
+class ApplyInput(NamedTuple):
+    """The message of an apply request: the file, the update snippet, and the whole text."""
+
+    original: str
+    update: str
+    text: str
+
+
+class AmbiguousUpdate(Exception):
+    """The snippet does not say where its lines belong."""
+
+
+class UpdateSegment(NamedTuple):
+    """Lines of the snippet between two marks.
+
+    Attributes:
+        head: Blank lines at the beginning.
+        lines: The others; the first and the last are not blank.
+        tail: Blank lines at the end.
+        first: No mark stands in front of the segment.
+        last: No mark stands behind it.
+        indent: Indentation of the mark behind it; None for the last segment.
+    """
+
+    head: list[str]
+    lines: list[str]
+    tail: list[str]
+    first: bool
+    last: bool
+    indent: int | None
+
+
+class Placement(NamedTuple):
+    """Lines first..last of a segment stand at lines start..end of the file."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+
+
+def parse_apply(content: str) -> ApplyInput:
+    """Takes the message of an apply request apart.
+
+    Raises:
+        ApiError: 400 if a part is missing, naming its tags.
+    """
+    parts = []
+    for name in (ORIGINAL, UPDATE):
+        part = tagged_text(content, name)
+        if part is None:
+            missing = f"<|{name}|> ... <|/{name}|>"
+            message = f"messages[0].content has no {missing}; allowed: a text with both parts"
+            raise invalid_request("messages", message)
+        parts.append(part)
+    return ApplyInput(parts[0], parts[1], content)
+
+
+def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
+    """The updated file; None where a model has to be asked. See `merge_update` for `guess`.
+
+    Args:
+        request: The message.
+        guess: As for `merge_update`.
+
+    Returns:
+        The updated file; None if the snippet is ambiguous, so that a model has to be asked.
+    """
+    return merge_update(request.original, unfenced(request.update, request.original)[0], guess)
+
+
+def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodePrompt:
+    """The prompt that asks a model to merge the update.
+
+    Args:
+        lm: The model.
+        request: The message.
+        instruct: The model follows instructions.
+
+    Returns:
+        A prompt with the instructions and the message.
+
+    Raises:
+        ApiError: 400 if the model does not follow instructions: guessing would damage the file.
+    """
+    if not instruct:
+        fault = f"messages[0].content does not say where its {UPDATE} belongs, and {lm.name} does not merge"
+        allowed = "lines of the file on both sides of each change"
+        raise invalid_request("messages", f"{fault}; allowed: {allowed}")
+    return instruction_prompt(lm, APPLY_INSTRUCTIONS, request.text)
+
+
+def apply_reply(request: ApplyInput, text: str) -> str:
+    """The file in a model's reply; it ends with a line end if the original does.
+
+    Args:
+        request: The message.
+        text: What the model wrote, with or without fences and tags.
+
+    Returns:
+        The file; it ends with a line end if the original does.
+    """
+    code = without_tags(unfenced(without_tags(text.strip("\n"), ORIGINAL), request.original)[0], ORIGINAL)
+    missing = request.original.endswith("\n") and code and not code.endswith("\n")
+    return code + "\n" if missing else code
+
+
+def merge_update(original: str, update: str, guess: bool = False) -> str | None:
+    """Merges an update snippet into a file.
+
+    Args:
+        original: The file.
+        update: The snippet.
+        guess: Treat a new line as new although it looks similar to a line of the file.
+
+    Returns:
+        The merged file; None if the snippet does not say unambiguously where its lines belong.
+    """
+    file, merged, position = original.split("\n"), list[str](), 0
+    known = {line.rstrip() for line in file}
+    lines = update.split("\n")
+    # A line that the file contains is not a mark.
+    is_mark = lambda line: len(line) <= _MAX_LINE and _MARK.fullmatch(line) and line.rstrip() not in known
+    marks = [i for i, line in enumerate(lines) if is_mark(line)]
+    try:
+        for a, b in pairwise([-1, *marks, len(lines)]):
+            part = lines[a + 1 : b]
+            full = [i for i, line in enumerate(part) if line.strip()]
+            if not full:
+                continue
+            start, end = full[0], full[-1] + 1
+            indent = None if b == len(lines) else _indent(lines[b])
+            segment = UpdateSegment(part[:start], part[start:end], part[end:], a < 0, b == len(lines), indent)
+            start, end, new = _merge_segment(segment, file, position, guess)
+            merged += [*file[position:start], *new]
+            position = end
+    except AmbiguousUpdate:
+        return None
+    return "\n".join([*merged, *file[position:]])
+
+
+def _merge_segment(
+    segment: UpdateSegment, file: list[str], position: int, guess: bool
+) -> tuple[int, int, list[str]]:
+    """(start, end, lines): lines start..end of the file, from `position` on, become these lines."""
+    place = _place(segment.lines, file, position)
+    if place is None:
+        return _without_anchor(segment, file, position)
+    start, end, lines = place.start, place.end + 1, segment.lines
+    if len(lines) - (place.last - place.first) > _MAX_NEW:
+        raise AmbiguousUpdate
+    for line in reversed(lines[: place.first]):
+        start -= start > position and _replaces(
+            line, file[max(position, start - _NEARBY) : start][::-1], guess
+        )
+    block = _block_end(segment, place, file)
+    if block is None:
+        for line in lines[place.last + 1 :]:
+            end += end < len(file) and _replaces(line, file[end : end + _NEARBY], guess)
+    else:
+        end = block
+    # New lines keep their blank lines to what stands there already.
+    if place.first and start == place.start and start > position and file[start - 1].strip():
+        lines = segment.head + lines
+    appended = place.last + 1 < len(segment.lines) and end == place.end + 1
+    if appended and end < len(file) and file[end].strip():
+        lines = lines + segment.tail
+    return start, end, lines
+
+
+def _without_anchor(segment: UpdateSegment, file: list[str], position: int) -> tuple[int, int, list[str]]:
+    """A segment without an anchor begins or ends the file, if it begins or ends the snippet."""
+    if segment.first and not segment.last and position == 0:
+        return 0, 0, [*segment.lines, *segment.tail]
+    if segment.last and not segment.first:
+        end = max(position, len(file) - (len(file) > 1 and not file[-1]))  # the last line end stays behind it
+        return end, end, [*segment.head, *segment.lines]
+    raise AmbiguousUpdate
+
+
+def _place(lines: list[str], file: list[str], position: int) -> Placement | None:
+    """The best place of a segment's lines; None where they have no anchor.
+
+    Of all pairs of places of the two anchors, the best has the fewest lines between them that only one side has, and
+    then the most equal lines next to them.
+    """
+    where: dict[str, list[int]] = {}
+    for i in range(position, len(file)):
+        where.setdefault(file[i].rstrip(), []).append(i)
+    known = [i for i, line in enumerate(lines) if _distinctive(line) and line.rstrip() in where]
+    if not known:
+        return None
+    first, last = known[0], known[-1]
+    starts, ends = where[lines[first].rstrip()], where[lines[last].rstrip()]
+    if len(starts) * len(ends) * (len(lines) + len(file)) > MAX_WORK:
+        raise AmbiguousUpdate
+    costs = []
+    for start in starts:
+        for end in ends:
+            if (start == end) if first == last else (start < end):
+                ours, theirs = Counter(lines[first : last + 1]), Counter(file[start : end + 1])
+                before = zip(reversed(lines[:first]), reversed(file[max(0, start - first) : start]))
+                near = [*before, *zip(lines[last + 1 :], file[end + 1 : end + len(lines)])]
+                differing = ((ours - theirs) + (theirs - ours)).total()
+                equal = sum(a.rstrip() == b.rstrip() for a, b in near)
+                costs.append(((differing, -equal), Placement(first, last, start, end)))
+    costs.sort()
+    if not costs or (len(costs) > 1 and costs[0][0] == costs[1][0]):
+        raise AmbiguousUpdate
+    # Equal lines next to the anchors belong to the place too, though they would not show where it is.
+    first, last, start, end = costs[0][1]
+    same = lambda i, j: lines[i].rstrip() == file[j].rstrip()
+    while first and start > position and same(first - 1, start - 1):
+        first, start = first - 1, start - 1
+    while last + 1 < len(lines) and end + 1 < len(file) and same(last + 1, end + 1):
+        last, end = last + 1, end + 1
+    return Placement(first, last, start, end)
+
+
+def _block_end(segment: UpdateSegment, place: Placement, file: list[str]) -> int | None:
+    """The end of the file's block, if the segment shows a whole block behind its last anchor; else None."""
+    new, depth = segment.lines[place.last + 1 :], _indent(segment.lines[place.last])
+    if not new or not new[0].strip() or _indent(new[0]) <= depth:
+        return None
+    closing = next((line for line in new if line.strip() and _indent(line) <= depth), None)
+    if (
+        closing is None and segment.indent is not None and segment.indent > depth
+    ):  # the rest of it is left out
+        return None
+    end = place.end + 1
+    while end < len(file) and (not file[end].strip() or _indent(file[end]) > depth):
+        end += 1
+    bracket = "" if closing is None or _distinctive(closing) else closing.rstrip()
+    if bracket and end < len(file) and file[end].rstrip() == bracket:
+        return end + 1
+    while end > place.end + 1 and not file[end - 1].strip():
+        end -= 1
+    return end
+
+
+def _replaces(line: str, near: list[str], guess: bool) -> bool:
+    """Whether a new line replaces the first of the lines near to it.
+
+    Raises:
+        AmbiguousUpdate: If it may replace another one of them.
+    """
+    if line.rstrip() == near[0].rstrip() or _same_subject(line, near[0]):
+        return True
+    depth = _indent(line)
+    for other in near if line.strip() else ():
+        if other.strip() and _indent(other) < depth:
+            break
+        same = _same_subject(line, other)
+        if same or (same is None and not guess and _similar(line, other)):
+            raise AmbiguousUpdate
+    return False
+
+
+def _same_subject(a: str, b: str) -> bool | None:
+    """Whether two lines of the same depth define, assign, import or return the same; None if that cannot be said."""
+    if _indent(a) != _indent(b) or max(len(a), len(b)) > _MAX_LINE:
+        return False
+    for pattern in (_RETURNED, _IMPORTED, _DEFINED, _ASSIGNED):
+        ours, theirs = pattern.match(a), pattern.match(b)
+        if ours and theirs:  # the last word: `const x = 1` and `let x = 2` both assign x
+            return ours.group(1).split()[-1:] == theirs.group(1).split()[-1:]
+        if ours or theirs:
+            return False
+    return None
+
+
+def _similar(a: str, b: str) -> bool:
+    a, b = a.strip(), b.strip()
+    return bool(a and b) and 2 * (Counter(a) & Counter(b)).total() >= _SIMILAR * (len(a) + len(b))
+
+
+def _distinctive(line: str) -> bool:
+    """Whether a line shows where it stands: more than a bracket, an `else:` or an `end`."""
+    return " ".join(re.findall(r"\w+", line)) not in _COMMON
+
+
+def _indent(line: str) -> int:
+    expanded = line.expandtabs(4)
+    return len(expanded) - len(expanded.lstrip())

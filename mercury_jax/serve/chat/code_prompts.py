@@ -1,0 +1,318 @@
+"""Prompts and replies of code completion: fill-in-the-middle (FIM) and next edit.
+
+A next edit is asked for in one message that holds a file, a region of it that may change, the cursor and recent edits,
+each between tags `<|name|>` and `<|/name|>`. Two layouts are understood: the one of the vendor's documentation, where
+`<|code_to_edit|>` stands inside `<|current_file_content|>`, and the one of the vendor's OpenAPI example, where it
+follows and repeats a part of the file. The reply is the new region in a bare Markdown fence, or `None` without a fence
+where nothing changes. Editors depend on it: Zed strips exactly "```\\n" and "\\n```", Kilo ignores replies without a
+fence.
+
+`apply_edit` has the prompts that merge an update into a file.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mercury_jax.serve.chat.messages import render_prompt
+from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.types import LM
+
+CURSOR = "<|cursor|>"
+REGION, FILE, HISTORY = "code_to_edit", "current_file_content", "edit_diff_history"
+SNIPPET = "recently_viewed_code_snippet"
+NO_SUFFIX = "<|endoftext|>"  # sent by clients instead of an empty suffix
+NO_EDIT = "None"
+MAX_HOLE = 64  # characters, and so at most as many tokens, that a model without instructions rewrites
+EDIT_INSTRUCTIONS = """\
+You complete the work of a developer on code. The message shows snippets that were viewed lately \
+(recently_viewed_code_snippets), the file (current_file_content), the region that may change (between \
+<|code_to_edit|> and <|/code_to_edit|>), the cursor (<|cursor|>), and what was changed so far, the latest last \
+(edit_diff_history). Write the whole region as it should read after the next change, and nothing else, between two \
+lines of three backticks. Leave out the tags and the cursor. Where no change is to be expected, answer None."""
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*(?:\n|\Z)", re.MULTILINE)
+
+
+class CodePrompt(NamedTuple):
+    """What the engine gets for a code completion.
+
+    Attributes:
+        prompt: Token ids.
+        suffix: Token ids behind the hole. None: the answer continues the prompt.
+        max_tokens: Most tokens that the answer can need. None: no limit is known.
+        chat: The answer is a turn of a conversation (`OutputParser(chat=)`).
+    """
+
+    prompt: tuple[int, ...]
+    suffix: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    chat: bool = False
+
+
+class EditInput(NamedTuple):
+    """The message of a next edit, taken apart. The file reads before + region + after.
+
+    Attributes:
+        path: Of the file; empty where the message does not name it.
+        before: Code in front of the region.
+        region: Code that may change.
+        after: Code behind the region.
+        cursor: Characters of the region in front of the cursor. None: it is not marked.
+        history: Earlier edits as diffs.
+        snippets: Pairs of path and code.
+        text: The message.
+    """
+
+    path: str
+    before: str
+    region: str
+    after: str
+    cursor: int | None
+    history: str
+    snippets: tuple[tuple[str, str], ...]
+    text: str
+
+
+def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
+    """Fills the hole between prefix and suffix; without a suffix, continues the prefix.
+
+    Args:
+        lm: The model.
+        prefix: Text in front of the hole.
+        suffix: Text behind it. None, "" or NO_SUFFIX: there is none.
+
+    Returns:
+        The prompt; its answer is the text of the hole.
+
+    Raises:
+        ApiError: 400 if both are empty.
+    """
+    behind = "" if suffix is None or suffix == NO_SUFFIX else suffix
+    if not prefix and not behind:
+        allowed = "a text of at least one character, or a suffix"
+        raise invalid_value("prompt", prefix, allowed)
+    return _hole_prompt(lm, prefix, behind)
+
+
+def parse_edit(content: str) -> EditInput:
+    """Takes the message of a next edit apart.
+
+    Raises:
+        ApiError: 400 if it marks no region, naming the missing tags.
+    """
+    at = tagged_span(content, REGION)
+    if at is None:
+        missing = f"<|{REGION}|> ... <|/{REGION}|>"
+        message = f"messages[0].content has no {missing}; allowed: a text that marks its region"
+        raise invalid_request("messages", message)
+    region, file = _trimmed(content[slice(*at)]), tagged_span(content, FILE)
+    if file is not None and file[0] <= at[0] <= file[1]:
+        path, before = _split_path(content[file[0] : at[0] - len(f"<|{REGION}|>")].removeprefix("\n"))
+        after = content[at[1] + len(f"<|/{REGION}|>") : file[1]].removesuffix("\n")
+    else:
+        path, whole = _split_path("" if file is None else _trimmed(content[slice(*file)]))
+        before, after = _around(whole, region)
+    snippets, snippet = [], tagged_span(content, SNIPPET, outer=False)
+    while snippet is not None:
+        first, _, code = _trimmed(content[slice(*snippet)]).partition("\n")
+        snippets.append((first.removeprefix("code_snippet_file_path:").strip(), code))
+        snippet = tagged_span(content, SNIPPET, snippet[1], outer=False)
+    cursor = region.find(CURSOR)
+    return EditInput(
+        path,
+        before.replace(CURSOR, ""),
+        region.replace(CURSOR, "", 1),
+        after.replace(CURSOR, ""),
+        None if cursor < 0 else cursor,
+        tagged_text(content, HISTORY) or "",
+        tuple(snippets),
+        content,
+    )
+
+
+def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
+    """The prompt of a next edit.
+
+    Args:
+        lm: The model.
+        edit: The message.
+        instruct: The model follows instructions, and gets the message as a conversation. Any other model fills a hole
+            in the file (`rewritten_span`), with a budget of half as many tokens again as stand there.
+
+    Returns:
+        The prompt; its answer goes through `edit_reply`.
+
+    Raises:
+        ApiError: 400 if a model without instructions would see no code around the hole.
+    """
+    if instruct:
+        return instruction_prompt(lm, EDIT_INSTRUCTIONS, edit.text)
+    start, end = rewritten_span(edit)
+    before, after = edit.before + edit.region[:start], edit.region[end:] + edit.after
+    if not (before + after).strip():
+        message = "messages[0].content has only its region; allowed: a text with code around it"
+        raise invalid_request("messages", message)
+    budget = int(1.5 * len(lm.tokenizer.encode(edit.region[start:end]))) + 16
+    return _hole_prompt(lm, before, after if after.strip() else "", budget)
+
+
+def edit_reply(edit: EditInput, text: str, instruct: bool, finish: str = "stop") -> str:
+    """The content of the reply to a next edit.
+
+    Args:
+        edit: The message.
+        text: What the model wrote.
+        instruct: As for `edit_prompt`.
+        finish: "length" if the answer was cut off: half a region would delete the rest of it, so it is no edit.
+
+    Returns:
+        The region in a fence, or `None` as text where nothing changes.
+    """
+    start, end = rewritten_span(edit)
+    region = edit.region[:start] + text + edit.region[end:]
+    if instruct:
+        if finish == "length" or text.strip() in ("", NO_EDIT):
+            return NO_EDIT
+        region, fenced = unfenced(without_tags(text.strip("\n"), REGION), edit.region)
+        region = without_tags(region, REGION)
+        if CURSOR not in edit.region:
+            region = region.replace(CURSOR, "")
+        if region.strip() == NO_EDIT and (fenced or not region.startswith(" ")):
+            return NO_EDIT
+    return NO_EDIT if region == edit.region else f"```\n{region}\n```"
+
+
+def rewritten_span(edit: EditInput) -> tuple[int, int]:
+    """(start, end) in characters of the region: what a model without instructions rewrites.
+
+    The line of the cursor (the last line where it is not marked), and lines around it as long as all are short: such a
+    model sees neither the old text nor the history, so it should lose little of it. In the first line of a file, what
+    stands in front of the cursor is kept.
+    """
+    region, cursor = edit.region, len(edit.region) if edit.cursor is None else edit.cursor
+    start, end = region.rfind("\n", 0, cursor) + 1, (region + "\n").index("\n", cursor)
+    if end - start > MAX_HOLE:
+        return max(start, cursor - MAX_HOLE // 2), min(end, cursor + MAX_HOLE // 2)
+    while True:
+        below = (region + "\n").index("\n", end + 1) if end < len(region) else end
+        above = region.rfind("\n", 0, start - 1) + 1 if start else start
+        if below > end and below - start <= MAX_HOLE:
+            end = below
+        elif above < start and end - above <= MAX_HOLE:
+            start = above
+        else:
+            return (cursor if not start and not edit.before else start), end
+
+
+def instruction_prompt(lm: LM, instructions: str, text: str) -> CodePrompt:
+    """A conversation of instructions and a text, for models that follow instructions.
+
+    Args:
+        lm: The model.
+        instructions: The system message.
+        text: The user's message.
+
+    Returns:
+        The prompt of the conversation.
+    """
+    messages = [{"role": "system", "content": instructions}, {"role": "user", "content": text}]
+    return CodePrompt(render_prompt(lm, messages), chat=True)
+
+
+def tagged_span(text: str, name: str, start: int = 0, outer: bool = True) -> tuple[int, int] | None:
+    """(start, end) of the text between the tags `<|name|>` and `<|/name|>`; None where one is missing.
+
+    Args:
+        text: The text.
+        name: Name of the tags.
+        start: Where to begin.
+        outer: Up to the last closing tag, so that a text about the tags is taken whole. False: up to the next one.
+
+    Returns:
+        Start and end of the text between the tags; None where a tag is missing.
+    """
+    opening, closing = f"<|{name}|>", f"<|/{name}|>"
+    first = text.find(opening, start)
+    begin = first + len(opening)
+    end = text.rfind(closing, begin) if outer else text.find(closing, begin)
+    return None if first < 0 or end < 0 else (begin, end)
+
+
+def tagged_text(text: str, name: str) -> str | None:
+    """The text between two tags, without the line ends that belong to them; None where a tag is missing.
+
+    Args:
+        text: The text.
+        name: Name of the tags.
+
+    Returns:
+        The text between the tags; None where a tag is missing.
+    """
+    at = tagged_span(text, name)
+    return None if at is None else _trimmed(text[slice(*at)])
+
+
+def unfenced(text: str, original: str = "") -> tuple[str, bool]:
+    """The code of a reply: from the first Markdown fence to the last, or all of the text.
+
+    Args:
+        text: The reply.
+        original: What the code is a version of. If it contains fences itself, only a reply that begins with a fence is
+            fenced.
+
+    Returns:
+        The code without text around the fence and line ends around unfenced code; whether it was fenced.
+    """
+    first = _FENCE.search(text)
+    if first is None or (_FENCE.search(original) and text[: first.start()].strip()):
+        return text.strip("\n"), False
+    closing = [m for m in _FENCE.finditer(text, first.end()) if m.group().strip() == first.group(1)]
+    body = text[first.end() : closing[-1].start() if closing else len(text)]
+    return body.removesuffix("\n"), True
+
+
+def without_tags(text: str, name: str) -> str:
+    """A reply without the tags of the request around it.
+
+    Args:
+        text: The reply.
+        name: Name of the tags.
+
+    Returns:
+        The reply; unchanged where the model did not repeat the tags.
+    """
+    for edge in (f"<|{name}|>\n", f"<|{name}|>"):
+        text = text.removeprefix(edge)
+    for edge in (f"\n<|/{name}|>", f"<|/{name}|>"):
+        text = text.removesuffix(edge)
+    return text
+
+
+def _hole_prompt(lm: LM, before: str, behind: str, max_tokens: int | None = None) -> CodePrompt:
+    """A hole between two texts. The engine needs a token in front of it, so a file that begins with one gets a line
+    end there."""
+    tok = lm.tokenizer
+    prompt = (*tok.begin, *tok.encode(before)) or tuple(tok.encode("\n"))
+    return CodePrompt(prompt, tuple(tok.encode(behind)) if behind else None, max_tokens)
+
+
+def _trimmed(text: str) -> str:
+    """Without one line end at either side: tags stand on lines of their own."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _split_path(text: str) -> tuple[str, str]:
+    """(path, what follows its line)."""
+    first, _, rest = text.partition("\n")
+    name = "current_file_path:"
+    return (first.removeprefix(name).strip(), rest) if first.startswith(name) else ("", text)
+
+
+def _around(whole: str, region: str) -> tuple[str, str]:
+    """What stands in front of and behind a region in a file; the cursor is marked in both or in one of them."""
+    unmarked = whole.replace(CURSOR, ""), region.replace(CURSOR, "")
+    for text, piece in ((whole, region), unmarked):
+        if piece and piece in text:
+            return text[: text.index(piece)], text[text.index(piece) + len(piece) :]
+    return (whole, "") if not region.strip() else ("", "")

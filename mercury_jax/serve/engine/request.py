@@ -1,0 +1,371 @@
+"""What callers exchange with the engine: its configuration, requests, snapshots of answers and handles.
+
+`Engine.submit` takes an `EngineRequest` and returns a `RequestHandle`, from which a thread or an event loop reads
+`Snapshot`s of the answer until the one whose `finish` is set. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mercury_jax.decode.grammar import Grammar
+    from mercury_jax.decode.sample import LogProbs
+
+BACKLOG = 1024  # snapshots kept for a slow reader; older ones are dropped, never the last
+
+
+class RequestRejected(Exception):
+    """The queue is full, or the engine is closing.
+
+    Attributes:
+        retry_after: Seconds after which another attempt may succeed.
+        closing: The engine is closing; another attempt will not succeed here.
+    """
+
+    def __init__(self, message: str, retry_after: float, closing: bool = False):
+        super().__init__(message)
+        self.retry_after, self.closing = retry_after, closing
+
+
+class ContextLengthExceeded(ValueError):
+    """Prompt, thinking and answer need `tokens` positions, more than the `context` of the engine."""
+
+    def __init__(self, tokens: int, context: int):
+        super().__init__(f"{tokens} tokens of prompt and answer; at most the context of {context}")
+        self.tokens, self.context = tokens, context
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs.
+
+    Attributes:
+        slots: Most requests that decode in the same batch.
+        queue: Most requests that wait for a slot; further ones are rejected.
+        context: Most tokens of prompt and answer. None: the model's context.
+        block: Tokens of a block. None: the model's.
+        passes: Denoising passes per dispatch to the device. None: 1 on a CPU, 4 elsewhere.
+        prefix_bytes: Size of the prefix cache in bytes. 0 disables it.
+        max_logprobs: Most alternatives per token that a request may ask log-probabilities for.
+        programs: "all" compiles a program for each bucket (number of rows, positions, processors), so that a few
+            short requests run in a small one. "one" compiles the largest bucket only; then the text of a request does
+            not depend on its neighbours, bit for bit.
+        rules: Names of the decoding rules that requests may choose, beside the model's own. None: all in
+            `sampling_params` that fit the model's noise. Fewer rules compile faster.
+        kv: Format of the KV cache: "int8" (a quarter of fp32, half of bf16), "4bit" or "3bit" (half and three
+            eighths of int8). None: the model's dtype.
+        memory: Most bytes per device for KV cache, prefix cache and activations. None: nine tenths of what is free.
+    """
+
+    slots: int = 8
+    queue: int = 64
+    context: int | None = None
+    block: int | None = None
+    passes: int | None = None
+    prefix_bytes: int = 64 << 20
+    max_logprobs: int = 20
+    programs: Literal["all", "one"] = "all"
+    rules: tuple[str, ...] | None = None
+    kv: Literal["int8", "4bit", "3bit"] | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A prompt and how its answer is sampled. All numbers are traced: no value recompiles anything.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        max_tokens: Most tokens of the answer, whatever the thinking takes.
+        thinking: Most tokens of thinking in front of the answer. 0: none. Otherwise the prompt must open it.
+        rule: Name of a decoding rule of the engine. None: the model's own.
+        p: First parameter of the rule, its strictness. None: the rule's default.
+        steps: Most denoising steps per block. 0: as many as the block has tokens.
+        temperature: Sampling temperature; 0 takes the argmax. None: the rule's default.
+        top_p: Nucleus sampling; 1 disables it.
+        top_k: Keep the k most probable ids; 0 disables it.
+        min_p: Keep ids of at least this share of the highest probability; 0 disables it.
+        repetition_penalty: Divides logits of ids of the prompt and the answer; 1 disables it.
+        presence_penalty: Subtracted from logits of ids of the answer; 0 disables it.
+        frequency_penalty: Subtracted once for each occurrence in the answer; 0 disables it.
+        logit_bias: Added logit by token id.
+        seed: Of the random draws.
+        logprobs: Alternatives to return with each token's log-probability. None: no log-probabilities.
+        grammar: Grammar that the answer obeys; its thinking is not constrained.
+        suffix: Ids behind the answer; the answer fills the hole between prompt and suffix. None: no suffix.
+        visible: Restrict the first token to ids that show text: no end of text, control token or space. Not with
+            `thinking`.
+        cache_salt: Only requests with the same salt share the prefix cache.
+        frames: Publish a snapshot of every pass, not only of the latest.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    thinking: int = 0
+    rule: str | None = None
+    p: float | None = None
+    steps: int = 0
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    suffix: tuple[int, ...] | None = None
+    visible: bool = False
+    cache_salt: str = ""
+    frames: bool = False
+
+    @property
+    def max_output(self) -> int:
+        """Most tokens of thinking, the token that closes it, and the answer."""
+        return self.max_tokens + (self.thinking + 1 if self.thinking else 0)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and output."""
+        return len(self.prompt) + self.max_output
+
+
+class Snapshot(NamedTuple):
+    """The output of a request (thinking and answer) after a denoising pass. Arrays have one entry per token.
+
+    Attributes:
+        tokens: int32 [n], ids.
+        accepted: bool [n], the canvas already holds this token.
+        confidence: float32 [n], probability of the most probable token at the position.
+        forced: bool [n], the grammar allowed this token only.
+        final: The first `final` tokens will not change any more.
+        start: First token of the active block.
+        forwards: Forward passes spent on the answer so far.
+        cached: Tokens of the prompt found in the prefix cache.
+        finish: None while decoding goes on; then "stop" (end of text or of the grammar), "length", "cancelled" or
+            "error". All tokens are final then.
+        message: The error, for finish "error".
+        logprobs: Log-probabilities of all tokens, in the last snapshot of a request that asks for them.
+    """
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    confidence: np.ndarray
+    forced: np.ndarray
+    final: int
+    start: int
+    forwards: int
+    cached: int
+    finish: str | None = None
+    message: str = ""
+    logprobs: LogProbs | None = None
+
+    def truncated(self, n: int) -> Snapshot:
+        """Returns the first `n` tokens, all of them final.
+
+        Args:
+            n: Number of tokens.
+        """
+        return self._replace(
+            tokens=self.tokens[:n],
+            accepted=np.ones(n, bool),
+            confidence=self.confidence[:n],
+            forced=self.forced[:n],
+            final=n,
+            start=n,
+            logprobs=_map_logprobs(lambda x: x[:n], self.logprobs),
+        )
+
+    def followed_by(self, later: Snapshot) -> Snapshot:
+        """Returns the snapshot of an answer that several requests write one after the other.
+
+        Args:
+            later: Of the request that continues this one; everything in this snapshot is final.
+
+        Returns:
+            A snapshot with the tokens of both. `cached` is that of the first request, whose prompt the client sent.
+        """
+        n = len(self.tokens)
+        concatenated = lambda *pair: np.concatenate(pair)
+        return later._replace(
+            **{name: concatenated(getattr(self, name), getattr(later, name)) for name in self._fields[:4]},
+            final=n + later.final,
+            start=n + later.start,
+            cached=self.cached,
+            forwards=self.forwards + later.forwards,
+            logprobs=_map_logprobs(concatenated, self.logprobs, later.logprobs),
+        )
+
+    def with_token(self, token: int) -> Snapshot:
+        """Returns the snapshot with one more final token, which the server and not the model has chosen.
+
+        Args:
+            token: Its id. Its log-probability is 0.
+        """
+        one = np.ones(1, bool)
+        logprobs = _map_logprobs(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), self.logprobs)
+        if logprobs is not None:
+            logprobs.top_ids[:] = token
+        ids, sure = np.array([token], np.int32), one.astype(np.float32)
+        return self.followed_by(Snapshot(ids, one, sure, one, 1, 1, 0, 0, self.finish, logprobs=logprobs))
+
+
+def _map_logprobs(f: Callable[..., np.ndarray], *trees: LogProbs | None) -> LogProbs | None:
+    """Applies a function to each array of log-probabilities; None where one of them is None."""
+    if any(tree is None for tree in trees):
+        return None
+    fields = dataclasses.fields(trees[0])  # type: ignore[arg-type]
+    return type(trees[0])(*(f(*(getattr(tree, field.name) for tree in trees)) for field in fields))  # type: ignore
+
+
+EMPTY_SNAPSHOT = Snapshot(
+    np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, bool), 0, 0, 0, 0
+)
+
+
+class EngineStats(NamedTuple):
+    """Gauges of the moment (first seven) and counters since the start. Names are those of the Prometheus metrics.
+
+    Attributes:
+        waiting: Requests without a slot.
+        running: Requests in slots.
+        slots: Most requests in slots.
+        capacity: Positions per slot in the current bucket.
+        kv_bytes: Bytes of the slots' KV cache.
+        kv_used: Bytes of it that belong to running requests.
+        prefix_bytes: Bytes of the prefix cache in use.
+        submitted, finished, cancelled, rejected, failed: Requests by outcome.
+        forwards: Forward passes, summed over requests.
+        tokens: Tokens of finished answers.
+        prompt_tokens: Tokens of prompts.
+        cached_tokens: Tokens of prompts found in the prefix cache.
+        device_passes: Passes of the batched program.
+    """
+
+    waiting: int
+    running: int
+    slots: int
+    capacity: int
+    kv_bytes: int
+    kv_used: int
+    prefix_bytes: int
+    submitted: int
+    finished: int
+    cancelled: int
+    rejected: int
+    failed: int
+    forwards: int
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    device_passes: int
+
+
+class RequestHandle:
+    """A submitted request: snapshots of its answer, and its cancellation. Any thread or event loop may use it.
+
+    `async for` yields snapshots as they come. A slow reader misses intermediate ones (with `request.frames` only
+    beyond BACKLOG), never the last, whose `finish` is set.
+
+    Args:
+        request: The request.
+        on_cancel: Called when the request is cancelled before its end.
+
+    Attributes:
+        request: The request.
+        arrival_time: When it was submitted, in seconds of `time.monotonic`.
+        cancelled: `cancel` was called.
+        latest: The latest snapshot; None before the first.
+    """
+
+    def __init__(self, request: EngineRequest, on_cancel: Callable[[], None]):
+        self.request = request
+        self.arrival_time = time.monotonic()
+        self.cancelled = False
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self.latest: Snapshot | None = None
+        self._backlog: deque[Snapshot] = deque(maxlen=BACKLOG)
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last snapshot has been published."""
+        return self.latest is not None and self.latest.finish is not None
+
+    def cancel(self) -> None:
+        """Ends the request; its slot is free after the current step. Has no effect on a finished request."""
+        if not self.finished and not self.cancelled:
+            self.cancelled = True
+            self._on_cancel()
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Waits for the last snapshot.
+
+        Args:
+            timeout: Seconds. None: no limit.
+
+        Raises:
+            TimeoutError: If the request has not finished in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finished, timeout):
+                raise TimeoutError(f"the request did not finish within {timeout} s")
+            assert self.latest is not None
+            return self.latest
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Hands a snapshot to all readers. Called by the engine; ignored after the last snapshot."""
+        with self._changed:
+            if self.finished:
+                return
+            self.latest = snapshot
+            if self.request.frames:
+                self._backlog.append(snapshot)
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for notify in listeners:
+            notify()
+
+    async def __aiter__(self) -> AsyncIterator[Snapshot]:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._changed:
+            self._listeners.append(notify)
+        try:
+            seen: Snapshot | None = None
+            while True:
+                with self._changed:
+                    if self.request.frames:
+                        unread = list(self._backlog)
+                        self._backlog.clear()
+                    else:
+                        latest = self.latest
+                        unread = [] if latest is None or latest is seen else [latest]
+                for snapshot in unread:
+                    yield snapshot
+                    seen = snapshot
+                    if snapshot.finish is not None:
+                        return
+                await changed.wait()
+                changed.clear()
+        finally:
+            with self._changed:
+                self._listeners.remove(notify)

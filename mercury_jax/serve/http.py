@@ -1,0 +1,263 @@
+"""HTTP of the server: limits on headers and bodies, JSON in and out, request ids, and errors as responses.
+
+Everything is bounded before it is parsed: headers and body in bytes, the body also in time and in depth.
+`RequestMiddleware` is the outermost layer of the app; endpoints read their body by `read_json`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mercury_jax.serve import errors
+from mercury_jax.serve.errors import ApiError, invalid_request
+from mercury_jax.serve.metrics import Metrics
+from mercury_jax.serve.options import ServerOptions
+
+log = logging.getLogger("mercury.serve")
+T = TypeVar("T")
+
+MAX_HEADER_BYTES = 16 << 10  # of a request's path and headers together
+INLINE_BYTES = 64 << 10  # up to this size, parsing takes less time than switching the thread
+REQUEST_ID = "mercury.request_id"  # key of the ASGI scope
+REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+JSON_TYPE = re.compile(
+    r"application/(?:[a-z0-9.!#$&^_-]+\+)?json\s*(?:;\s*charset=\"?utf-8\"?\s*)?", re.IGNORECASE
+)
+
+
+def dump_json(value: Any) -> str:
+    """Returns compact JSON in ASCII: no Unicode line separator can split an event, no lone surrogate can fail."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+class JsonResponse(Response):
+    """A response whose body is JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Returns the body."""
+        return dump_json(content).encode("ascii")
+
+
+def error_response(error: ApiError) -> Response:
+    """Returns the response of an error."""
+    return JsonResponse(error.envelope(), error.status, headers=error.headers)
+
+
+def to_reported_error(error: Exception, request_id: str) -> ApiError:
+    """Returns what a client may see of an exception: an `ApiError` as it is, and nothing of any other.
+
+    Args:
+        error: The exception. It is logged with its traceback unless it is an `ApiError`.
+        request_id: Id that the response and the log share.
+
+    Returns:
+        The error to report.
+    """
+    if isinstance(error, ApiError):
+        return error
+    log.exception("request %s failed", request_id, exc_info=error)
+    return errors.internal_error(request_id)
+
+
+class RequestMiddleware:
+    """Gives each request an id, counts its response, and turns exceptions into error envelopes.
+
+    Args:
+        app: The app within.
+        metrics: Where responses are counted.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope[REQUEST_ID] = request_id = _request_id(scope)
+        own = {b"x-request-id": request_id.encode(), b"x-content-type-options": b"nosniff"}
+        status: int | None = None
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                kept = ((k, v) for k, v in message.get("headers", ()) if k.lower() not in own)
+                message = {**message, "headers": [*kept, *own.items()]}
+            await send(message)
+
+        try:
+            check_headers(scope)
+            await self.app(scope, receive, send_named)
+        except asyncio.CancelledError:
+            # The server shuts down: a response that has not begun is a 503 and not a failure.
+            if status is None:
+                refusal = errors.unavailable("The server is shutting down.")
+                await error_response(refusal)(scope, receive, send_named)
+            raise
+        except Exception as error:
+            reported = to_reported_error(error, request_id)
+            if status is None:
+                await error_response(reported)(scope, receive, send_named)
+        finally:
+            self.metrics.count_response(scope, 499 if status is None else status)
+
+
+def check_headers(scope: Scope) -> None:
+    """Refuses headers that no well-behaved client sends, and closes the connection.
+
+    With two lengths of the body, a proxy in front may see another end of this request and take what follows for the
+    next one (request smuggling, RFC 9112 section 6.1). HTTP libraries limit incomplete headers only, so that one
+    large packet passes them.
+
+    Raises:
+        ApiError: 400 or 431.
+    """
+    close = {"connection": "close"}
+    names = {name.lower() for name, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        message = "Content-Length and Transfer-Encoding in one request; allowed: one of them"
+        raise ApiError(400, message, headers=close)
+    size = len(scope["path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > MAX_HEADER_BYTES:
+        raise ApiError(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes", headers=close)
+
+
+async def read_json(request: Request, options: ServerOptions, convert: Callable[[dict[str, Any]], T]) -> T:
+    """Reads the JSON object in the body of a request. Large bodies are parsed and converted in a thread.
+
+    Args:
+        request: The request.
+        options: Limits: `max_body` (counted while the body arrives; `Content-Length` is not trusted), `max_depth`
+            and `read_timeout`.
+        convert: Validates the object, which is without NaN, infinities and lone surrogates.
+
+    Returns:
+        What `convert` returns.
+
+    Raises:
+        ApiError: 400 (not a valid JSON object), 408 (too slow), 413 (too large), or 415 (not JSON: a form or plain
+            text, which a foreign web page may send, is not taken for JSON).
+    """
+    if not JSON_TYPE.fullmatch(request.headers.get("content-type", "").strip()):
+        raise ApiError(415, "Content-Type must be application/json")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "Content-Encoding must be identity")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > options.max_body:
+        raise _body_too_large(options.max_body)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout):
+            async for part in request.stream():
+                size += len(part)
+                if size > options.max_body:
+                    raise _body_too_large(options.max_body)
+                parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(400, "The client disconnected before its request was complete") from None
+    except TimeoutError:
+        message = f"The request took over {options.read_timeout:g} s to arrive"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    body = b"".join(parts)
+    parse = lambda: convert(parse_json(body, options.max_depth))
+    return parse() if len(body) <= INLINE_BYTES else await run_in_threadpool(parse)
+
+
+def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Parses the JSON object of a body.
+
+    Args:
+        body: UTF-8 text.
+        max_depth: Most levels of nested lists and objects.
+
+    Returns:
+        The object.
+
+    Raises:
+        ApiError: 400, with the place where the text is not valid.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except UnicodeDecodeError:
+        raise invalid_request(None, "The body is not valid UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise invalid_request(None, f"The body is not valid JSON: {error.msg} at {error.pos}") from None
+    except ValueError as error:  # a number of thousands of digits, NaN, 1e999
+        raise invalid_request(None, f"The body is not valid JSON: {str(error)[:80]}") from None
+    if not isinstance(value, dict):
+        raise invalid_request(None, f"The body is a JSON {type(value).__name__}; allowed: an object")
+    _check_depth_and_text(value, max_depth, check_text=rb"\u" in body)
+    return value
+
+
+def _check_depth_and_text(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
+    """Walks over all lists and objects, level by level, without recursion.
+
+    check_text: whether texts may hold lone surrogates. UTF-8 has none, so only escapes can have made them.
+    """
+    level: list[Any] = [root]
+    for _ in range(max_depth):
+        for text in _texts(level) if check_text else ():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise invalid_request(
+                    None, "The body holds a lone surrogate, which is no Unicode text"
+                ) from None
+        values = (holder.values() if isinstance(holder, dict) else holder for holder in level)
+        level = [value for inner in values for value in inner if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise _too_deep(max_depth)
+
+
+def _texts(holders: Iterable[Any]) -> Iterator[str]:
+    for holder in holders:
+        if isinstance(holder, dict):
+            yield from holder
+        values = holder.values() if isinstance(holder, dict) else holder
+        yield from (value for value in values if isinstance(value, str))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"{text[:20]} is out of range")
+    return value
+
+
+def _too_deep(max_depth: int) -> ApiError:
+    return invalid_request(None, f"The body is nested more than {max_depth} levels deep")
+
+
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The request is larger than {max_bytes} bytes", headers={"connection": "close"})
+
+
+def _request_id(scope: Scope) -> str:
+    """Returns the client's X-Request-Id where it is harmless, else a fresh one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and REQUEST_ID_PATTERN.fullmatch(value):
+            return value.decode()
+    return "req_" + secrets.token_hex(12)

@@ -1,0 +1,130 @@
+"""Metrics for Prometheus.
+
+The engine's own counters are read at each scrape; HTTP responses and answers are counted as they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import Scope
+
+from mercury_jax.serve.engine.request import EngineStats
+
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+TOKENS_PER_FORWARD_BUCKETS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+# Fields of the engine's statistics, with their help texts.
+ENGINE_GAUGES = {
+    "waiting": "Requests that have no slot yet.",
+    "running": "Slots in use.",
+    "slots": "Slots in total.",
+    "capacity": "Current positions per slot.",
+    "kv_bytes": "Bytes of the slots' KV cache.",
+    "kv_used": "Bytes of the KV cache that belong to running requests.",
+    "prefix_bytes": "Bytes of the prefix cache.",
+}
+ENGINE_COUNTERS = {
+    "submitted": "Requests accepted into the queue.",
+    "finished": "Requests that finished.",
+    "cancelled": "Requests that were cancelled: the client disconnected, or a stop sequence was found.",
+    "rejected": "Requests for which the queue had no room.",
+    "failed": "Requests that ended with an error.",
+    "forwards": "Denoising passes, summed over the requests.",
+    "tokens": "Tokens of finished answers.",
+    "prompt_tokens": "Tokens of prompts.",
+    "cached_tokens": "Tokens of prompts that were found in the prefix cache.",
+    "device_passes": "Passes of the device program.",
+}
+
+
+class EngineCollector:
+    """Reads the engine's statistics whenever the metrics are scraped.
+
+    Args:
+        stats: The engine's statistics.
+        ready: Whether the engine takes requests.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool]):
+        self._stats, self._ready = stats, ready
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family for each field; called by prometheus_client."""
+        stats = self._stats()
+        for name, about in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
+        for name, about in ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
+        about = "Whether requests are accepted."
+        yield GaugeMetricFamily("mercury_ready", about, value=float(self._ready()))
+
+
+class Metrics:
+    """The registry of one app; nothing is global, so that one process may hold several apps.
+
+    Args:
+        stats: The engine's statistics.
+        ready: Whether the engine takes requests.
+        paths: Paths that are counted one by one; all others are counted together, so that no client makes up labels.
+
+    Attributes:
+        schema_failures: Counts answers that did not obey their schema.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool], paths: Collection[str]):
+        self.registry = registry = CollectorRegistry()
+        registry.register(EngineCollector(stats, ready))  # type: ignore[arg-type]
+        self._paths = frozenset(paths)
+        self._responses = Counter(
+            "mercury_http_responses", "Responses by route and status.", ["path", "status"], registry=registry
+        )
+        self._first_frame = Histogram(
+            "mercury_first_frame_seconds",
+            "From the request's arrival to its first snapshot.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._last_token = Histogram(
+            "mercury_last_token_seconds",
+            "From the request's arrival to its last token.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._tokens_per_forward = Histogram(
+            "mercury_tokens_per_forward",
+            "Tokens of an answer per denoising pass.",
+            buckets=TOKENS_PER_FORWARD_BUCKETS,
+            registry=registry,
+        )
+        self.schema_failures = Counter(
+            "mercury_structured_output_failures",
+            "Answers that did not obey the schema they were promised to. Must stay 0.",
+            registry=registry,
+        )
+
+    def count_response(self, scope: Scope, status: int) -> None:
+        """Counts one HTTP response.
+
+        Args:
+            scope: ASGI scope of the request.
+            status: HTTP status; 499 where the client disconnected.
+        """
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._responses.labels(path, str(status)).inc()
+
+    def count_answer(self, first: float, last: float, tokens: int, forwards: int) -> None:
+        """Counts one answer.
+
+        Args:
+            first: Seconds from the request's arrival to its first snapshot.
+            last: Seconds from the request's arrival to its last token.
+            tokens: Tokens of the answer, thinking included.
+            forwards: Denoising passes.
+        """
+        self._first_frame.observe(first)
+        self._last_token.observe(last)
+        if forwards:
+            self._tokens_per_forward.observe(tokens / forwards)

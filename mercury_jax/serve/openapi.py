@@ -1,0 +1,260 @@
+"""The OpenAPI document of the server, at /openapi.json.
+
+Requests come from the models of `protocol.py`, responses from the types of `responses.py`; paths, examples and error
+codes are written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue
+from pydantic_core import core_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mercury_jax import __version__
+from mercury_jax.serve import protocol, responses
+from mercury_jax.serve.http import JsonResponse
+from mercury_jax.serve.service import Service
+
+Json = dict[str, Any]
+
+REFERENCE = "#/components/schemas/{model}"
+
+EXAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum of two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+EXAMPLE_EDIT = """\
+<|current_file_content|>
+current_file_path: area.py
+def area(width, height):
+<|code_to_edit|>
+    return width
+<|/code_to_edit|>
+<|/current_file_content|>"""
+EXAMPLE_APPLY = """\
+<|original_code|>
+def area(width, height):
+    side = width
+    return side
+<|/original_code|>
+
+<|update_snippet|>
+def area(width, height):
+    side = width * height
+    return side
+<|/update_snippet|>"""
+
+
+class Endpoint(NamedTuple):
+    """A POST endpoint of the document; `example` is a valid request without its model."""
+
+    summary: str
+    request: type[protocol.ApiRequest]
+    completion: type
+    chunk: type
+    example: Mapping[str, Any]
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": Endpoint(
+        "Answer a conversation.",
+        protocol.ChatCompletionsRequest,
+        responses.ChatCompletion,
+        responses.ChatCompletionChunk,
+        {
+            "messages": [{"role": "user", "content": "347+585="}],
+            "tools": [EXAMPLE_TOOL],
+            "tool_choice": "auto",
+            "response_format": {"type": "text"},
+        },
+    ),
+    "/v1/completions": Endpoint(
+        "Continue a text, or fill a gap.",
+        protocol.CompletionsRequest,
+        responses.TextCompletion,
+        responses.TextChunk,
+        {"prompt": "def area(width, height):", "max_tokens": 32},
+    ),
+    "/v1/fim/completions": Endpoint(
+        "Fill the gap between two texts.",
+        protocol.FimCompletionsRequest,
+        responses.TextCompletion,
+        responses.TextChunk,
+        {"prompt": "def area(width, height):\n", "suffix": "\n\narea(2, 3)"},
+    ),
+    "/v1/edit/completions": Endpoint(
+        "Rewrite a region of a file.",
+        protocol.EditCompletionsRequest,
+        responses.EditCompletion,
+        responses.EditChunk,
+        {"messages": [{"role": "user", "content": EXAMPLE_EDIT}]},
+    ),
+    "/v1/apply/completions": Endpoint(
+        "Merge an update into a file.",
+        protocol.ApplyCompletionsRequest,
+        responses.EditCompletion,
+        responses.EditChunk,
+        {"messages": [{"role": "user", "content": EXAMPLE_APPLY}]},
+    ),
+}
+MODEL_LISTS = (
+    "/v1/models",
+    "/v1/chat/completions/models",
+    "/v1/fim/completions/models",
+    "/v1/edit/completions/models",
+)
+ERRORS = {
+    "400": "The request is not valid: which field, its value, and what is allowed.",
+    "401": "No API key, or an unknown one.",
+    "403": "The name in Host is not served here.",
+    "404": "No such model, or no such path.",
+    "405": "The path does not support the method.",
+    "408": "The body took too long to arrive.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too many requests; Retry-After says when to try again.",
+    "431": "The headers are too large.",
+    "500": "An internal error of the server.",
+    "503": "The server is warming up or shutting down; Retry-After says when to try again.",
+}
+GET_ERRORS = ("400", "401", "403", "404", "405", "431", "500", "503")
+PUBLIC_GET_ERRORS = ("400", "405", "431", "500")
+
+
+async def openapi_json(service: Service, request: Request) -> Response:
+    """Sends the document.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        The response of GET /openapi.json.
+    """
+    return JsonResponse(build_document(bool(service.options.keys), tuple(service.names)))
+
+
+def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
+    """Returns the document.
+
+    Args:
+        keys: Whether the server asks for an API key.
+        models: Model names that the server knows; empty: any string.
+
+    Returns:
+        An OpenAPI 3.1 document.
+    """
+    schemas = _schemas()
+    for endpoint in ENDPOINTS.values():
+        properties = schemas[endpoint.request.__name__]["properties"]
+        properties |= protocol.refused_properties(endpoint.request)
+        if models:
+            properties["model"]["enum"] = list(models)
+    about = "Mercury's API, and OpenAI's where the two agree, for a diffusion language model."
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mercury_jax", "version": __version__, "description": about},
+        "paths": {**_post_paths(models[0] if models else "mercury-2"), **_get_paths()},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        **({"security": [{"key": []}]} if keys else {}),
+    }
+
+
+class DocumentJsonSchema(protocol.RequestJsonSchema):
+    """JSON Schemas of the document. Responses have no other properties than those of their type."""
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+        """Forbids further properties."""
+        return super().typed_dict_schema(schema) | {"additionalProperties": False}
+
+
+def _schemas() -> Json:
+    answers = {getattr(e, part) for e in ENDPOINTS.values() for part in ("completion", "chunk")}
+    others = (responses.ModelList, responses.Status, responses.Error)
+    named = {e.request for e in ENDPOINTS.values()} | answers | set(others)
+    inputs: Iterable[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+        (cls.__name__, "validation", TypeAdapter(cls)) for cls in sorted(named, key=lambda cls: cls.__name__)
+    ]
+    _, made = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE, schema_generator=DocumentJsonSchema)
+    return made["$defs"] | {"Document": {"type": "object", "required": ["openapi", "paths"]}}
+
+
+def _post_paths(model: str) -> Json:
+    made: Json = {}
+    for path, endpoint in ENDPOINTS.items():
+        name = endpoint.request.__name__
+        request = _content(name)
+        request["application/json"]["example"] = {"model": model, **endpoint.example}
+        answer = {
+            "description": "The answer; where `stream` is true, events of chunks, the last one `data: [DONE]`.",
+            "content": {
+                **_content(endpoint.completion.__name__),
+                **_content(endpoint.chunk.__name__, "text/event-stream"),
+            },
+        }
+        made[path] = {
+            "post": {
+                "summary": endpoint.summary,
+                "operationId": "create" + name.removesuffix("Request"),
+                "requestBody": {"required": True, "content": request},
+                "responses": {"200": answer, **_error_responses(ERRORS)},
+            }
+        }
+    return made
+
+
+def _get_paths() -> Json:
+    model_id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+    }
+    models = _get("The names of the model that is loaded.", _content("ModelList"))
+    metrics = {"text/plain": {"schema": {"type": "string"}}}
+    closed = {"503": {"description": "They are not.", "content": _content("Status")}}
+    return {path: {"get": models} for path in MODEL_LISTS} | {
+        "/v1/models/{id}": {
+            "get": _get("One model by its name.", _content("ModelObject")) | {"parameters": [model_id]}
+        },
+        "/health": {"get": _get("Whether the process answers.", _content("Status"), public=True)},
+        "/ready": {"get": _get("Whether requests are taken.", _content("Status"), public=True, more=closed)},
+        "/openapi.json": {"get": _get("This document.", _content("Document"))},
+        "/metrics": {"get": _get("Metrics in Prometheus' text format.", metrics)},
+    }
+
+
+def _get(summary: str, content: Json, public: bool = False, more: Mapping[str, Any] | None = None) -> Json:
+    codes = PUBLIC_GET_ERRORS if public else GET_ERRORS
+    failures = _error_responses({code: ERRORS[code] for code in codes})
+    answers = {**failures, "200": {"description": summary, "content": content}, **(more or {})}
+    return {"summary": summary, "responses": answers, **({"security": []} if public else {})}
+
+
+def _content(name: str, media_type: str = "application/json") -> Json:
+    return {media_type: {"schema": {"$ref": REFERENCE.format(model=name)}}}
+
+
+def _error_responses(errors: Mapping[str, str]) -> Json:
+    retry = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+    return {
+        code: {"description": about, "content": _content("Error")}
+        | ({"headers": retry} if code in ("429", "503") else {})
+        for code, about in errors.items()
+    }

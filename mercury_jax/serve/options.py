@@ -1,0 +1,127 @@
+"""Options of a server, fixed when it starts, and the addresses that need an API key.
+
+`mercury serve` makes them from its arguments; `app.create_app` takes them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mercury_jax.config import refuse
+from mercury_jax.decode.defaults import EFFORTS
+
+# Names of the vendor's models that clients have built in. By default each of them gets the model that is loaded.
+VENDOR_MODELS = (
+    "mercury", "mercury-2", "mercury-2.5", "mercury-3", "mercury-coder", "mercury-coder-small",
+    "mercury-coder-small-beta", "mercury-edit", "mercury-edit-2",
+)  # fmt: skip
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+ANY_HOST = "*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server answers. What concerns the engine is in `serve.engine`.
+
+    Args:
+        keys: API keys; each of them opens every route. Empty: no key is asked for.
+        hosts: Names that `Host` may have, or "*" for any. The loopback names keep foreign web pages from using a local
+            server (DNS rebinding).
+        aliases: Further names of the model, each with the name it stands for; None for the vendor's names.
+        rate: Requests per minute and key; None for no limit.
+        effort: Effort of requests that set none; None for the model's own rule, with the thinking of "medium" where
+            that takes at most a quarter of the context.
+        strict_temperature: As the vendor does, temperatures outside of 0.5 to 1 become 0.75, with a warning.
+        max_body: Most bytes of a request's body.
+        max_depth: Most levels of nesting of its JSON.
+        read_timeout: Seconds in which the body must arrive.
+        keep_alive: Seconds of silence after which a comment is sent on an event stream.
+        playground: Whether `/` serves the playground.
+
+    Raises:
+        ValueError: A value is out of range, or a key is short or not printable ASCII.
+    """
+
+    keys: tuple[str, ...] = field(default=(), repr=False)  # never in logs or errors
+    hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    aliases: Mapping[str, str] | None = None
+    rate: float | None = None
+    effort: str | None = None
+    strict_temperature: bool = False
+    max_body: int = 4 << 20
+    max_depth: int = 100
+    read_timeout: float = 30.0
+    keep_alive: float = 15.0
+    playground: bool = True
+
+    def __post_init__(self) -> None:
+        if self.effort is not None and self.effort not in EFFORTS:
+            raise refuse("effort", self.effort, ", ".join(EFFORTS))
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise refuse("rate", self.rate, "a number of requests per minute above 0")
+        for name in ("max_body", "read_timeout", "keep_alive"):
+            if not getattr(self, name) > 0:
+                raise refuse(name, getattr(self, name), "a number above 0")
+        for key in self.keys:
+            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+                raise refuse("an API key", "*" * len(key), "8 or more printable ASCII characters, no space")
+
+
+def model_names(model: str, options: ServerOptions) -> dict[str, str]:
+    """Lists the names that requests may use.
+
+    Args:
+        model: Name of the model that is loaded.
+        options: Options with the aliases.
+
+    Returns:
+        Each name with the model it stands for; the model's own name comes first.
+
+    Raises:
+        ValueError: An alias is empty, or stands for another model.
+    """
+    aliases: Mapping[str, str] | None = options.aliases
+    if aliases is None:
+        aliases = dict.fromkeys(VENDOR_MODELS, model)
+    for alias, target in aliases.items():
+        if target != model:
+            raise refuse(f"alias {alias}", target, f"{model}, the model that is loaded")
+        if not alias:
+            raise refuse("alias", alias, "NAME or NAME=MODEL")
+    return {model: model, **aliases}
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach an address.
+
+    Args:
+        host: An address or a name to listen on.
+
+    Raises:
+        ValueError: The name does not resolve.
+    """
+    try:
+        found = [ipaddress.ip_address(host.strip("[]"))]
+    except ValueError:
+        try:
+            found = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
+        except OSError:
+            raise refuse("host", host, "an address or a name of this machine") from None
+    return all(address.is_loopback for address in found)
+
+
+def check_address(host: str, options: ServerOptions) -> None:
+    """Refuses an address that other machines can reach while no API key is asked for.
+
+    Args:
+        host: The address to listen on.
+        options: Options with the keys.
+
+    Raises:
+        ValueError: The address is not a loopback address and there is no key.
+    """
+    if not options.keys and not is_loopback(host):
+        raise refuse("host", host, "127.0.0.1, ::1 or localhost; any other needs an API key (--api-key)")

@@ -1,0 +1,520 @@
+"""Request models of all POST endpoints, and how a JSON object becomes one.
+
+Each endpoint has one pydantic model. It validates requests, and `openapi.py` writes the document from it, so that
+the two cannot differ. Names, ranges and defaults follow the vendor's document; fields that only OpenAI's API has are
+accepted as well. `parse_request` turns a validation failure into an `ApiError` that names the field, its value and
+what is allowed.
+
+To add a field: declare it here, and use it in `sampling_params.py` (if it changes how tokens are chosen) or in the
+module of its endpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from mercury_jax.serve.errors import invalid_value, validation_error
+
+MAX_TOKENS = 1 << 20  # larger requests are refused; what exceeds the context is only cut
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CHOICES, MAX_TOP_LOGPROBS = 2048, 1024, 128, 16, 20
+NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
+
+# Values by which clients say that they do not use a field.
+UNUSED = (None, False, 0, "", [], {})
+
+_FORMAT = "Use response_format of /v1/chat/completions, with type json_schema or json_object."
+_GRAMMAR = (
+    "Grammars of this kind are not supported; response_format of /v1/chat/completions takes a JSON Schema."
+)
+_TOKENS = "Use logit_bias and stop."
+# Fields of other servers (vLLM, SGLang, TGI, llama.cpp, older forms of OpenAI's API) that constrain the answer.
+# Unknown fields are ignored, as the vendor does: clients send their own bookkeeping (`user`, `store`, `nextEdit`).
+# A constraint that is ignored would go unnoticed, so these are refused by name.
+CONSTRAINT_FIELDS = {
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "structural_tag", "guided_decoding"), _FORMAT),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), _GRAMMAR),
+    **dict.fromkeys(("regex", "ebnf", "grammar", "choice"), _GRAMMAR),
+    **dict.fromkeys(("allowed_token_ids", "stop_token_ids", "bad_words", "bad_words_ids"), _TOKENS),
+    "logits_processors": _TOKENS,
+    "min_tokens": "The length of an answer has no lower bound.",
+    "functions": "Use tools of /v1/chat/completions.",
+    "function_call": "Use tool_choice of /v1/chat/completions.",
+}  # fmt: skip
+
+
+# Efforts of OpenAI's API that stand for one of ours.
+EFFORT_ALIASES = {"none": "instant", "minimal": "instant", "xhigh": "high"}
+
+JsonObject = dict[str, Any]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=NAME_PATTERN)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+ShortText = Annotated[str, Field(max_length=256)]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
+StopSequence = Annotated[str, Field(min_length=1, max_length=256)]
+StopSequences = ShortText | Annotated[list[StopSequence], Field(max_length=32, fail_fast=True)]
+ReasoningEffort = Annotated[
+    Literal["instant", "low", "medium", "high", "none", "minimal", "xhigh"],
+    AfterValidator(lambda name: EFFORT_ALIASES.get(name, name)),
+]
+
+# Fields of several endpoints, whose defaults differ.
+ABOUT_MAX_TOKENS = "Most tokens of the answer. More than the context leaves is cut to that."
+ABOUT_TEMPERATURE = "Sampling temperature; 0: always the likeliest token."
+ABOUT_STOP = (
+    "Texts that end the answer and are not part of it; not applied where `response_format` is enforced."
+)
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, description=ABOUT_MAX_TOKENS)]
+PresencePenalty = Annotated[
+    float, Field(ge=-2, le=2, description="Subtracted from the logits of tokens that occurred.")
+]
+RepetitionPenalty = Annotated[
+    float, Field(gt=0, le=1000, description="Divides the logits of tokens that occurred; 1: off.")
+]
+
+
+class RequestModel(BaseModel):
+    """Base of all request models: null means the default, no type is coerced, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _json_values(cls, data: Any) -> Any:
+        """Leaves out null, and makes 5.0 the integer 5 as JSON Schema does; fields of type float take integers."""
+        if not isinstance(data, dict):
+            return data
+        integral = lambda v: isinstance(v, float) and v.is_integer()
+        return {k: int(v) if integral(v) else v for k, v in data.items() if v is not None}
+
+
+# Messages
+
+
+class TextPart(RequestModel):
+    """A part of a message. Text is the only kind."""
+
+    type: Literal["text"]
+    text: str
+    """The text."""
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class CalledFunction(RequestModel):
+    """The function of a tool call."""
+
+    name: Name
+    """Name of the function."""
+    arguments: str | JsonObject = ""
+    """The arguments: an object, or its JSON as a string."""
+
+
+class AssistantToolCall(RequestModel):
+    """A tool call in the conversation so far."""
+
+    id: CallId
+    """The id to which the result refers."""
+    type: Literal["function"] = "function"
+    """Always function."""
+    function: CalledFunction
+    """The function that was called."""
+
+
+class _Message(RequestModel):
+    content: Content | None = None
+    """A string, or a list of parts of type text."""
+
+
+class PlainMessage(_Message):
+    """A message of the system or the user; developer counts as system."""
+
+    role: Literal["system", "developer", "user"]
+    name: ShortText | None = None
+    """Name of the speaker."""
+
+
+class AssistantMessage(_Message):
+    """A message of the model."""
+
+    role: Literal["assistant"]
+    name: ShortText | None = None
+    """Name of the speaker."""
+    tool_calls: list[AssistantToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    """The tool calls of this turn."""
+    function_call: CalledFunction | None = None
+    """A call in OpenAI's older form."""
+
+
+class ToolMessage(_Message):
+    """The result of a tool call."""
+
+    role: Literal["tool"]
+    tool_call_id: CallId
+    """Id of the earlier call that this answers."""
+
+
+class FunctionMessage(_Message):
+    """The result of a call in OpenAI's older form."""
+
+    role: Literal["function"]
+    name: Name | None = None
+    """Name of the function."""
+
+
+ChatMessage = Annotated[
+    PlainMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")
+]
+
+
+class UserMessage(RequestModel):
+    """The one message of an edit or apply request, in which editors send the texts of files."""
+
+    role: Literal["user"]
+    """Always user."""
+    content: Content
+    """The prompt with its tags."""
+
+
+# Tools and formats
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call."""
+
+    name: Name
+    """Name of the function."""
+    description: str | None = None
+    """What the function does."""
+    parameters: JsonObject | None = None
+    """JSON Schema of the arguments."""
+    strict: bool = False
+    """Accepted; the schema is always enforced."""
+
+
+class FunctionTool(RequestModel):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+    """The function that may be called."""
+
+
+class FunctionName(RequestModel):
+    """The name of one of the tools."""
+
+    name: Name
+    """One of the tools."""
+
+
+class NamedTool(RequestModel):
+    """Requires a call of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+    """The function that must be called."""
+
+
+class ToolSubset(RequestModel):
+    """A choice among the tools."""
+
+    mode: Literal["auto", "required"]
+    """Whether one of them must be called."""
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+    """The tools that may be called."""
+
+
+class AllowedTools(RequestModel):
+    """Restricts calls to some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+    """The choice."""
+
+
+ToolChoice = (
+    Literal["auto", "required", "none"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
+class TextFormat(RequestModel):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestModel):
+    """A JSON Schema with a name."""
+
+    name: Name
+    """Name of the format."""
+    description: str | None = None
+    """What the format is for."""
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """The JSON Schema (none: any object)."""
+    strict: bool = False
+    """Accepted; the schema is always enforced."""
+
+
+class JsonSchemaFormat(RequestModel):
+    """JSON that obeys a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+    """The schema that the answer obeys."""
+
+
+AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+# Endpoints
+
+
+class StreamOptions(RequestModel):
+    """How to stream."""
+
+    include_usage: bool = False
+    """Send one more chunk, with the usage and no choices."""
+
+
+class ApiRequest(RequestModel):
+    """Fields of all endpoints. Subclasses add `max_tokens`, whose default differs."""
+
+    refused_fields = {**CONSTRAINT_FIELDS, "response_format": _FORMAT}
+
+    model: str = Field(min_length=1, max_length=256)
+    """The model, by its name or one of its aliases."""
+    top_p: float = Field(1.0, ge=0, le=1)
+    """Sample among the likeliest tokens that make up this probability."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Subtracted from the logit of a token once per occurrence."""
+    presence_penalty: PresencePenalty = 0.0
+    stream: bool = False
+    """Send the answer as server-sent events while it is written."""
+    stream_options: StreamOptions | None = None
+    """How to stream; used where `stream` is true."""
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    """The same seed gives the same text (default: a fresh one)."""
+    extra_body: JsonObject | None = None
+    """Further fields of this object; those outside of it win."""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def stop_sequences(self) -> tuple[str, ...]:
+        """Texts that end the answer. The empty text ends nothing."""
+        stop = getattr(self, "stop", None)
+        return tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
+
+
+class SampledRequest(ApiRequest):
+    """Sampling fields of the endpoints for chat and plain text."""
+
+    temperature: float | None = Field(
+        None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
+    )
+    stop: StopSequences | None = Field(None, description=ABOUT_STOP)
+    top_k: int = Field(-1, ge=-1, le=1 << 20)
+    """Sample among this many of the likeliest tokens; -1 and 0: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample among tokens at least this many times as likely as the best."""
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: dict[TokenId, LogitBias] | None = Field(None, max_length=512)
+    """What to add to the logits of tokens, by their ids."""
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    """Number of answers; answer i samples with seed + i."""
+
+
+class ChatCompletionsRequest(SampledRequest):
+    """Body of POST /v1/chat/completions."""
+
+    refused_fields = CONSTRAINT_FIELDS
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    """The conversation so far."""
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description=f"{ABOUT_MAX_TOKENS} Thinking does not count (default 16384)."
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    """OpenAI's newer name of `max_tokens`; takes precedence."""
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether a tool is called: as the model decides, always, never, this one, or one of these."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several tool calls."""
+    response_format: AnswerFormat | None = None
+    """What the answer obeys: nothing, any JSON object, or a schema."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer."""
+    reasoning_summary: bool = False
+    """Report the thinking."""
+    reasoning_summary_wait: bool = False
+    """Accepted; a stream always waits for its summary."""
+    diffusing: bool = False
+    """With stream: each chunk holds the whole current text."""
+    realtime: bool = False
+    """Answer at once: reasoning_effort instant, unless it is set."""
+    logprobs: bool = False
+    """Report the logprobs of the answer's tokens."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With logprobs: number of alternatives per token."""
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is allowed")
+    return value
+
+
+class CompletionsRequest(SampledRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    """The text to continue."""
+    suffix: str | None = None
+    """Text behind the answer, which then fills the gap."""
+    max_tokens: MaxTokens = 512
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Report logprobs, with this many alternatives."""
+    echo: Annotated[bool, AfterValidator(_only_false)] = Field(
+        False, json_schema_extra={"not": {"enum": [True]}}
+    )
+    """Not supported: there are no logprobs of a prompt."""
+    best_of: int = Field(1, ge=1, le=1)
+    """Not supported: every answer that is generated is returned."""
+
+
+class FimCompletionsRequest(ApiRequest):
+    """Body of POST /v1/fim/completions."""
+
+    prompt: str
+    """The text before the gap."""
+    suffix: str = ""
+    """The text behind the gap."""
+    max_tokens: MaxTokens = 512
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, le=1000)] = -1
+    """Sample among this many of the likeliest tokens; -1: all, 0 is refused."""
+    presence_penalty: PresencePenalty = 1.5
+    repetition_penalty: RepetitionPenalty = 1.0
+    stop: StopSequences | None = Field(["\n\n", "\n \n"], description=ABOUT_STOP)
+
+
+class EditCompletionsRequest(ApiRequest):
+    """Body of POST /v1/edit/completions."""
+
+    messages: list[UserMessage] = Field(min_length=1, max_length=1)
+    """Exactly one message of the user."""
+    max_tokens: MaxTokens = 1024
+    temperature: float = Field(0.2, ge=0, le=2, description=ABOUT_TEMPERATURE)
+    presence_penalty: PresencePenalty = 1.0
+
+
+class ApplyCompletionsRequest(ApiRequest):
+    """Body of POST /v1/apply/completions."""
+
+    messages: list[UserMessage] = Field(min_length=1, max_length=1)
+    """Exactly one message of the user."""
+    max_tokens: MaxTokens = 8192
+    temperature: float = Field(0.0, ge=0, le=2, description=ABOUT_TEMPERATURE)
+
+
+# From JSON to a model
+
+Request = TypeVar("Request", bound=RequestModel)
+
+
+def parse_request(model: type[Request], data: Mapping[str, Any]) -> Request:
+    """Validates a JSON object.
+
+    Fields of `extra_body` count as fields of the object where the object itself does not have them: clients of
+    OpenAI's SDK send there what the SDK has no argument for.
+
+    Args:
+        model: The request model of the endpoint.
+        data: The body of the request.
+
+    Returns:
+        The request, with all defaults.
+
+    Raises:
+        ApiError: 400, naming the first field that does not fit, its value and what is allowed.
+    """
+    extra = data.get("extra_body")
+    if isinstance(extra, dict) and "extra_body" in model.model_fields:
+        data = {**{name: value for name, value in extra.items() if name != "extra_body"}, **data}
+    for name, instead in model.refused_fields.items():
+        if data.get(name) not in UNUSED:
+            raise invalid_value(name, data[name], f"none: this server has no such field. {instead}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise validation_error(request_schema(model), data, error) from None
+
+
+class RequestJsonSchema(GenerateJsonSchema):
+    """JSON Schema of a request model as OpenAPI needs it: fields with a default may be null, and have no titles."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Omits titles, which only repeat the names."""
+        return False
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        """Lets a field with a default be null; a default of null goes without saying."""
+        made = super().default_schema(schema)
+        if made.get("default", ...) is None:
+            del made["default"]
+        if {"type": "null"} in made.get("anyOf", ()):
+            return made
+        default = {"default": made.pop("default")} if "default" in made else {}
+        return {"anyOf": [made, {"type": "null"}]} | default
+
+    def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
+        """Makes a pattern of keys a condition on every key."""
+        made = super().dict_schema(schema)
+        # pydantic writes `patternProperties`, which allows keys that do not match.
+        for pattern, values in made.pop("patternProperties", {}).items():
+            made |= {"propertyNames": {"pattern": pattern}, "additionalProperties": values}
+        return made
+
+
+@functools.cache
+def request_schema(model: type[RequestModel]) -> JsonSchemaValue:
+    """Returns the JSON Schema of a request model, with `$defs`.
+
+    Args:
+        model: The request model.
+    """
+    return model.model_json_schema(schema_generator=RequestJsonSchema)
+
+
+def refused_properties(model: type[RequestModel]) -> JsonSchemaValue:
+    """Returns the schemas of the fields that a model refuses: only values that mean "not used" are valid."""
+    return {
+        name: {"enum": list(UNUSED), "description": f"Refused. {instead}"}
+        for name, instead in model.refused_fields.items()
+    }

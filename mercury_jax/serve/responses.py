@@ -1,0 +1,488 @@
+"""JSON of all responses: their types, and the functions that build them.
+
+The types follow the vendor's document, which names usage both flat and nested as OpenAI does. `openapi.py` writes
+their JSON Schemas, and the tests validate every response against those.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+
+import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from mercury_jax.serve.chat.output_parser import ParsedCall, ParsedCallDelta, ParsedMessage
+from mercury_jax.serve.engine.request import Snapshot
+from mercury_jax.types import LM
+
+MIN_LOGPROB = -9999.0  # stands for a probability of 0, as with OpenAI
+
+Count = Annotated[int, Field(ge=0)]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CallFunction(TypedDict):
+    """The function of a tool call; the arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A tool call."""
+
+    index: Count
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
+class CallFunctionDelta(TypedDict):
+    """What is new of the function of a tool call."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A part of a tool call. Only the first one has the id, the type and the name."""
+
+    index: Count
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CallFunctionDelta
+
+
+class AnswerText(TypedDict):
+    """A message without tool calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+
+
+class AnswerMessage(AnswerText):
+    """A message, which may call tools."""
+
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class AnswerTextDelta(TypedDict, total=False):
+    """What is new of a message without tool calls."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class AnswerMessageDelta(AnswerTextDelta, total=False):
+    """What is new of a message."""
+
+    tool_calls: list[ToolCallDelta]
+
+
+class TokenLogprob(TypedDict):
+    """A token with its log-probability, in nats."""
+
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class TokenLogprobs(TokenLogprob):
+    """A token of the answer and its alternatives."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Logprobs of a chat answer."""
+
+    content: list[TokenLogprobs]
+
+
+class TextLogprobs(TypedDict):
+    """Logprobs of a text completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class _Choice(TypedDict):
+    index: Count
+    finish_reason: FinishReason | None
+
+
+class ChatChoice(_Choice):
+    """One answer of a chat."""
+
+    message: AnswerMessage
+    logprobs: NotRequired[ChatLogprobs]
+
+
+class ChatChunkChoice(_Choice):
+    """What is new of one answer of a chat."""
+
+    delta: AnswerMessageDelta
+    logprobs: NotRequired[ChatLogprobs]
+
+
+class TextChoice(_Choice):
+    """One text, or what is new of it."""
+
+    text: str
+    logprobs: NotRequired[TextLogprobs]
+
+
+class EditChoice(_Choice):
+    """An edited or merged text."""
+
+    message: AnswerText
+
+
+class EditChunkChoice(_Choice):
+    """What is new of an edited or merged text."""
+
+    delta: AnswerTextDelta
+
+
+class CachedTokens(TypedDict):
+    """Tokens of the prompt found in the prefix cache."""
+
+    cached_tokens: Count
+
+
+class ReasoningTokens(TypedDict):
+    """Tokens of thinking."""
+
+    reasoning_tokens: Count
+
+
+class Usage(TypedDict):
+    """Tokens of a request. The completion's include those of thinking."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    reasoning_tokens: Count
+    cached_input_tokens: Count
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class ReasoningSummary(TypedDict):
+    """The thinking, where it was asked for."""
+
+    content: str | None
+    status: Literal["complete", "unavailable", "skipped"]
+
+
+class DiffusionMeta(TypedDict):
+    """Share of the tokens that are accepted; 1 in the last chunk only."""
+
+    diffusion_progress: Annotated[float, Field(ge=0, le=1)]
+
+
+class _Response(TypedDict):
+    id: str
+    created: Count
+    model: str
+    warning: NotRequired[str]
+    reasoning_summary: NotRequired[ReasoningSummary]
+
+
+class _Completion(_Response):
+    usage: Usage
+
+
+class _Chunk(_Response):
+    usage: NotRequired[Usage]
+    diffusion_meta: NotRequired[DiffusionMeta]
+
+
+class ChatCompletion(_Completion):
+    """Response of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(_Chunk):
+    """Event of a streamed chat."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class TextCompletion(_Completion):
+    """Response of /v1/completions and /v1/fim/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class TextChunk(_Chunk):
+    """Event of a streamed text."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class EditCompletion(_Completion):
+    """Response of /v1/edit/completions and /v1/apply/completions."""
+
+    object: Literal["edit.completion"]
+    choices: list[EditChoice]
+
+
+class EditChunk(_Chunk):
+    """Event of a streamed edit."""
+
+    object: Literal["edit.completion.chunk"]
+    choices: list[EditChunkChoice]
+
+
+class Pricing(TypedDict):
+    """Prices per token; all are 0."""
+
+    prompt: str
+    completion: str
+    input_cache_reads: str
+    input_cache_writes: str
+
+
+class ModelObject(TypedDict):
+    """A model, as the vendor describes it, with OpenAI's `object` and `owned_by`."""
+
+    id: str
+    object: Literal["model"]
+    owned_by: str
+    name: str
+    created: Count
+    description: str
+    input_modalities: list[str]
+    output_modalities: list[str]
+    context_length: Count
+    max_output_length: Count
+    pricing: Pricing
+    supported_sampling_parameters: list[str]
+    supported_features: list[str]
+    supported_endpoints: list[str]
+
+
+class ModelList(TypedDict):
+    """Response of the routes that list models."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Status(TypedDict):
+    """Response of /health and /ready."""
+
+    status: str
+
+
+class ErrorBody(TypedDict):
+    """What went wrong, and in which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Response of every refused or failed request."""
+
+    error: ErrorBody
+
+
+JsonDict = dict[str, Any]
+
+
+class ResponseKind(NamedTuple):
+    """What differs between the endpoints: names of the objects, prefix of the ids, and messages or plain text."""
+
+    completion: str
+    chunk: str
+    prefix: str
+    message: bool
+
+
+CHAT = ResponseKind("chat.completion", "chat.completion.chunk", "chatcmpl-", True)
+TEXT = ResponseKind("text_completion", "text_completion", "cmpl-", False)
+EDIT = ResponseKind("edit.completion", "edit.completion.chunk", "cmpl-", True)
+
+
+class ResponseWriter:
+    """Builds the JSON of one response: a completion, or the chunks of a stream, under one id.
+
+    Args:
+        kind: Kind of the endpoint.
+        model: The model's name as the client wrote it.
+    """
+
+    def __init__(self, kind: ResponseKind, model: str):
+        self.kind = kind
+        self._head = {"id": kind.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+
+    def completion(self, choices: Sequence[JsonDict], usage: Usage, extra: Mapping[str, Any]) -> JsonDict:
+        """Returns the whole response.
+
+        Args:
+            choices: From `choice`.
+            usage: Tokens of the request.
+            extra: Further fields: a warning, a summary of the thinking.
+
+        Returns:
+            A `ChatCompletion`, `TextCompletion` or `EditCompletion`.
+        """
+        body: JsonDict = {"choices": list(choices), "usage": usage}
+        return {"object": self.kind.completion, **self._head, **body, **extra}
+
+    def chunk(self, choices: Sequence[JsonDict], extra: Mapping[str, Any] | None = None) -> JsonDict:
+        """Returns one event of a stream.
+
+        Args:
+            choices: From `chunk_choice`.
+            extra: Further fields.
+
+        Returns:
+            A `ChatCompletionChunk`, `TextChunk` or `EditChunk`.
+        """
+        return {"object": self.kind.chunk, **self._head, "choices": list(choices), **(extra or {})}
+
+    def choice(
+        self, index: int, text: str, calls: Sequence[ParsedCall], finish: str, logprobs: JsonDict | None
+    ) -> JsonDict:
+        """Returns a whole choice.
+
+        Args:
+            index: Number of the answer.
+            text: Its content.
+            calls: Its tool calls.
+            finish: Why it ended.
+            logprobs: Its logprobs, from `chat_logprobs` or `text_logprobs`; None for none.
+
+        Returns:
+            The choice. The content of a message that only calls tools is null.
+        """
+        body: JsonDict = {"text": text}
+        if self.kind.message:
+            body = {"message": {"role": "assistant", "content": text if text or not calls else None}}
+            if calls:
+                body["message"]["tool_calls"] = [
+                    {"index": i, **_tool_call(call.id, call.name, call.arguments)}
+                    for i, call in enumerate(calls)
+                ]
+        choice = {"index": index, "finish_reason": finish, **body}
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
+
+    def chunk_choice(
+        self,
+        index: int,
+        text: str | None = None,
+        calls: Sequence[ParsedCallDelta] = (),
+        *,
+        first: bool = False,
+        finish: str | None = None,
+        logprobs: JsonDict | None = None,
+    ) -> JsonDict:
+        """Returns a choice of a chunk.
+
+        Args:
+            index: Number of the answer.
+            text: What is new of its content, or with `diffusing` the whole text, which may be empty; None for neither.
+            calls: What is new of its tool calls.
+            first: Whether this is the first chunk, which has the role.
+            finish: In the last chunk, why the answer ended.
+            logprobs: In the last chunk, its logprobs.
+
+        Returns:
+            A choice of the endpoint's chunks.
+        """
+        choice: JsonDict = {"index": index, "text": text or "", "finish_reason": finish}
+        if self.kind.message:
+            delta: JsonDict = {"role": "assistant"} if first else {}
+            if text is not None:
+                delta["content"] = text
+            if calls:
+                delta["tool_calls"] = [
+                    {"index": call.index, **_tool_call(call.id, call.name, call.arguments)} for call in calls
+                ]
+            choice = {"index": index, "delta": delta, "finish_reason": finish}
+        return choice if logprobs is None else {**choice, "logprobs": logprobs}
+
+
+def _tool_call(id: str | None, name: str | None, arguments: str) -> JsonDict:
+    """Returns a tool call; a delta that is not the first one of its call has no id, type and name."""
+    if id is None:
+        return {"function": {"arguments": arguments}}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> ChatLogprobs:
+    """Returns the logprobs of a chat answer, without those of its thinking.
+
+    Args:
+        lm: The model, whose tokenizer spells the tokens.
+        snapshot: The last snapshot, which has `logprobs`.
+        message: The answer, which says how many tokens were thinking.
+        top: Alternatives per token.
+
+    Returns:
+        One entry per token of the content.
+    """
+    content: list[TokenLogprobs] = []
+    for token, value, ids, values in _answer_rows(snapshot, message):
+        alternatives = [_token_logprob(lm, i, v) for i, v in zip(ids[:top], values[:top])]
+        content.append({**_token_logprob(lm, token, value), "top_logprobs": alternatives})
+    return {"content": content}
+
+
+def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) -> TextLogprobs:
+    """Returns the logprobs of a text completion. Offsets count characters.
+
+    Args:
+        lm: The model, whose tokenizer spells the tokens.
+        snapshot: The last snapshot, which has `logprobs`.
+        message: The answer.
+        top: Alternatives per token.
+
+    Returns:
+        Parallel lists with one entry per token.
+    """
+    made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    offset = 0
+    for token, value, ids, values in _answer_rows(snapshot, message):
+        entry = _token_logprob(lm, token, value)
+        others = (_token_logprob(lm, i, v) for i, v in zip(ids[:top], values[:top]))
+        made["tokens"].append(entry["token"])
+        made["token_logprobs"].append(entry["logprob"])
+        made["top_logprobs"].append({other["token"]: other["logprob"] for other in others})
+        made["text_offset"].append(offset)
+        offset += len(entry["token"])
+    return made
+
+
+def _answer_rows(
+    snapshot: Snapshot, message: ParsedMessage
+) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
+    """Yields (token, logprob, ids of the alternatives [K], their logprobs [K]) of each token of the answer."""
+    logprobs = snapshot.logprobs
+    assert logprobs is not None
+    answer = slice(message.reasoning_tokens, message.completion_tokens)
+    rows = (snapshot.tokens, logprobs.tokens, logprobs.top_ids, logprobs.top)
+    return zip(*(row[answer] for row in rows), strict=True)
+
+
+def _token_logprob(lm: LM, token: int, logprob: float) -> TokenLogprob:
+    raw, value = lm.tokenizer.pieces[int(token)], float(logprob)
+    value = MIN_LOGPROB if math.isnan(value) else round(max(value, MIN_LOGPROB), 6)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}

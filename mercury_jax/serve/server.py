@@ -1,0 +1,229 @@
+"""The uvicorn server of an app and its engine: it answers while the engine warms up, and drains before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mercury_jax.config import refuse
+from mercury_jax.serve.errors import invalid_request
+from mercury_jax.serve.http import MAX_HEADER_BYTES, dump_json
+from mercury_jax.serve.service import ServingEngine
+
+HEADER_SECONDS = 15.0  # in which the headers of a request must arrive
+KEEP_ALIVE_SECONDS = 30  # that a connection may idle between two requests
+STOP_SECONDS = 2.0  # for cancelling what still runs
+COMPILE_SECONDS = 10.0  # for a running compilation to end; nothing interrupts it
+FLUSH_SECONDS = 5  # for the last responses to reach their readers
+NOTICE_SECONDS = (
+    0.5  # between a failing /ready and the end of the listening socket, for a load balancer to see
+)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a bound socket. Call it before anything slow, so that a port in use is reported at once.
+
+    Args:
+        host: Address or name to listen on.
+        port: Port; 0 finds a free one.
+
+    Returns:
+        The socket, which does not listen yet.
+
+    Raises:
+        ValueError: The port is out of range, or the address is not available.
+    """
+    if not 0 <= port <= 65535:
+        raise refuse("port", port, "0 to 65535; 0 finds a free one")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        # With an explicit protocol asyncio sets TCP_NODELAY; otherwise each event waits for the acknowledgement of the
+        # last one, about 40 ms.
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        allowed = f"an address that is free on this machine ({error.strerror})"
+        raise refuse("host and port", f"{host}:{port}", allowed) from None
+    return made
+
+
+class BoundedH11Protocol(H11Protocol):
+    """HTTP/1.1 whose headers must arrive within `HEADER_SECONDS`, and whose parse errors are JSON like all others."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Starts the clock."""
+        super().connection_made(transport)
+        self._update_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses data, and stops the clock once the headers are complete."""
+        super().data_received(data)
+        self._update_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the clock."""
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request without a clock."""
+        super().on_response_complete()
+        self._clear_deadline()
+
+    def _update_deadline(self) -> None:
+        """Runs the clock while a request has begun and its headers are not complete."""
+        idle = self.cycle is None or self.cycle.response_complete
+        if not idle or self.transport.is_closing():
+            self._clear_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that is not HTTP."""
+        body = dump_json(invalid_request(None, msg).envelope()).encode("ascii")
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else a response has begun already
+            head = h11.Response(status_code=400, headers=headers)
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Warms its engine up while it already answers, and drains on a signal.
+
+    After SIGTERM or SIGINT, /ready fails and new requests get 503; running requests have `drain` seconds; what is left
+    is cancelled; and a running compilation may end within `COMPILE_SECONDS`, since a process that ends while XLA
+    compiles or writes its cache aborts, or leaves half a cache entry. A second signal cancels at once.
+
+    Args:
+        app: The app.
+        engine: Its engine, not started yet.
+        drain: Seconds for running requests.
+        on_ready: Called, in a thread, when the engine is warm.
+
+    Attributes:
+        failure: Why the engine did not warm up; None otherwise.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        engine: ServingEngine,
+        drain: float = 30.0,
+        on_ready: Callable[[], None] = lambda: None,
+    ):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedH11Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+        self.engine, self.drain, self.on_ready = engine, drain, on_ready
+        self.failure: BaseException | None = None
+        self._at_once = threading.Event()
+        self._draining: threading.Thread | None = None
+        self._warming = threading.Thread(target=self._warm, name="mercury-warm", daemon=True)
+        self._stopping = threading.Thread(target=engine.stop, name="mercury-stop", daemon=True)
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listens, and warms the engine up in a thread."""
+        await super().startup(sockets)
+        self._warming.start()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begins to drain; a second signal ends at once.
+
+        Args:
+            sig: Number of the signal.
+            frame: Unused.
+        """
+        if self._draining is not None:
+            self._at_once.set()
+            return
+        self._draining = threading.Thread(target=self._shut_down, name="mercury-drain", daemon=True)
+        self._draining.start()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signal is not raised again after the server has drained."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def _warm(self) -> None:
+        try:
+            self.engine.start()
+            self.on_ready()
+        except BaseException as error:
+            self.failure = error
+            self.should_exit = True
+
+    def _shut_down(self) -> None:
+        self.engine.closing = True
+        self._at_once.wait(NOTICE_SECONDS)
+        drained = threading.Thread(target=self.engine.drain, args=(self.drain,), daemon=True)
+        drained.start()
+        while drained.is_alive() and not self._at_once.is_set():
+            drained.join(0.05)
+        self._stopping.start()
+        self._stopping.join(STOP_SECONDS)
+        until = time.monotonic() + COMPILE_SECONDS
+        while self.compiling and not self._at_once.is_set() and time.monotonic() < until:
+            time.sleep(0.05)
+        self.should_exit = True
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a thread of the engine still compiles; the interpreter must not end before it."""
+        return self._stopping.is_alive() or self._warming.is_alive()
+
+
+def freeze_startup_objects() -> None:
+    """Excludes what exists now from garbage collection.
+
+    A full collection over the objects of a warm server halts every thread for about a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,302 @@
+"""What all endpoints share: the engine, the limit on running requests, and threads for preparing them.
+
+An endpoint reads its request by `Service.read`, and passes a function that makes the engine's jobs to
+`streaming.respond`, which submits them by `Service.submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar, runtime_checkable
+
+from starlette.requests import Request
+
+from mercury_jax.serve import errors
+from mercury_jax.serve.engine.request import (
+    ContextLengthExceeded,
+    EngineConfig,
+    EngineRequest,
+    EngineStats,
+    RequestRejected,
+    Snapshot,
+)
+from mercury_jax.serve.engine.sampling_params import RuleSet
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.http import read_json
+from mercury_jax.serve.metrics import Metrics
+from mercury_jax.serve.options import ServerOptions, model_names
+from mercury_jax.serve.protocol import ApiRequest, parse_request
+from mercury_jax.types import LM
+
+WORKERS = 2  # threads of each pool; more would only take turns on the interpreter
+SMALL_GRAMMAR_BYTES = 8 << 10
+T = TypeVar("T")
+R = TypeVar("R", bound=ApiRequest)
+
+
+@runtime_checkable
+class ServingEngine(Protocol):
+    """What the server needs of `serve.engine.engine.Engine`, which documents it."""
+
+    lm: LM
+    config: EngineConfig
+    rules: RuleSet
+    block: int
+    context: int
+    ready: bool
+    closing: bool
+
+    def start(self) -> None:
+        """Compiles what every request fits into, then serves."""
+
+    def submit(self, request: EngineRequest) -> AnswerHandle:
+        """Queues a job; raises `RequestRejected`, `ContextLengthExceeded` or ValueError."""
+
+    def stats(self) -> EngineStats:
+        """Returns counters since the start, and gauges of this moment."""
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Accepts no more jobs, and waits for the running ones."""
+
+    def stop(self) -> None:
+        """Cancels what is left."""
+
+
+@runtime_checkable
+class AnswerHandle(Protocol):
+    """A submitted job; iterates asynchronously over its snapshots, of which the last one has a finish reason."""
+
+    @property
+    def request(self) -> EngineRequest:
+        """The job."""
+
+    def cancel(self) -> None:
+        """Ends the job."""
+
+    def __aiter__(self) -> AsyncIterator[Snapshot]: ...
+
+
+class Service:
+    """The engine of one app, its options and its metrics.
+
+    Args:
+        engine: The engine, which may still be warming up.
+        options: The server's options.
+        paths: Paths of the app's routes, for the metrics.
+
+    Raises:
+        ValueError: An alias stands for a model that is not loaded.
+
+    Attributes:
+        names: Names that requests may use for the model.
+        created: Start of the server, in seconds since the epoch.
+    """
+
+    def __init__(self, engine: ServingEngine, options: ServerOptions, paths: Sequence[str] = ()):
+        self.engine, self.options = engine, options
+        self.metrics = Metrics(lambda: engine.stats(), lambda: self.ready, paths)
+        self.names: Mapping[str, str] = model_names(engine.lm.name, options)
+        self.limit = AdmissionLimit(engine.config.slots, engine.config.queue)
+        self.created = int(time.time())
+        self._pool = ThreadPoolExecutor(WORKERS, "mercury-prepare")
+        self._small_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-small")
+        self._large_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-large")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine is warm and does not shut down."""
+        return bool(self.engine.ready) and not self.engine.closing
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: a text longer than the context times this cannot fit."""
+        return max(1, *map(len, self.engine.lm.tokenizer.pieces))
+
+    async def read(self, request: Request, model: type[R]) -> R:
+        """Reads and validates a request.
+
+        Args:
+            request: The HTTP request.
+            model: Request model of the endpoint.
+
+        Returns:
+            The request, with all defaults.
+
+        Raises:
+            ApiError: 400, 408, 413, 415 for the body; 404 for an unknown model; 503 while the engine is not ready.
+        """
+        parsed = await read_json(request, self.options, functools.partial(parse_request, model))
+        if parsed.model not in self.names:
+            raise errors.unknown_model(parsed.model)
+        if not self.ready:
+            raise (
+                shutting_down() if self.engine.closing else errors.unavailable("The model is warming up.", 5)
+            )
+        return parsed
+
+    def check_size(self, size: int, param: str = "messages") -> None:
+        """Refuses texts that cannot fit into the context, before they are tokenized.
+
+        Args:
+            size: Characters of the texts.
+            param: Field that holds them.
+
+        Raises:
+            ApiError: 400.
+        """
+        if size > self.engine.context * self.max_token_bytes:
+            raise errors.context_length_exceeded(self.engine.context, param)
+
+    async def submit(
+        self,
+        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]],
+        count: int,
+        grammar_bytes: int | None = None,
+    ) -> tuple[T, SubmittedJobs]:
+        """Prepares and submits the jobs of a request, in a thread.
+
+        Compiling a grammar may take seconds: requests without one do not wait for those with one, nor small grammars
+        for large ones.
+
+        Args:
+            prepare: Returns what the caller needs besides, and the jobs. What is no job but an answer already is
+                passed on.
+            count: Number of jobs.
+            grammar_bytes: Size of the grammar in the request; None without one.
+
+        Returns:
+            What `prepare` returned first, and the submitted jobs.
+
+        Raises:
+            ApiError: 400, 429 or 503.
+        """
+        self.limit.enter(count)
+        if grammar_bytes is None:
+            pool = self._pool
+        else:
+            pool = self._small_grammars if grammar_bytes <= SMALL_GRAMMAR_BYTES else self._large_grammars
+        future = pool.submit(self._prepare_and_submit, prepare, count)
+        try:
+            return await asyncio.wrap_future(future)
+        except BaseException:
+            # The client disconnected, or `prepare` failed. What the thread still submits is cancelled afterwards.
+            future.add_done_callback(lambda done: self._abandon(done, count))
+            raise
+
+    def _prepare_and_submit(
+        self, prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]], count: int
+    ) -> tuple[T, SubmittedJobs]:
+        made, jobs = prepare()
+        handles: list[AnswerHandle] = []
+        try:
+            for job in jobs:
+                handles.append(self.engine.submit(job) if isinstance(job, EngineRequest) else job)
+        except Exception as error:
+            for handle in handles:
+                handle.cancel()
+            raise to_api_error(error, self.engine.context) from error
+        return made, SubmittedJobs(self.limit, handles, count)
+
+    def _abandon(self, done: Future[tuple[T, SubmittedJobs]], count: int) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self.limit.leave(count)
+        else:
+            done.result()[1].close()
+
+
+class AdmissionLimit:
+    """Counts the jobs between arrival and end, and admits no more than can run or wait.
+
+    It refuses before a prompt is rendered or a grammar compiled, so that a 429 costs next to nothing.
+
+    Args:
+        slots: Jobs that run at the same time.
+        queue: Jobs that may wait.
+    """
+
+    def __init__(self, slots: int, queue: int):
+        self.slots, self.capacity = slots, slots + queue
+        self.admitted = 0
+        self._mean_seconds = 1.0  # of recent requests
+        self._lock = threading.Lock()
+
+    def enter(self, count: int) -> None:
+        """Admits jobs.
+
+        Args:
+            count: Number of jobs.
+
+        Raises:
+            ApiError: 429 where there is no room now, 400 where there never is.
+        """
+        if count > self.capacity:
+            allowed = f"at most {self.capacity}, the slots and the queue"
+            raise errors.invalid_request("n", f"{count} answers; allowed: {allowed}")
+        with self._lock:
+            if self.admitted + count > self.capacity:
+                message = f"{self.admitted} requests are running or waiting already. Please try again later."
+                # On average, one job ends in this time.
+                raise errors.rate_limited(self._mean_seconds / self.slots, message)
+            self.admitted += count
+
+    def leave(self, count: int, seconds: float | None = None) -> None:
+        """Counts jobs as ended.
+
+        Args:
+            count: Number of jobs.
+            seconds: Time since they were submitted; None where they never were.
+        """
+        with self._lock:
+            self.admitted -= count
+            if seconds is not None:
+                self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
+
+
+class SubmittedJobs:
+    """The jobs of one request. `close` cancels what still runs.
+
+    Args:
+        limit: Where the jobs are counted.
+        handles: The jobs.
+        count: Their number.
+    """
+
+    def __init__(self, limit: AdmissionLimit, handles: Sequence[AnswerHandle], count: int):
+        self.handles, self._limit, self._count = handles, limit, count
+        self._submitted = time.monotonic()
+        self._open = True
+
+    def close(self) -> None:
+        """Cancels what still runs and counts the jobs as ended; further calls do nothing."""
+        if self._open:
+            self._open = False
+            for handle in self.handles:
+                handle.cancel()
+            self._limit.leave(self._count, time.monotonic() - self._submitted)
+
+
+def shutting_down() -> ApiError:
+    """Returns the 503 of a server that shuts down."""
+    return errors.unavailable("The server is shutting down.", 5)
+
+
+def to_api_error(error: Exception, context: int) -> Exception:
+    """Translates what the engine raises on `submit`; other exceptions stay what they are.
+
+    Args:
+        error: The engine's exception.
+        context: Tokens of prompt and answer, for the message.
+
+    Returns:
+        The exception to raise.
+    """
+    if isinstance(error, RequestRejected):
+        return shutting_down() if error.closing else errors.rate_limited(error.retry_after, f"{error}.")
+    if isinstance(error, ContextLengthExceeded):
+        return errors.context_length_exceeded(context)
+    return errors.invalid_request(None, str(error)) if isinstance(error, ValueError) else error

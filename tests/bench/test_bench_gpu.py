@@ -1,0 +1,411 @@
+"""`mercury bench gpu` without a GPU: failures affect their own case only, results are stored, the budget is kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mercury_jax.bench.abstract_params import find_preset
+from mercury_jax.bench.gpu import cases, check, commands, model, speed
+from mercury_jax.bench.gpu.runner import GpuCase, Runner, TimeBudget, append
+from mercury_jax.cli import main
+from mercury_jax.kernels import device as kernel_device
+
+ROOT = Path(__file__).parents[2]
+BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
+
+
+# --- processes
+
+
+def scripted(script, budget=60.0, **how):
+    """A runner whose children answer each case by a script that sees `asked` and has `say`."""
+    begin = "import json, os, sys, time\nsay = lambda **told: print(json.dumps(told), flush=True)\n"
+    loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
+    body = "".join(f"    {line}\n" for line in script.splitlines())
+    said = []
+    return Runner(TimeBudget(budget), (sys.executable, "-c", begin + loop + body), said.append, **how), said
+
+
+CHILD = """
+if asked.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
+if asked.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
+if asked.get('do') == 'refuse': say(failed='it cannot')
+else: print('noise of a library'); say(row={'pid': os.getpid()}); say(done=True)
+""".strip()
+
+
+def asking(do="", **how):
+    return GpuCase(do or "fine", "x", {"do": do}, **how)
+
+
+def test_a_hang_a_crash_or_a_failure_affects_its_own_case_only():
+    running, said = scripted(CHILD, beat=0.2)
+    with running:
+        first, second = (running.run(asking())[0]["pid"] for _ in range(2))
+        assert first == second  # a process serves while all goes well
+        hung = running.run(asking("hang", limit=1.0))
+        assert "killed after 1 s while in a kernel" in hung[0]["failed"] and hung[0]["killed"]
+        third = running.run(asking())[0]["pid"]
+        assert third != first
+        crashed = running.run(asking("crash"))
+        assert "signal SIGABRT: no such instruction" in crashed[0]["failed"]
+        assert running.run(asking("refuse"))[0]["failed"] == "it cannot"
+        assert running.run(asking())[0]["pid"] not in (first, third)
+        for pid in (first, third):
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    assert any("hang: in a kernel" in line and "of at most 1 s" in line for line in said)
+
+
+def test_a_failure_in_a_used_process_is_repeated_in_a_new_one():
+    script = "new = not globals().get('used'); used = True\nsay(row={'passed': new}); say(done=True)"
+    running, _ = scripted(script)
+    with running:
+        assert running.run(asking())[0]["passed"]
+        (row,) = running.run(asking())
+        assert row["passed"] and "in_a_used_process" in row
+
+
+def test_no_case_begins_without_time_or_exceeds_the_budget():
+    running, _ = scripted(CHILD, budget=2.0)
+    with running:
+        began = time.monotonic()
+        assert "killed" in running.run(asking("hang", limit=60.0, least=0.1))[0]["failed"]
+        assert time.monotonic() - began < 4
+        assert running.run(asking(least=0.5))[0]["not_run"] == "time"
+
+
+def test_each_environment_has_its_own_process_and_kernels_are_not_forced(monkeypatch):
+    monkeypatch.setenv("MERCURY_KERNELS", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--a")
+    running, _ = scripted("say(row={**os.environ, 'pid': os.getpid()}); say(done=True)")
+    with running:
+        (plain,) = running.run(asking())
+        (told,) = running.run(asking(env=(("MERCURY_KERNELS", "0"), ("XLA_FLAGS", "--b"))))
+    assert "MERCURY_KERNELS" not in plain and plain["XLA_FLAGS"] == "--a" and plain["pid"] != told["pid"]
+    assert told["MERCURY_KERNELS"] == "0" and told["XLA_FLAGS"] == "--a --b"
+    assert told["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" and told["PYTHONPATH"].startswith(str(ROOT))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a child with its parent")
+def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
+    """The child is in another process group, so it must end by itself."""
+    script = (
+        "from mercury_jax.bench.gpu.runner import *\n"
+        "r = Runner(TimeBudget(60)); r.run(GpuCase('about', 'about', {}))\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(r._child._process.pid)); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert parent.poll() is None
+        time.sleep(0.1)
+    child = int((tmp_path / "pid").read_text())
+    os.kill(child, 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split(") ")[1][0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child lives on")
+
+
+def test_rows_are_appended_as_they_are_measured(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for n in range(2):
+        append(str(file), {"n": n})
+        assert [json.loads(line)["n"] for line in file.read_text().splitlines()] == list(range(n + 1))
+
+
+# --- check
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """broken(faults) -> rows of a check of the plain form of four head sizes, and what is stored of each form."""
+    shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
+    found = [
+        cases._case("attention", f"attention-{w}-bfloat16", shape | {"width": w, "r": r}, limit=25.0)
+        for w in (64, 128, 256, 512)
+        for r in (1, 2)
+    ]
+    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=cases.KERNELS) for c in found]
+    monkeypatch.setattr(cases, "check", lambda *a: found)
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
+
+    def run(only=(), **faults):
+        monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
+        with Runner(TimeBudget(300.0), BROKEN, lambda line: None) as running:
+            rows = list(commands.check(running, small=True, only=only))
+        return rows, kernel_device.read_checks(
+            kernel_device.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
+        )
+
+    return run
+
+
+def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
+    rows, kept = broken(w128="crash", w256="nan", w512="wrong")
+    verdicts = {row["form"]: row["verdict"] for row in rows if "verdict" in row}
+    assert verdicts == {f"attention-{w}-bfloat16": "on" if w == 64 else "off" for w in (64, 128, 256, 512)}
+    assert {form: told["passed"] for form, told in kept.items()} == {
+        f: v == "on" for f, v in verdicts.items()
+    }
+    for width, reason in ((128, "SIGABRT"), (256, "NaN"), (512, "relative error 0.1")):
+        assert reason in kept[f"attention-{width}-bfloat16"]["why"]
+        later = [row for row in rows if row.get("form") == f"attention-{width}-bfloat16" and "not_run" in row]
+        assert len(later) == 1
+
+
+def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(broken, monkeypatch):
+    monkeypatch.setattr(cases, "check", lambda *a, found=cases.check(): [
+        c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
+    ])  # fmt: skip
+    rows, kept = broken(w128="hang", w512="once")
+    assert kept["attention-64-bfloat16"]["passed"] and kept["attention-512-bfloat16"]["passed"]
+    assert "killed after 6 s" in kept["attention-128-bfloat16"]["why"]
+    assert any("only here" in row.get("in_a_used_process", "") for row in rows)
+
+
+def test_a_part_of_a_name_selects_whole_forms_and_other_forms_keep_their_results(broken, monkeypatch):
+    rows, kept = broken(w256="error")
+    assert "ILLEGAL_ADDRESS" in kept["attention-256-bfloat16"]["why"]
+    rows, kept = broken(only=["attention-256-bfloat16 b=1 t=4 h=2 g=1 s=64 r=2"])
+    done = [row["case"].split()[0] for row in rows if "passed" in row and "case" in row]
+    assert done == ["attention-256-bfloat16"] * 2
+    assert all(told["passed"] for told in kept.values()) and len(kept) == 4
+
+
+def test_a_form_for_which_no_time_was_left_is_off(broken, monkeypatch):
+    found = cases.check()
+    monkeypatch.setattr(cases, "check", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
+    rows, kept = broken()
+    assert kept["attention-64-bfloat16"]["passed"] and "time" in kept["attention-128-bfloat16"]["why"]
+    assert [row["not_run"] for row in rows if "not_run" in row] == ["time"]
+
+
+def drawn(a):
+    """Shapes of the inputs of a case."""
+    shape = jax.ShapeDtypeStruct
+    q, k = (shape((a.b, n, heads, a.width), jnp.float32) for n, heads in ((a.t, a.h), (a.s, a.g)))
+    pages = shape((a.b, a.s // (a.page or a.s)), jnp.int32)
+    return q, k, k, shape((a.b, a.s), jnp.bool_), shape((a.b, a.t, a.r, 2), jnp.int32), pages
+
+
+@pytest.mark.parametrize("which", [kernel_device.HOPPER, kernel_device.BLACKWELL])
+def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
+    names = set()
+    for case in cases.check(which, 0):
+        if case.work == "sanitizer":
+            continue
+        shape = case.asked["shape"]
+        if case.work == "attention":
+            a = check.AttentionShape(**shape)
+            args, _ = jax.eval_shape(a.prepared, *drawn(a))
+            assert case.form == kernel_device.attention_form(args[0], args[1], a.softcap, bool(a.page))
+            assert a.s % (a.page or 1) == 0
+        else:
+            assert case.form == kernel_device.grouped_form(shape["dtype"], shape.get("gradient", False))
+            sizes = check.GroupedShape(**shape).sizes(np.random.default_rng(0))
+            starts = (np.cumsum(sizes) - sizes)[sizes > 0]
+            assert sizes.sum() == shape["rows"] and set(starts % 8) == set(range(8)) and 0 in sizes
+        names.add(case.form)
+    assert len(names) == (28 if which == kernel_device.HOPPER else 15)
+
+
+def test_every_case_of_a_chip_is_lowered_for_it():
+    """The first shape of each form, lowered for CUDA; this needs no chip."""
+    todo = {}
+    for case in cases.check(kernel_device.HOPPER, 0):
+        if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
+            todo.setdefault(case.form, case)
+    for case in todo.values():
+        shape = case.asked["shape"]
+        if case.work == "attention":
+            a = check.AttentionShape(**shape)
+            args, _ = jax.eval_shape(a.prepared, *drawn(a))
+        else:
+            a = check.GroupedShape(**shape)
+            args = jax.eval_shape(a.prepared, jax.random.key(0), jnp.zeros(a.experts, jnp.int32))
+        kernel = a.check(kernel_device.target(kernel_device.HOPPER)).kernel
+        text = jax.jit(kernel).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text, case.name
+
+
+def test_the_error_is_of_the_worst_row():
+    want = np.random.default_rng(0).normal(size=(1, 50, 2, 8)).astype(np.float32)
+    got = want.copy()
+    assert check.worst((got,), (want,)) == 0
+    got[0, 7, 1] *= 1.5
+    assert 0.4 < check.worst((got,), (want,)) < 0.6
+    got[0, 7, 1, 0] = np.nan
+    assert check.worst((got,), (want,)) == np.inf
+    nats = np.zeros((1, 50, 2), np.float32)
+    gone = np.full_like(nats, -np.inf)
+    assert check.worst((gone,), (gone,)) == 0 and check.worst((nats,), (gone,)) == np.inf
+
+
+# --- models
+
+
+def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_ones():
+    """DiffusionGemma: 25.2B parameters, 3.8B of them active."""
+    found = model.find(cases.GEMMA)
+    lm = model.ap.abstract_lm(found, model.sharding.mesh(devices=jax.devices()[:1]))
+    bytes, flops = model.load(lm, 1, 1024)
+    assert 50e9 < bytes < 54e9 and 1.9e12 < flops < 2.3e12
+
+
+def test_a_training_row_is_full_and_costs_six_flop_for_each_parameter_and_position():
+    c = find_preset("mercury-100m").config()
+    data = model.batch_of(c, 2, 2048)
+    assert data.tokens.shape == (2, 2048) and data.editable[0].sum() == data.editable[1].sum() >= 1024
+    params = {"a": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": jax.ShapeDtypeStruct((10,), jnp.float32)}
+    alone = model.flops_of(params, c, data._replace(ranges=np.zeros_like(data.ranges)))
+    assert alone == 6 * 100 * 2 * 2048
+
+
+def test_random_weights_have_the_right_deviation_and_differ_between_leaves():
+    lm = model.random_model(model.find("tiny"), "int8", lambda stage: None)
+    leaves = [x for x in jax.tree.leaves(lm.params) if x.ndim > 1]
+    wide = [
+        np.asarray(x, np.float32) for x in leaves if x.dtype == jnp.float32 and x.size > 4000 and x.std() > 0
+    ]
+    small = [np.asarray(x, np.float32) for x in leaves if x.dtype == jnp.int8]
+    assert wide and small
+    for x in wide:
+        assert abs(x.std() - 0.02) < 1e-3 and abs(x.mean()) < 5 * 0.02 / np.sqrt(x.size)
+    for x in small:
+        assert (
+            70 < x.std() < 78
+            and abs(x.mean()) < 5 * 74 / np.sqrt(x.size)
+            and abs(np.corrcoef(x[..., :-1].ravel(), x[..., 1:].ravel())[0, 1]) < 0.05
+        )
+    heads = [x.ravel()[:64].tobytes() for x in (*wide, *small)]
+    assert len(set(heads)) == len(heads)
+
+
+def test_routings_have_all_rows_and_differ():
+    for routing in ("even", "random", "skewed"):
+        assert speed.routed(routing, 2048, 128).sum() == 2048
+    assert speed.routed("even", 2048, 128).max() == 16 < speed.routed("skewed", 2048, 128).max()
+
+
+# --- the commands
+
+
+def test_the_commands_import_neither_grain_nor_tyro_nor_rich(tmp_path):
+    """Imports every module that the parent and a child need, without these packages; flax itself imports rich."""
+    script = """
+import builtins, sys
+for name in ("grain", "tyro", "matplotlib", "starlette", "uvicorn", "jinja2", "tokenizers", "huggingface_hub", "torch"):
+    sys.modules[name] = None
+real = builtins.__import__
+def ours(name, given=None, *more):
+    if name.split(".")[0] == "rich" and str((given or {}).get("__name__", "")).startswith("mercury_jax"):
+        raise ImportError("rich is imported by " + given["__name__"])
+    return real(name, given, *more)
+builtins.__import__ = ours
+from mercury_jax.cli import main
+assert main(["bench", "gpu", "--help"]) == 0 and main(["bench", "gpu", "check", "--help"]) == 0
+assert main(["--help"]) == main(["bench", "--help"]) == 0 and main(["info"]) == 2  # which says that tyro is missing
+from mercury_jax.bench.gpu import commands, runner
+import importlib
+from mercury_jax.bench.gpu.worker import WORK
+for name, module in WORK.items():
+    getattr(importlib.import_module("mercury_jax.bench.gpu." + module), name)
+import mercury_jax as mj
+mj.sample, mj.logits
+from mercury_jax.train import objectives, optim, step
+from mercury_jax.kernels import hopper, interpreter
+from mercury_jax.kernels.hopper import grouped_matmul
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_parent_never_starts_jax_on_a_device():
+    script = """
+import sys
+from mercury_jax.bench.gpu import commands, cases, runner
+from mercury_jax.cli import bench_gpu, app
+assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
+from mercury_jax.kernels import device as kernel_device
+kernel_device.entry_key("x", "y"), kernel_device.read_checks("z")
+import jax
+assert not jax._src.xla_bridge._backends
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["check", "--budget", "0"], "--budget"),
+        (["check", "--small", "--out", "/no/such/folder/rows.jsonl"], "--out"),
+        (["chek"], "check is the nearest"),
+        (["speed", "--seed", "1"], "--seed"),
+        (["speed", "--plot", "x.png"], "--plot"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
+    assert main(["bench", "gpu", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
+    out = tmp_path / "rows.jsonl"
+    only = ["grouped-bfloat16 "]
+    assert main(["bench", "gpu", "check", "--small", "--only", *only, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r.get("case") for r in rows[:2]] == ["about", "ceilings"] and rows[0]["versions"]["numpy"]
+    one = next(r for r in rows if r.get("passed"))
+    assert one["starts_modulo_8"] == list(range(8)) and 0 < one["relative_error"] < 2e-2 and one["moved"] == 0
+    assert all({"command", "hardware", "jax", "date"} <= r.keys() for r in rows)
+    assert rows[-1]["verdict"] == "on" and json.loads((tmp_path / "kernels.json").read_text())
+    assert "grouped-bfloat16: ON" in capsys.readouterr().out
+    assert main(["bench", "gpu", "check", "--small", "--only", "nothing of that name"]) == 2
+
+
+def test_info_says_which_kernels_are_on_and_why(capsys):
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"]["rule"] == "off: no kernel is written for cpu"
+
+
+def test_the_command_times_what_it_can_and_says_why_not_the_rest(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert (
+        main(
+            ["bench", "gpu", "speed", "--small", "--only", "attention b=1 t=32", "--out", str(out), "--json"]
+        )
+        == 0
+    )
+    rows = {r["case"].split(", ")[-1]: r for r in map(json.loads, out.read_text().splitlines())}
+    assert "cuDNN" in rows["cudnn"]["refused"] and rows["ours"]["computed_by"] == "plain XLA"
+    assert rows["ours"]["times_as_fast"] == rows["xla"]["seconds"] / rows["ours"]["seconds"]
+    assert 0 < rows["xla"]["share_of_bound"]
+
+
+def test_missing_transformers_is_reported():
+    script = str(ROOT / "mercury_jax/bench/gpu/transformers_worker.py")
+    absent = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"
+    )
+    asked = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
+    done = subprocess.run(
+        [sys.executable, "-c", absent], input=json.dumps(asked), capture_output=True, text=True
+    )
+    assert "install torch" in json.loads(done.stdout)["left_out"]

@@ -1,0 +1,236 @@
+"""Bad input is refused in one line that names it, before anything is computed."""
+
+import shutil
+
+import pytest
+
+from mercury_jax import api, checkpoint
+from mercury_jax.cli import main
+from mercury_jax.train import loop
+from mercury_jax.train.recipe import load_recipe as recipe_of
+from tests.cli.recipe import RECIPE
+from tests.cli.run import objects, refused
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["smaple"], ["command", "'smaple'", "sample is the nearest"]),
+        (["chat"], ["command", "'chat'", "allowed: mercury sample --chat"]),
+        (["xyz"], ["'xyz'", "demo, sample"]),
+        (["sample"], ["PROMPT", "required"]),
+        (["sample", ""], ["PROMPT", "''"]),
+        (["sample", "x", "--max-tokens", "many"], ["--max-tokens", "'many'", "whole number"]),
+        (["sample", "x", "--max-tokens", "-3"], ["--max-tokens", "-3", "1.."]),
+        (["sample", "x", "--max-tokens", "9999"], ["max_tokens", "9999", "context"]),
+        (["sample", "x", "--seed", "-1"], ["seed", "-1"]),
+        (["sample", "x", "--steps", "0"], ["steps", "0"]),
+        (["sample", "x", "--block", "0"], ["block", "0"]),
+        (["sample", "x", "--temperature", "-1"], ["temperature", "-1", "0 or more"]),
+        (["sample", "x", "--rule", "treshold"], ["--rule", "'treshold'", "threshold is the nearest"]),
+        (["sample", "x", "--rule", "confidence", "--p", "1"], ["rule confidence", "'--p'", "none"]),
+        (["sample", "x", "--rule", "entropy_bound", "--gama", "1"], ["'--gama'", "--gamma is the nearest"]),
+        (["sample", "x", "--rule", "entropy_bound", "--param", "gama=1"], ["'gama'", "gamma is the nearest"]),
+        (["sample", "x", "--param", "p"], ["--param", "'p'", "NAME=X"]),
+        (["sample", "x", "--param", "f=1"], ["--rule is None", "--param f", "factor"]),
+        (["sample", "x", "--bias", "1"], ["--bias", "'1'", "ID=X"]),
+        (["sample", "x", "--rule", "no.such:rule"], ["--rule", "no.such:rule", "ModuleNotFoundError"]),
+        (["sample", "x", "--rule", "json:dumps"], ["--rule", "json:dumps", "@mj.rule"]),
+        (["sample", "x", "--f", "0.5"], ["--rule is None", "with --f one of factor"]),
+        (["sample", "x", "--rule", "threshold", "--p", "high"], ["--p is 'high'", "a number"]),
+        (["sample", "x", "--rule", "threshold", "--p", "nan"], ["p=", "nan", "a number"]),
+        (["sample", "x", "--max-token", "3"], ["'--max-token'", "--max-tokens is the nearest"]),
+        (["infill", "no hole"], ["TEMPLATE", "'no hole'", "[[24]]"]),
+        (["infill", "a [[0]] b"], ["hole", "0", "1..128"]),
+        (["infill", "a [[999999999999]] b"], ["hole", "1..128"]),
+        (["infill", "a [[100]] [[100]]"], ["tokens", "128"]),
+        (["infill", "a", "--mark", "N"], ["--mark", "'N'"]),
+        (["infill"], ["TEMPLATE"]),
+        (["infill", "--file", "/no/such/file"], ["--file", "/no/such/file"]),
+        (["eval"], ["TASK", "sudoku4"]),
+        (["eval", "sudoku5"], ["task", "'sudoku5'", "nearest"]),
+        (["eval", "sudoku4", "--file", "/no/such/file"], ["file", "/no/such/file"]),
+        (["eval", "sudoku4", "--dump", "/no/such/folder/x.jsonl"], ["--dump", "/no/such/folder/x.jsonl"]),
+        (["eval", "sudoku4", "add3", "--file", "x.jsonl"], ["--file", "one task"]),
+        (["eval", "sudoku4", "--limit", "0"], ["limit", "0"]),
+        (["info", "extra"], ["'extra'"]),
+        (["info", "--load", "no_such_module"], ["--load", "no_such_module"]),
+        (["eval", "sudoku4", "--split", "train"], ["--split", "'train'", "validation"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0], str) and len(value) < 6 else None,
+)
+def test_bad_input_names_the_argument_and_exits_with_2(argv, words, folder, capsys):
+    model = ["--model", folder] if argv[0] in ("sample", "infill", "eval", "info") else []
+    told = refused(capsys, *argv, *model)
+    assert [w for w in words if w not in told] == []
+
+
+@pytest.mark.parametrize(
+    "command", [["sample", "x"], ["infill", "[[4]]"], ["eval", "sudoku4"], ["info"], ["demo"]]
+)
+def test_a_missing_model_is_named(command, capsys):
+    assert "/no/such/model" in refused(capsys, *command, "--model", "/no/such/model")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--rule", "threshold", "--p", "3"], "threshold(p=) is 3.0; allowed: a number in [0, 1]"),
+        (["--rule", "klass", "--param", "patience=1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
+        (["--rule", "klass", "--patience", "1.5"], "klass(patience=) is 1.5; allowed: a whole number"),
+        (["--top-p", "2"], "top_p(p=) is 2.0"),
+        (["--top-k", "-3"], "top_k(k=) is -3.0"),
+        (["--repetition", "0"], "repetition(p=) is 0.0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--effort", "huge"], "effort is 'huge'"),
+        (["--guidance", "nan"], "--guidance is nan"),
+        (["--negative", "x"], "--negative is 'x'"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_a_model_is_loaded(words, said, capsys):
+    assert said in refused(capsys, "sample", "x", "--model", "/no/such/model", *words)
+    if words[0] in ("--rule", "--temperature", "--seed"):
+        for command in (["edit", "x"], ["infill", "[[4]]"]):
+            assert said in refused(capsys, *command, "--model", "/no/such/model", *words)
+
+
+def test_a_damaged_model_is_refused(folder, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "params.safetensors").write_bytes((broken / "params.safetensors").read_bytes()[:-100])
+    assert "params.safetensors" in refused(capsys, "sample", "x", "--model", str(broken))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def config(:\n", ["SyntaxError", "line 1"]),
+        ("x = 1\nimport no_such_module\n", ["line 2", "no_such_module"]),
+        ("x = 1\n", ["no config"]),
+        ("def config():\n    return 3\n", ["TrainConfig", "int"]),
+        (RECIPE.replace("width=", "widht="), ["widht", "width"]),
+        (RECIPE.replace("width=16", "width=0"), ["width", "0"]),
+    ],
+)
+def test_a_broken_recipe_is_refused(text, words, tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    told = refused(capsys, "train", str(path))
+    assert [w for w in [str(path), *words] if w not in told] == []
+
+
+SOURCE = "data.mixture((data.stdlib(), 1.0))"
+MISTAKES = {
+    "a function of another name": (
+        ("data.stdlib()", "data.stdlb()"),
+        ["line 10", "stdlb", "stdlib is the nearest"],
+    ),
+    "an import of another name": (
+        ("import masked_elbo", "import masked_elbow"),
+        ["line 4", "masked_elbo is the nearest"],
+    ),
+    "a misspelt argument": (
+        (SOURCE, 'data.generated("add2", thinkng=True)'),
+        ["thinkng", "thinking is the nearest"],
+    ),
+    "an objective that is not called": (
+        ("masked_elbo(),", "masked_elbo,"),
+        ["objective", "Call it: masked_elbo()"],
+    ),
+    "a list of sources": ((SOURCE, "[data.stdlib()]"), ["data is [Text(", "data.mixture("]),
+    "the name of a folder": ((SOURCE, '"notes"'), ["data is 'notes'", "data.text("]),
+    "a number as text": (("width=16", 'width="16"'), ["model.width", "'16'", "a whole number"]),
+    "a fraction": (('out="OUT"', "steps=1e3"), ["steps", "1000.0", "a whole number"]),
+    "one prompt alone": (('out="OUT"', 'sample_prompts="1+1="'), ["sample_prompts", "'1+1='", "a tuple"]),
+    "a class": (("ModelConfig(vocab=400, width=16)", "ModelConfig"), ["model is <class", "a ModelConfig"]),
+    "no return": (("return TrainConfig", "TrainConfig"), ["returns a TrainConfig, not NoneType"]),
+    "files that are not there": ((SOURCE, 'data.text("/no/such/*.txt")'), ["/no/such/*.txt"]),
+    "an unknown generator": ((SOURCE, 'data.generated("sudoku")'), ["'sudoku'", "sudoku4"]),
+    "a vocabulary too large": ((SOURCE, 'data.generated("add2")'), ["model.vocab", "400", "at most 2"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_first_recipe_is_explained(mistake, tmp_path, capsys):
+    (before, after), words = MISTAKES[mistake]
+    path = tmp_path / "mine.py"
+    assert before in RECIPE
+    path.write_text(RECIPE.replace(before, after).replace("OUT", str(tmp_path / "run")))
+    told = refused(capsys, "train", str(path))
+    assert [w for w in words if w not in told] == []
+
+
+def test_a_missing_recipe_says_how_to_get_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = refused(capsys, "train", "configs/nano.py")
+    assert "configs/nano.py does not exist" in told and "`mercury init nano`" in told
+    assert "`mercury init other.py`" in refused(capsys, "train", "other.py")
+
+
+def test_init_writes_a_recipe_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine.py"]) == 0 and main(["init", "nano_ar", "twin.py"]) == 0
+    assert capsys.readouterr().out == "mine.py\ntwin.py\n"
+    assert recipe_of("mine.py").name == "mine" and recipe_of("twin.py").name == "twin"
+    assert "mercury train mine.py" in (tmp_path / "mine.py").read_text()
+    for argv in (["mine.py"], ["nano", "no/such/folder/x.py"], ["nan"], ["a b.py"]):
+        assert argv[-1] in refused(capsys, "init", *argv)
+
+
+@pytest.mark.parametrize("option", ["--max-token", "--colour"])
+def test_a_mistyped_option_is_refused_in_one_line(option, capsys):
+    told = refused(capsys, "sample", "x", option, "3")
+    assert len(told) < 150 and told.count("\n") == 1
+
+
+def test_train_refuses_unknown_fields_and_recipes(recipe, capsys):
+    assert "--steps is the nearest" in refused(capsys, "train", recipe, "--stepps", "5")
+    assert "--optim.lr" in refused(capsys, "train", recipe, "--optim.lrr", "5")
+    assert "/no/recipe.py" in refused(capsys, "train", "/no/recipe.py")
+    assert "RECIPE" in refused(capsys, "train", "--steps", "5", recipe)
+    assert "RECIPE" in refused(capsys, "train")
+    assert main(["train", recipe, "--steps", "many"]) == 2  # in tyro's own words
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (loop.Diverged("loss is nan at step 7"), 3),
+        (checkpoint.SaveFailed("step 7: no space left"), 4),
+        (OSError(28, "No space left on device", "metrics.jsonl"), 4),
+        (PermissionError(13, "Permission denied", "runs"), 2),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("an unexpected error"), 1),
+    ],
+)
+def test_an_error_of_training_has_its_exit_code_and_no_traceback(error, code, recipe, capsys, monkeypatch):
+    def fails(config):
+        raise error
+
+    monkeypatch.setattr(api, "train", fails)
+    assert main(["train", recipe]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mercury: ") and "Traceback" not in err
+    if code != 130:
+        assert main(["train", recipe, "--debug"]) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_train_passes_fields_on_and_reports(recipe, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def trains(config):
+        seen.append(config)
+        return loop.TrainResult({}, {}, {"loss": float("nan")}, config.folder, config.steps)
+
+    monkeypatch.setattr(api, "train", trains)
+    [row] = objects(capsys, "train", recipe, "--json", "--steps", "7", "--resume", "--optim.lr", "0.5")
+    assert (seen[0].steps, seen[0].resume, seen[0].optim.lr) == (7, True, 0.5)
+    assert (
+        row["step"] == 7
+        and row["metrics"] == {"loss": None}
+        and row["model"] == str(tmp_path / "run" / "model")
+    )

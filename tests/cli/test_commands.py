@@ -1,0 +1,189 @@
+"""What commands print: JSON for programs, no escape codes in a pipe, help with examples, rules of the user's own."""
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mercury_jax.cli import arguments, infill, main, sample
+from tests.cli.run import objects, refused
+
+FIGURES = {"text", "tokens", "forwards", "tokens_per_forward", "seconds", "tokens_per_second"}
+
+
+# Tests that decode share one shape where they can: two rows, one rule, one compilation.
+
+
+def test_sample_prints_one_object_a_prompt_and_a_seed_repeats_it(at_hand, capsys):
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--json"]
+    first, again = (objects(capsys, *call, "--temperature", "1") for _ in range(2))
+    assert len(first) == 2 and set(first[0]) >= FIGURES
+    assert [r["text"] for r in first] == [r["text"] for r in again]
+    assert [r["text"] for r in first] != [r["text"] for r in objects(capsys, *call)]
+    assert all(1 <= r["forwards"] and 0 <= r["tokens"] <= 12 for r in first)
+
+
+def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12"]
+    rows = objects(capsys, *call, "--json")
+    assert main(call) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(row["text"] + "\n" for row in rows) and "\x1b[" not in out + err
+    assert f"{sum(row['tokens'] for row in rows)} tokens" in err
+
+
+def test_a_literal_backslash_n_gives_a_hint(at_hand, capsys):
+    assert main(["sample", r"a\nb", "--max-tokens", "8", "--model", at_hand]) == 0
+    assert "--escapes reads" in capsys.readouterr().err
+    assert main(["sample", r"a\nb", "--escapes", "--max-tokens", "8", "--model", at_hand]) == 0
+    assert "--escapes reads" not in capsys.readouterr().err
+
+
+def test_prompts_come_from_standard_input_and_escapes_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert arguments.read_text("-", escapes=False) == "two\nlines"
+    assert arguments.read_text(r"a\n\tb\\n", escapes=True) == "a\n\tb\\n"
+    assert arguments.read_text(r"a\n", escapes=False) == r"a\n"
+
+
+def test_parameters_reach_the_rule():
+    def read(*words) -> Any:
+        args, parameters = arguments.read_with_rule(sample.Sample, ["x", *words], "mercury sample")
+        return args.decoding.sampler(parameters)
+
+    assert read() is None
+    strict = ["--rule", "threshold"]
+    assert read(*strict, "--p", "0.5").params == read(*strict, "--param", "p=0.5").params == {"p": 0.5}
+    assert read("--rule=threshold", "--p=0.5").params == {"p": 0.5} and read(*strict).params == {"p": 0.9}
+    assert read("--rule", "entropy_bound", "--gamma", "0.3").name == "entropy_bound"
+
+
+def test_infill_keeps_the_known_text(at_hand, capsys):
+    call = ["infill", "def f([[3]]):\\n    return [[4]]x", "--escapes", "--model", at_hand]
+    [row] = objects(capsys, *call, "--json")
+    a, b = row["holes"]
+    assert set(row) >= FIGURES and row["tokens"] == 7
+    assert row["text"] == f"def f({a}):\n    return {b}x"
+    assert main(call) == 0
+    assert "\x1b[" not in (shown := capsys.readouterr().out) and shown == row["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "template, mark, pieces",
+    [
+        ("a[[2]]b", "[[N]]", ["a", 2, "b"]),
+        ("[[2]][[3]]", "[[N]]", [2, 3]),
+        ("if {4}: [[1]]", "{N}", ["if ", 4, ": [[1]]"]),
+        ("[[x]] [[5]]", "[[N]]", ["[[x]] ", 5]),
+    ],
+)
+def test_a_template_is_split_at_its_marks(template, mark, pieces):
+    assert infill.split(template, mark) == pieces
+
+
+def test_eval_dumps_every_question(at_hand, tmp_path, capsys):
+    questions = [{"input": f"{a}+11{a}=", "output": str(110 + 2 * a)} for a in range(2)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    dump = tmp_path / "answers.jsonl"
+    call = ["eval", "add3", "--file", str(tmp_path / "q.jsonl"), "--dump", str(dump), "--model", at_hand]
+    [row] = objects(capsys, *call, "--max-tokens", "8", "--batch", "2", "--json")
+    rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert row["task"] == "add3" and row["n"] == 2
+    assert [r["input"] for r in rows] == [q["input"] for q in questions]
+    assert all(set(r) >= {"input", "prediction", "correct", "forwards"} for r in rows)
+
+
+def test_checking_the_dump_changes_no_file(tmp_path, capsys):
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("kept\n")
+    for path in (old, new):
+        refused(capsys, "eval", "sudoku4", "--dump", str(path), "--model", "/no/such/model")
+    assert old.read_text() == "kept\n" and not new.exists()
+
+
+def test_info_describes_model_machine_and_choices(folder, lm, capsys):
+    [row] = objects(capsys, "info", "--model", folder, "--json")
+    assert row["parameters"] == lm.parameters and row["noise"]["kind"] == "absorbing"
+    assert row["tokenizer"] == lm.tokenizer.fingerprint and row["card"] == {"note": "random"}
+    assert row["rules"]["threshold"]["parameters"] == {"p": 0.9} and "sudoku4" in row["tasks"]
+    assert main(["info", "--model", folder]) == 0
+    assert "\x1b[" not in (text := capsys.readouterr().out) and "threshold(p=0.9)" in text
+
+
+HELP = """
+import contextlib, io, json, sys
+from mercury_jax.cli import app, main
+texts = {}
+calls = [[], *[[name] for name in app.COMMANDS], *[["bench", name] for name in app.BENCHES]]
+for words in calls:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*words, "--help"]) == 0
+    texts[" ".join(words)] = out.getvalue()
+print(json.dumps([texts, [m for m in ("jax", "numpy", "rich", "grain", "matplotlib") if m in sys.modules]]))
+"""
+
+
+def test_help_has_examples_and_loads_no_jax():
+    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    texts, loaded = json.loads(run.stdout)
+    assert loaded == []
+    assert [name for name, text in texts.items() if f"mercury {name}".strip() not in text] == []
+    assert [name for name, text in texts.items() if "examples:" not in text] == []
+    assert "default: 64" in texts["sample"] and "Seconds that running requests have" in texts["serve"]
+
+
+# --- rules of the user's own
+
+RULE = """
+import mercury_jax as mj
+
+@mj.rule
+def least_certain(key, view, memory, *, share: float = 0.5):
+    "Accepts every mask at once."
+    return mj.accept(view, view.masked), memory
+"""
+
+
+@pytest.fixture
+def own_rule(tmp_path, monkeypatch):
+    """my_rules.py in the current folder; the registry is restored afterwards."""
+    from mercury_jax.decode import rules
+
+    (tmp_path / "my_rules.py").write_text(RULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(rules.ALL, "least_certain", None)
+    del rules.ALL["least_certain"]
+    yield "my_rules:least_certain"
+    sys.modules.pop("my_rules", None)
+
+
+def test_a_rule_of_the_users_own_decodes_and_is_listed(own_rule, at_hand, capsys):
+    call = ["sample", "def f", "x = 1", "--model", at_hand, "--max-tokens", "12", "--json"]
+    rows = objects(capsys, *call, "--rule", own_rule, "--share", "0.3")
+    assert all(row["forwards"] <= 3 for row in rows)  # two blocks, each accepted at once, and the prompt
+    [about] = objects(capsys, "info", "--json")
+    assert about["rules"]["least_certain"] == {
+        "about": "Accepts every mask at once.", "parameters": {"share": 0.5}, "ranges": {},
+    }  # fmt: skip
+    assert "sharr" in refused(capsys, "sample", "x", "--rule", own_rule, "--sharr", "1")
+
+
+def test_help_lists_the_parameters_of_the_chosen_rule(capsys):
+    assert main(["sample", "--rule", "threshold", "--help"]) == 0
+    assert "--p X" in (text := capsys.readouterr().out) and "a number in [0, 1]. Default: 0.9." in text
+
+
+def test_serve_takes_a_rule_for_requests_that_name_none(own_rule, lm):
+    from mercury_jax.cli import serve
+    from mercury_jax.decode import defaults
+
+    changed = serve.with_rule(lm, own_rule, {"share": 0.3})
+    chosen: Any = defaults.default_sampler(changed)
+    rule = chosen.rule
+    assert (
+        rule.name == "least_certain" and rule.params == {"share": 0.3} and serve.with_rule(lm, None, {}) is lm
+    )

@@ -1,0 +1,132 @@
+"""Attacks by JSON Schemas and regular expressions that are invalid, too large, or refer elsewhere.
+
+The list is in test_attacks.
+"""
+
+import re
+import time
+
+import pytest
+
+from mercury_jax.serve import chat_completions
+from tests.serve.api_client import PAYLOAD, function_tool, schema_format
+
+BAD_SCHEMAS = (
+    {"type": "nothing"}, {"type": 5}, {"properties": []}, {"pattern": "("}, {"type": "string", "pattern": "(?<=a)b"},
+    {"type": "string", "pattern": "[z-a]"}, {"enum": []}, {"required": "a"}, {"minItems": -1}, {"$ref": "#/nowhere"},
+    {"type": "string", "format": "no-such-format", "pattern": "*"}, {"not": {}}, {"anyOf": []}, {"items": 7},
+    {"type": "array", "minItems": 10**9}, {"type": "string", "minLength": 10**9}, {"multipleOf": 0}, {"allOf": [False]},
+    {"type": "object", "patternProperties": {"(": {}}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
+def test_09_an_invalid_schema_is_refused_and_the_server_keeps_running(scripted_app, schema):
+    error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(schema)})
+    assert "response_format" in error["param"] and error["code"] == "invalid_json_schema"
+    tool = function_tool({"type": "object", "properties": {"a": schema}, "required": ["a"]})
+    scripted_app.refuses({**PAYLOAD, "tools": [tool], "tool_choice": "required"})
+    scripted_app.serves()
+
+
+def nested(depth, key):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema} if key == "items" else {"properties": {"a": schema}}
+    return schema
+
+
+def doubling(levels):
+    """A schema whose definitions each use the next one twice: 2 ** levels places."""
+    defs = {
+        f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)
+    }
+    return {"$defs": {**defs, f"d{levels}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+BOMBS = {
+    "deep lists": nested(90, "items"),
+    "deep objects": nested(45, "properties"),
+    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(12_000)}},
+    "many choices": {"enum": [f"choice {i}" for i in range(25_000)]},
+    "many alternatives": {"anyOf": [{"const": i} for i in range(12_000)]},
+    "a long expression": {"type": "string", "pattern": "a?" * 50_000},
+    "repeats of repeats": {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"},
+    "backtracking": {"type": "string", "pattern": "^(a+)+$"},
+    "doubling": doubling(60),
+    "itself": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "itself within itself": {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}},
+                             "$ref": "#/$defs/a"},
+    "large counts": {"type": "array", "items": {"type": "string", "minLength": 4000}, "minItems": 4000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_10_a_schema_bomb_takes_bounded_time(scripted_app, name):
+    """Each is refused or compiled in time. The scripted answer does not obey the ones that compile: a 500."""
+    began = time.perf_counter()
+    tool = function_tool({"type": "object", "properties": {"a": BOMBS[name]}})
+    for payload in (
+        {"response_format": schema_format(BOMBS[name])},
+        {"tools": [tool], "tool_choice": "auto"},
+    ):
+        answer = scripted_app.post({**PAYLOAD, **payload})
+        assert answer.status_code in (200, 400, 500) and len(answer.text) < 2000
+    assert time.perf_counter() - began < 20
+    scripted_app.serves()
+
+
+REASONS = {
+    "deep lists": "nested", "deep objects": "nested", "many properties": "20000 values", "many choices": "20000 values",
+    "many alternatives": "20000 values", "a long expression": "at most 2048", "itself": "satisfies",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_10_a_schema_bomb_is_refused_by_its_size(scripted_app, name):
+    message = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(BOMBS[name])}, within=20)[
+        "message"
+    ]
+    assert re.search(REASONS[name], message)
+
+
+OUTSIDE = {"$ref": "http://evil.example/s.json"}
+DIALECT = "http://json-schema.org/draft-0{}/schema#"
+HIDDEN = (
+    {"$dynamicRef": OUTSIDE["$ref"]}, {"$recursiveRef": OUTSIDE["$ref"]}, {"unevaluatedProperties": OUTSIDE},
+    {"dependencies": {"a": OUTSIDE}, "$schema": DIALECT.format(7)}, {"dependentSchemas": {"a": OUTSIDE}},
+    {"contentSchema": OUTSIDE}, {"extends": OUTSIDE, "$schema": DIALECT.format(3)}, {"$schema": OUTSIDE["$ref"]},
+    {"disallow": [OUTSIDE], "$schema": DIALECT.format(3)}, {"$defs": {"a": OUTSIDE}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", HIDDEN, ids=str)
+def test_20_a_hidden_reference_is_refused(scripted_app, schema, no_network):
+    """Also where only one of the two implementations of JSON Schema looks."""
+    for whole in (schema, {"type": "object", "properties": {"a": {"type": "object", **schema}}}):
+        error = scripted_app.refuses(
+            {**PAYLOAD, "response_format": schema_format({"type": "object", **whole})}, within=20
+        )
+        assert error["code"] == "invalid_json_schema"
+
+
+def test_20_checking_an_answer_does_not_use_the_network(no_network):
+    """Not even for a schema that compilation would refuse."""
+    for kind in ({}, {"$schema": DIALECT.format(3)}, {"$schema": DIALECT.format(7)}):
+        valid = chat_completions._validator({**kind, "properties": {"a": OUTSIDE}})
+        assert not chat_completions._is_valid('{"a": 1}', valid) and chat_completions._is_valid("{}", valid)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["http://evil.example/s.json", "file:///etc/passwd", "//evil.example/x", "other.json#/a", "urn:x", 5],
+)
+def test_20_an_external_reference_is_refused(scripted_app, target, no_network):
+    for schema in ({"$ref": target}, {"type": "object", "properties": {"a": {"$ref": target}}}):
+        error = scripted_app.refuses({**PAYLOAD, "response_format": schema_format(schema)})
+        assert error["code"] == "invalid_json_schema" and "nothing is fetched" in error["message"]
+        scripted_app.refuses(
+            {**PAYLOAD, "tools": [function_tool({"type": "object", "properties": {"b": schema}})]}
+        )
+    remote = {"$schema": "http://evil.example/meta", "$id": "http://evil.example/id", "type": "object"}
+    scripted_app.post({**PAYLOAD, "response_format": schema_format(remote)})

@@ -1,0 +1,257 @@
+"""Request models: what they accept and refuse, and that their JSON Schemas say the same."""
+
+import gc
+import itertools
+import math
+import time
+
+import pytest
+from jsonschema.validators import Draft202012Validator
+
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.serve import protocol
+from mercury_jax.serve.errors import ApiError
+from mercury_jax.serve.protocol import parse_request, refused_properties, request_schema
+
+MODELS = {
+    "chat": protocol.ChatCompletionsRequest,
+    "completions": protocol.CompletionsRequest,
+    "fim": protocol.FimCompletionsRequest,
+    "edit": protocol.EditCompletionsRequest,
+    "apply": protocol.ApplyCompletionsRequest,
+}
+USER = [{"role": "user", "content": "hi"}]
+MINIMAL = {
+    "chat": {"model": "m", "messages": USER},
+    "completions": {"model": "m", "prompt": "hi"},
+    "fim": {"model": "m", "prompt": "hi"},
+    "edit": {"model": "m", "messages": USER},
+    "apply": {"model": "m", "messages": USER},
+}
+# Values in range, at its ends and out of it, of every JSON type.
+VALUES = [
+    None, True, False, 0, 1, -1, 2, 3, 16, 17, 5.0, 0.5, 1.5, -2.5, 2**31, -(2**63), 2**63, 2**70, 1e300, "", "a",
+    "auto", "none", "instant", "medium", "minimal", "x" * 65, "x" * 300, [], ["a"], [""], ["a"] * 33, [1], [None], {},
+    {"a": 1}, {"1": 5}, {"01": 5}, {"1": 101}, {"1": None}, {"include_usage": True}, {"include_usage": 1},
+    {"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}, {"type": "nothing"},
+    {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+    {"type": "json_schema", "json_schema": {"name": "a b"}}, {"type": "json_schema", "json_schema": {"name": "n" * 65}},
+    {"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {}}, {"type": "function"},
+    [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    [{"type": "function", "function": {"name": "f", "strict": 1}}],
+    [{"role": "user", "content": "hi"}], [{"role": "user"}], [{"role": "bot", "content": "hi"}],
+    [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], [{"role": "tool", "content": 5}],
+    [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}],
+    [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}],
+]  # fmt: skip
+
+
+CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+# Fields of a message beside its role.
+MESSAGE_FIELDS = [
+    {}, {"content": None}, {"content": "hi"}, {"content": 5}, {"content": [{"type": "text", "text": "hi"}]},
+    {"content": [{"type": "text"}]}, {"content": [{}]}, {"content": [{"type": "image_url", "text": "hi"}]},
+    {"content": ["hi"]}, {"name": "f"}, {"name": ""}, {"name": "a b"}, {"tool_call_id": "1"}, {"tool_call_id": ""},
+    {"tool_call_id": 1}, {"tool_calls": [CALL]}, {"tool_calls": [{**CALL, "type": "x"}]}, {"tool_calls": [{"id": "1"}]},
+    {"function_call": CALL["function"]}, {"function_call": {"name": "a b"}}, {"function_call": {}},
+]  # fmt: skip
+
+
+def accepts(model, data):
+    """Whether a request is accepted; a refusal counts only where it is a short 400."""
+    try:
+        parse_request(model, data)
+    except ApiError as error:
+        return not (error.status == 400 and isinstance(error.message, str) and len(error.message) < 400)
+    return True
+
+
+def schema_of(model):
+    """The schema of a model as the document has it, with the fields that are refused."""
+    schema = request_schema(model)
+    return schema | {"properties": schema["properties"] | refused_properties(model)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_request_is_accepted_exactly_where_its_schema_is_valid(name):
+    model, minimal = MODELS[name], MINIMAL[name]
+    schema = Draft202012Validator(schema_of(model))
+    assert accepts(model, minimal) and schema.is_valid(minimal)
+    for field, value in itertools.product(schema_of(model)["properties"], VALUES):
+        data = {**minimal, field: value}
+        # Fields of `extra_body` count as fields of the request, which a schema does not say.
+        inner = value if field == "extra_body" and isinstance(value, dict) else {}
+        valid = schema.is_valid(data) and schema.is_valid({**inner, **data})
+        assert accepts(model, data) == valid, (field, value)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function", "bot"])
+def test_the_fields_of_a_message_depend_on_its_role(role):
+    model = protocol.ChatCompletionsRequest
+    schema = Draft202012Validator(schema_of(model))
+    for fields in MESSAGE_FIELDS:
+        data = {"model": "m", "messages": [{"role": role, **fields}]}
+        assert accepts(model, data) == schema.is_valid(data), data
+    with_content = {"model": "m", "messages": [{"role": role, "content": "hi"}]}
+    assert accepts(model, with_content) == (role not in ("tool", "bot"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fields_that_constrain_the_answer_are_refused_by_name(name):
+    fields = {"guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": "x",
+              "structured_outputs": {"regex": "a"}, "regex": "a+", "ebnf": "x", "grammar": "x", "json_schema": {"a": 1},
+              "structural_tag": {"a": 1}, "allowed_token_ids": [5], "bad_words": ["a"], "min_tokens": 5,
+              "functions": [{"name": "f"}], "function_call": "auto"}  # fmt: skip
+    fields |= {} if name == "chat" else {"response_format": {"type": "json_object"}}
+    for field, value in fields.items():
+        for data in ({field: value}, {"extra_body": {field: value}}):
+            with pytest.raises(ApiError, match=f"{field} is .*this server has no such field. [A-Z]") as error:
+                parse_request(MODELS[name], {**MINIMAL[name], **data})
+            assert (error.value.status, error.value.param) == (400, field)
+        parse_request(MODELS[name], {**MINIMAL[name], field: None, "user": "x"})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_null_means_the_default_and_required_fields_have_none(name):
+    model, minimal = MODELS[name], MINIMAL[name]
+    request = parse_request(model, {**dict.fromkeys(model.model_fields), **minimal})
+    for field, info in model.model_fields.items():
+        assert field in minimal or getattr(request, field) == info.default
+        assert info.is_required() == (field in minimal)
+        without = {k: v for k, v in minimal.items() if k != field}
+        assert accepts(model, without) == (field not in minimal)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unknown_fields_are_ignored(name):
+    unknown = {"user": 5, "store": [True], "mode": "chat", "nextEdit": True, "top_a": math.pi, "": None}
+    model, minimal = MODELS[name], MINIMAL[name]
+    assert parse_request(model, {**minimal, **unknown}) == parse_request(model, minimal)
+
+
+@pytest.mark.parametrize("bad", [True, "5", [5], {}, float("nan"), float("inf"), -float("inf"), 10**400])
+def test_a_number_is_a_finite_number_and_nothing_else(bad):
+    model, tried = protocol.ChatCompletionsRequest, 0
+    for field, schema in request_schema(model)["properties"].items():
+        kinds = [schema.get("type"), *(branch.get("type") for branch in schema.get("anyOf", ()))]
+        if {"integer", "number"} & set(kinds):
+            tried += 1
+            with pytest.raises(ApiError) as error:
+                parse_request(model, {**MINIMAL["chat"], field: bad})
+            assert error.value.param == field
+    assert tried >= 12
+
+
+@pytest.mark.parametrize("field, allowed", [("best_of", 1), ("echo", False)])
+def test_one_allowed_value_is_the_same_value_in_json(field, allowed):
+    """1.0 is 1, true is not."""
+    model = protocol.CompletionsRequest
+    schema = Draft202012Validator(schema_of(model))
+    for value in (1, 1.0, 0, 0.0, 1.5, True, False, "function", "1", [], {}):
+        data = {**MINIMAL["completions"], field: value}
+        same = value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+        assert accepts(model, data) == schema.is_valid(data) == same, value
+    request = parse_request(model, {**MINIMAL["completions"], "best_of": 1.0})
+    assert type(request.best_of) is int
+
+
+CASES = {
+    "role": ({"messages": [*USER, {"role": "bot"}]}, "messages[1].role", "'bot'; allowed: assistant, developer"),
+    "tag": ({"tool_choice": {}}, "tool_choice.type", "None; allowed: allowed_tools, function"),
+    "tag is a list": ({"response_format": {"type": ["text"]}}, "response_format.type", "list of 1 entries; allowed"),
+    "inner field of a union": ({"tools": [{"type": "function", "function": {"name": 5}}]},
+                               "tools[0].function.name", "5; allowed: a string of 1 to 64"),
+    "missing": ({"tools": [{"type": "function"}]}, "tools[0].function", "allowed: an object .*no default"),
+    "null": ({"model": None}, "model", "None; allowed: a string of 1 to 256 characters .it has no default"),
+    "no member of a union": ({"stop": 5}, "stop", "5; allowed: a string .*, or a list of 0 to 32"),
+    "member of a union": ({"stop": ["x" * 257]}, "stop[0]", "allowed: a string of 1 to 256"),
+    "tag that is a field": ({"messages": [{"role": "function", "name": 5, "function": {"name": "x"}}]},
+                            "messages[0].name", "5; allowed"),
+    "key": ({"logit_bias": {"01": 1}}, "key of logit_bias", "'01'; allowed: the form"),
+    "value of a mapping": ({"logit_bias": {"7": 101}}, "logit_bias.7", "101; allowed: a number from -100 to 100"),
+    "alias": ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}},
+              "response_format.json_schema.schema", "5; allowed: an object"),
+    "flag": ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "1; allowed: true or false"),
+    "range": ({"n": 17}, "n", "17; allowed: a whole number from 1 to 16"),
+    "extra_body": ({"extra_body": {"top_p": 2}}, "top_p", "2; allowed: a number from 0 to 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_names_the_field_the_value_and_what_is_allowed(name):
+    fields, param, message = CASES[name]
+    with pytest.raises(ApiError, match=message) as error:
+        parse_request(protocol.ChatCompletionsRequest, {**MINIMAL["chat"], **fields})
+    assert error.value.param == param and param in error.value.message
+
+
+def test_a_refusal_is_short_whatever_the_size_of_the_value():
+    for value in ("x" * 10**6, ["x"] * 10**6, {"x" * 10**6: 1}):
+        with pytest.raises(ApiError) as error:
+            parse_request(protocol.ChatCompletionsRequest, {**MINIMAL["chat"], "seed": value})
+        assert len(error.value.message) < 300
+
+
+def test_large_bodies_take_linear_time():
+    """Four times the size takes about four times the time, not sixteen; wrong lists end at their first wrong entry."""
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}] * 100}
+
+    def seconds(count, wrong=None):
+        data = {"model": "m", "messages": [message] * count, **(wrong or {})}
+        began = time.thread_time()
+        accepts(protocol.ChatCompletionsRequest, data)
+        return time.thread_time() - began
+
+    gc.disable()  # a collection looks at all that the other tests have left
+    try:
+        assert min(seconds(1000) for _ in range(2)) < 12 * min(seconds(250) for _ in range(2)) + 0.05
+        for wrong in ({"stop": [5] * 10**6}, {"tools": [{}] * 10**6}, {"messages": [None] * 10**6}):
+            assert seconds(1, wrong) < 1
+    finally:
+        gc.enable()
+
+
+def test_the_vendors_defaults_and_ranges_hold():
+    fim = parse_request(MODELS["fim"], MINIMAL["fim"])
+    assert (fim.max_tokens, fim.top_k, fim.presence_penalty, fim.stop) == (512, -1, 1.5, ["\n\n", "\n \n"])
+    assert not accepts(MODELS["fim"], {**MINIMAL["fim"], "top_k": 0}) and not hasattr(fim, "temperature")
+    edit = parse_request(MODELS["edit"], MINIMAL["edit"])
+    assert (edit.max_tokens, edit.temperature, edit.presence_penalty) == (1024, 0.2, 1.0)
+    assert not accepts(MODELS["edit"], {"model": "m", "messages": USER * 2})
+    for given, used in {"none": "instant", "minimal": "instant", "xhigh": "high", "low": "low"}.items():
+        chat = parse_request(MODELS["chat"], {**MINIMAL["chat"], "reasoning_effort": given})
+        assert chat.reasoning_effort == used
+    names = protocol.request_schema(MODELS["chat"])["properties"]["reasoning_effort"]["anyOf"][0]["enum"]
+    assert set(names) == {*EFFORTS, *protocol.EFFORT_ALIASES}
+
+
+def test_extra_body_adds_fields_and_overrides_none():
+    data = {
+        "max_tokens": 7,
+        "min_p": None,
+        "extra_body": {"max_tokens": 5, "min_p": 0.5, "top_k": 3, "extra_body": 4},
+    }
+    request = parse_request(MODELS["chat"], {**MINIMAL["chat"], **data})
+    assert (request.max_tokens, request.min_p, request.top_k) == (7, 0.0, 3)
+    assert not accepts(MODELS["chat"], {**MINIMAL["chat"], "extra_body": 5})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_is_described(name):
+    schema = request_schema(MODELS[name])
+    described = [*schema["properties"].values()]
+    for one in schema.get("$defs", {}).values():
+        described += [p for field, p in one["properties"].items() if field not in ("role", "type")]
+    for field in described:
+        about = field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"]
+        assert about.endswith((".", ")"))
+
+
+def test_the_playground_refuses_a_strictness_outside_of_its_rules_range(nano):
+    from tests.serve.api_client import ScriptedApp  # imports jax
+
+    app = ScriptedApp(nano, playground=True)
+    for rule, p in (("threshold", 1.5), ("factor", 0)):
+        payload = {"kind": "text", "prompt": "a", "rule": rule, "p": p}
+        error = app.refuses(payload, "/playground/stream")
+        assert error["param"] == "p" and rule in error["message"] and "a number" in error["message"]

@@ -1,0 +1,296 @@
+"""Responses and streams of all endpoints, from scripted snapshots."""
+
+import json
+
+import pytest
+
+from mercury_jax.tokenizer import SPECIAL
+from tests.serve.api_client import PAYLOAD, TEXT, choices, client_of, content_of, events, post
+from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FIM = {"model": "mercury-edit", "prompt": "def f(", "suffix": "):\n"}
+
+
+@pytest.fixture(scope="module")
+def answering(nano):
+    return ScriptedEngine(nano, text_snapshots(nano, "347+5", "347+585 is", "347+585 is 932.\nYes"))
+
+
+def test_a_chat_completion(answering):
+    body = post(answering, PAYLOAD)
+    assert body["model"] == "nano" and body["id"].startswith("chatcmpl-")
+    [choice] = body["choices"]
+    assert choice == {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": TEXT}}
+
+
+def test_a_stream_has_the_same_content(answering):
+    chunks = events(answering, PAYLOAD)
+    assert chunks[0]["choices"] == [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]
+    assert content_of(chunks) == TEXT and "usage" not in chunks[-1]
+    assert [c["finish_reason"] for c in choices(chunks)] == [None] * (len(chunks) - 1) + ["stop"]
+    assert chunks[-1]["choices"][0]["delta"] == {} and len({(c["id"], c["created"]) for c in chunks}) == 1
+
+
+def test_usage_is_flat_and_nested_and_streamed_on_request(answering, nano):
+    usage = post(answering, PAYLOAD)["usage"]
+    assert usage["completion_tokens"] == len(nano.tokenizer.encode(TEXT))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["cached_input_tokens"]}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": usage["reasoning_tokens"]}
+    last = events(answering, {**PAYLOAD, "stream_options": {"include_usage": True}})[-1]
+    assert last["choices"] == [] and last["usage"] == usage
+
+
+def test_diffusing_chunks_hold_the_whole_text(nano):
+    ids = nano.tokenizer.encode("one two three four")
+    drafts = [ids[::-1][:4], [*ids[:1], *ids[4:6]], [*ids[:2], *ids[5:]], [*ids[:3], ids[0]]]
+    script = [snapshot(shown, final=i) for i, shown in enumerate(drafts)] + [snapshot(ids, finish="stop")]
+    chunks = events(ScriptedEngine(nano, script, pause=0.01), {**PAYLOAD, "diffusing": True})
+    shown = [c["delta"]["content"] for c in choices(chunks) if "content" in c["delta"]]
+    assert shown[-1] == "one two three four" and len(shown) == 5
+    assert len(set(shown)) == 5 and not shown[1].startswith(shown[0])
+    progress = [c["diffusion_meta"]["diffusion_progress"] for c in chunks if "diffusion_meta" in c]
+    assert progress == sorted(progress) and [p for p in progress if p >= 1.0] == [1.0]
+    body = post(ScriptedEngine(nano, script), {**PAYLOAD, "diffusing": True})
+    assert body["choices"][0]["message"]["content"] == "one two three four"
+
+
+def test_an_empty_answer_has_a_finish_reason(nano):
+    for finish in ("stop", "length"):
+        chunks = events(ScriptedEngine(nano, [snapshot([], finish=finish)]), PAYLOAD)
+        assert content_of(chunks) == "" and choices(chunks)[-1]["finish_reason"] == finish
+        body = post(ScriptedEngine(nano, [snapshot([], finish=finish)]), PAYLOAD)
+        assert (
+            body["choices"][0]["finish_reason"] == finish and body["choices"][0]["message"]["content"] == ""
+        )
+
+
+def tool_call_snapshots(nano, *payloads, before=""):
+    ids = nano.tokenizer.encode(before) if before else []
+    for payload in payloads:
+        ids += [SPECIAL.tool_call, *nano.tokenizer.encode(payload), SPECIAL.end_tool_call]
+    return [snapshot(ids[:n]) for n in range(1, len(ids), 3)] + [snapshot(ids, finish="stop")]
+
+
+def test_a_streamed_tool_call_has_its_id_once(nano):
+    script = tool_call_snapshots(
+        nano, '{"name": "add", "arguments": {"a": 347, "b": [585]}}', '{"name": "add", "arguments": {}}'
+    )
+    payload = {**PAYLOAD, "tools": [TOOL]}
+    body = post(ScriptedEngine(nano, script), payload)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    whole = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in whole] == [{"a": 347, "b": [585]}, {}]
+    assert [call["index"] for call in whole] == [0, 1] and len({call["id"] for call in whole}) == 2
+    chunks = events(ScriptedEngine(nano, script, pause=0.002), payload)
+    deltas = [call for c in choices(chunks) for call in c["delta"].get("tool_calls", [])]
+    for i, call in enumerate(whole):
+        mine = [d for d in deltas if d["index"] == i]
+        assert [("id" in d, "type" in d, "name" in d["function"]) for d in mine] == [(True,) * 3] + [
+            (False,) * 3
+        ] * (len(mine) - 1)
+        assert "".join(d["function"]["arguments"] for d in mine) == call["function"]["arguments"]
+    assert choices(chunks)[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("content", [None, "", "I add."])
+def test_a_tool_call_and_its_result_are_rendered_into_the_prompt(nano, content):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 347, "b": [585]}'},
+    }
+    asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "932"}
+    post(engine, {**PAYLOAD, "messages": [*PAYLOAD["messages"], asked, result], "tools": [TOOL]})
+    prompt = nano.tokenizer.decode(engine.tickets[-1].request.prompt)
+    assert prompt.index("347+585=") < prompt.index('"a": 347') < prompt.index("932")
+    call["function"]["arguments"] = json.dumps({"a": "1" * 100_000})
+    answer = client_of(engine).post(
+        "/v1/chat/completions", json={**PAYLOAD, "messages": [*PAYLOAD["messages"], asked, result]}
+    )
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_ends_the_answer_and_cancels_its_job(nano, stream):
+    engine = ScriptedEngine(
+        nano,
+        text_snapshots(nano, "347+585", "347+585 is 932.\nYes", "347+585 is 932.\nYes and no"),
+        pause=0.05,
+    )
+    payload = {**PAYLOAD, "stop": "\nY"}
+    content = (
+        content_of(events(engine, payload))
+        if stream
+        else post(engine, payload)["choices"][0]["message"]["content"]
+    )
+    assert content == "347+585 is 932." and engine.tickets[0].cancelled
+
+
+def test_n_answers_are_n_jobs_with_different_seeds(nano):
+    engine = ScriptedEngine(nano, lambda job: text_snapshots(nano, f"seed {job.seed % 10}"))
+    body = post(engine, {**PAYLOAD, "n": 3, "seed": 2**63 - 1})
+    contents = [choice["message"]["content"] for choice in body["choices"]]
+    assert contents == ["seed 7", "seed 8", "seed 9"] or len(set(contents)) == 3
+    chunks = events(engine, {**PAYLOAD, "n": 3, "seed": 2**63 - 1})
+    assert [content_of(chunks, i) for i in range(3)] == contents
+    assert all([c["finish_reason"] for c in choices(chunks, i)][-1] == "stop" for i in range(3))
+    one, usage = post(engine, {**PAYLOAD, "seed": 0})["usage"], body["usage"]
+    assert (
+        usage["prompt_tokens"] == one["prompt_tokens"]
+        and usage["completion_tokens"] == 3 * one["completion_tokens"]
+    )
+
+
+def test_without_a_seed_each_job_gets_a_fresh_one(answering):
+    answering.tickets.clear()
+    for payload in (
+        {**PAYLOAD, "seed": 5},
+        {**PAYLOAD, "seed": 5},
+        {**PAYLOAD, "seed": -5},
+        PAYLOAD,
+        PAYLOAD,
+    ):
+        post(answering, payload)
+    seeds = [ticket.request.seed for ticket in answering.tickets]
+    assert seeds[0] == seeds[1] == 5 and len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_thinking_is_reported_on_request_and_always_counted(nano):
+    tok = nano.tokenizer
+    ids = [*tok.encode("carry the one"), SPECIAL.end_think, *tok.encode("932")]
+    engine = ScriptedEngine(nano, [snapshot(ids[:4]), snapshot(ids, finish="stop")])
+    payload = {
+        **PAYLOAD,
+        "reasoning_effort": "high",
+        "reasoning_summary": True,
+        "reasoning_summary_wait": True,
+    }
+    body = post(engine, payload)
+    assert body["reasoning_summary"] == {"content": "carry the one", "status": "complete"}
+    assert body["choices"][0]["message"]["content"] == "932" and 0 < body["usage"]["reasoning_tokens"] < len(
+        ids
+    )
+    last = events(engine, payload)[-1]
+    assert (
+        last["reasoning_summary"]["content"] == "carry the one"
+        and last["choices"][0]["finish_reason"] == "stop"
+    )
+    assert "reasoning_summary" not in post(engine, {**payload, "reasoning_summary": False})
+    skipped = post(ScriptedEngine(nano, text_snapshots(nano, "932")), {**payload, "reasoning_effort": "none"})
+    assert skipped["reasoning_summary"] == {"content": None, "status": "skipped"}
+
+
+def test_a_fim_completion(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "a, ", "a, b"))
+    body = post(engine, FIM, "/v1/fim/completions", "TextCompletion")
+    assert body["choices"] == [{"index": 0, "finish_reason": "stop", "text": "a, b"}]
+    assert body["id"].startswith("cmpl-") and engine.tickets[0].request.presence_penalty == 1.5
+    chunks = events(engine, FIM, "/v1/fim/completions", "TextChunk")
+    assert (
+        "".join(c["text"] for c in choices(chunks)) == "a, b"
+        and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    )
+    for empty in ("", None, "<|endoftext|>"):
+        post(engine, {**FIM, "suffix": empty}, "/v1/fim/completions", "TextCompletion")
+        assert engine.tickets[-1].request.suffix is None
+    stopped = post(
+        ScriptedEngine(nano, text_snapshots(nano, "a\n\nb")), FIM, "/v1/fim/completions", "TextCompletion"
+    )
+    assert stopped["choices"][0]["text"] == "a"
+
+
+def test_completions_take_several_prompts(nano):
+    engine = ScriptedEngine(nano, lambda job: text_snapshots(nano, f"{len(job.prompt)}"))
+    payload = {"model": "nano", "prompt": ["a", "def f(x):"], "n": 2}
+    body = post(engine, payload, "/v1/completions", "TextCompletion")
+    contents = [choice["text"] for choice in body["choices"]]
+    assert contents[0] == contents[1] != contents[2] == contents[3] and [
+        c["index"] for c in body["choices"]
+    ] == [0, 1, 2, 3]
+    refused = client_of(engine).post("/v1/completions", json={**payload, "n": 9})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+    for bad in (
+        {"prompt": [1, 2, 3]},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [""]},
+        {"echo": True},
+        {"best_of": 2},
+    ):
+        assert client_of(engine).post("/v1/completions", json={**payload, **bad}).status_code == 400, bad
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_the_vendors_words(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    words = "You exceeded the maximum context length for this model of 512. Please reduce the length of the messages " \
+            "or completion."  # fmt: skip
+    for size in (3000, 10**6):
+        long = [{"role": "user", "content": "1+1= " * (size // 5)}]
+        answer = client_of(engine).post("/v1/chat/completions", json={**PAYLOAD, "messages": long})
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": words, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"
+        }  # fmt: skip
+    for fields in ({}, {"max_tokens": 50000}, {"max_completion_tokens": 9000}):
+        post(engine, {**PAYLOAD, **fields})
+        job = engine.tickets[-1].request
+        assert len(job.prompt) + job.max_tokens == engine.context
+
+
+def test_strict_temperature_resets_values_out_of_range(nano):
+    for wanted, strict, used in ((None, False, None), (0, False, 0), (1.7, False, 1.7), (None, True, 0.75),
+                                 (0, True, 0.75), (0.6, True, 0.6)):  # fmt: skip
+        engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+        body = post(engine, {**PAYLOAD, "temperature": wanted}, strict_temperature=strict)
+        assert engine.tickets[0].request.temperature == used and ("warning" in body) == (
+            strict and wanted == 0
+        )
+
+
+def test_extra_body_counts_and_max_completion_tokens_takes_precedence(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    post(
+        engine,
+        {**PAYLOAD, "max_tokens": 7, "max_completion_tokens": 9, "extra_body": {"top_k": 3, "max_tokens": 5}},
+    )
+    assert (engine.tickets[0].request.max_tokens, engine.tickets[0].request.top_k) == (9, 3)
+    bad = client_of(engine).post("/v1/chat/completions", json={**PAYLOAD, "extra_body": {"top_k": "3"}})
+    assert bad.status_code == 400
+
+
+def test_efforts_set_rule_steps_and_thinking(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    used = {}
+    for name in ("instant", "low", "medium", "high", None, "realtime"):
+        more = {"realtime": True} if name == "realtime" else {"reasoning_effort": name}
+        engine.tickets.clear()  # a reply that only thinks has a second job
+        post(engine, {**PAYLOAD, "max_tokens": 100, **more})
+        job = engine.tickets[0].request
+        used[name] = (job.p, job.steps, job.thinking)
+        assert job.max_tokens == 100
+    assert used["realtime"] == used["instant"] == (0.7, 8, 0) and used["low"][:2] == (0.8, 16)
+    assert 0 < used["low"][2] < used["medium"][2] <= used["high"][2] and used[None] == (None, 0, 0)
+
+
+def test_metrics_count_requests(nano):
+    engine = ScriptedEngine(nano, text_snapshots(nano, "932"))
+    client = client_of(engine)
+    for path in ("/v1/chat/completions", "/v1/x", "/v1/y"):
+        client.post(path, json=PAYLOAD)
+    text = client.get("/metrics").text
+    for line in (
+        'mercury_http_responses_total{path="/v1/chat/completions",status="200"} 1.0',
+        'mercury_http_responses_total{path="other",status="404"} 2.0',
+        "mercury_submitted_total 1.0",
+        "mercury_structured_output_failures_total 0.0",
+        "mercury_first_frame_seconds_count 1.0",
+        "mercury_last_token_seconds_count 1.0",
+        "mercury_tokens_per_forward_count 1.0",
+        "mercury_ready 1.0",
+    ):
+        assert line in text.splitlines(), line
