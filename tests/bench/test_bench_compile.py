@@ -50,7 +50,9 @@ def test_the_description_of_every_gpu_agrees_with_its_datasheet():
 
 
 def test_the_26b_configuration_is_that_of_its_config_json():
-    assert abstract_params.find_preset("diffusiongemma-26b-a4b").config() == open_checkpoint(CONFIG_26B).config
+    assert (
+        abstract_params.find_preset("diffusiongemma-26b-a4b").config() == open_checkpoint(CONFIG_26B).config
+    )
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])
