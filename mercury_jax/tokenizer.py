@@ -35,7 +35,7 @@ class Thinking(NamedTuple):
     """Tokens around a model's thinking.
 
     Attributes:
-        opening: What stands before the thinking; its first id is the token that opens it.
+        opening: Ids before the thinking; the first one is the token that opens it.
         close: The token that closes it.
     """
 
@@ -188,7 +188,7 @@ _MAX_SENTENCE = 2_000  # characters; the trainer skips sentences above `max_sent
 class Tokenizer:
     """A byte-complete SentencePiece BPE: `decode(encode(s)) == s` for every `str` that UTF-8 can encode.
 
-    Digits are single tokens, whitespace is kept as it is, characters outside of the vocabulary become byte tokens.
+    Digits are single tokens, whitespace is preserved, characters outside of the vocabulary become byte tokens.
     Special tokens have the ids of `SPECIAL`, and no text is encoded as one.
 
     Attributes:

@@ -35,7 +35,7 @@ CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.mode
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that `load_exported` opened; its arrays are read when asked for.
+    """A folder that `load_exported` opened; `read` reads its arrays.
 
     Attributes:
         path: The folder.

@@ -205,7 +205,7 @@ class Opened:
         model: Our model.
         noise: The noise that it was trained with; None for an autoregressive model.
         card: What is known of the checkpoint; in Hugging Face's layout family, architecture, licence and notes.
-        decoding: How the checkpoint asks to be decoded; see `LM.decoding`.
+        decoding: How the reference decodes the checkpoint; see `LM.decoding`.
     """
 
     path: Path

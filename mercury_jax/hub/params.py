@@ -48,7 +48,7 @@ class TensorSource(NamedTuple):
         name: The tensor's name; with "{e}" where each expert has a tensor of its own. Several names are concatenated
             along our last axis (gate and up).
         inputs: 0 for the same order of axes. k > 0 for the weight [out, in] of a torch Linear, whose inputs are our
-            first k axes (behind that of the experts).
+            first k axes (after that of the experts).
         experts: Ours is stacked from this many experts; without "{e}" in the name the file's tensor is stacked, too.
         fold: The file has this many of our last axes as one (biases of heads).
         rows: (a, b, c) where ours are rows [a, b) of a tensor of c rows (fused queries, keys and values).

@@ -443,7 +443,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             attribute: The name.
 
         Returns:
-            What stands there, or jinja2's undefined value.
+            Its value, or jinja2's undefined value.
         """
         if attribute.startswith("_") and not (isinstance(obj, dict) and attribute in obj):
             return self.unsafe_undefined(obj, attribute)

@@ -34,7 +34,7 @@ from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokeniz
 if TYPE_CHECKING:
     from mercury_jax.hub.chat_template import ChatTemplate
 
-# What opens thinking and what is written behind that; what closes it and what is written behind that.
+# The opening token and the text after it; the closing token and the text after it.
 THINKING = (
     ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
     ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
@@ -57,8 +57,8 @@ ID_TOKENIZER = b"ids only "  # how `IdTokenizer.proto` starts
 class _ThinkingMarks(NamedTuple):
     opening: tuple[int, ...]  # the opening token and the ids of `lead`
     close: int
-    lead: str  # text behind the opening token
-    tail: str  # text behind the closing token
+    lead: str  # text after the opening token
+    tail: str  # text after the closing token
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class HFTokenizer:
         size = max(vocab or 0, found.vocab_size)
         ids = {"mask": found.mask, "pad": found.pad} | {f"ends[{n}]": i for n, i in enumerate(found.ends)}
         for name, i in ids.items():
-            # The mask may be the id behind the last token that has a text.
+            # The mask may be the id after the last token that has a text.
             most = size if name == "mask" and vocab is None else size - 1
             if i is not None and not 0 <= i <= most:
                 raise refuse(name, i, f"an id in 0..{most}")
@@ -257,13 +257,13 @@ class HFTokenizer:
 
     @lazy
     def end_turn(self) -> int:
-        """Id that the chat template writes behind an answer; the end of text if there is no template."""
+        """Id that the chat template writes after an answer; the end of text if there is no template."""
         try:
-            behind = self._rendered([], None, prompt=False, behind_answer=True)
+            ids = self._rendered([], None, prompt=False, after_answer=True)
         except ValueError:  # no template, or one that does not allow for it
             return self.eos
         control = set(self.tokens.control.values())
-        return next((i for i in behind if i in control), self.eos)
+        return next((i for i in ids if i in control), self.eos)
 
     def render(
         self,
@@ -302,7 +302,7 @@ class HFTokenizer:
         Returns:
             Ids, open for the next answer.
         """
-        ids = self._rendered(messages, thinking or None, prompt=True, behind_answer=True)
+        ids = self._rendered(messages, thinking or None, prompt=True, after_answer=True)
         return self._with_thinking(ids, True) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
@@ -358,7 +358,7 @@ class HFTokenizer:
         marks = self._required_marks() if thinking else self._marks
         if marks is None:
             return ids
-        # Thinking is open from `at` on: at the end of the prompt if the template did so, else behind the prompt.
+        # Thinking is open from `at` on: at the end of the prompt if the template did so, else after the prompt.
         last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
         at = last.get(marks.opening[0], -1)
         opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
@@ -376,7 +376,7 @@ class HFTokenizer:
         *,
         prompt: bool,
         tools: Messages | None = None,
-        behind_answer: bool = False,
+        after_answer: bool = False,
     ) -> list[int]:
         """Ids of a conversation by the chat template.
 
@@ -385,7 +385,7 @@ class HFTokenizer:
             thinking: Passed to the template; None: it decides.
             prompt: End with the start of an assistant's turn.
             tools: What the model may call.
-            behind_answer: Put a question and an answer in front, and return only what follows the answer.
+            after_answer: Put a question and an answer in front, and return only what follows the answer.
 
         Returns:
             Ids.
@@ -409,16 +409,16 @@ class HFTokenizer:
         more |= {"tools": tools, "documents": None, "add_generation_prompt": prompt}
         texts = list(_texts([messages, tools]))
         answer, before = "", []
-        if behind_answer:
+        if after_answer:
             # A placeholder that occurs in no message shows where the answer ends.
             names = (f"Answer{n}here" for n in range(len(texts) + 1))
             answer = next(p for p in names if not any(p in text for text in texts))
             before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
         text = self._compiled[name].render([*before, *messages], self.data.named, **more)
         plain, mask = str.__str__(text), text.mask
-        if behind_answer:
+        if after_answer:
             if plain.count(answer) != 1:
-                allowed = "a whole conversation: this chat template cannot continue one behind an answer"
+                allowed = "a whole conversation: this chat template cannot continue one after an answer"
                 raise refuse("messages", f"{len(messages)} messages", allowed)
             start = plain.index(answer) + len(answer)
             plain, mask = plain[start:], mask[start:]

@@ -411,7 +411,7 @@ def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark
             # Merges that make or use a control token would spell it from user text.
             pairs = [(m, m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
             model["merges"] = [m for m, p in pairs if texts.isdisjoint(p) and "".join(p) not in texts]
-        # A token in the vocabulary has the id that is written there; one behind it the next free id.
+        # A token in the vocabulary has the id that is written there; one that is not in it has the next free id.
         model["vocab"] = vocab | {text: i for i, text in spelled.items()}
     elif isinstance(model.get("vocab"), list):
         model["vocab"] = [[spelled.get(i, piece), score] for i, (piece, score) in enumerate(model["vocab"])]

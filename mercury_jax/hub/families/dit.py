@@ -65,7 +65,7 @@ GIDD_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "timest
 def _config(config: Json, sizes: tuple[str, ...] = SIZES, masked: bool = True, **ours: Any) -> DiTConfig:
     """Converts a config.json; what it does not say is fixed in the code of the reference.
 
-    GPT-2's tokenizer, whose last id ends a text, has neither a mask nor padding. One id was added behind it: the mask,
+    GPT-2's tokenizer, whose last id ends a text, has neither a mask nor padding. One id was added after it: the mask,
     or in a model without masks the padding.
     """
     width, heads, layers, cond, context = (need(config, key) for key in sizes)
