@@ -1,7 +1,9 @@
-"""Settings of the test session: the platform, four devices, quick compiles, shape checks on request."""
+"""Settings of the test session: platform, four devices, quick compiles, a cache of programs, optional shape checks."""
 
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +38,12 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join(
             given + [flag for flag in FLAGS if flag.split("=")[0] not in names]
         )
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of xdist inherits it from the controller
+        folder = tempfile.mkdtemp(prefix="mercury-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     if config.getoption("--jaxtyping"):
         from jaxtyping import install_import_hook

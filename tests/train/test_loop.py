@@ -40,18 +40,6 @@ def saved(out):
     return checkpoint.steps(out / "checkpoints")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every run here compiles the same two programs; a cache on disk makes that some seconds in all."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0.1)):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run without an interruption."""
