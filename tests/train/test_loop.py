@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_training as tiny
 
 from mercury_jax import checkpoint
 from mercury_jax.checkpoint import manifest
 from mercury_jax.config import NoiseConfig
 from mercury_jax.train import loop
 from mercury_jax.train.optim import OptimConfig
+from tests.train import tiny_training as tiny
 
 
 def run(out, data=None, *, model=None, evaluate=None, preview=None, **fields):
