@@ -123,6 +123,7 @@ def run_commands(block: Block, folder: Path, cache: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_python_blocks_run_and_print_what_they_say():
     namespace: dict = {"__name__": "readme"}
     blocks = [block for block in RUN if block.language == "python"]
@@ -136,6 +137,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in RUN if b.language == "bash"], ids=lambda block: block.place)
 def test_commands_run_and_print_what_they_say(block, tmp_path, cache):
     wrong = run_commands(block, tmp_path, cache)

@@ -45,6 +45,7 @@ def test_no_answer_of_an_effort_is_empty(restless, effort):
     assert np.all(again.forwards == out.forwards)
 
 
+@pytest.mark.slow
 def test_the_last_moment_of_a_stream_is_what_sample_returns(restless):
     for seed in range(4):
         asked = dict(effort="instant", temperature=1.0, max_tokens=6, seed=seed)
