@@ -14,5 +14,5 @@ def slow_except(cases: Iterable, *quick) -> list:
     """
     missing = [case for case in quick if case not in (cases := list(cases))]
     assert not missing, f"no such cases: {missing}"
-    many = lambda case: case if isinstance(case, tuple) else (case,)
+    many = lambda case: case if type(case) is tuple else (case,)  # a NamedTuple is one argument
     return [pytest.param(*many(case), marks=() if case in quick else pytest.mark.slow) for case in cases]
