@@ -57,8 +57,9 @@ def pytest_configure(config):
         install_import_hook("mercury_jax", "tests.shapes.check")
 
 
-# A compiled program holds some ten memory mappings, and Linux ends a process that wants more than 65,530.
-MAPPINGS = 20_000
+# A compiled program holds some ten memory mappings, and Linux ends a process that wants more than 65,530. Compiling
+# anew reads the cache on disk, so that forgetting early costs little and keeps a worker smaller.
+MAPPINGS = 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)

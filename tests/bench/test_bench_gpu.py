@@ -369,6 +369,7 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
