@@ -22,6 +22,7 @@ def restless():
     return dataclasses.replace(lm, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["instant", "low"])
 def test_no_answer_of_an_effort_is_empty(restless, effort):
     out = mj.sample(

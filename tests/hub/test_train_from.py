@@ -30,6 +30,7 @@ def recipe(folder, out, **changes):
     return dataclasses.replace(made, **changes)
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_checkpoint(tmp_path):
     folder = hub.save_hf(tmp_path / "hf", tiny("bidirectional"))
     result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))

@@ -75,7 +75,7 @@ CASES = {  # first row; T, H, G, K, page, dtype, ranges; scale, softcap, int8, p
 }
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, "int8, two key heads"))
+@pytest.mark.parametrize("name", slow_except(CASES))
 def test_the_hopper_kernel_reads_pages_in_place(name, monkeypatch):
     first, *shape, scale, softcap, int8, processors = CASES[name]
     monkeypatch.setattr(attention, "PROCESSORS", processors)
