@@ -17,9 +17,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from starlette.requests import Request
 
 from mercury_jax.serve import errors
-from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import (
-    EMPTY_SNAPSHOT,
     ContextLengthExceeded,
     EngineConfig,
     EngineRequest,
@@ -72,41 +70,6 @@ class ServingEngine(Protocol):
     def stop(self) -> None:
         """Cancels what is left."""
         ...
-
-
-class PrecomputedAnswer:
-    """An answer that needs no forward pass: it stands for a submitted job and for its output parser.
-
-    Args:
-        text: The answer.
-        tokens: Its number of tokens.
-    """
-
-    def __init__(self, text: str, tokens: int):
-        self.request = EngineRequest(prompt=(0,), max_tokens=1)
-        self.stopped = self.empty = False
-        self._message = ParsedMessage(text, "", (), 0, tokens)
-
-    async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        yield EMPTY_SNAPSHOT._replace(finish="stop")
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-    def feed(self, snapshot: Snapshot) -> OutputDelta:
-        """Returns the answer."""
-        return OutputDelta(content=self._message.content)
-
-    def preview(self, snapshot: Snapshot) -> str:
-        """Returns the answer."""
-        return self._message.content
-
-    def message(self) -> ParsedMessage:
-        """Returns the answer."""
-        return self._message
-
-
-AnswerParser = OutputParser | PrecomputedAnswer
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.cli import main
-from mercury_jax.kernels import checks
+from mercury_jax.kernels import device as kernel_device
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def gpu():
 
 
 def test_every_kernel_form_of_this_gpu_passes(tmp_path, monkeypatch):
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     assert main(["bench", "gpu", "check", "--out", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     if "no kernel is written" in rows[-1].get("left_out", ""):
