@@ -63,6 +63,7 @@ def hollow(folder: Path, config: dict) -> int:
     return max(e["data_offsets"][1] - e["data_offsets"][0] for e in header.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 def test_loading_needs_little_memory_beyond_the_parameters(tmp_path):
     largest = hollow(tmp_path / "m", SIZES)
