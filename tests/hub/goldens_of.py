@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.checkpoint import tensors
+from mercury_jax.hub.family import Family
 from mercury_jax.hub.load import Opened, load_opened, open_checkpoint
 from mercury_jax.types import Pass
 
@@ -21,6 +22,11 @@ class Golden(NamedTuple):
     opened: Opened
     params: dict
     said: dict[str, np.ndarray]  # what the reference was given and what it computed
+
+    @property
+    def family(self) -> Family:
+        assert self.opened.family is not None  # it is for checkpoints in our own layout
+        return self.opened.family
 
 
 @functools.cache

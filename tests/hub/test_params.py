@@ -47,6 +47,7 @@ def hollow(folder: Path, config: dict) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     opened = open_checkpoint(folder / "config.json")
+    assert opened.family is not None
     names, shapes = opened.family.names(opened.config), params.shapes_of(opened.model)
     header, at = {}, 0
     for path, source in names.items():
