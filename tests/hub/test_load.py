@@ -135,9 +135,9 @@ def test_further_ends_are_read_from_the_generation_config(folder):
 
 
 def test_llada_moe_is_recognised_by_its_architecture():
-    for name, family in (("llada", "LLaDA"), ("llada_moe", "LLaDA-MoE")):
+    for name, wanted in (("llada", "LLaDA"), ("llada_moe", "LLaDA-MoE")):
         opened = open_checkpoint(GOLDENS / name, mask=5)
-        assert opened.family is not None and opened.family.name == family
+        assert opened.family is not None and opened.family.name == wanted
     assert len({f.name for f in families()}) == len(families())
 
 
