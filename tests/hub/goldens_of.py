@@ -35,7 +35,7 @@ def golden(name: str) -> Golden:
     said = read_all(folder / "golden.safetensors")
     mask = int(said["mask_id"][0]) if "mask_id" in said else None
     opened = open_checkpoint(folder, mask=mask, dtype="float32")
-    return Golden(name, opened, load_opened(opened, dtype=jnp.float32).params, said)
+    return Golden(name, opened, load_opened(opened, dtype=jnp.dtype("float32")).params, said)
 
 
 def limit(own: np.ndarray) -> float:
