@@ -48,13 +48,11 @@ class ModelPreset(NamedTuple):
     Attributes:
         config: Its configuration.
         noise: The noise it was trained with.
-        about: One line.
         decoding: As `LM.decoding`.
     """
 
     config: ModelConfig
     noise: NoiseConfig
-    about: str
     decoding: Mapping[str, Any] = {}
 
 
@@ -100,13 +98,11 @@ GEMMA_DECODING = {
 MASKED, UNIFORM = NoiseConfig(kind="absorbing"), NoiseConfig(kind="uniform")
 
 PRESETS = {
-    "diffusiongemma-26b-a4b": ModelPreset(
-        DIFFUSION_GEMMA, UNIFORM, "DiffusionGemma, 26B parameters, 4B of them active", GEMMA_DECODING
-    ),
-    "llada-8b": ModelPreset(LLADA, MASKED, "LLaDA 8B"),
-    "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED, "ours, 100M parameters"),
-    "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED, "ours, 350M parameters"),
-    "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED, "ours, 1B parameters"),
+    "diffusiongemma-26b-a4b": ModelPreset(DIFFUSION_GEMMA, UNIFORM, GEMMA_DECODING),
+    "llada-8b": ModelPreset(LLADA, MASKED),
+    "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED),
+    "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED),
+    "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED),
 }
 
 

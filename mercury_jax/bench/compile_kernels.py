@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.bench import chips, hlo
-from mercury_jax.bench.aot import stage
+from mercury_jax.bench.compile import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.grouped_matmul import grouped_matmul

@@ -116,17 +116,14 @@ def main(asked: dict[str, Any]) -> int:
     socket = listen("127.0.0.1", 0)
     began = time.perf_counter()
 
-    def say(**told: Any) -> None:
-        print(json.dumps(told), flush=True)
-
     def say_ready() -> None:
         while not (engine.ready and engine.compiled):
             if server.failure is not None:
                 return
             time.sleep(0.05)
-        say(ready=time.perf_counter() - began)
+        print(json.dumps({"ready": time.perf_counter() - began}), flush=True)
 
-    say(url="http://{}:{}".format(*socket.getsockname()[:2]))
+    print(json.dumps({"url": "http://{}:{}".format(*socket.getsockname()[:2])}), flush=True)
     threading.Thread(target=say_ready, daemon=True).start()
     server.run(sockets=[socket])
     if server.failure is not None:

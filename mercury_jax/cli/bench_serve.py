@@ -78,10 +78,7 @@ def run(argv: Sequence[str]) -> int:
 def _records(args: BenchServe) -> Iterator[dict[str, Any]]:
     from mercury_jax.bench import serve
 
-    load = serve.Load(
-        concurrency=args.concurrency, requests=args.requests, turns=args.turns, rate=args.rate, tasks=args.tasks,
-        max_tokens=args.max_tokens, frames=args.frames, effort=args.effort, agent=args.agent, seed=args.seed,
-    )  # fmt: skip
+    load = serve.Load(**{name: getattr(args, name) for name in serve.Load.__dataclass_fields__})
     if args.url is not None:
         yield from serve.against(args.url, load, args.api_key)
         return

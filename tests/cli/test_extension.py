@@ -90,7 +90,7 @@ def test_serve_decodes_with_it(mercury, folder):
         line = process.stderr.readline()
         assert line, said
         said += line
-    url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
+    [url] = set(re.findall(r"http://127\.0\.0\.1:\d+", said))
     body = {"model": "tiny", "prompt": "def f", "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -101,6 +101,7 @@ def test_serve_decodes_with_it(mercury, folder):
     # share = 0 accepts all masks of the block at once: one pass encodes the prompt, one denoises, one commits.
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         metrics = response.read().decode()
-    assert float(re.search(r"^mercury_forwards_total (\S+)", metrics, re.M)[1]) <= 4
+    [forwards] = re.findall(r"^mercury_forwards_total (\S+)", metrics, re.M)
+    assert float(forwards) <= 4
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -154,28 +154,30 @@ class AttentionShape(NamedTuple):
         kinds = {"int8 keys": self.int8, f"pages of {self.page}": self.page, "soft-cap": self.softcap}
         return ", ".join([sizes, self.dtype, *(name for name, on in kinds.items() if on)])
 
-    def ranges(self) -> np.ndarray:
-        """[b, t, r, 2]: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
-        nothing."""
-        found = np.zeros((self.b, self.t, self.r, 2), np.int32)
+    def drawn(self, seed: int) -> tuple[Any, ...]:
+        """Draws the inputs: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
+        nothing.
+
+        Args:
+            seed: Draws the numbers.
+
+        Returns:
+            Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges [b, t, r, 2],
+            and the places of each row's pages in a pool [b, pages].
+        """
+        rng, ranges = np.random.default_rng(seed), np.zeros((self.b, self.t, self.r, 2), np.int32)
         prefix = self.s // 3 + np.arange(self.b)[:, None] * 3 % (self.s // 8)
-        found[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
+        ranges[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
         for i in range(1, self.r):
             start = prefix + 7 + self.s // 4 * (i - 1)
             end = start + 1 + np.arange(self.t) * 3 % (self.s // 5)
-            found[:, :, i] = np.stack(np.broadcast_arrays(start, end), axis=-1)
-        found[:, 3::7] = 0
+            ranges[:, :, i] = np.stack(np.broadcast_arrays(start, end), axis=-1)
+        ranges[:, 3::7] = 0
         if self.t > 1:
-            found[:, -1] = 0
-        return found
-
-    def drawn(self, seed: int) -> tuple[Any, ...]:
-        """Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges, and the
-        places of each row's pages in a pool [b, pages]."""
-        rng, ranges = np.random.default_rng(seed), self.ranges()
-        draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
+            ranges[:, -1] = 0
         see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
-        each = self.s // (self.page or self.s)
+        draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
+        each = self.s // (self.page or self.s)  # pages of a row
         places = rng.permutation(self.b * each + 3)[: self.b * each].reshape(self.b, each).astype(np.int32)
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
 

@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import mercury_jax as mj
 from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params as ap
+from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
 from mercury_jax.decode import rules
@@ -34,7 +35,6 @@ from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM, Batch
 
-Stage = Callable[[str], None]
 FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
 DENOISING = 16  # steps of a canvas, before the pass that commits it, for which tokens/s are given
 
@@ -75,24 +75,26 @@ def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> L
 def random_params(like: Any) -> Any:
     """Arrays in the shapes of parameters, made by one program: uniform with deviation 0.02, and ones for vectors."""
     leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
-    where = jax.tree.map(lambda x: x.sharding, like)
-    fill = lambda: jax.tree.unflatten(tree, [_leaf(x, i) for i, x in enumerate(leaves)])
-    return jax.jit(fill, out_shardings=where)()
+
+    def fill() -> Any:
+        made = []
+        for seed, x in enumerate(leaves):
+            if isinstance(x, QuantisedWeight):
+                bytes = (_hashed(x.values.shape, seed) >> 24).astype(jnp.uint8)
+                values = jax.lax.bitcast_convert_type(bytes, jnp.int8).astype(x.values.dtype)
+                # 74 is the standard deviation of uniform bytes.
+                made.append(QuantisedWeight(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
+            elif len(x.shape) < 2:
+                made.append(jnp.ones(x.shape, x.dtype))
+            else:
+                uniform = (_hashed(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+                made.append((uniform * (0.02 * math.sqrt(12))).astype(x.dtype))
+        return jax.tree.unflatten(tree, made)
+
+    return jax.jit(fill, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
 
 
-def _leaf(x: Any, seed: int) -> Any:
-    if isinstance(x, QuantisedWeight):  # 74 is the standard deviation of uniform bytes
-        values = jax.lax.bitcast_convert_type((_bits(x.values.shape, seed) >> 24).astype(jnp.uint8), jnp.int8)
-        return x._replace(
-            values=values.astype(x.values.dtype), scale=jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)
-        )
-    if len(x.shape) < 2:
-        return jnp.ones(x.shape, x.dtype)
-    uniform = (_bits(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
-    return (uniform * (0.02 * math.sqrt(12))).astype(x.dtype)
-
-
-def _bits(shape: tuple[int, ...], seed: int) -> Any:
+def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
     """A hash of each index by the finaliser of MurmurHash3: one fused loop, where JAX's generators need several."""
     h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
     for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
@@ -102,7 +104,7 @@ def _bits(shape: tuple[int, ...], seed: int) -> Any:
     return h ^ (h >> 16)
 
 
-def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def decoding(asked: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
 
     Args:
@@ -132,10 +134,8 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
     seconds, (bytes, flops) = statistics.median(each), load(lm, batch, prefix)
     if seconds <= 0:
-        yield {
-            "model": asked["model"],
-            "left_out": f"{MANY} steps took no longer than {FEW}: too small to time here",
-        }
+        why = f"{MANY} steps took no longer than {FEW}: too small to time here"
+        yield {"model": asked["model"], "left_out": why}
         return
     status = kernel_device.status()
     yield {
@@ -148,7 +148,7 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def slice_logits(asked: Row, stage: Stage) -> Iterator[Row]:
     """Logits with kernels and without, each against the same weights in fp32 arithmetic.
 
     Passes if the error with kernels is at most 1.5 times that of plain XLA in bf16, or at most 1e-3.
@@ -170,17 +170,12 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
 
     def logits(lm: LM, switch: str | None) -> np.ndarray:
-        kept = os.environ.pop(kernel_device.SWITCH, None)
         jax.clear_caches()  # compiled programs keep the kernels they were traced with
-        try:
-            if switch is not None:
-                os.environ[kernel_device.SWITCH] = switch
-            with jax.default_matmul_precision("highest" if lm is exact else "default"):
-                return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
-        finally:
-            os.environ.pop(kernel_device.SWITCH, None)
-            if kept is not None:
-                os.environ[kernel_device.SWITCH] = kept
+        os.environ.pop(kernel_device.SWITCH, None)  # this process runs the cases of `runner` alone
+        if switch is not None:
+            os.environ[kernel_device.SWITCH] = switch
+        with jax.default_matmul_precision("highest" if lm is exact else "default"):
+            return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
 
     stage("in fp32, without kernels")
     want = logits(exact, "0")
@@ -203,7 +198,7 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     yield row if good else row | {"why": "with kernels the logits are further from fp32 than without"}
 
 
-def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def training(asked: Row, stage: Stage) -> Iterator[Row]:
     """An AdamW update: seconds, tokens/s, FLOP. The parent process divides by the matmul roofline (MFU).
 
     A row is a document's clean tokens and its canvases (block diffusion), so there are about twice as many positions as
@@ -316,7 +311,7 @@ def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
     return 6.0 * (total - lookup) * positions + 12.0 * c.heads * c.head_dim * c.layers * seen
 
 
-def transformers(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def transformers(asked: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a denoising pass of transformers' `generate` with random weights of the same shapes.
 
     Args:

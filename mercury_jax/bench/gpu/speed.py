@@ -66,8 +66,8 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
 
     def call(q: jax.Array, kv: Any) -> jax.Array:
         if way == "ours":
-            return attend(q, *kv, seen_on_device, cached=True)
-        return jax.nn.dot_product_attention(q, *kv, is_causal=causal, implementation=way)
+            return attend(q, kv[0], kv[1], seen_on_device, cached=True)
+        return jax.nn.dot_product_attention(q, kv[0], kv[1], is_causal=causal, implementation=way)
 
     stage("compiling, then timing")
     try:
