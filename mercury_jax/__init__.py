@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
-    from mercury_jax.decode.ranges import Above, AtLeast, Between
-    from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
+    from mercury_jax.decode.registration import (
+        Above,
+        AtLeast,
+        Between,
+        logits_processor,
+        rule,
+        stopping_criterion,
+    )
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
         LogitsProcessor,
@@ -52,9 +58,8 @@ _PUBLIC = {
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
-    "decode.ranges": ("Above", "AtLeast", "Between"),
     "decode.sample": ("LogProbs", "Output", "sample"),
-    "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
+    "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": (
         "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,16 +15,16 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, launch, loop
+from mercury_jax.train import data as pipelines, distributed, loop
 from mercury_jax.train.recipe import TrainConfig
-from mercury_jax.train.step import check, evaluator
+from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
 
-def train(config: TrainConfig) -> loop.Result:
+def train(config: TrainConfig) -> loop.TrainResult:
     """Train as the recipe says, and leave a model that `load()` reads in `<out>/model`.
 
     The same function that `mercury train` calls. ValueError, before any compute, for data that
@@ -33,11 +34,11 @@ def train(config: TrainConfig) -> loop.Result:
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:
-        launch.distributed()
-    at, on, c = loop.ready(config), loop.mesh_of(config), config.model
+        distributed.join()
+    at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model
     decoding = rule_settings(config.sampler)
     model = models.build(c)
-    check(
+    check_objective(
         config.objective,
         model,
         noise.build(config.noise, c.vocab, c.mask),
@@ -121,11 +122,12 @@ def _evaluator(
         return None
     on = loop.mesh_of(config)
     index, count = sharding.process_share(on)
-    batches = pipelines.held_out(
-        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches, index=index, count=count,
+    held_out = pipelines.build(
+        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed, split="test",
+        index=index, count=count, prefetch=0,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
+    batches = list(itertools.islice(held_out, config.eval_batches))
+    run = make_evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 

@@ -255,13 +255,12 @@ def _lower_train(
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
     model, c = models.build(recipe.model), recipe.model
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
-    tx = optim.optimizer(recipe.optim, recipe.steps)
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
-    state = steps.shapes(model, tx, recipe.ema > 0, mesh)
-    update = steps.plain(
-        model, recipe.objective, corruption, tx, optim.schedule(recipe.optim, recipe.steps),
-        accumulate=recipe.accumulate, ema=recipe.ema,
+    setup = steps.TrainSetup(
+        model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps),
+        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema,
     )  # fmt: skip
+    state = steps.abstract_state(setup, mesh)
     rows = sharding.row_sharding(mesh)
     like: Any = lambda dtype, *more: jax.ShapeDtypeStruct(
         (recipe.batch, recipe.row, *more), dtype, sharding=rows
@@ -271,7 +270,7 @@ def _lower_train(
         canvas=like(jnp.int32),
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        lowered = steps.jitted(update, state).lower(state, batch)
+        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch)
     return LoweredProgram(lowered, mesh, recipe.row, recipe.batch, "update")
 
 

@@ -26,7 +26,7 @@ from mercury_jax.bench.compile import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.kernels.kv_quant import quantise_int8
+from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.types import Device
 
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`

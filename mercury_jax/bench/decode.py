@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax import install
+from mercury_jax import install, tasks
 from mercury_jax.bench.recommend import RuleResult
 from mercury_jax.bench.timing import steady
 from mercury_jax.config import Plan, at_least, nearest, refuse
@@ -26,11 +26,10 @@ from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import TASKS, card, tasks
+from mercury_jax.evaluate import TASKS, card, find
 from mercury_jax.evaluate.report import paired, wilson
 from mercury_jax.evaluate.runner import ONE_A_STEP
-from mercury_jax.evaluate.tasks import Task
-from mercury_jax.train.generators import Problem, Split
+from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 
 # The baseline is timed again once its last time lies this many of its own durations back, so that both sides of every
@@ -108,12 +107,12 @@ def questions(
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
-    task = tasks.find(name)
-    if task.generator is None:
-        known = ", ".join(n for n, t in TASKS.items() if t.generator is not None)
+    task = find(name).task
+    if task is None:
+        known = ", ".join(n for n, t in TASKS.items() if t.task is not None)
         raise refuse("task", name, f"one with questions to answer: {known}")
-    problems = tasks.draw(task.generator, limit, check_seed(seed), split)
-    most = max_tokens or task.max_tokens or 64
+    problems = tasks.draw_distinct(task, limit, check_seed(seed), split)
+    most = max_tokens or task.max_tokens
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
 
 
@@ -379,9 +378,8 @@ def _measure_batch(
 
 def _record(trial: Trial, batch: QuestionBatch, out: Output, seconds: float, asked: QuestionSet) -> None:
     """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
-    assert asked.task.generator is not None
     for at, i in enumerate(batch.chosen):
-        trial.right[i] = bool(asked.task.generator.check(asked.problems[i].input, out.texts[at]))
+        trial.right[i] = bool(asked.task.check(asked.problems[i].input, out.texts[at]))
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
     trial.made.append(sum(out.lengths))
     trial.passes.append(int(out.forwards.sum()))

@@ -20,8 +20,8 @@ from mercury_jax.bench import serve_bound, serve_load, serve_process
 from mercury_jax.bench.serve_load import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
 from mercury_jax.bench.timing import quartiles
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card, tasks
-from mercury_jax.train.generators import Generator
+from mercury_jax.evaluate import card, find
+from mercury_jax.tasks import Task, draw_distinct
 from mercury_jax.types import LM
 
 GOAL = 4.0  # of the throughput with the most clients over that with the fewest
@@ -73,7 +73,7 @@ class Load:
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
-            _generator(name)
+            _task(name)
 
 
 class LoadTurn(NamedTuple):
@@ -166,7 +166,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
         `load.requests` requests.
     """
     each = -(-load.requests // len(load.tasks))
-    drawn = [[p.input for p in tasks.draw(_generator(name), each, load.seed)] for name in load.tasks]
+    drawn = [[p.input for p in draw_distinct(_task(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
@@ -288,9 +288,9 @@ async def agents(client: Client, model: str, load: Load) -> Json:
     }  # fmt: skip
 
 
-def _generator(name: str) -> Generator:
-    """The generator of a task's questions. ValueError for a task that has none."""
-    found = tasks.find(name).generator
+def _task(name: str) -> Task:
+    """A task with questions. ValueError for one that has none."""
+    found = find(name).task
     if found is None:
         raise refuse("task", name, "one with questions to answer")
     return found

@@ -258,8 +258,7 @@ def find_rule(name: str) -> Factory[..., Rule]:
         name: Such as "threshold", or "my_rules:greedy".
 
     Returns:
-        The function that makes the rule from its parameters. A rule of the user's own is registered, if its decorator
-        has not done so, so that `mercury info` and the server know it.
+        The function that makes the rule from its parameters.
 
     Raises:
         ValueError: There is no such rule; the message names the nearest one, or says why the module gives none.
@@ -279,8 +278,6 @@ def find_rule(name: str) -> Factory[..., Rule]:
         raise refuse("--rule", name, reason) from error
     if not hasattr(make, "params"):
         raise refuse("--rule", name, "a function decorated with @mj.rule")
-    if rules.ALL.setdefault(make.__name__, make) is not make:
-        raise refuse("--rule", name, f"a rule of another name: there is a registered rule {make.__name__}")
     return make
 
 

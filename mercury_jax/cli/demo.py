@@ -128,13 +128,13 @@ def _puzzle(name: str, seed: int, attempt: int) -> Question:
     """A held-out problem of a task; of several sudokus the one with the most blanks, which has most to show."""
     import numpy as np
 
-    from mercury_jax.train import generators
+    from mercury_jax.tasks import TASKS, draw
 
-    generator, rng = generators.ALL[name], np.random.default_rng((seed, attempt))
-    drawn = [generators.draw(generator, rng, "test") for _ in range(DRAWN)]
+    task, rng = TASKS[name], np.random.default_rng((seed, attempt))
+    drawn = [draw(task, rng, "test") for _ in range(DRAWN)]
     problem = max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
     prompt = [{"role": "user", "content": problem.input}]
-    check = lambda text: generator.check(problem.input, text)
+    check = lambda text: task.check(problem.input, text)
     if name == "sudoku4":
         return Question(
             "A 4x4 sudoku that training never saw", problem.input.replace("0", ".") + "\n\n", prompt, 32, check,

@@ -28,7 +28,7 @@ def abstract_session(
         lm: The model, decoded by its own sampler and plan.
         rows: Prompts of the call.
         context: Tokens of a row, prompt and answer together.
-        answer: The last so many of them; None: one block.
+        answer: Tokens of the answer among them; None: one block.
         mesh: As of `sample`.
 
     Returns:

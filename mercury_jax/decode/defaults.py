@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
-from mercury_jax.decode.ranges import Above, AtLeast, check_number
+from mercury_jax.decode.registration import Above, AtLeast, check_number
 from mercury_jax.decode.sampler import Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM

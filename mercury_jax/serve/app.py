@@ -17,15 +17,19 @@ from starlette.routing import BaseRoute, Route, Router
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import AuthMiddleware
 from mercury_jax.serve.chat_completions import chat_completions
-from mercury_jax.serve.completions import completions, fim_completions
-from mercury_jax.serve.edits import apply_completions, edit_completions
+from mercury_jax.serve.completions import (
+    apply_completions,
+    completions,
+    edit_completions,
+    fim_completions,
+)
+from mercury_jax.serve.engine_requests import DEFAULT_MAX_TOKENS
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import JsonResponse, RequestMiddleware, error_response
 from mercury_jax.serve.openapi import openapi_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground.app import Playground
 from mercury_jax.serve.responses import ModelList, ModelObject
-from mercury_jax.serve.sampling_params import DEFAULT_MAX_TOKENS
 from mercury_jax.serve.service import Service, ServingEngine
 
 Handler = Callable[[Service, Request], Awaitable[Response]]

@@ -1,37 +1,61 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: the prompt of a conversation, and the constraints on its answer.
+
+A constraint is a JSON Schema, or the tools that the answer may or must call. It becomes a grammar, which the engine
+enforces while it samples, and a check of the finished answer by another implementation of JSON Schema.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mercury_jax.serve import errors, responses
-from mercury_jax.serve.auth import cache_salt
-from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools
-from mercury_jax.serve.chat.output_parser import OutputParser
-from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt
-from mercury_jax.serve.constraint import OutputConstraint, ToolPolicy, output_constraint, tool_policy
-from mercury_jax.serve.continuation import continuation_of
+from mercury_jax.decode import grammar as grammars
+from mercury_jax.serve import engine_requests, errors, protocol, responses
+from mercury_jax.serve.chat import messages as conversation
+from mercury_jax.serve.chat.messages import ToolFormat, tool_format
+from mercury_jax.serve.chat.output_parser import OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.engine_requests import DecodingParams, TokenBudget
+from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.protocol import ChatCompletionsRequest
-from mercury_jax.serve.sampling_params import (
-    DecodingParams,
-    TokenBudget,
-    decoding_params,
-    make_job,
-    repeat_job,
-    token_budget,
-    vendor_temperature,
-)
 from mercury_jax.serve.service import Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.types import LM
 
-Messages = Sequence[Mapping[str, Any]]
+# What a schema may refer to outside of itself: nothing. jsonschema's default registry fetches over the network.
+NO_REFERENCES: Registry[Any] = Registry()
+Tools = Sequence[Mapping[str, Any]]
+
+
+class OutputConstraint(NamedTuple):
+    """What an answer must obey.
+
+    Attributes:
+        grammar: What the engine enforces; None for nothing.
+        check: Whether a finished answer obeys it; None for no check.
+        json: Whether the content is JSON as a whole, so that no stop sequence may cut it.
+    """
+
+    grammar: grammars.Grammar | None = None
+    check: Callable[[ParsedMessage], bool] | None = None
+    json: bool = False
+
+
+class ToolPolicy(NamedTuple):
+    """The tools that an answer may call, and how many calls there may be (`max_calls` None: no limit)."""
+
+    tools: Tools = ()
+    min_calls: int = 0
+    max_calls: int | None = 0
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -47,40 +71,32 @@ async def chat_completions(service: Service, request: Request) -> Response:
     body = await service.read(request, ChatCompletionsRequest)
     plain = body.model_dump(include={"tools", "response_format"}, exclude_unset=True, by_alias=True)
     size = len(dump_json(plain)) if body.tools or body.response_format else None
-    salt = cache_salt(request.scope)
-    return await respond(service, request, lambda: prepare_chat(service, body, salt), body.n, size)
+    return await respond(service, request, lambda: _prepare_chat(service, body), body.n, size)
 
 
-def prepare_chat(
-    service: Service, body: ChatCompletionsRequest, salt: str
-) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes the jobs of a request, one per answer. Not for the event loop: it renders and may compile a grammar.
-
-    Args:
-        service: The service.
-        body: The request.
-        salt: Requests of another salt never share cached prefixes.
-
-    Returns:
-        The plan of the response, and the jobs.
+def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[ResponsePlan, list[EngineRequest]]:
+    """Makes one request per answer. Not for the event loop's thread: it renders and may compile a grammar.
 
     Raises:
         ApiError: 400 for what cannot be honoured.
     """
-    lm, options = service.engine.lm, service.options
-    if body.top_logprobs is not None and not body.logprobs:
+    lm, options, top = service.engine.lm, service.options, body.top_logprobs
+    if top is not None and not body.logprobs:
         raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
-    messages, tools = _check_messages(service, body)
+    tools = conversation.plain_tools(body.tools)
+    messages = conversation.plain_messages(body.messages)
+    service.check_size(sum(map(_text_size, messages)))
     policy = tool_policy(body, tools) if tools or body.tool_choice else ToolPolicy()
-    decoding = decoding_params(service, body.reasoning_effort or ("instant" if body.realtime else None))
+    effort = body.reasoning_effort or ("instant" if body.realtime else None)
+    decoding = engine_requests.decoding_params(service, effort)
     prompt, budget = _render(service, body, messages, policy, decoding)
     # Compiling comes last: it may take seconds, and a prompt that is too long is refused before.
     constrained = bool(policy.tools or body.response_format)
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
     temperature, warning = body.temperature, None
     if options.strict_temperature:
-        temperature, warning = vendor_temperature(body.temperature)
-    job = make_job(
+        temperature, warning = engine_requests.vendor_temperature(body.temperature)
+    first = engine_requests.make_request(
         service,
         body,
         decoding,
@@ -88,12 +104,11 @@ def prepare_chat(
         max_tokens=budget.answer,
         thinking=budget.thinking,
         temperature=temperature,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=(top or 0) if body.logprobs else None,
         grammar=constraint.grammar,
-        cache_salt=salt,
         frames=body.diffusing and body.stream,
     )
-    thinks = opens_thinking(lm, prompt)
+    thinks = conversation.opens_thinking(lm, prompt)
     stops = () if constraint.json else body.stop_sequences
     plan = ResponsePlan(
         kind=responses.CHAT,
@@ -106,26 +121,10 @@ def prepare_chat(
         thinks=thinks,
         warning=warning,
         check=constraint.check,
-        logprobs=lambda snapshot, message: responses.chat_logprobs(
-            lm, snapshot, message, body.top_logprobs or 0
-        ),
-        continuation=continuation_of(lm, service.engine.context, thinks),
+        logprobs=lambda snapshot, message: responses.chat_logprobs(lm, snapshot, message, top or 0),
+        continuation=engine_requests.continuation_of(lm, service.engine.context, thinks),
     )
-    return plan, repeat_job(job, body.n)
-
-
-def _check_messages(
-    service: Service, body: ChatCompletionsRequest
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns messages and tools in the form that chat templates take."""
-    plain = body.model_dump(include={"messages", "tools"}, exclude_unset=True)
-    try:
-        tools = check_tools(plain.get("tools"))
-        messages = check_messages(plain["messages"], tools)
-    except InvalidField as refused:
-        raise errors.invalid_request(refused.param, refused.message) from None
-    service.check_size(sum(map(_text_size, messages)))
-    return messages, tools
+    return plan, engine_requests.with_seeds(first, body.n)
 
 
 def _text_size(message: Mapping[str, Any]) -> int:
@@ -138,18 +137,165 @@ def _text_size(message: Mapping[str, Any]) -> int:
 def _render(
     service: Service,
     body: ChatCompletionsRequest,
-    messages: Messages,
+    messages: Sequence[Mapping[str, Any]],
     policy: ToolPolicy,
     decoding: DecodingParams,
 ) -> tuple[tuple[int, ...], TokenBudget]:
     """Returns the ids of the prompt and the budget; without room for thinking, the prompt does not open it."""
     lm, max_tokens = service.engine.lm, body.max_completion_tokens or body.max_tokens
-    for thinking in sorted({decoding.thinking, 0}, reverse=True):
-        try:
-            ids = render_prompt(lm, messages, policy.tools or None, thinking=thinking > 0)
-        except InvalidField as refused:
-            raise errors.invalid_request(refused.param, refused.message) from None
-        budget = token_budget(service.engine.context, len(ids), max_tokens, thinking)
-        if budget.thinking or not thinking:
-            return ids, budget
-    raise AssertionError("the loop ends with thinking 0, which always returns")
+    ids = conversation.render_prompt(lm, messages, policy.tools or None, thinking=decoding.thinking > 0)
+    budget = engine_requests.token_budget(service.engine.context, len(ids), max_tokens, decoding.thinking)
+    if decoding.thinking and not budget.thinking:
+        ids = conversation.render_prompt(lm, messages, policy.tools or None)
+        budget = engine_requests.token_budget(service.engine.context, len(ids), max_tokens, 0)
+    return ids, budget
+
+
+def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
+    """Applies `tool_choice` to the tools.
+
+    Args:
+        request: The request.
+        tools: Its tools, as `chat.messages` returns them.
+
+    Returns:
+        The tools that may be called, and how often.
+
+    Raises:
+        ApiError: 400 where `tool_choice` names a tool that is not there, or needs tools and there are none.
+    """
+    choice, named = request.tool_choice or "auto", None
+    if choice == "none":
+        return ToolPolicy()
+    if isinstance(choice, protocol.AllowedTools):
+        named = {tool.function.name for tool in choice.allowed_tools.tools}
+        mode = choice.allowed_tools.mode
+    elif isinstance(choice, protocol.NamedTool):
+        named, mode = {choice.function.name}, "required"
+    else:
+        mode = choice
+    known = [tool["function"]["name"] for tool in tools]
+    missing = next((name for name in sorted(named or ()) if name not in known), None)
+    if missing is not None or (not tools and mode != "auto"):
+        allowed = f"auto, none, or a call of these tools: {', '.join(known) or 'none: there are no tools'}"
+        raise errors.invalid_value("tool_choice", missing or choice, allowed)
+    chosen = [tool for tool in tools if named is None or tool["function"]["name"] in named]
+    single = isinstance(choice, protocol.NamedTool) or not request.parallel_tool_calls
+    return ToolPolicy(chosen, int(mode != "auto"), 1 if single else None)
+
+
+def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolicy) -> OutputConstraint:
+    """Compiles the grammar of a request. That may take seconds.
+
+    With tools and a format, an answer that need not call may do either: agent frameworks send both in every turn.
+
+    Args:
+        lm: The model; its tokenizer has the tokens and the form of tool calls.
+        request: The request.
+        policy: What `tool_choice` leaves of the tools.
+
+    Returns:
+        The grammar and the check; empty where nothing is constrained.
+
+    Raises:
+        ApiError: 400, with the reason, for what cannot be guaranteed.
+    """
+    wanted = request.response_format
+    if isinstance(wanted, protocol.JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
+        schema: Any = wanted.json_schema.schema_
+        param, content = "response_format.json_schema.schema", grammars.JSONSchema(schema)
+    elif isinstance(wanted, protocol.JsonSchemaFormat | protocol.JsonObjectFormat):
+        schema, param, content = {"type": "object"}, "response_format", grammars.JSONObject()
+    else:
+        return _constraint_of_calls(lm, policy) if policy.tools else OutputConstraint()
+    if policy.min_calls:
+        return _constraint_of_calls(lm, policy)
+    if not policy.tools:
+        grammar, valid = compile_grammar(lm, content, param), _validator(schema)
+        return OutputConstraint(grammar, lambda message: _is_valid(message.content, valid), json=True)
+    form = tool_format(lm.tokenizer)
+    if form.quote is not None:
+        message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
+        raise errors.invalid_request("response_format", message)
+    grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy), content), param)
+    calls_are_valid, valid = _call_check(policy), _validator(schema)
+
+    def check(message: ParsedMessage) -> bool:
+        return calls_are_valid(message) if message.tool_calls else _is_valid(message.content, valid)
+
+    return OutputConstraint(grammar, check, json=True)
+
+
+def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:
+    """Compiles a grammar.
+
+    Args:
+        lm: The model, whose tokenizer has the tokens.
+        spec: What the grammar describes.
+        param: Field that an error names.
+
+    Returns:
+        The compiled grammar.
+
+    Raises:
+        ApiError: 400, with the part of the grammar that is not supported.
+    """
+    try:
+        return grammars.compile(lm.tokenizer, spec)
+    except grammars.GrammarError as error:
+        raise ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema") from None
+
+
+def _constraint_of_calls(lm: LM, policy: ToolPolicy) -> OutputConstraint:
+    form = tool_format(lm.tokenizer)
+    if form.quote is not None:  # this model's tool calls are not JSON
+        if policy.min_calls:
+            message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
+            raise errors.invalid_request("tool_choice", message)
+        return OutputConstraint()
+    calls = _call_grammar(form, policy)
+    spec = calls if policy.min_calls else grammars.FreeOr(calls)
+    return OutputConstraint(compile_grammar(lm, spec, "tools"), _call_check(policy))
+
+
+def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
+    functions = [tool["function"] for tool in policy.tools]
+    return grammars.ToolCalls(
+        [{"name": f["name"], "parameters": f.get("parameters")} for f in functions],
+        open=(form.open, form.lead),
+        close=(form.lead, form.close),
+        at_least=policy.min_calls or 1,
+        at_most=policy.max_calls,
+        separator=form.lead,
+    )
+
+
+def _call_check(policy: ToolPolicy) -> Callable[[ParsedMessage], bool]:
+    """Returns the check that all calls of a message are allowed, valid, and neither too few nor too many."""
+    functions = [tool["function"] for tool in policy.tools]
+    valid = {f["name"]: _validator(f.get("parameters") or {"type": "object"}) for f in functions}
+
+    def check(message: ParsedMessage) -> bool:
+        count = len(message.tool_calls)
+        obeyed = all(c.name in valid and _is_valid(c.arguments, valid[c.name]) for c in message.tool_calls)
+        return obeyed and policy.min_calls <= count <= (policy.max_calls or count)
+
+    return check
+
+
+def _validator(schema: Any) -> Callable[[Any], bool]:
+    """Returns a validator that fetches nothing. Only for schemas that were compiled, which bounds them."""
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        message = f"schema: {error.message[:500]}"
+        raise ApiError(400, message, param="schema", code="invalid_json_schema") from None
+    return kind(schema, registry=NO_REFERENCES).is_valid
+
+
+def _is_valid(text: str, valid: Callable[[Any], bool]) -> bool:
+    try:
+        return valid(json.loads(text))
+    except (ValueError, RecursionError, Unresolvable):
+        return False

@@ -1,39 +1,33 @@
-"""POST /v1/completions and /v1/fim/completions: continue a text, or fill the gap between two texts."""
+"""Completions of text and code: /v1/completions, /v1/fim/completions, /v1/edit/completions, /v1/apply/completions.
+
+Each handler reads its request, and passes `streaming.respond` a function that makes the requests of the engine and the
+plan of the response. `chat.code_prompts` and `chat.apply_edit` have the prompts and replies of the editors' endpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mercury_jax.serve import errors, responses
-from mercury_jax.serve.auth import cache_salt
-from mercury_jax.serve.chat import code_prompts
-from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.serve import errors, protocol, responses
+from mercury_jax.serve.chat import apply_edit, code_prompts
+from mercury_jax.serve.chat.code_prompts import CodePrompt
+from mercury_jax.serve.chat.messages import plain_messages
 from mercury_jax.serve.chat.output_parser import OutputParser
-from mercury_jax.serve.engine.request import EngineRequest
-from mercury_jax.serve.protocol import MAX_CHOICES, CompletionsRequest, FimCompletionsRequest
-from mercury_jax.serve.sampling_params import decoding_params, make_job, repeat_job, token_budget
+from mercury_jax.serve.engine.request import EMPTY_SNAPSHOT, EngineRequest, Snapshot
+from mercury_jax.serve.engine_requests import decoding_params, make_request, token_budget, with_seeds
 from mercury_jax.serve.service import Service
 from mercury_jax.serve.streaming import ResponsePlan, respond
+from mercury_jax.types import LM
+
+EditBody = protocol.EditCompletionsRequest | protocol.ApplyCompletionsRequest
+CodeBody = protocol.CompletionsRequest | protocol.FimCompletionsRequest | EditBody
 
 END_OF_TEXT = "<|endoftext|>"  # what editors send as the suffix at the end of a file
-
-
-async def fim_completions(service: Service, request: Request) -> Response:
-    """Fills the gap between prompt and suffix.
-
-    Args:
-        service: The service.
-        request: The HTTP request.
-
-    Returns:
-        A JSON response or an event stream.
-    """
-    body = await service.read(request, FimCompletionsRequest)
-    salt = cache_salt(request.scope)
-    return await respond(service, request, lambda: prepare_texts(service, body, [body.prompt], 1, salt), 1)
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -49,86 +43,168 @@ async def completions(service: Service, request: Request) -> Response:
     Raises:
         ApiError: 400 for more than `MAX_CHOICES` answers.
     """
-    body = await service.read(request, CompletionsRequest)
+    body = await service.read(request, protocol.CompletionsRequest)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     count = len(prompts) * body.n
-    if count > MAX_CHOICES:
-        message = f"{len(prompts)} prompts times n = {body.n}; allowed: {MAX_CHOICES} answers"
+    if count > protocol.MAX_CHOICES:
+        message = f"{len(prompts)} prompts times n = {body.n}; allowed: {protocol.MAX_CHOICES} answers"
         raise errors.invalid_request("n", message)
-    salt = cache_salt(request.scope)
-    return await respond(service, request, lambda: prepare_texts(service, body, prompts, body.n, salt), count)
+    return await respond(service, request, lambda: _prepare_texts(service, body, prompts, body.n), count)
 
 
-def prepare_texts(
-    service: Service,
-    body: CompletionsRequest | FimCompletionsRequest,
-    prompts: Sequence[str],
-    n: int,
-    salt: str,
-) -> tuple[ResponsePlan, list[EngineRequest]]:
-    """Makes the jobs of a request: n answers for each prompt.
+async def fim_completions(service: Service, request: Request) -> Response:
+    """Fills the gap between prompt and suffix.
 
     Args:
         service: The service.
-        body: The request.
-        prompts: Texts before the answers.
-        n: Answers per prompt.
-        salt: Requests of another salt never share cached prefixes.
+        request: The HTTP request.
 
     Returns:
-        The plan of the response, and the jobs, prompt by prompt.
-
-    Raises:
-        ApiError: 400 for a prompt that is empty or too long.
+        A JSON response or an event stream.
     """
-    lm, decoding = service.engine.lm, decoding_params(service, None)
+    body = await service.read(request, protocol.FimCompletionsRequest)
+    return await respond(service, request, lambda: _prepare_texts(service, body, [body.prompt], 1), 1)
+
+
+async def edit_completions(service: Service, request: Request) -> Response:
+    """Rewrites the marked region of a file.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
+    body = await service.read(request, protocol.EditCompletionsRequest)
+    return await respond(service, request, lambda: _prepare_edit(service, body), 1)
+
+
+async def apply_completions(service: Service, request: Request) -> Response:
+    """Merges an update into a file.
+
+    Args:
+        service: The service.
+        request: The HTTP request.
+
+    Returns:
+        A JSON response or an event stream.
+    """
+    body = await service.read(request, protocol.ApplyCompletionsRequest)
+    return await respond(service, request, lambda: _prepare_apply(service, body), 1)
+
+
+class PrecomputedAnswer:
+    """A finished answer in the place of a submitted request.
+
+    Args:
+        tokens: Its ids.
+    """
+
+    def __init__(self, tokens: Sequence[int]):
+        self.request = EngineRequest(prompt=(0,), max_tokens=1)
+        ids, n = np.asarray(tokens, np.int32), len(tokens)
+        self._snapshot = EMPTY_SNAPSHOT._replace(tokens=ids, final=n, start=n, finish="stop")
+
+    async def __aiter__(self) -> AsyncIterator[Snapshot]:
+        yield self._snapshot
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+def _prepare_texts(
+    service: Service,
+    body: protocol.CompletionsRequest | protocol.FimCompletionsRequest,
+    prompts: Sequence[str],
+    n: int,
+) -> tuple[ResponsePlan, list[EngineRequest]]:
+    """Makes n requests for each prompt, prompt by prompt."""
+    lm, stops = service.engine.lm, body.stop_sequences
     suffix = "" if body.suffix == END_OF_TEXT else body.suffix or ""
-    logprobs = body.logprobs if isinstance(body, CompletionsRequest) else None
-    stops = body.stop_sequences
-    jobs: list[EngineRequest] = []
+    logprobs = body.logprobs if isinstance(body, protocol.CompletionsRequest) else None
+    made: list[EngineRequest] = []
     for prompt in prompts:
         service.check_size(len(prompt) + len(suffix), "prompt")
-        try:
-            asked = code_prompts.fim_prompt(lm, prompt, suffix or None)
-        except InvalidField as refused:
-            raise errors.invalid_request(refused.param, refused.message) from None
-        job = make_job(
-            service,
-            body,
-            decoding,
-            prompt=asked.prompt,
-            suffix=asked.suffix,
-            max_tokens=answer_budget(service, asked, body.max_tokens, "prompt"),
-            logprobs=logprobs,
-            cache_salt=salt,
-        )
-        jobs += repeat_job(job, n)
+        code = code_prompts.fim_prompt(lm, prompt, suffix or None)
+        made += with_seeds(_code_request(service, body, code, "prompt", logprobs=logprobs), n)
     plan = ResponsePlan(
         kind=responses.TEXT,
         request=body,
-        prompt_tokens=sum(len(job.prompt) + len(job.suffix or ()) for job in jobs[::n]),
+        prompt_tokens=sum(len(one.prompt) + len(one.suffix or ()) for one in made[::n]),
         parser=lambda: OutputParser(lm, chat=False, stop=stops),
         answers_per_prompt=n,
         logprobs=lambda snapshot, message: responses.text_logprobs(lm, snapshot, message, logprobs or 0),
     )
-    return plan, jobs
+    return plan, made
 
 
-def answer_budget(service: Service, asked: code_prompts.CodePrompt, max_tokens: int, param: str) -> int:
-    """Divides what the prompt leaves of the context, for an answer without thinking.
+def _prepare_edit(
+    service: Service, body: protocol.EditCompletionsRequest
+) -> tuple[ResponsePlan, list[EngineRequest]]:
+    """Makes the request of an edit. Its content is known at the end only: what begins it depends on whether anything
+    changed."""
+    lm, instruct = service.engine.lm, follows_instructions(service.engine.lm)
+    edit = code_prompts.parse_edit(_message_text(service, body))
+    code = code_prompts.edit_prompt(lm, edit, instruct)
+    finish = lambda content, reason: code_prompts.edit_reply(edit, content, instruct, reason)
+    return _edit_plan(lm, body, code, finish), [_code_request(service, body, code, "messages")]
+
+
+def _prepare_apply(
+    service: Service, body: protocol.ApplyCompletionsRequest
+) -> tuple[ResponsePlan, Sequence[EngineRequest | PrecomputedAnswer]]:
+    """Makes the request of a merge. Where the update itself says where it belongs, the model is not needed."""
+    lm, instruct = service.engine.lm, follows_instructions(service.engine.lm)
+    update = apply_edit.parse_apply(_message_text(service, body))
+    merged = apply_edit.apply_update(update, guess=not instruct)
+    if merged is None:
+        code = apply_edit.apply_prompt(lm, update, instruct)
+        finish = lambda content, reason: apply_edit.apply_reply(update, content)
+        return _edit_plan(lm, body, code, finish), [_code_request(service, body, code, "messages")]
+    message = CodePrompt(tuple(lm.tokenizer.encode(update.text)))
+    plan = _edit_plan(lm, body, message, lambda content, reason: merged)
+    return plan, [PrecomputedAnswer(lm.tokenizer.encode(merged))]
+
+
+def follows_instructions(lm: LM) -> bool:
+    """Returns whether a model takes an edit or a merge as an instruction; others fill the region as a gap.
 
     Args:
-        service: The service.
-        asked: The prompt, with the most tokens that its answer can need.
-        max_tokens: As requested.
-        param: Field that holds the prompt.
-
-    Returns:
-        Tokens of the answer: `max_tokens`, cut to what is left and to what the answer can need.
-
-    Raises:
-        ApiError: 400 where the prompt leaves nothing.
+        lm: The model. Its card may say so; otherwise imported checkpoints count as chat models.
     """
-    used = len(asked.prompt) + len(asked.suffix or ())
-    answer = token_budget(service.engine.context, used, max_tokens, 0, param).answer
-    return answer if asked.max_tokens is None else max(1, min(answer, asked.max_tokens))
+    return bool(lm.card.get("instruct", isinstance(lm.tokenizer, HFTokenizer)))
+
+
+def _message_text(service: Service, body: EditBody) -> str:
+    """Returns the text of the one message."""
+    text = plain_messages(body.messages)[0]["content"]
+    service.check_size(len(text))
+    return text
+
+
+def _edit_plan(lm: LM, body: EditBody, code: CodePrompt, finish: Callable[[str, str], str]) -> ResponsePlan:
+    return ResponsePlan(
+        kind=responses.EDIT,
+        request=body,
+        prompt_tokens=len(code.prompt) + len(code.suffix or ()),
+        parser=lambda: OutputParser(lm, chat=code.chat),
+        finish_content=finish,
+    )
+
+
+def _code_request(
+    service: Service, body: CodeBody, code: CodePrompt, param: str, logprobs: int | None = None
+) -> EngineRequest:
+    """Makes the request of a code prompt; `max_tokens` is cut to what is left and to what the answer can need."""
+    used = len(code.prompt) + len(code.suffix or ())
+    answer = token_budget(service.engine.context, used, body.max_tokens, 0, param).answer
+    return make_request(
+        service,
+        body,
+        decoding_params(service, None),
+        prompt=code.prompt,
+        suffix=code.suffix,
+        max_tokens=answer if code.max_tokens is None else max(1, min(answer, code.max_tokens)),
+        logprobs=logprobs,
+    )

@@ -89,7 +89,7 @@ RepetitionPenalty = Annotated[
 class RequestModel(BaseModel):
     """Base of all request models: null means the default, no type is coerced, unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
     refused_fields: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
@@ -109,7 +109,8 @@ class TextPart(RequestModel):
     """A part of a message. Text is the only kind."""
 
     type: Literal["text"]
-    text: str = Field(description="The text.")
+    text: str
+    """The text."""
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -118,52 +119,62 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=
 class CalledFunction(RequestModel):
     """The function of a tool call."""
 
-    name: Name = Field(description="Name of the function.")
-    arguments: str | JsonObject = Field("", description="The arguments: an object, or its JSON as a string.")
+    name: Name
+    """Name of the function."""
+    arguments: str | JsonObject = ""
+    """The arguments: an object, or its JSON as a string."""
 
 
 class AssistantToolCall(RequestModel):
     """A tool call in the conversation so far."""
 
-    id: CallId = Field(description="The id to which the result refers.")
-    type: Literal["function"] = Field("function", description="Always function.")
-    function: CalledFunction = Field(description="The function that was called.")
+    id: CallId
+    """The id to which the result refers."""
+    type: Literal["function"] = "function"
+    """Always function."""
+    function: CalledFunction
+    """The function that was called."""
 
 
 class _Message(RequestModel):
-    content: Content | None = Field(None, description="A string, or a list of parts of type text.")
+    content: Content | None = None
+    """A string, or a list of parts of type text."""
 
 
 class PlainMessage(_Message):
     """A message of the system or the user; developer counts as system."""
 
     role: Literal["system", "developer", "user"]
-    name: ShortText | None = Field(None, description="Name of the speaker.")
+    name: ShortText | None = None
+    """Name of the speaker."""
 
 
 class AssistantMessage(_Message):
     """A message of the model."""
 
     role: Literal["assistant"]
-    name: ShortText | None = Field(None, description="Name of the speaker.")
-    tool_calls: list[AssistantToolCall] | None = Field(
-        None, max_length=MAX_TOOLS, fail_fast=True, description="The tool calls of this turn."
-    )
-    function_call: CalledFunction | None = Field(None, description="A call in OpenAI's older form.")
+    name: ShortText | None = None
+    """Name of the speaker."""
+    tool_calls: list[AssistantToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    """The tool calls of this turn."""
+    function_call: CalledFunction | None = None
+    """A call in OpenAI's older form."""
 
 
 class ToolMessage(_Message):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    tool_call_id: CallId = Field(description="Id of the earlier call that this answers.")
+    tool_call_id: CallId
+    """Id of the earlier call that this answers."""
 
 
 class FunctionMessage(_Message):
     """The result of a call in OpenAI's older form."""
 
     role: Literal["function"]
-    name: Name | None = Field(None, description="Name of the function.")
+    name: Name | None = None
+    """Name of the function."""
 
 
 ChatMessage = Annotated[
@@ -174,8 +185,10 @@ ChatMessage = Annotated[
 class UserMessage(RequestModel):
     """The one message of an edit or apply request, in which editors send the texts of files."""
 
-    role: Literal["user"] = Field(description="Always user.")
-    content: Content = Field(description="The prompt with its tags.")
+    role: Literal["user"]
+    """Always user."""
+    content: Content
+    """The prompt with its tags."""
 
 
 # Tools and formats
@@ -184,46 +197,54 @@ class UserMessage(RequestModel):
 class FunctionDefinition(RequestModel):
     """A function that the model may call."""
 
-    name: Name = Field(description="Name of the function.")
-    description: str | None = Field(None, description="What the function does.")
-    parameters: JsonObject | None = Field(None, description="JSON Schema of the arguments.")
-    strict: bool = Field(False, description="Accepted; the schema is always enforced.")
+    name: Name
+    """Name of the function."""
+    description: str | None = None
+    """What the function does."""
+    parameters: JsonObject | None = None
+    """JSON Schema of the arguments."""
+    strict: bool = False
+    """Accepted; the schema is always enforced."""
 
 
 class FunctionTool(RequestModel):
     """A tool."""
 
     type: Literal["function"]
-    function: FunctionDefinition = Field(description="The function that may be called.")
+    function: FunctionDefinition
+    """The function that may be called."""
 
 
 class FunctionName(RequestModel):
     """The name of one of the tools."""
 
-    name: Name = Field(description="One of the tools.")
+    name: Name
+    """One of the tools."""
 
 
 class NamedTool(RequestModel):
     """Requires a call of one tool."""
 
     type: Literal["function"]
-    function: FunctionName = Field(description="The function that must be called.")
+    function: FunctionName
+    """The function that must be called."""
 
 
 class ToolSubset(RequestModel):
     """A choice among the tools."""
 
-    mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.")
-    tools: list[NamedTool] = Field(
-        min_length=1, max_length=MAX_TOOLS, fail_fast=True, description="The tools that may be called."
-    )
+    mode: Literal["auto", "required"]
+    """Whether one of them must be called."""
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+    """The tools that may be called."""
 
 
 class AllowedTools(RequestModel):
     """Restricts calls to some of the tools."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: ToolSubset = Field(description="The choice.")
+    allowed_tools: ToolSubset
+    """The choice."""
 
 
 ToolChoice = (
@@ -246,19 +267,22 @@ class JsonObjectFormat(RequestModel):
 class NamedSchema(RequestModel):
     """A JSON Schema with a name."""
 
-    name: Name = Field(description="Name of the format.")
-    description: str | None = Field(None, description="What the format is for.")
-    schema_: JsonObject | None = Field(
-        None, alias="schema", description="The JSON Schema (none: any object)."
-    )
-    strict: bool = Field(False, description="Accepted; the schema is always enforced.")
+    name: Name
+    """Name of the format."""
+    description: str | None = None
+    """What the format is for."""
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """The JSON Schema (none: any object)."""
+    strict: bool = False
+    """Accepted; the schema is always enforced."""
 
 
 class JsonSchemaFormat(RequestModel):
     """JSON that obeys a schema."""
 
     type: Literal["json_schema"]
-    json_schema: NamedSchema = Field(description="The schema that the answer obeys.")
+    json_schema: NamedSchema
+    """The schema that the answer obeys."""
 
 
 AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
@@ -270,7 +294,8 @@ AnswerFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field
 class StreamOptions(RequestModel):
     """How to stream."""
 
-    include_usage: bool = Field(False, description="Send one more chunk, with the usage and no choices.")
+    include_usage: bool = False
+    """Send one more chunk, with the usage and no choices."""
 
 
 class ApiRequest(RequestModel):
@@ -278,29 +303,21 @@ class ApiRequest(RequestModel):
 
     refused_fields = {**CONSTRAINT_FIELDS, "response_format": _FORMAT}
 
-    model: str = Field(
-        min_length=1, max_length=256, description="The model, by its name or one of its aliases."
-    )
-    top_p: float = Field(
-        1.0, ge=0, le=1, description="Sample among the likeliest tokens that make up this probability."
-    )
-    frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Subtracted from the logit of a token once per occurrence."
-    )
+    model: str = Field(min_length=1, max_length=256)
+    """The model, by its name or one of its aliases."""
+    top_p: float = Field(1.0, ge=0, le=1)
+    """Sample among the likeliest tokens that make up this probability."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """Subtracted from the logit of a token once per occurrence."""
     presence_penalty: PresencePenalty = 0.0
-    stream: bool = Field(False, description="Send the answer as server-sent events while it is written.")
-    stream_options: StreamOptions | None = Field(
-        None, description="How to stream; used where `stream` is true."
-    )
-    seed: int | None = Field(
-        None,
-        ge=-(1 << 63),
-        le=(1 << 63) - 1,
-        description="The same seed gives the same text (default: a fresh one).",
-    )
-    extra_body: JsonObject | None = Field(
-        None, description="Further fields of this object; those outside of it win."
-    )
+    stream: bool = False
+    """Send the answer as server-sent events while it is written."""
+    stream_options: StreamOptions | None = None
+    """How to stream; used where `stream` is true."""
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    """The same seed gives the same text (default: a fresh one)."""
+    extra_body: JsonObject | None = None
+    """Further fields of this object; those outside of it win."""
 
     @property
     def include_usage(self) -> bool:
@@ -321,17 +338,15 @@ class SampledRequest(ApiRequest):
         None, ge=0, le=2, description=f"{ABOUT_TEMPERATURE} Left out, the decoding rule's own."
     )
     stop: StopSequences | None = Field(None, description=ABOUT_STOP)
-    top_k: int = Field(
-        -1, ge=-1, le=1 << 20, description="Sample among this many of the likeliest tokens; -1 and 0: all."
-    )
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="Sample among tokens at least this many times as likely as the best."
-    )
+    top_k: int = Field(-1, ge=-1, le=1 << 20)
+    """Sample among this many of the likeliest tokens; -1 and 0: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample among tokens at least this many times as likely as the best."""
     repetition_penalty: RepetitionPenalty = 1.0
-    logit_bias: dict[TokenId, LogitBias] | None = Field(
-        None, max_length=512, description="What to add to the logits of tokens, by their ids."
-    )
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Number of answers; answer i samples with seed + i.")
+    logit_bias: dict[TokenId, LogitBias] | None = Field(None, max_length=512)
+    """What to add to the logits of tokens, by their ids."""
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    """Number of answers; answer i samples with seed + i."""
 
 
 class ChatCompletionsRequest(SampledRequest):
@@ -339,40 +354,35 @@ class ChatCompletionsRequest(SampledRequest):
 
     refused_fields = CONSTRAINT_FIELDS
 
-    messages: list[ChatMessage] = Field(
-        min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The conversation so far."
-    )
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    """The conversation so far."""
     max_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS, description=f"{ABOUT_MAX_TOKENS} Thinking does not count (default 16384)."
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_TOKENS, description="OpenAI's newer name of `max_tokens`; takes precedence."
-    )
-    tools: list[FunctionTool] | None = Field(
-        None, max_length=MAX_TOOLS, fail_fast=True, description="Functions that the model may call."
-    )
-    tool_choice: ToolChoice | None = Field(
-        None,
-        description="Whether a tool is called: as the model decides, always, never, this one, or one of these.",
-    )
-    parallel_tool_calls: bool = Field(True, description="Whether one answer may hold several tool calls.")
-    response_format: AnswerFormat | None = Field(
-        None, description="What the answer obeys: nothing, any JSON object, or a schema."
-    )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None,
-        description="How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer.",
-    )
-    reasoning_summary: bool = Field(False, description="Report the thinking.")
-    reasoning_summary_wait: bool = Field(
-        False, description="Accepted; a stream always waits for its summary."
-    )
-    diffusing: bool = Field(False, description="With stream: each chunk holds the whole current text.")
-    realtime: bool = Field(False, description="Answer at once: reasoning_effort instant, unless it is set.")
-    logprobs: bool = Field(False, description="Report the logprobs of the answer's tokens.")
-    top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="With logprobs: number of alternatives per token."
-    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    """OpenAI's newer name of `max_tokens`; takes precedence."""
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Whether a tool is called: as the model decides, always, never, this one, or one of these."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several tool calls."""
+    response_format: AnswerFormat | None = None
+    """What the answer obeys: nothing, any JSON object, or a schema."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How long to think and how strictly to accept tokens; `max_tokens` is kept for the answer."""
+    reasoning_summary: bool = False
+    """Report the thinking."""
+    reasoning_summary_wait: bool = False
+    """Accepted; a stream always waits for its summary."""
+    diffusing: bool = False
+    """With stream: each chunk holds the whole current text."""
+    realtime: bool = False
+    """Answer at once: reasoning_effort instant, unless it is set."""
+    logprobs: bool = False
+    """Report the logprobs of the answer's tokens."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With logprobs: number of alternatives per token."""
 
 
 def _only_false(value: bool) -> bool:
@@ -384,33 +394,31 @@ def _only_false(value: bool) -> bool:
 class CompletionsRequest(SampledRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] = Field(
-        description="The text to continue."
-    )
-    suffix: str | None = Field(None, description="Text behind the answer, which then fills the gap.")
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    """The text to continue."""
+    suffix: str | None = None
+    """Text behind the answer, which then fills the gap."""
     max_tokens: MaxTokens = 512
-    logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="Report logprobs, with this many alternatives."
-    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Report logprobs, with this many alternatives."""
     echo: Annotated[bool, AfterValidator(_only_false)] = Field(
-        False,
-        description="Not supported: there are no logprobs of a prompt.",
-        json_schema_extra={"not": {"enum": [True]}},
+        False, json_schema_extra={"not": {"enum": [True]}}
     )
-    best_of: int = Field(
-        1, ge=1, le=1, description="Not supported: every answer that is generated is returned."
-    )
+    """Not supported: there are no logprobs of a prompt."""
+    best_of: int = Field(1, ge=1, le=1)
+    """Not supported: every answer that is generated is returned."""
 
 
 class FimCompletionsRequest(ApiRequest):
     """Body of POST /v1/fim/completions."""
 
-    prompt: str = Field(description="The text before the gap.")
-    suffix: str = Field("", description="The text behind the gap.")
+    prompt: str
+    """The text before the gap."""
+    suffix: str = ""
+    """The text behind the gap."""
     max_tokens: MaxTokens = 512
-    top_k: Literal[-1] | Annotated[int, Field(ge=1, le=1000)] = Field(
-        -1, description="Sample among this many of the likeliest tokens; -1: all, 0 is refused."
-    )
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, le=1000)] = -1
+    """Sample among this many of the likeliest tokens; -1: all, 0 is refused."""
     presence_penalty: PresencePenalty = 1.5
     repetition_penalty: RepetitionPenalty = 1.0
     stop: StopSequences | None = Field(["\n\n", "\n \n"], description=ABOUT_STOP)
@@ -419,9 +427,8 @@ class FimCompletionsRequest(ApiRequest):
 class EditCompletionsRequest(ApiRequest):
     """Body of POST /v1/edit/completions."""
 
-    messages: list[UserMessage] = Field(
-        min_length=1, max_length=1, description="Exactly one message of the user."
-    )
+    messages: list[UserMessage] = Field(min_length=1, max_length=1)
+    """Exactly one message of the user."""
     max_tokens: MaxTokens = 1024
     temperature: float = Field(0.2, ge=0, le=2, description=ABOUT_TEMPERATURE)
     presence_penalty: PresencePenalty = 1.0
@@ -430,9 +437,8 @@ class EditCompletionsRequest(ApiRequest):
 class ApplyCompletionsRequest(ApiRequest):
     """Body of POST /v1/apply/completions."""
 
-    messages: list[UserMessage] = Field(
-        min_length=1, max_length=1, description="Exactly one message of the user."
-    )
+    messages: list[UserMessage] = Field(min_length=1, max_length=1)
+    """Exactly one message of the user."""
     max_tokens: MaxTokens = 8192
     temperature: float = Field(0.0, ge=0, le=2, description=ABOUT_TEMPERATURE)
 

@@ -17,9 +17,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from starlette.requests import Request
 
 from mercury_jax.serve import errors
-from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import (
-    EMPTY_SNAPSHOT,
     ContextLengthExceeded,
     EngineConfig,
     EngineRequest,
@@ -55,58 +53,18 @@ class ServingEngine(Protocol):
 
     def start(self) -> None:
         """Compiles what every request fits into, then serves."""
-        ...
 
     def submit(self, request: EngineRequest) -> AnswerHandle:
         """Queues a job; raises `RequestRejected`, `ContextLengthExceeded` or ValueError."""
-        ...
 
     def stats(self) -> EngineStats:
         """Returns counters since the start, and gauges of this moment."""
-        ...
 
     def drain(self, timeout: float | None = None) -> bool:
         """Accepts no more jobs, and waits for the running ones."""
-        ...
 
     def stop(self) -> None:
         """Cancels what is left."""
-        ...
-
-
-class PrecomputedAnswer:
-    """An answer that needs no forward pass: it stands for a submitted job and for its output parser.
-
-    Args:
-        text: The answer.
-        tokens: Its number of tokens.
-    """
-
-    def __init__(self, text: str, tokens: int):
-        self.request = EngineRequest(prompt=(0,), max_tokens=1)
-        self.stopped = self.empty = False
-        self._message = ParsedMessage(text, "", (), 0, tokens)
-
-    async def __aiter__(self) -> AsyncIterator[Snapshot]:
-        yield EMPTY_SNAPSHOT._replace(finish="stop")
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-    def feed(self, snapshot: Snapshot) -> OutputDelta:
-        """Returns the answer."""
-        return OutputDelta(content=self._message.content)
-
-    def preview(self, snapshot: Snapshot) -> str:
-        """Returns the answer."""
-        return self._message.content
-
-    def message(self) -> ParsedMessage:
-        """Returns the answer."""
-        return self._message
-
-
-AnswerParser = OutputParser | PrecomputedAnswer
 
 
 @runtime_checkable
@@ -116,11 +74,9 @@ class AnswerHandle(Protocol):
     @property
     def request(self) -> EngineRequest:
         """The job."""
-        ...
 
     def cancel(self) -> None:
         """Ends the job."""
-        ...
 
     def __aiter__(self) -> AsyncIterator[Snapshot]: ...
 

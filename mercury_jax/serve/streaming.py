@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mercury_jax.serve import errors
-from mercury_jax.serve.chat.output_parser import OutputDelta, ParsedMessage
-from mercury_jax.serve.continuation import Continuation, ContinuedAnswer
-from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.serve.auth import cache_salt
+from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
+from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Snapshot
+from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
 from mercury_jax.serve.responses import ResponseKind, ResponseWriter, Usage
-from mercury_jax.serve.service import AnswerHandle, AnswerParser, Service, SubmittedJobs, shutting_down
+from mercury_jax.serve.service import AnswerHandle, Service, ServingEngine, SubmittedJobs, shutting_down
 
 log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
@@ -57,7 +60,7 @@ class ResponsePlan(NamedTuple):
     kind: ResponseKind
     request: ApiRequest
     prompt_tokens: int
-    parser: Callable[[], AnswerParser]
+    parser: Callable[[], OutputParser]
     answers_per_prompt: int = 1
     diffusing: bool = False
     reasoning_summary: bool = False
@@ -105,9 +108,15 @@ async def respond(
     Raises:
         ApiError: The request is refused, or the engine failed.
     """
-    arrival = time.perf_counter()
+    arrival, salt = time.perf_counter(), cache_salt(request.scope)
+
+    def salted() -> tuple[ResponsePlan, list[EngineRequest | AnswerHandle]]:
+        plan, made = prepare()
+        replace = lambda one: dataclasses.replace(one, cache_salt=salt)
+        return plan, [replace(one) if isinstance(one, EngineRequest) else one for one in made]
+
     try:
-        submission = service.submit(prepare, count, grammar_bytes)
+        submission = service.submit(salted, count, grammar_bytes)
         plan, jobs = await run_until_disconnect(request.receive, submission)
     except ClientDisconnected:
         return Response(status_code=499)
@@ -230,7 +239,7 @@ class Responder:
                 snapshot, first = step[0], first or time.perf_counter()
         return self._finish(parser, snapshot, first)
 
-    def _finish(self, parser: AnswerParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
+    def _finish(self, parser: OutputParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
         """Checks and counts an answer.
 
         Raises:
@@ -285,8 +294,83 @@ class Responder:
         return extra
 
 
+class ContinuedAnswer:
+    """A job and those that continue it, read as one.
+
+    Args:
+        engine: Where further jobs are submitted.
+        handle: The first job.
+        continuation: Decides which job follows.
+        parser: Returns a fresh parser, which says whether the answer has content.
+    """
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        handle: AnswerHandle,
+        continuation: Continuation,
+        parser: Callable[[], OutputParser],
+    ):
+        self.request: EngineRequest = handle.request
+        self._engine, self._handle, self._continuation, self._parser = engine, handle, continuation, parser
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancels the job that runs; no other one follows."""
+        self._cancelled = True
+        self._handle.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Snapshot]:
+        before: Snapshot | None = None  # of the jobs so far, once another one has followed
+        while True:
+            parser, kept = self._parser(), None
+            async with contextlib.aclosing(aiter(self._handle)) as snapshots:  # type: ignore[type-var]
+                async for snapshot in snapshots:
+                    whole = snapshot if before is None else before.followed_by(snapshot)
+                    parser.feed(whole)
+                    kept = await self._continue(snapshot, len(whole.tokens) - len(snapshot.tokens), parser)
+                    if kept is not None:
+                        break
+                    yield whole
+            if kept is None:
+                return
+            before = kept if before is None else before.followed_by(kept)
+
+    async def _continue(self, last: Snapshot, before: int, parser: OutputParser) -> Snapshot | None:
+        """Submits the next job where the answer has ended without content.
+
+        An answer may end before its job does: the end of a turn does not end the job. Logprobs come with the last
+        snapshot of the job only.
+
+        Args:
+            last: The newest snapshot of the job.
+            before: Tokens of the jobs before it.
+            parser: Has read all of them.
+
+        Returns:
+            What is kept of the job where another one has followed; None where it goes on or was the last.
+        """
+        ended = last.finish in ("stop", "length") or (last.finish is None and parser.stopped)
+        needs_logprobs = last.finish is None and self._handle.request.logprobs is not None
+        if not ended or needs_logprobs or self._cancelled or not parser.empty:
+            return None
+        kept = last.truncated(parser.message().completion_tokens - before)
+        found = self._continuation(self._handle.request, kept)
+        if found is None:
+            return None
+        try:
+            handle = await run_in_threadpool(self._engine.submit, found[1])
+        except (RequestRejected, ValueError):  # the engine shuts down
+            return None
+        self._handle.cancel()
+        self._handle = handle
+        if self._cancelled:
+            handle.cancel()
+        return found[0]
+
+
 async def parsed_snapshots(
-    handle: AnswerHandle, parser: AnswerParser
+    handle: AnswerHandle, parser: OutputParser
 ) -> AsyncGenerator[tuple[Snapshot, OutputDelta], None]:
     """Yields each snapshot with what is new in it, until the last one or the end of the answer.
 

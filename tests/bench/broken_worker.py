@@ -14,9 +14,9 @@ from mercury_jax.bench.gpu import runner
 from mercury_jax.kernels import reference
 
 
-def run(q, k, v, ranges, device=None, **how):
+def run(call):
     """Attention in plain jnp with one fault."""
-    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(q.shape[-1]))
+    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(call.q.shape[-1]))
     if fault == "crash":
         os.abort()
     if fault == "hang":
@@ -27,8 +27,7 @@ def run(q, k, v, ranges, device=None, **how):
     if fault == "once" and not os.path.exists(os.environ["MERCURY_ONCE"]):
         open(os.environ["MERCURY_ONCE"], "w").close()
         raise RuntimeError("only here")
-    clean = [jnp.nan_to_num(x) for x in (k, v)]
-    out, nats = reference.run(q, *clean, ranges, **how)
+    out, nats = reference.run(call._replace(k=jnp.nan_to_num(call.k), v=jnp.nan_to_num(call.v)))
     if fault == "nan":
         out = out.at[0, 0].set(jnp.nan)
     if fault == "wrong":

@@ -18,7 +18,7 @@ from mercury_jax.bench.abstract_params import find_preset
 from mercury_jax.bench.gpu import check, commands, model, speed
 from mercury_jax.bench.gpu.runner import GpuCase, Runner, append
 from mercury_jax.cli import main
-from mercury_jax.kernels import checks, device as kernel_device
+from mercury_jax.kernels import device as kernel_device
 
 ROOT = Path(__file__).parents[2]
 BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
@@ -142,14 +142,16 @@ def broken(tmp_path, monkeypatch):
     ]
     found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
     monkeypatch.setattr(commands, "check_cases", lambda *a: found)
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
 
     def run(only=(), **faults):
         monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
         with closing(Runner(300.0, BROKEN, lambda line: None)) as running:
             rows = list(commands.check(running, small=True, only=only))
-        return rows, checks.read(checks.entry_key(jax.local_devices()[0].device_kind, jax.__version__))
+        return rows, kernel_device.read_checks(
+            kernel_device.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
+        )
 
     return run
 
@@ -212,10 +214,10 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
-            assert case.form == checks.attention_form(args[0], args[1], a.softcap, bool(a.page))
+            assert case.form == kernel_device.attention_form(args[0], args[1], a.softcap, bool(a.page))
             assert a.s % (a.page or 1) == 0
         else:
-            assert case.form == checks.grouped_form(shape["dtype"], shape.get("gradient", False))
+            assert case.form == kernel_device.grouped_form(shape["dtype"], shape.get("gradient", False))
             sizes = check.GroupedShape(**shape).sizes(np.random.default_rng(0))
             starts = (np.cumsum(sizes) - sizes)[sizes > 0]
             assert sizes.sum() == shape["rows"] and set(starts % 8) == set(range(8)) and 0 in sizes
@@ -339,8 +341,8 @@ import sys
 from mercury_jax.bench.gpu import commands, runner
 from mercury_jax.cli import bench_gpu, app
 assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
-from mercury_jax.kernels import checks
-checks.entry_key("x", "y"), checks.read("z")
+from mercury_jax.kernels import device as kernel_device
+kernel_device.entry_key("x", "y"), kernel_device.read_checks("z")
 import jax
 assert not jax._src.xla_bridge._backends
 """
@@ -364,7 +366,7 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
 
 
 def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
     only = ["grouped-bfloat16 "]
     assert main(["bench", "gpu", "check", "--small", "--only", *only, "--out", str(out)]) == 0

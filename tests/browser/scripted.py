@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest, RequestHandle, Snapshot
+from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.types import LM
 
 Script = Callable[[EngineRequest], Sequence[Snapshot]]
@@ -19,6 +20,7 @@ class Scripted:
     def __init__(self, lm: LM, script: Script):
         self.lm, self.script, self.config = lm, script, EngineConfig()
         self.context, self.ready, self.closing = lm.model.config.context, True, False
+        self.rules, self.block = rule_set(lm), lm.model.config.block
         self.tickets: list[RequestHandle] = []
         self.hold, self.gate = False, threading.Semaphore(0)
 

@@ -121,6 +121,7 @@ def test_stop_ends_both_runs_on_the_server(page, held):
 
 
 def test_leaving_the_page_ends_the_run(page, held):
+    assert len(held.engine.tickets) == 2 and not any(ticket.cancelled for ticket in held.engine.tickets)
     page.goto("about:blank")
     until(lambda: all(ticket.cancelled for ticket in held.engine.tickets))
 

@@ -21,7 +21,7 @@ from mercury_jax.evaluate import card
 from mercury_jax.serve.engine import sampling_params
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
-from mercury_jax.serve.engine.slots import Slots
+from mercury_jax.serve.engine.scheduler import Slots
 from mercury_jax.types import LM
 from tests.decode.grammar_clock import Clock
 from tests.decode.grammar_models import Named, compiled, model, schemas

@@ -1,4 +1,4 @@
-"""The README's table of open checkpoints, from the goldens: `python -m tests.hub.table`."""
+"""The table of families in docs/models.md, from the goldens: `python -m tests.hub.table`."""
 
 import numpy as np
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import params
 
-from mercury_jax.kernels import attend, checks, device as kernel_device, grouped_matmul
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.kv_quant import quantise_int8
 
 shape = jax.ShapeDtypeStruct
 FORCE = getattr(plgpu, "force_gpu_interpret_mode", params.force_gpu_interpret_mode)
@@ -24,10 +24,10 @@ COPIED = "tensor<2x384x2x128x"
 def kept(tmp_path, monkeypatch):
     """A Hopper whose checks are kept in a file of the test: kept(forms) writes them."""
     monkeypatch.setattr(kernel_device, "present", lambda device=None: kernel_device.HOPPER)
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.delenv(kernel_device.SWITCH, raising=False)
-    entry = checks.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
-    return lambda forms: checks.write(entry, forms, "2026-11-22")
+    entry = kernel_device.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
+    return lambda forms: kernel_device.write_checks(entry, forms, "2026-11-22")
 
 
 def program(f, *args):
@@ -119,7 +119,7 @@ def test_results_of_another_device_version_or_source_do_not_count(kept, monkeypa
     elif other == "jax":
         monkeypatch.setattr(jax, "__version__", "0.0.1")
     else:
-        monkeypatch.setattr(checks, "sources", lambda: "0123456789ab")
+        monkeypatch.setattr(kernel_device, "sources", lambda: "0123456789ab")
     assert "mercury bench gpu check" in str(kernel_device.why_off("attention-128-bfloat16"))
 
 
@@ -127,7 +127,7 @@ def test_results_of_another_device_version_or_source_do_not_count(kept, monkeypa
 def test_a_damaged_file_is_named_in_a_warning_and_ignored(kept, text, tmp_path):
     file = kept({"attention-128-bfloat16": {"passed": True}})
     file.write_text(text)
-    checks._parse.cache_clear()
+    kernel_device._parse.cache_clear()
     with pytest.warns(UserWarning, match=r"kernels\.json is ignored"):
         assert kernel_device.why_off("attention-128-bfloat16") is not None
     kept({"attention-128-bfloat16": {"passed": True}})  # and the next check writes it anew
@@ -138,15 +138,18 @@ def test_a_damaged_file_is_named_in_a_warning_and_ignored(kept, text, tmp_path):
 
 def test_one_file_has_entries_of_several_devices(kept):
     file = kept({"grouped-int8": {"passed": True}})
-    checks.write("another, jax 1, kernels 2", {"grouped-int8": {"passed": False}}, "2026-11-22")
+    kernel_device.write_checks("another, jax 1, kernels 2", {"grouped-int8": {"passed": False}}, "2026-11-22")
     assert len(json.loads(file.read_text())) == 2 and kernel_device.why_off("grouped-int8") is None
 
 
 def test_without_a_cache_folder_no_file_is_written(monkeypatch):
-    assert checks.path({"MERCURY_CACHE": ""}) is None
-    assert str(checks.path({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"})) == "/a/b.json"
-    assert str(checks.path({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
-    assert str(checks.path({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
+    assert kernel_device.checks_file({"MERCURY_CACHE": ""}) is None
+    assert (
+        str(kernel_device.checks_file({"MERCURY_CACHE": "", "MERCURY_KERNEL_CHECKS": "/a/b.json"}))
+        == "/a/b.json"
+    )
+    assert str(kernel_device.checks_file({"MERCURY_CACHE": "/a"})) == "/a/kernels.json"
+    assert str(kernel_device.checks_file({"XDG_CACHE_HOME": "/x"})) == "/x/mercury_jax/kernels.json"
 
 
 def test_status_lists_the_forms_that_are_on_and_the_reasons_of_the_others(kept):

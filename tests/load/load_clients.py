@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from mercury_jax import tasks
 from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat, counters
-from mercury_jax.evaluate import tasks
 
 MODEL = "nano"
 NAMES = (
@@ -29,7 +29,7 @@ NAMES = (
 
 def requests(count, max_tokens=40, frames=False, **more):
     """Different requests with deterministic answers: streamed chats and completions, in turn."""
-    texts = [p.input for p in tasks.draw(tasks.find("add3").generator, count, 0)]
+    texts = [p.input for p in tasks.draw_distinct(tasks.TASKS["add3"], count, 0)]
     asks = [chat(MODEL, text, max_tokens, frames, temperature=0, **more) for text in texts]
     for i in range(1, count, 2):
         body = asks[i].body | {

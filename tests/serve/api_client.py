@@ -7,8 +7,10 @@ from jsonschema.validators import Draft202012Validator
 from starlette.testclient import TestClient
 
 from mercury_jax.serve.app import create_app
+from mercury_jax.serve.chat.messages import plain_messages, plain_tools
 from mercury_jax.serve.openapi import build_document
 from mercury_jax.serve.options import ServerOptions
+from mercury_jax.serve.protocol import ChatCompletionsRequest, parse_request
 from tests.serve.scripted_engine import ScriptedEngine, text_snapshots
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +25,23 @@ MINIMAL = {
     "/v1/apply/completions": PAYLOAD,
 }
 TEXT = "347+585 is 932.\nYes"
+
+
+def plain_conversation(messages, tools=None):
+    """Messages and tools of a chat request as chat templates take them, through the request model."""
+    body = parse_request(ChatCompletionsRequest, {"model": "m", "messages": messages, "tools": tools})
+    tools = plain_tools(body.tools)
+    return plain_messages(body.messages), tools
+
+
+def check_messages(messages, tools=None):
+    """The plain messages of `plain_conversation`."""
+    return plain_conversation(messages, tools)[0]
+
+
+def check_tools(tools):
+    """The plain tools of `plain_conversation`."""
+    return plain_conversation([{"role": "user", "content": "hi"}], tools)[1]
 
 
 def client_of(engine, **options):

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from mercury_jax.serve.engine.request import (
     RequestHandle,
     RequestRejected,
 )
+from mercury_jax.serve.engine.sampling_params import rule_set
 
 
 def snapshot(tokens, final=None, finish=None, **fields):
@@ -34,13 +34,23 @@ def snapshot(tokens, final=None, finish=None, **fields):
     return made._replace(**fields)
 
 
+RULES = {}  # by the identity of the model
+
+
+def rules_of(lm):
+    """The rules that an engine of this model offers by default."""
+    if id(lm) not in RULES:
+        RULES[id(lm)] = lm, rule_set(lm)
+    return RULES[id(lm)][1]
+
+
 class ScriptedEngine:
     """Publishes the snapshots of `script` (or of `script(job)`) for every job, `pause` seconds apart."""
 
     def __init__(self, lm, script=(), pause=0.0, slots=4, queue=8):
         self.lm, self.script, self.pause = lm, script, pause
         self.config, self.context = EngineConfig(slots=slots, queue=queue), 512
-        self.rules, self.block = SimpleNamespace(names=("threshold", "confidence")), 32
+        self.rules, self.block = rules_of(lm), 32
         self.ready, self.closing = True, False
         self.tickets, self.gate = [], threading.Event()
         self.gate.set()

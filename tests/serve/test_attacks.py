@@ -26,24 +26,25 @@
                                         test_a_bomb_takes_no_longer_than_its_time,
                                         test_no_more_compile_at_once_than_there_are_workers
 11 a template in the request            here
-12 a template of a model                test_attacks_code (who may make one); test_template (what it may do):
-                                        test_a_template_that_does_not_end_is_ended,
-                                        test_a_template_that_reaches_for_attributes_is_refused
-13 pickles                              test_attacks_code; test_files: test_pickles_and_empty_folders_are_refused
+12 a template of a model                test_attacks_code (who may make one); test_chat_template (what it may do):
+                                        test_a_template_that_exceeds_a_limit_is_stopped,
+                                        test_private_and_mutating_attributes_are_refused
+13 pickles                              test_attacks_code; test_folder: test_pickles_and_empty_folders_are_refused
 14 code that a checkpoint names         test_attacks_code;
-                                        test_files: test_code_that_a_config_names_is_not_run_but_noted
-15 weights with a lying header          test_tensors: test_a_wrong_header_is_refused_in_words;
-                                        test_tensors_fuzz: test_a_mutated_file_is_refused_or_read_intact
+                                        test_folder: test_code_that_a_config_names_is_noted_and_not_run
+15 weights with a lying header          test_tensors: test_a_malformed_header_raises_an_error_that_names_the_file;
+                                        test_tensors_mutated: test_a_mutated_file_raises_an_error_or_is_read_intact
 16 a path in an upload's name           here
-17 a path out of a checkpoint's folder  test_files: test_a_symbolic_link_out_of_the_folder_is_refused,
-                                        test_an_index_names_bare_files_of_its_folder_only;
-                                        test_checkpoint_links: test_what_leads_out_of_a_checkpoints_folder_is_refused
+17 a path out of a checkpoint's folder  test_folder: test_a_symbolic_link_out_of_the_folder_is_refused,
+                                        test_an_index_may_only_name_files_of_its_folder,
+                                        test_a_snapshot_may_only_link_to_its_own_blobs;
+                                        test_manifest: test_files_outside_of_a_checkpoints_folder_are_refused
 18 an image's address is fetched        here
 19 a request chooses the model          here
 20 a remote $ref                        test_attacks_schemas;
                                         test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused
 21 special tokens in a user's text      here; test_tool_prompt: test_user_text_never_becomes_a_control_token;
-                                        test_hf_tokenizer: test_every_text_comes_back_and_holds_no_control
+                                        test_hub_tokenizer: test_every_text_round_trips_without_control_tokens
 22 tensors and ids from a client        here
 23 an error tells of the inside         here; test_streaming: test_an_unexpected_exception_is_a_500_with_a_request_id,
                                         test_a_failed_job_is_one_error_without_internals
@@ -62,7 +63,6 @@ from pathlib import Path
 
 import pytest
 
-from mercury_jax.serve.chat.messages import InvalidField, check_messages
 from mercury_jax.serve.engine.prefix_cache import chunk_hashes
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.protocol import ChatCompletionsRequest, parse_request
@@ -183,12 +183,9 @@ def test_18_parts_other_than_text_are_refused_and_nothing_is_fetched(scripted_ap
             {**PAYLOAD, "messages": [*PAYLOAD["messages"], {"role": role, "content": [part]}]}
         )
         assert error["param"].startswith("messages[1].content")
-        # The request model and the check of the messages refuse it independently.
         payload = {**PAYLOAD, "messages": [{"role": role, "content": [part]}]}
         with pytest.raises(ApiError):
             parse_request(ChatCompletionsRequest, payload)
-        with pytest.raises(InvalidField):
-            check_messages(payload["messages"])
     scripted_app.serves()
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mercury_jax.serve import constraint
+from mercury_jax.serve import chat_completions
 from tests.serve.api_client import PAYLOAD, function_tool, schema_format
 
 BAD_SCHEMAS = (
@@ -113,8 +113,8 @@ def test_20_a_hidden_reference_is_refused(scripted_app, schema, no_network):
 def test_20_checking_an_answer_does_not_use_the_network(no_network):
     """Not even for a schema that compilation would refuse."""
     for kind in ({}, {"$schema": DIALECT.format(3)}, {"$schema": DIALECT.format(7)}):
-        valid = constraint._validator({**kind, "properties": {"a": OUTSIDE}})
-        assert not constraint._is_valid('{"a": 1}', valid) and constraint._is_valid("{}", valid)
+        valid = chat_completions._validator({**kind, "properties": {"a": OUTSIDE}})
+        assert not chat_completions._is_valid('{"a": 1}', valid) and chat_completions._is_valid("{}", valid)
 
 
 @pytest.mark.parametrize(

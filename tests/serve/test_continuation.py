@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mercury_jax.decode.sample import LogProbs
-from mercury_jax.serve.continuation import join
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.api_client import PAYLOAD, choices, client_of, content_of, events, post
 from tests.serve.scripted_engine import ScriptedEngine, snapshot, text_snapshots
@@ -146,12 +145,12 @@ def test_a_stop_sequence_cancels_the_second_job(nano):
 def test_join_makes_one_snapshot_of_two():
     nats = lambda n: LogProbs(np.full(n, -1.0), np.zeros((n, 2), int), np.full((n, 2), -1.0))
     one = snapshot([1, 2, 3], finish="length", logprobs=nats(3), cached=7, forwards=5)
-    two = join(one, snapshot([4, 5], final=1, logprobs=nats(2), forwards=2))
+    two = one.followed_by(snapshot([4, 5], final=1, logprobs=nats(2), forwards=2))
     assert two.tokens.tolist() == [1, 2, 3, 4, 5] and two.accepted.tolist() == [True] * 4 + [False]
     assert (two.final, two.start, two.cached, two.forwards, two.finish) == (4, 4, 7, 7, None)
     assert two.logprobs is not None
     assert len(two.confidence) == len(two.forced) == len(two.logprobs.tokens) == len(two.logprobs.top) == 5
-    assert join(one, snapshot([], logprobs=None)).logprobs is None
+    assert one.followed_by(snapshot([], logprobs=None)).logprobs is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,9 +5,9 @@ from jsonschema.validators import Draft202012Validator
 from mercury_jax.serve import app
 from mercury_jax.serve.chat.apply_edit import apply_update, parse_apply
 from mercury_jax.serve.chat.code_prompts import parse_edit
-from mercury_jax.serve.chat.messages import check_messages
 from mercury_jax.serve.openapi import ENDPOINTS, build_document
 from mercury_jax.serve.protocol import parse_request
+from tests.serve.api_client import check_messages
 
 
 def test_every_reference_resolves_and_every_route_is_described():

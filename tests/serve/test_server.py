@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -313,6 +314,56 @@ def test_a_signal_while_compiling_ends_the_process_cleanly(tmp_path):
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0 and list(said)[-1] == "stopped\n"
+
+
+OWN_RULE = '''"""A rule of the user's own."""
+
+import jax.numpy as jnp
+
+import mercury_jax as mj
+
+
+@mj.rule(name="leftmost", noise="absorbing")
+def leftmost(key, view, memory, count=1.0):
+    """Accepts the `count` leftmost masks."""
+    return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
+'''
+
+
+@pytest.mark.slow
+def test_the_real_command_serves_a_rule_of_the_users_own(tmp_path):
+    """A file of 12 lines: its rule decodes requests that name none, and the playground offers it."""
+    (tmp_path / "my_rules.py").write_text(OWN_RULE)
+    command = ["serve", "--port", "0", "--slots", "1", "--rule", "my_rules:leftmost", "--count", "4"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mercury_jax", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        said = []
+        while not said or not said[-1].startswith("ready in"):
+            said.append(process.stderr.readline())
+            assert said[-1], "".join(said)
+        url = re.search(r"http://[\d.:]+", "".join(said))
+        assert url is not None
+        line = http.client.HTTPConnection(url[0].removeprefix("http://"), timeout=60)
+
+        def ask(method, path, data=None):
+            headers = {"content-type": "application/json"}
+            line.request(method, path, None if data is None else json.dumps(data), headers)
+            return line.getresponse().read().decode()
+
+        body = {"model": "nano", "prompt": "def fibonacci(n):", "max_tokens": 32, "stream": False}
+        tokens = json.loads(ask("POST", "/v1/completions", body))["usage"]["completion_tokens"]
+        passes = re.search(r"mercury_forwards_total (\d+)", ask("GET", "/metrics"))
+        assert passes is not None and tokens / 4 <= int(passes[1]) <= 8
+        offered = json.loads(ask("GET", "/playground/info"))["rules"]
+        assert (offered[0]["name"], offered[0]["value"]) == ("leftmost", 4.0)
+        assert offered[0]["about"] == "Accepts the `count` leftmost masks." and len(offered) > 9
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
 def arguments(*words):

@@ -28,9 +28,9 @@ import numpy as np
 
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import measure_roofline
-from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products, reference
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.inputs import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2
@@ -226,7 +226,9 @@ class AttentionShape(NamedTuple):
         kernel = functools.partial(one, backend=backend, device=device, **how)
         prepare = jax.jit(self.prepared)
         return KernelCheck(
-            kernel, functools.partial(reference.run, **how), lambda seed: prepare(*self.drawn(seed))
+            kernel,
+            functools.partial(attend, backend="reference", **how),
+            lambda seed: prepare(*self.drawn(seed)),
         )
 
 

@@ -1,7 +1,7 @@
 """The commands `check`, `speed` and `model`: the cases that each runs, and its rows as they are measured.
 
 Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
-grouped product look for it (`kernels.checks`). A case is data: the child process finds the work by its name
+grouped product look for it (`kernels.device`). A case is data: the child process finds the work by its name
 (`runner.WORK`). With `small` the same code runs with small shapes on any machine. Imports no JAX.
 """
 
@@ -80,15 +80,15 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
     if not todo:
         yield same | {"case": "kernels", "left_out": f"no kernel is written for {first['hardware']}"}
         return
-    from mercury_jax.kernels import checks  # imports JAX, and starts it on no device
+    from mercury_jax.kernels import device as kernel_device  # imports JAX, and starts it on no device
 
-    entry = checks.entry_key(first["hardware"], first["jax"])
-    forms: dict[str, Any] = dict(checks.read(entry) or {}) if only else {}
+    entry = kernel_device.entry_key(first["hardware"], first["jax"])
+    forms: dict[str, Any] = dict(kernel_device.read_checks(entry) or {}) if only else {}
     # Until its check passes a form is not used. Each decision is stored at once, in case the command is interrupted.
     forms |= {
         case.form: {"passed": False, "why": "its check was not completed"} for case in todo if case.form
     }
-    checks.write(entry, forms, same["date"])
+    kernel_device.write_checks(entry, forms, same["date"])
     for form, cases in itertools.groupby(todo, key=lambda case: case.form):
         errors, why = [], ""
         for case in cases:
@@ -105,7 +105,7 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
             forms[form] = (
                 {"passed": False, "why": why} if why else {"passed": True, "relative_error": max(errors)}
             )
-            file = checks.write(entry, forms, same["date"])
+            file = kernel_device.write_checks(entry, forms, same["date"])
             verdict = {"form": form, "verdict": "off" if why else "on"}
             yield same | verdict | forms[form] | {"file": None if file is None else str(file)}
 
@@ -235,7 +235,7 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
 
 
 def _check_case(work: str, shape: dict[str, Any], limit: float) -> GpuCase:
-    """A case whose form has the name that `kernels.checks` gives to its shape."""
+    """A case whose form has the name that `kernels.device` gives to its shape."""
     if work == "attention":
         kinds = {"int8": "int8", "page": "paged", "softcap": "softcap"}
         parts = ["attention", str(shape["width"]), shape["dtype"]]

@@ -218,8 +218,8 @@ def training(asked: Row, stage: Stage) -> Iterator[Row]:
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
     tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
     stage("making the state")
-    state = steps.init(jax.random.key(0), model, tx, ema=False, on=on)
-    update = steps.updater(model, objectives.masked_elbo(), corruption, tx, lr, on=on)
+    setup = steps.TrainSetup(model, objectives.masked_elbo(), corruption, tx, lr)
+    state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
     data, seconds, report = batch_of(c, rows, row), [], None
     stage("compiling, then timing")
     for _ in range(asked["turns"] + 1):  # the first one compiles

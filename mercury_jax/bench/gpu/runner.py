@@ -59,7 +59,7 @@ class GpuCase(NamedTuple):
         asked: Its arguments, JSON.
         limit: Seconds after which it is killed.
         least: Seconds that must be left to begin it.
-        form: The kernel form (`kernels.checks`) it belongs to; empty for none.
+        form: The kernel form (`kernels.device`) it belongs to; empty for none.
         env: Environment variables of its process; MERCURY_KERNELS is unset unless it is among them.
         alone: Whether it shares no process with others.
     """

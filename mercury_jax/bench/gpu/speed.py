@@ -18,9 +18,9 @@ import numpy as np
 
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, checks, device as kernel_device
+from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.grouped_matmul import tile_rows
-from mercury_jax.kernels.kv_quant import quantise_int8
+from mercury_jax.kernels.inputs import AttentionResult, quantise_int8
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -45,7 +45,9 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     if way == "ours":
         q = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
         k = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
-        row |= _computed_by(checks.attention_form(q, jax.eval_shape(quantise_int8, k) if int8 else k, None))
+        row |= _computed_by(
+            kernel_device.attention_form(q, jax.eval_shape(quantise_int8, k) if int8 else k, None)
+        )
         if "left_out" in row:
             yield row
             return
@@ -64,7 +66,7 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     seen[:, :, 0, 1] = s - t + 1 + np.arange(t) if causal else s
     seen_on_device = jnp.asarray(seen)
 
-    def call(q: jax.Array, kv: Any) -> jax.Array:
+    def call(q: jax.Array, kv: Any) -> AttentionResult:
         if way == "ours":
             return attend(q, kv[0], kv[1], seen_on_device, cached=True)
         return jax.nn.dot_product_attention(q, kv[0], kv[1], is_causal=causal, implementation=way)
@@ -98,7 +100,7 @@ def time_grouped(asked: Row, stage: Stage) -> Iterator[Row]:
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     row: Row = {"shape": shape, "way": way}
     if way == "ours":
-        row |= _computed_by(checks.grouped_form(shape["dtype"]))
+        row |= _computed_by(kernel_device.grouped_form(shape["dtype"]))
         if "left_out" in row:
             yield row
             return

@@ -28,7 +28,7 @@ from mercury_jax.serve.chat.code_prompts import (
     unfenced,
     without_tags,
 )
-from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.serve.errors import invalid_request
 from mercury_jax.types import LM
 
 ORIGINAL, UPDATE = "original_code", "update_snippet"
@@ -107,7 +107,7 @@ def parse_apply(content: str) -> ApplyInput:
     """Takes the message of an apply request apart.
 
     Raises:
-        InvalidField: If a part is missing, naming its tags.
+        ApiError: 400 if a part is missing, naming its tags.
     """
     parts = []
     for name in (ORIGINAL, UPDATE):
@@ -115,7 +115,7 @@ def parse_apply(content: str) -> ApplyInput:
         if part is None:
             missing = f"<|{name}|> ... <|/{name}|>"
             message = f"messages[0].content has no {missing}; allowed: a text with both parts"
-            raise InvalidField("messages", message)
+            raise invalid_request("messages", message)
         parts.append(part)
     return ApplyInput(parts[0], parts[1], content)
 
@@ -145,12 +145,12 @@ def apply_prompt(lm: LM, request: ApplyInput, instruct: bool = True) -> CodeProm
         A prompt with the instructions and the message.
 
     Raises:
-        InvalidField: If the model does not follow instructions: guessing would damage the file.
+        ApiError: 400 if the model does not follow instructions: guessing would damage the file.
     """
     if not instruct:
         fault = f"messages[0].content does not say where its {UPDATE} belongs, and {lm.name} does not merge"
         allowed = "lines of the file on both sides of each change"
-        raise InvalidField("messages", f"{fault}; allowed: {allowed}")
+        raise invalid_request("messages", f"{fault}; allowed: {allowed}")
     return instruction_prompt(lm, APPLY_INSTRUCTIONS, request.text)
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from mercury_jax.serve.chat.messages import InvalidField
-from mercury_jax.serve.chat.tool_prompt import render_prompt
+from mercury_jax.serve.chat.messages import render_prompt
+from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.types import LM
 
 CURSOR = "<|cursor|>"
@@ -86,12 +86,12 @@ def fim_prompt(lm: LM, prefix: str, suffix: str | None) -> CodePrompt:
         The prompt; its answer is the text of the hole.
 
     Raises:
-        InvalidField: If both are empty.
+        ApiError: 400 if both are empty.
     """
     behind = "" if suffix is None or suffix == NO_SUFFIX else suffix
     if not prefix and not behind:
         allowed = "a text of at least one character, or a suffix"
-        raise InvalidField("prompt", f"prompt is {prefix!r}; allowed: {allowed}")
+        raise invalid_value("prompt", prefix, allowed)
     return _hole_prompt(lm, prefix, behind)
 
 
@@ -99,14 +99,13 @@ def parse_edit(content: str) -> EditInput:
     """Takes the message of a next edit apart.
 
     Raises:
-        InvalidField: If it marks no region, naming the missing tags.
+        ApiError: 400 if it marks no region, naming the missing tags.
     """
     at = tagged_span(content, REGION)
     if at is None:
         missing = f"<|{REGION}|> ... <|/{REGION}|>"
-        raise InvalidField(
-            "messages", f"messages[0].content has no {missing}; allowed: a text that marks its region"
-        )
+        message = f"messages[0].content has no {missing}; allowed: a text that marks its region"
+        raise invalid_request("messages", message)
     region, file = _trimmed(content[slice(*at)]), tagged_span(content, FILE)
     if file is not None and file[0] <= at[0] <= file[1]:
         path, before = _split_path(content[file[0] : at[0] - len(f"<|{REGION}|>")].removeprefix("\n"))
@@ -145,7 +144,7 @@ def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
         The prompt; its answer goes through `edit_reply`.
 
     Raises:
-        InvalidField: If a model without instructions would see no code around the hole.
+        ApiError: 400 if a model without instructions would see no code around the hole.
     """
     if instruct:
         return instruction_prompt(lm, EDIT_INSTRUCTIONS, edit.text)
@@ -153,7 +152,7 @@ def edit_prompt(lm: LM, edit: EditInput, instruct: bool) -> CodePrompt:
     before, after = edit.before + edit.region[:start], edit.region[end:] + edit.after
     if not (before + after).strip():
         message = "messages[0].content has only its region; allowed: a text with code around it"
-        raise InvalidField("messages", message)
+        raise invalid_request("messages", message)
     budget = int(1.5 * len(lm.tokenizer.encode(edit.region[start:end]))) + 16
     return _hole_prompt(lm, before, after if after.strip() else "", budget)
 

@@ -1,275 +1,308 @@
-"""Messages and tools of a request: checked against OpenAI's forms, and made plain for a chat template.
+"""From the messages and tools of a request to the ids of a prompt.
 
-Plain messages have the roles system, user, assistant and tool, a text as content, `tool_calls` with mappings as
-arguments, and the `tool_call_id` that a result answers. Unknown fields are dropped. Text is the only kind of content:
-no message makes this server fetch or decode anything. Anything else raises `InvalidField` with the field's name.
+`plain_messages` and `plain_tools` turn the request models of `protocol.py` into what chat templates take, and check
+what pydantic cannot: that a tool result answers an earlier call, that arguments are JSON, that no two tools share a
+name. `render_prompt` applies the model's chat template. How models write tool calls:
+
+    ours      <|tool_call|>{"name": "f", "arguments": {...}}<|end_tool_call|>          special ids
+    Hermes    <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>             Qwen, SDAR, Dream: mostly text
+    Gemma     <|tool_call>call:f{key:<|"|>text<|"|>,n:3}<tool_call|>                   Gemma 4, DiffusionGemma: ids
+
+If the chat template of a checkpoint knows none of them, the tools are described in the prompt (`described_tools`), and
+the model is asked to write Hermes' form as text. `output_parser` reads what the model writes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from mercury_jax import chat
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.serve import protocol
+from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
+from mercury_jax.types import LM
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024  # of a message's content
-MAX_CALLS = 256  # of a message
-MAX_TOOLS = 256
-MAX_ID = 256  # characters
-MAX_DESCRIPTION = 65_536  # characters
-MAX_DEPTH = 40  # nested lists: less than what a chat template takes
-MAX_SHOWN = 80  # characters of a value that an error repeats
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# The roles of OpenAI's API, and the roles of chat templates.
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-    "function": "tool",
-}  # fmt: skip
-
-
-class InvalidField(Exception):
-    """A field of a request that cannot be used.
-
-    Attributes:
-        param: The field, such as `messages[2].content`.
-        message: What it is, and what is allowed.
-    """
-
-    def __init__(self, param: str, message: str):
-        super().__init__(message)
-        self.param, self.message = param, message
+MAX_DEPTH = 40  # nested lists and objects of arguments and schemas: less than what a chat template takes
+HERMES = ("<tool_call>", "</tool_call>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+INSTRUCTIONS = """\
+You may call these functions:
+{tools}
+To call one, answer with its name and its arguments, as JSON between two tags:
+{open}
+{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
+{close}
+Several calls stand one behind the other. Their results come back between <tool_response> and </tool_response>."""
 
 
-def invalid_field(param: str, value: object, allowed: str) -> InvalidField:
-    """An error that repeats a value, cut to MAX_SHOWN characters.
+def plain_messages(
+    messages: Sequence[protocol.ChatMessage | protocol.UserMessage],
+) -> list[dict[str, Any]]:
+    """Converts a conversation to the form of chat templates.
+
+    Roles may follow each other in any order. Consecutive tool results are sorted by the order of their calls, since a
+    template may not say which result belongs to which call.
 
     Args:
-        param: The field.
-        value: Its value.
-        allowed: What is allowed.
+        messages: Validated messages of a request.
 
     Returns:
-        The error, to be raised.
-    """
-    shown = repr(value)
-    shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-    return InvalidField(param, f"{param} is {shown}; allowed: {allowed}")
-
-
-def check_messages(messages: Any, tools: Any = None) -> list[dict[str, Any]]:
-    """Checks the messages of a conversation and makes them plain.
-
-    Roles may follow each other in any order, but a result must answer an earlier call. Consecutive results are put into
-    the order of their calls, since a template may not say which result belongs to which call.
-
-    Args:
-        messages: JSON data of the request.
-        tools: JSON data of the request; only checked.
-
-    Returns:
-        Plain messages: a system or developer message has the role system, a result of a tool or function the role tool,
-        a content is a text (None for a message that only calls tools), and arguments are mappings.
+        Mappings with the role system, user, assistant or tool; a text as content (None for a message that only calls
+        tools); `tool_calls` whose arguments are mappings; and the `tool_call_id` and `name` of a tool result.
 
     Raises:
-        InvalidField: For the first field that does not fit.
+        ApiError: 400 for arguments that are not a JSON object, a repeated id, or a result without an earlier call.
     """
-    check_tools(tools)
-    calls = _EarlierCalls()
-    order = lambda result: calls.numbers[result["tool_call_id"]]
+    known: dict[str, tuple[int, str]] = {}  # of each id, the number and the function of its latest call
+    older: dict[
+        str, str
+    ] = {}  # by function, the id of its latest call in OpenAI's older form, which has no ids
+    number = itertools.count()
+    order = lambda result: known[result["tool_call_id"]][0]
     plain: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []  # consecutive ones
-    for i, message in enumerate(_list(messages, "messages", 1, MAX_MESSAGES)):
-        checked = _message(message, f"messages[{i}]", calls)
-        if "tool_call_id" in checked:
-            results.append(checked)
+    for i, message in enumerate(messages):
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+        entry: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        if isinstance(message, protocol.ToolMessage):
+            if message.tool_call_id not in known:
+                allowed = "the id of a call in an earlier message"
+                raise invalid_value(f"messages[{i}].tool_call_id", message.tool_call_id, allowed)
+            entry |= {"tool_call_id": message.tool_call_id, "name": known[message.tool_call_id][1]}
+        elif isinstance(message, protocol.FunctionMessage) and message.name is not None:
+            entry["name"] = message.name
+            if message.name in older:
+                entry["tool_call_id"] = older[message.name]
+        elif isinstance(message, protocol.AssistantMessage):
+            calls = [
+                (call.id, _plain_call(call.function, f"messages[{i}].tool_calls[{j}].function"))
+                for j, call in enumerate(message.tool_calls or ())
+            ]
+            if repeated := [id for id, count in Counter(id for id, _ in calls).items() if count > 1]:
+                allowed = "ids that differ within a message"
+                raise invalid_value(f"messages[{i}].tool_calls", repeated[0], allowed)
+            if message.function_call is not None:
+                name = message.function_call.name
+                older[name] = f"function_{len(known)}"
+                calls.append(
+                    (older[name], _plain_call(message.function_call, f"messages[{i}].function_call"))
+                )
+            known |= {id: (next(number), function["name"]) for id, function in calls}
+            if calls:
+                entry["tool_calls"] = [{"id": id, "type": "function", "function": f} for id, f in calls]
+                if message.content is None:  # by which some templates recognise a message that only calls
+                    entry["content"] = None
+        if "tool_call_id" in entry:
+            results.append(entry)
             continue
-        plain += [*sorted(results, key=order), checked]
+        plain += [*sorted(results, key=order), entry]
         results = []
     return plain + sorted(results, key=order)
 
 
-def check_tools(tools: Any) -> list[dict[str, Any]]:
-    """Checks the tools of a request.
+def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str, Any]]:
+    """Converts the tools of a request to the form of chat templates.
 
     Args:
-        tools: JSON data of the request; null means none.
+        tools: Validated tools of a request; None for none.
 
     Returns:
         `[{"type": "function", "function": {"name", "description", "parameters"}}]`, without what was not given.
 
     Raises:
-        InvalidField: For the first field that does not fit.
+        ApiError: 400 for two tools of one name, or parameters that describe no object.
     """
-    checked: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate([] if tools is None else _list(tools, "tools", 0, MAX_TOOLS)):
-        name = f"tools[{i}]"
-        tool = _mapping(tool, name)
-        if tool.get("type") not in (None, "function"):
-            raise invalid_field(f"{name}.type", tool["type"], "function")
-        name = f"{name}.function"
-        given = _mapping(tool.get("function"), name)
-        function: dict[str, Any] = {"name": _function_name(given.get("name"), f"{name}.name")}
-        if function["name"] in checked:
-            raise invalid_field(f"{name}.name", function["name"], "a name that no other tool has")
-        if given.get("description") is not None:
-            description = _text(given["description"], f"{name}.description", most=MAX_DESCRIPTION)
-            function["description"] = description
-        if given.get("parameters") is not None:
-            schema = _mapping(given["parameters"], f"{name}.parameters")
-            if schema.get("type", "object") != "object":
-                raise invalid_field(f"{name}.parameters.type", schema["type"], "object")
-            function["parameters"] = _plain_json(dict(schema), f"{name}.parameters")
-        checked[function["name"]] = {"type": "function", "function": function}
-    return list(checked.values())
-
-
-@dataclass
-class _EarlierCalls:
-    """The calls so far: the number and the function of each id, and ids of calls in OpenAI's older form by function."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-    functions: dict[str, str] = field(default_factory=dict)
-    older_ids: dict[str, str] = field(default_factory=dict)
-    count: int = 0
-
-
-def _message(message: Any, name: str, calls: _EarlierCalls) -> dict[str, Any]:
-    message = _mapping(message, name)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid_field(f"{name}.role", role, ", ".join(ROLES))
-    content = _content(message.get("content"), f"{name}.content")
-    plain: dict[str, Any] = {"role": ROLES[role], "content": content}
-    if role == "tool":
-        id = _text(message.get("tool_call_id"), f"{name}.tool_call_id", least=1, most=MAX_ID)
-        if id not in calls.numbers:
-            raise invalid_field(f"{name}.tool_call_id", id, "the id of a call in an earlier message")
-        return plain | {"tool_call_id": id, "name": calls.functions[id]}
-    if role == "function":  # a result without an id: it answers the latest call of its function, or none
-        if message.get("name") is None:
-            return plain
-        function = _function_name(message["name"], f"{name}.name")
-        id = calls.older_ids.get(function)
-        return plain | {"name": function} | ({} if id is None else {"tool_call_id": id})
-    requested = _tool_calls(message, name, calls)
-    if requested and role != "assistant":
-        raise invalid_field(f"{name}.tool_calls", requested, f"none in a message of role {role}")
-    if requested:
-        plain["tool_calls"] = requested
-        if message.get("content") is None:  # by which some templates recognise a message that only calls
-            plain["content"] = None
-    return plain
-
-
-def _content(content: Any, name: str) -> str:
-    """The text of a content: null is empty, parts are joined by line ends."""
-    if content is None or isinstance(content, str):
-        return _text(content or "", name)
-    if not isinstance(content, list):
-        raise invalid_field(name, type(content).__name__, "a string, null, or a list of text parts")
-    return _text(chat.join_parts(_list(content, name, 0, MAX_PARTS), name, invalid_field), name)
-
-
-def _tool_calls(message: Mapping[str, Any], name: str, calls: _EarlierCalls) -> list[dict[str, Any]]:
-    """The calls of a message, with `function_call` of OpenAI's older form among them."""
-    given = message.get("tool_calls")
     plain: dict[str, dict[str, Any]] = {}
-    for j, call in enumerate([] if given is None else _list(given, f"{name}.tool_calls", 0, MAX_CALLS)):
-        at = f"{name}.tool_calls[{j}]"
-        call = _mapping(call, at)
-        if call.get("type") not in (None, "function"):
-            raise invalid_field(f"{at}.type", call["type"], "function")
-        id = _text(call.get("id"), f"{at}.id", least=1, most=MAX_ID)
-        if id in plain:
-            raise invalid_field(f"{at}.id", id, "an id that no other call of it has")
-        plain[id] = _called_function(call.get("function"), f"{at}.function")
-    pairs = list(plain.items())
-    if message.get("function_call") is not None:
-        function = _called_function(message["function_call"], f"{name}.function_call")
-        calls.older_ids[function["name"]] = f"function_{calls.count}"
-        pairs.append((f"function_{calls.count}", function))
-    for id, function in pairs:
-        calls.numbers[id], calls.functions[id] = calls.count, function["name"]
-        calls.count += 1
-    return [{"id": id, "type": "function", "function": function} for id, function in pairs]
+    for i, tool in enumerate(tools or ()):
+        function, at = tool.function, f"tools[{i}].function"
+        if function.name in plain:
+            raise invalid_value(f"{at}.name", function.name, "a name that no other tool has")
+        if function.parameters is not None:
+            if function.parameters.get("type", "object") != "object":
+                raise invalid_value(f"{at}.parameters.type", function.parameters["type"], "object")
+            _check_json(function.parameters, f"{at}.parameters")
+        fields = function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        plain[function.name] = {"type": "function", "function": fields}
+    return list(plain.values())
 
 
-def _called_function(function: Any, name: str) -> dict[str, Any]:
+def _text(content: protocol.Content | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
+
+
+def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
     """Name and arguments of a call; the arguments are an object, or its JSON text, or empty."""
-    function = _mapping(function, name)
-    called = _function_name(function.get("name"), f"{name}.name")
-    name, arguments = f"{name}.arguments", function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
+    arguments: Any = function.arguments or {}
+    if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
-            raise invalid_field(name, arguments, "the JSON text of an object") from None
+            arguments = None
     if not isinstance(arguments, dict):
-        raise invalid_field(name, arguments, "the JSON text of an object")
-    return {"name": called, "arguments": _plain_json(arguments, name)}
+        raise invalid_value(f"{at}.arguments", function.arguments, "an object, or the JSON text of one")
+    _check_json(arguments, f"{at}.arguments")
+    return {"name": function.name, "arguments": arguments}
 
 
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise invalid_field(name, value, "an object")
-    return value
-
-
-def _list(value: Any, name: str, least: int, most: int) -> list[Any]:
-    if not isinstance(value, list):
-        raise invalid_field(name, value, "a list")
-    if not least <= len(value) <= most:
-        raise InvalidField(name, f"{name} has {len(value)} entries; allowed: {least}..{most}")
-    return value
-
-
-def _text(value: Any, name: str, least: int = 0, most: int | None = None) -> str:
-    """A string without lone surrogates, which JSON can write and UTF-8 cannot."""
-    if not isinstance(value, str):
-        raise invalid_field(name, value, "a string")
-    if len(value) < least or (most is not None and len(value) > most):
-        allowed = f"{least}..{most or 'any number'}"
-        raise InvalidField(name, f"{name} has {len(value)} characters; allowed: {allowed}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(value[error.start]):04X} at {error.start}"
-        raise InvalidField(name, f"{name} has a lone surrogate, {found}; allowed: Unicode text") from None
-    return value
-
-
-def _function_name(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not FUNCTION_NAME.fullmatch(value):
-        raise invalid_field(name, value, "1 to 64 of a-z, A-Z, 0-9, underscore, dot and dash")
-    return value
-
-
-def _plain_json(value: Any, name: str) -> Any:
-    """JSON data whose texts are Unicode and whose lists are not nested too deeply."""
+def _check_json(value: Any, name: str) -> None:
+    """Refuses lists that are nested too deeply, and lone surrogates, which JSON text can spell and UTF-8 cannot."""
     stack = [(value, 0)]
     while stack:
         found, depth = stack.pop()
         if depth > MAX_DEPTH:
-            raise InvalidField(name, f"{name} has lists within lists; allowed: at most {MAX_DEPTH} levels")
+            raise invalid_request(name, f"{name} has lists within lists; allowed: at most {MAX_DEPTH} levels")
         if isinstance(found, str):
-            _text(found, name)
+            try:
+                found.encode()
+            except UnicodeEncodeError:
+                raise invalid_request(name, f"{name} has a lone surrogate; allowed: Unicode text") from None
         elif isinstance(found, dict):
             stack += [(inside, depth + 1) for pair in found.items() for inside in pair]
         elif isinstance(found, list):
             stack += [(inside, depth + 1) for inside in found]
-    return value
 
 
 def refuse_constant(constant: str) -> NoReturn:
-    """For `json.loads(parse_constant=)`: NaN and Infinity are not JSON, though Python reads them.
+    """Refuses NaN and Infinity, which are not JSON though Python reads them.
+
+    Args:
+        constant: What `json.loads(parse_constant=)` has read.
 
     Raises:
         ValueError: Always.
     """
     raise ValueError(f"{constant} is not JSON")
+
+
+class ToolFormat(NamedTuple):
+    """The form in which a model writes a tool call around its JSON.
+
+    Attributes:
+        open: Mark in front of the JSON: an id, or a text that may be spread over tokens.
+        close: Mark behind it.
+        lead: Text between `open` and the JSON, and between the JSON and `close`.
+        native: The chat template lists tools and writes calls and results.
+        quote: Id on both sides of a string in Gemma's form. None: the call is JSON.
+        ends: Ids behind which the results of the calls follow.
+    """
+
+    open: int | str
+    close: int | str
+    lead: str = "\n"
+    native: bool = True
+    quote: int | None = None
+    ends: tuple[int, ...] = ()
+
+
+def tool_format(tok: AnyTokenizer) -> ToolFormat:
+    """The form in which the model of a tokenizer writes tool calls, by its vocabulary and chat template."""
+    if not isinstance(tok, HFTokenizer):
+        return ToolFormat(SPECIAL.tool_call, SPECIAL.end_tool_call, lead="")
+    templates, ids = tok.data.templates, tok.tokens.control
+    template = templates.get("tool_use", templates.get("default", ""))
+    if "tools" in template and "call:" in template and set(GEMMA[:3]) <= set(ids):
+        first, last, quote = (ids[text] for text in GEMMA[:3])
+        ends = (ids[GEMMA[3]],) if GEMMA[3] in ids else ()
+        return ToolFormat(first, last, lead="", quote=quote, ends=ends)
+    # The template of Qwen3-Coder has the same marks around XML, which is not supported.
+    if "tools" in template and HERMES[0] in template and "<function=" not in template:
+        # A mark that decodes to text is found in the text, whether it is one token or several.
+        marks = [ids[text] if text in ids and not tok.pieces[ids[text]] else text for text in HERMES]
+        return ToolFormat(marks[0], marks[1])
+    return ToolFormat(*HERMES, native=False)
+
+
+def render_prompt(
+    lm: LM,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool = False,
+) -> tuple[int, ...]:
+    """The prompt of a conversation, by the model's chat template. User text never becomes a control token.
+
+    Args:
+        lm: The model.
+        messages: As `plain_messages` returns them.
+        tools: As `plain_tools` returns them.
+        thinking: The prompt opens the thinking, so the model must have thinking marks. Otherwise a template that can
+            skip thinking is asked to (`enable_thinking`), since the answer has no budget for it.
+
+    Returns:
+        Token ids, ready for the answer.
+
+    Raises:
+        ApiError: 400 where the template refuses the messages, in its words.
+    """
+    if not tool_format(lm.tokenizer).native:
+        messages, tools = described_tools(messages, tools), None
+    try:
+        return tuple(lm.tokenizer.render(messages, thinking, tools=tools or None, at_once=not thinking))
+    except ValueError as error:
+        raise invalid_request("messages", str(error)) from error
+
+
+def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
+    """Whether a prompt ends inside thinking. Some templates open it by themselves.
+
+    Args:
+        lm: The model.
+        ids: The prompt.
+
+    Returns:
+        True if the last tokens open thinking and do not close it.
+    """
+    marks = lm.tokenizer.thinking
+    if marks is None:
+        return False
+    end = list(ids[-len(marks.opening) :])
+    return marks.opening[0] in end and marks.close not in end[end.index(marks.opening[0]) :]
+
+
+def described_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, str]]:
+    """A conversation with tools as plain texts of system, user and assistant, for templates that know no tools.
+
+    The tools stand in the system message, or in front of the first user message where there is none, since some
+    templates refuse the role system. Calls become text of the assistant. Results become text of the user; consecutive
+    ones become one message, since some templates want the roles to alternate.
+
+    Args:
+        messages: As `plain_messages` returns them.
+        tools: As `plain_tools` returns them; None or empty for none.
+
+    Returns:
+        Messages with a role and a text.
+    """
+    plain: list[dict[str, str]] = []
+    after_result = False
+    for message in messages:
+        content, is_result = message.get("content") or "", message["role"] == "tool"
+        if is_result:
+            content = f"<tool_response>\n{content}\n</tool_response>"
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [f"{HERMES[0]}\n{chat.call_text(f['name'], f['arguments'])}\n{HERMES[1]}" for f in functions]
+        text = "\n".join([*([content] if content or not calls else []), *calls])
+        if is_result and after_result:
+            plain[-1]["content"] += f"\n{text}"
+        else:
+            plain.append({"role": "user" if is_result else message["role"], "content": text})
+        after_result = is_result
+    if not tools:
+        return plain
+    listed = INSTRUCTIONS.format(tools=chat.tools_text(tools), open=HERMES[0], close=HERMES[1])
+    if plain[0]["role"] == "system":
+        plain[0]["content"] = f"{plain[0]['content']}\n\n{listed}".lstrip()
+        return plain
+    first = next((m for m in plain if m["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": listed}, *plain]
+    first["content"] = f"{listed}\n\n{first['content']}"
+    return plain

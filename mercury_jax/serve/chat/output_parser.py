@@ -17,9 +17,9 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mercury_jax.serve.chat.stop_matcher import StopMatcher
+from mercury_jax.hub.tokenizer import HFTokenizer
+from mercury_jax.serve.chat.messages import ToolFormat, tool_format
 from mercury_jax.serve.chat.tool_calls import SPACE, CallParser, MalformedCall
-from mercury_jax.serve.chat.tool_prompt import ThinkingMarks, ToolFormat, thinking_marks, tool_format
 from mercury_jax.serve.engine.request import Snapshot
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.types import LM
@@ -62,6 +62,22 @@ class ParsedMessage(NamedTuple):
     completion_tokens: int
 
 
+class ThinkingMarks(NamedTuple):
+    """How a model writes thinking.
+
+    Attributes:
+        open: Id that opens it.
+        close: Id that closes it.
+        lead: Text behind `open` that is not part of the thinking.
+        trims: Line ends around the thinking and in front of the answer belong to neither.
+    """
+
+    open: int
+    close: int
+    lead: str
+    trims: bool
+
+
 class OutputFormat(NamedTuple):
     """How the ids of an answer are read.
 
@@ -86,6 +102,50 @@ class OutputFormat(NamedTuple):
     def shown(self, mark: int | str | None) -> str:
         """How a mark reads as text."""
         return self.piece(mark).decode(errors="replace") if isinstance(mark, int) else mark or ""
+
+
+class StopMatcher:
+    """Finds the first of some texts in a stream, however the stream is cut.
+
+    Text that may be the beginning of a match is held back until the next push or `flush`.
+
+    Args:
+        texts: What to look for; empty texts are ignored.
+    """
+
+    def __init__(self, texts: Iterable[str]):
+        self.texts = tuple(dict.fromkeys(text for text in texts if text))
+        self._longest = max(map(len, self.texts), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None, str]:
+        """Takes the next text of the stream.
+
+        Returns:
+            Text that belongs to no match; the match, or None; what stands behind the match. Of several matches the
+            one that ends first counts, of those that end at the same character the longest.
+        """
+        if not self.texts:
+            return text, None, ""
+        stream = self._held + text
+        starts = [
+            (at + len(found), -len(found), found) for found in self.texts if (at := stream.find(found)) >= 0
+        ]
+        if starts:
+            end, _, found = min(starts)
+            self._held = ""
+            return stream[: end - len(found)], found, stream[end:]
+        # The longest end of the stream that is a beginning of some text.
+        first = max(0, len(stream) - self._longest + 1)
+        cuts = (at for at in range(first, len(stream)) if any(t.startswith(stream[at:]) for t in self.texts))
+        cut = next(cuts, len(stream))
+        self._held = stream[cut:]
+        return stream[:cut], None, ""
+
+    def flush(self) -> str:
+        """What was held back, at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
 
 
 class ReasoningTrimmer:
@@ -131,7 +191,7 @@ class OutputParser:
         chat: The answer is a turn of a conversation, so thinking and the end of the turn have a meaning.
         tools: Tool calls have a meaning.
         stop: Stop sequences.
-        thinking: The prompt opened the thinking (`tool_prompt.opens_thinking`).
+        thinking: The prompt opened the thinking (`messages.opens_thinking`).
     """
 
     def __init__(
@@ -400,3 +460,11 @@ def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
         tools=form,
         strips_space=chat and spaced and tok.decode(letter) == "a",
     )
+
+
+def thinking_marks(tok: AnyTokenizer) -> ThinkingMarks | None:
+    """The marks of thinking of a tokenizer; None if its model does not think."""
+    if tok.thinking is None:
+        return None
+    first, *lead = tok.thinking.opening
+    return ThinkingMarks(first, tok.thinking.close, tok.decode(lead), isinstance(tok, HFTokenizer))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 
-from mercury_jax.serve.chat.messages import FUNCTION_NAME, refuse_constant
+from mercury_jax.serve.chat.messages import refuse_constant
+from mercury_jax.serve.protocol import NAME_PATTERN
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # the latter in the form of Llama's models
 MAX_DEPTH = 100  # nested lists and objects: less than what `json.loads` recurses into
@@ -138,7 +139,7 @@ class CallParser:
         text, self._value = "".join(self._value), []
         value = json.loads(text, parse_constant=refuse_constant)
         if self._member == "name" and self.name is None:
-            if not isinstance(value, str) or not FUNCTION_NAME.fullmatch(value):
+            if not isinstance(value, str) or not re.fullmatch(NAME_PATTERN, value):
                 raise MalformedCall
             self.name = value
         elif is_arguments:

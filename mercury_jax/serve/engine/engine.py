@@ -11,7 +11,6 @@ of the host, except while a grammar must see each pass before the next one.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -37,8 +36,7 @@ from mercury_jax.serve.engine.request import (
     RequestHandle,
     Snapshot,
 )
-from mercury_jax.serve.engine.scheduler import RequestQueue, may_run
-from mercury_jax.serve.engine.slots import ReadDispatch, Slots
+from mercury_jax.serve.engine.scheduler import ReadDispatch, RequestQueue, Slots, may_run
 from mercury_jax.serve.engine.snapshots import (
     RunningRequest,
     constrained,
@@ -105,7 +103,7 @@ class Engine:
         self._ends = (lm.model.config.eos, *lm.model.config.ends)
         self._changed = threading.Condition()
         self._has_news, self._stopping = False, False
-        self._queue = RequestQueue(config.queue, self._wake, lambda: config.slots - len(self._active()))
+        self._queue = RequestQueue(config.queue, config.slots, self._wake)
         self._compiled = CompiledPrograms(self.buckets)
         self._prefix_cache = PrefixCache(chunk_size(lm.model.config), config.prefix_bytes)
         self._infilling = InfillWorker(lm, self.rules, config.queue, self._publish_infilled)
@@ -150,9 +148,11 @@ class Engine:
         Returns:
             Whether all have ended in time.
         """
-        self.closing = self._queue.closed = self._infilling.queue.closed = True
+        self.closing, queues = True, (self._queue, self._infilling.queue)
+        for queue in queues:
+            queue.close()
         until = None if timeout is None else time.monotonic() + timeout
-        while len(self._queue) + len(self._infilling.queue) + self._infilling.running + len(self._active()):
+        while any(queue.unfinished for queue in queues):
             if until is not None and time.monotonic() > until:
                 return False
             time.sleep(0.02)
@@ -160,11 +160,14 @@ class Engine:
 
     def stop(self) -> None:
         """Cancels all requests and ends the threads, also while the engine still compiles."""
-        self.closing = self._queue.closed = True
+        self.closing = True
+        self._queue.close()
         self._infilling.stop()
         self._wake(stop=True)
         if self._thread.ident is not None:
             self._thread.join()
+        for handle in self._queue.unfinished:
+            handle.publish(early_end(handle, "cancelled"))
         self._compiled.stop()
         self.ready = False
 
@@ -191,14 +194,9 @@ class Engine:
             **{name: self._counts[name] for name in _COUNTERS},
         )
 
-    def _active(self) -> list[RunningRequest]:
-        """Requests in slots, and the one whose prompt is being encoded."""
-        slots, prefill = self._slots, self._prefill
-        running = [] if slots is None else [run for run in slots.requests if run is not None]
-        return running if prefill is None else [*running, prefill.run]
-
     def _checked(self, request: EngineRequest) -> EngineRequest:
-        request = fim_order(self.lm, request)
+        if request.suffix is not None:
+            request = fim_order(self.lm, request)
         tokens = request.max_length + min(len(request.suffix or ()), SUFFIX_TOKENS)
         if not request.prompt:
             raise refuse("prompt", request.prompt, "at least one token")
@@ -209,7 +207,7 @@ class Engine:
         if request.grammar is not None:
             request.grammar.walk(request.max_tokens)  # whether any answer fits
         # Raises here, and not in the engine's thread, for whatever is out of range.
-        sampling.build_sampler(self.rules, request, sampling.TRUNCATION, self.lm.model.config.vocab)
+        sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
         return request
 
     def _publish_infilled(self, handle: RequestHandle, final: Snapshot) -> None:
@@ -233,13 +231,10 @@ class Engine:
                 self._step(self._slots)
             except Exception:  # one failing request must not end the engine
                 log.exception("the engine failed; running requests are lost")
-                for run in self._active():
-                    if not run.handle.finished:
-                        self._end_early(run.handle, "error", "the engine failed")
+                for handle in self._queue.running:
+                    self._end_early(handle, "error", "the engine failed")
                 empty = self.buckets.sharded(self.buckets.idle(self._compiled.largest))
                 self._prefill, self._slots = None, Slots(self.buckets, self._compiled, empty)
-        for handle in [*(run.handle for run in self._active()), *self._queue.remove()]:
-            handle.publish(early_end(handle, "cancelled"))
 
     def _step(self, slots: Slots) -> None:
         self._drop_cancelled(slots)
@@ -256,7 +251,7 @@ class Engine:
                 self._has_news = False
 
     def _drop_cancelled(self, slots: Slots) -> None:
-        for handle in self._queue.remove(lambda handle: handle.cancelled):
+        for handle in self._queue.take_cancelled():
             self._end_early(handle, "cancelled")
         for slot, run in enumerate(slots.requests):
             if run is not None and run.handle.cancelled:
@@ -274,19 +269,19 @@ class Engine:
         """Goes on with a chunked prefill, and fills free slots from the queue."""
         if self._prefill is not None:
             self._prefill_chunk(slots, self._prefill)
-        while len(active := self._active()) < self.config.slots:
-            running = [run.handle.request for run in active]
-            handle = self._queue.take(functools.partial(self._may_start, running))
+
+        def may_start(handle: RequestHandle) -> bool:
+            """One chunked prefill goes on at a time."""
+            if self._prefill is not None and self._needs_prefill(len(handle.request.prompt)):
+                return False
+            return may_run(handle.request, [other.request for other in running], self.config.slots)
+
+        while len(running := self._queue.running) < self.config.slots:
+            handle = self._queue.take(may_start)
             if handle is None:
                 break
             self._start_request(slots, handle)
         slots.fit()
-
-    def _may_start(self, running: list[EngineRequest], handle: RequestHandle) -> bool:
-        """Whether a waiting request may take a slot beside those that run; one chunked prefill goes on at a time."""
-        if self._prefill is not None and self._needs_prefill(len(handle.request.prompt)):
-            return False
-        return may_run(handle.request, running, self.config.slots)
 
     def _needs_prefill(self, tokens: int) -> bool:
         """Whether so many tokens of a prompt get forward passes of their own, rather than those of the batch."""

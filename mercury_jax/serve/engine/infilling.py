@@ -84,8 +84,7 @@ class InfillWorker:
     ):
         self._lm, self._rules, self._publish = lm, rules, publish
         self._changed = threading.Event()
-        self.queue = RequestQueue(limit, self._changed.set, lambda: 1 - self.running)
-        self.running = 0
+        self.queue = RequestQueue(limit, 1, self._changed.set)
         self._stop, self._cold = False, False
         self._thread = threading.Thread(target=self._serve, name="mercury-infill", daemon=True)
 
@@ -100,20 +99,19 @@ class InfillWorker:
 
     def stop(self) -> None:
         """Ends after the hole that is being filled; requests that wait are cancelled."""
-        self._stop = self.queue.closed = True
+        self._stop = True
+        self.queue.close()
         self._changed.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for handle in self.queue.remove():
+        for handle in self.queue.unfinished:
             self._publish(handle, early_end(handle, "cancelled"))
 
     def _serve(self) -> None:
         while not self._stop:
             handle = self.queue.take()
             if handle is not None:
-                self.running = 1
                 self._publish(handle, self._fill(handle))
-                self.running = 0
             elif self._cold:
                 self._cold = False
                 eos = self._lm.model.config.eos
@@ -131,7 +129,7 @@ class InfillWorker:
         hole = Hole(request.max_tokens) if request.frames else open_hole
         row: Pieces = [list(request.prompt), hole, list((request.suffix or ())[:SUFFIX_TOKENS])]
         try:
-            sampler = build_sampler(self._rules, request, sampler_level(request), lm.model.config.vocab)
+            sampler = build_sampler(self._rules, request, sampler_level(request))
             out = fill(
                 lm,
                 [row],

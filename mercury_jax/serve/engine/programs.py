@@ -67,17 +67,8 @@ def _run_passes(
     state = state._replace(done=state.done | idle)
     state, frames, used = decoder.run(program, params, state, sampling, passes, limit)
     assert frames is not None
-    report = DispatchReport(
-        tokens=state.tokens,
-        committed=state.committed,
-        end=state.end,
-        answer_budget=state.answer_budget,
-        cache_length=state.cache_length,
-        nfe=state.nfe,
-        nan_step=state.nan_step,
-        done=state.done,
-    )
-    return DispatchResult(state, frames, used, jax.tree.map(jnp.copy, report))
+    report = DispatchReport(*(jnp.copy(getattr(state, name)) for name in DispatchReport._fields))
+    return DispatchResult(state, frames, used, report)
 
 
 run_passes = jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2)
@@ -156,27 +147,25 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
         A state of `len(order)` rows.
     """
 
-    def resized(leaf: Array, size: int) -> Array:
+    def moved(leaf: Array, size: int | None = None) -> Array:
         rows = leaf[jnp.maximum(order, 0)]
-        if leaf.ndim < 2 or leaf.shape[1] == size:
+        if size is None or leaf.ndim < 2 or leaf.shape[1] == size:
             return rows
         if leaf.shape[1] > size:
             return jax.lax.slice_in_dim(rows, 0, size, axis=1)
         return jnp.pad(rows, [(0, 0), (0, size - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
 
-    taken = lambda tree: jax.tree.map(lambda leaf: leaf[jnp.maximum(order, 0)], tree)
-    canvases = lambda tree: jax.tree.map(lambda leaf: resized(leaf, width), tree)
-    # The second axis of a leaf is a position of the row, a position of the canvas, or neither.
-    plain = state._replace(memory=(), key=(), canvas=(), answer=(), frozen=(), self_cond=())  # type: ignore[arg-type]
-    moved = jax.tree.map(lambda leaf: resized(leaf, capacity), plain)
-    return moved._replace(
-        memory=taken(state.memory),
-        key=taken(state.key),
-        canvas=canvases(state.canvas),
-        answer=canvases(state.answer),
-        frozen=canvases(state.frozen),
-        self_cond=canvases(state.self_cond),
-        done=moved.done | (order < 0),
+    # The second axis of a leaf is a position of the row, a position of the canvas, or neither. The memory of a rule
+    # has any shape; a second axis as long as the canvas counts its positions.
+    of_canvas = {name: getattr(state, name) for name in ("canvas", "answer", "frozen", "self_cond")}
+    canvas = state.canvas.shape[1:2]
+    of_row = state._replace(memory=(), key=(), **dict.fromkeys(of_canvas, ()))  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda leaf: moved(leaf, capacity), of_row)
+    return rows._replace(
+        **{name: jax.tree.map(lambda leaf: moved(leaf, width), tree) for name, tree in of_canvas.items()},
+        memory=jax.tree.map(lambda x: moved(x, width if x.shape[1:2] == canvas else None), state.memory),
+        key=jax.tree.map(moved, state.key),
+        done=rows.done | (order < 0),
     )
 
 

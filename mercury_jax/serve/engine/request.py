@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -171,6 +172,63 @@ class Snapshot(NamedTuple):
     finish: str | None = None
     message: str = ""
     logprobs: LogProbs | None = None
+
+    def truncated(self, n: int) -> Snapshot:
+        """Returns the first `n` tokens, all of them final.
+
+        Args:
+            n: Number of tokens.
+        """
+        return self._replace(
+            tokens=self.tokens[:n],
+            accepted=np.ones(n, bool),
+            confidence=self.confidence[:n],
+            forced=self.forced[:n],
+            final=n,
+            start=n,
+            logprobs=_map_logprobs(lambda x: x[:n], self.logprobs),
+        )
+
+    def followed_by(self, later: Snapshot) -> Snapshot:
+        """Returns the snapshot of an answer that several requests write one after the other.
+
+        Args:
+            later: Of the request that continues this one; everything in this snapshot is final.
+
+        Returns:
+            A snapshot with the tokens of both. `cached` is that of the first request, whose prompt the client sent.
+        """
+        n = len(self.tokens)
+        concatenated = lambda *pair: np.concatenate(pair)
+        return later._replace(
+            **{name: concatenated(getattr(self, name), getattr(later, name)) for name in self._fields[:4]},
+            final=n + later.final,
+            start=n + later.start,
+            cached=self.cached,
+            forwards=self.forwards + later.forwards,
+            logprobs=_map_logprobs(concatenated, self.logprobs, later.logprobs),
+        )
+
+    def with_token(self, token: int) -> Snapshot:
+        """Returns the snapshot with one more final token, which the server and not the model has chosen.
+
+        Args:
+            token: Its id. Its log-probability is 0.
+        """
+        one = np.ones(1, bool)
+        logprobs = _map_logprobs(lambda x: np.zeros((1, *x.shape[1:]), x.dtype), self.logprobs)
+        if logprobs is not None:
+            logprobs.top_ids[:] = token
+        ids, sure = np.array([token], np.int32), one.astype(np.float32)
+        return self.followed_by(Snapshot(ids, one, sure, one, 1, 1, 0, 0, self.finish, logprobs=logprobs))
+
+
+def _map_logprobs(f: Callable[..., np.ndarray], *trees: LogProbs | None) -> LogProbs | None:
+    """Applies a function to each array of log-probabilities; None where one of them is None."""
+    if any(tree is None for tree in trees):
+        return None
+    fields = dataclasses.fields(trees[0])  # type: ignore[arg-type]
+    return type(trees[0])(*(f(*(getattr(tree, field.name) for tree in trees)) for field in fields))  # type: ignore
 
 
 EMPTY_SNAPSHOT = Snapshot(

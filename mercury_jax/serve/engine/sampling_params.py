@@ -1,8 +1,8 @@
 """The sampling parameters of requests, as traced arrays of one compiled sampler.
 
 All decoding rules of an engine are one program (`rules.one_of` selects by index), and every logits processor is part
-of it with neutral parameters. A request only changes numbers, so no request compiles anything. To spare the usual
-request the work, there are three levels of that sampler:
+of it. `rule_set` makes these samplers once, with parameters that change nothing; a request only replaces numbers in
+them, so no request compiles anything. To spare the usual request the work, there are three levels:
 
     PLAIN       rules only
     PROCESSORS  also penalties, biases, grammar masks and log-probabilities
@@ -22,39 +22,37 @@ import numpy as np
 from mercury_jax.config import refuse
 from mercury_jax.decode import defaults, processors, rules as all_rules
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static, StoppingCriterion
+from mercury_jax.decode.registration import check_number
+from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 from mercury_jax.decode.state import SamplingParams
 from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
-MASKED = (
-    "threshold", "factor", "confidence", "entropy_bound", "scheduled", "local_leap", "topk_margin", "random",
-    "editing",
-)  # fmt: skip
-UNIFORM = ("entropy_bound", "threshold", "confidence")
 MAX_BIASES = 512  # ids that a request may bias
 PLAIN, PROCESSORS, TRUNCATION = range(3)
 
 
 class RuleSet(NamedTuple):
-    """The decoding rules of an engine.
+    """The decoding rules of an engine, and its samplers.
 
     Attributes:
         names: Their names, the model's own rule first.
         rules: The rules, in that order.
-        stops: Their stopping criteria, in that order.
         own: The model's own sampler, complete; its logits processors apply to every request.
         revises: Whether the rule may still change an accepted token.
         visible: uint32 [1, words], a bit mask of the ids that show text.
+        vocab: Number of ids.
+        neutral: For each level the sampler of a request that sets nothing.
     """
 
     names: tuple[str, ...]
     rules: tuple[Rule, ...]
-    stops: tuple[StoppingCriterion, ...]
     own: Sampler
     revises: tuple[bool, ...]
     visible: np.ndarray
+    vocab: int
+    neutral: tuple[Sampler, ...]
 
     def index(self, name: str | None) -> int:
         """The index of a rule; None is the model's own.
@@ -70,11 +68,15 @@ class RuleSet(NamedTuple):
 
 
 def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
-    """The rules that a model can be served with.
+    """The rules that a model can be served with, and the samplers made of them.
+
+    Any rule may be the model's own. Beside it stand registered rules that can share its program: for the model's noise,
+    of fixed length, and without a second view of each position. By default those of them that read token statistics
+    only, since all rules run in each step: one that reads logits would cost every request.
 
     Args:
         lm: The model.
-        wanted: Names of rules beside the model's own. None: all of MASKED or UNIFORM, by the model's noise.
+        wanted: Names of rules beside the model's own. None: the default.
 
     Returns:
         The rules, the model's own first.
@@ -85,19 +87,37 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     own = complete_sampler(
         defaults.default_sampler(lm), lm.corruption, autoregressive=lm.model.config.autoregressive
     )
-    names = () if own.speculate is not None else (UNIFORM if lm.corruption.mask is None else MASKED)
+    noise = "uniform" if lm.corruption.mask is None else "absorbing"
+    alone = own.speculate is not None or own.rule.variable_length
+    made = {name: make() for name, make in all_rules.ALL.items() if name != own.rule.name and not alone}
+    others = {
+        name: rule
+        for name, rule in made.items()
+        if isinstance(rule, Rule) and noise in rule.noise and not (rule.variable_length or rule.leave_one_out)
+    }
     for name in wanted or ():
-        if name not in (own.rule.name, *names):
-            raise refuse("rules", name, ", ".join(dict.fromkeys((own.rule.name, *names))))
-    others = [n for n in names if n != own.rule.name and (wanted is None or n in wanted)]
-    samplers = [own, *(complete_sampler(all_rules.ALL[n](), lm.corruption) for n in others)]
+        if name not in (own.rule.name, *others):
+            raise refuse("rules", name, ", ".join((own.rule.name, *others)))
+    chosen = [
+        rule for name, rule in others.items() if (not rule.needs_logits if wanted is None else name in wanted)
+    ]
+    samplers = [own, *(complete_sampler(rule, lm.corruption) for rule in chosen)]
+    rules, vocab = tuple(s.rule for s in samplers), lm.model.config.vocab
+    stopping = all_rules.one_of([s.stopping for s in samplers if s.stopping is not None])
+    plain = Sampler(all_rules.one_of(rules), own.processors, stopping, temperature=0.0)
+    penalties = (processors.repetition(1.0), processors.presence(0.0), processors.frequency(0.0))
+    bias = dataclasses.replace(processors.bias({0: 0.0}), params=_bias_params({}, vocab))
+    every_id = processors.allow_bits(np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32), 0)
+    adjusted = plain._replace(processors=(*own.processors, *penalties, bias), allow=(every_id,))
+    truncation = (processors.top_k(vocab), processors.top_p(1.0), processors.min_p(0.0))
     return RuleSet(
-        names=tuple(s.rule.name for s in samplers),
-        rules=tuple(s.rule for s in samplers),
-        stops=tuple(s.stopping for s in samplers if s.stopping is not None),
+        names=tuple(rule.name for rule in rules),
+        rules=rules,
         own=own,
-        revises=tuple(lm.corruption.mask is None or s.rule.stopping is not None for s in samplers),
-        visible=visible_ids(lm.tokenizer, lm.model.config.vocab),
+        revises=tuple(lm.corruption.mask is None or rule.stopping is not None for rule in rules),
+        visible=visible_ids(lm.tokenizer, vocab),
+        vocab=vocab,
+        neutral=(plain, adjusted, adjusted._replace(processors=(*adjusted.processors, *truncation))),
     )
 
 
@@ -111,59 +131,60 @@ def sampler_level(request: EngineRequest) -> int:
     return PROCESSORS if penalised or constrained or r.logprobs is not None else PLAIN
 
 
-def build_sampler(rules: RuleSet, request: EngineRequest, level: int, vocab: int) -> Sampler:
-    """The sampler of a request. All samplers of a level have the same structure, and so the same program.
+def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler:
+    """The sampler of a request: the neutral one of its level with other numbers.
 
     Args:
         rules: Rules of the engine.
         request: The request.
         level: PLAIN, PROCESSORS or TRUNCATION; what the level lacks is ignored.
-        vocab: Ids of the model.
 
     Returns:
-        The sampler of one row; its numbers are Python floats and numpy arrays.
+        The sampler of one row; its numbers are Python numbers and numpy arrays.
 
     Raises:
-        ValueError: For a rule that is not offered, or a bias out of range.
+        ValueError: For a rule that is not offered, or a number out of range.
     """
-    r, chosen = request, rules.index(request.rule)
-    parts = list(rules.rules)
-    if r.p is not None and parts[chosen].params:
-        strictness = next(iter(parts[chosen].params))  # the first parameter of every rule
-        params = parts[chosen].params | {strictness: float(r.p)}
-        parts[chosen] = dataclasses.replace(parts[chosen], params=params)
-    more: tuple[LogitsProcessor, ...] = ()
-    allow: tuple[LogitsProcessor, ...] = ()
-    if level >= PROCESSORS:
-        more = (
-            processors.repetition(float(r.repetition_penalty)),
-            processors.presence(float(r.presence_penalty)),
-            processors.frequency(float(r.frequency_penalty)),
-            bias_processor(r.logit_bias, vocab),
+    r, neutral, chosen = request, rules.neutral[level], rules.index(request.rule)
+    rule, own = rules.rules[chosen], len(rules.own.processors)
+    params = neutral.rule.params | {"which": chosen}
+    if r.p is not None and rule.params:
+        strictness = next(iter(rule.params))  # the first parameter of every rule
+        params[str(chosen)] = rule.params | {strictness: _in_range(all_rules.ALL, rule.name, strictness, r.p)}
+    values = {
+        "repetition": r.repetition_penalty, "presence": r.presence_penalty, "frequency": r.frequency_penalty,
+        "top_k": r.top_k or rules.vocab, "top_p": r.top_p, "min_p": r.min_p,
+    }  # fmt: skip
+
+    def of_request(part: LogitsProcessor) -> LogitsProcessor:
+        if part.name == "bias":
+            return dataclasses.replace(part, params=_bias_params(r.logit_bias, rules.vocab))
+        (name,) = part.params
+        return dataclasses.replace(
+            part, params={name: _in_range(processors.ALL, part.name, name, values[part.name])}
         )
-        allowed = rules.visible if r.visible else np.full((1, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
-        allow = (processors.allow_bits(allowed, 0),)
-    if level >= TRUNCATION:
-        more += (processors.top_k(r.top_k or vocab), processors.top_p(r.top_p), processors.min_p(r.min_p))
-    default: Any = rules.own.temperature if chosen == 0 else rules.rules[chosen].temperature
-    return Sampler(
-        all_rules.one_of(parts, chosen),
-        (*rules.own.processors, *more),
-        all_rules.one_of(rules.stops, chosen),
+
+    visible: dict[str, Any] = {"bits": Static(rules.visible), "start": 0}  # type: ignore[arg-type]
+    default: Any = rules.own.temperature if chosen == 0 else rule.temperature
+    assert neutral.stopping is not None
+    return neutral._replace(
+        rule=dataclasses.replace(neutral.rule, params=params),
+        processors=(*neutral.processors[:own], *map(of_request, neutral.processors[own:])),
+        stopping=dataclasses.replace(neutral.stopping, params=neutral.stopping.params | {"which": chosen}),
         temperature=float(default if r.temperature is None else r.temperature),
-        allow=allow,
+        allow=tuple(dataclasses.replace(part, params=visible) for part in neutral.allow)
+        if r.visible
+        else neutral.allow,
     )
 
 
-def bias_processor(biases: Mapping[int, float], vocab: int) -> LogitsProcessor:
-    """A logits processor that adds biases; its arrays have the same shape for every table.
+def _in_range(registry: Mapping[str, Any], part: str, name: str, value: float) -> float:
+    """A parameter of a registered rule or processor, in the type of its range."""
+    return check_number(f"{part}({name}=)", float(value), getattr(registry.get(part), "ranges", {}).get(name))
 
-    Args:
-        biases: Added logit by token id.
-        vocab: Ids of the model.
 
-    Returns:
-        The processor, with unused entries of id -1.
+def _bias_params(biases: Mapping[int, float], vocab: int) -> dict[str, Any]:
+    """Parameters of the processor `bias`; arrays of MAX_BIASES entries for every table, the unused ones with id -1.
 
     Raises:
         ValueError: For more than MAX_BIASES ids, an id outside of the vocabulary, or a value that is not finite.
@@ -177,8 +198,7 @@ def bias_processor(biases: Mapping[int, float], vocab: int) -> LogitsProcessor:
             raise refuse(f"logit_bias[{id}]", value, "a finite number")
     ids, values = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
     ids[: len(biases)], values[: len(biases)] = list(biases), list(biases.values())
-    arrays: Any = {"ids": Static(ids), "values": Static(values)}  # type: ignore[arg-type]
-    return dataclasses.replace(processors.bias({0: 0.0}), params=arrays)
+    return {"ids": Static(ids), "values": Static(values)}  # type: ignore[arg-type]
 
 
 def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block: int) -> SamplingParams:
@@ -202,7 +222,7 @@ def row_params(rules: RuleSet, request: EngineRequest, level: int, lm: LM, block
             return x.astype(np.float32)
         return x if x.dtype == np.uint32 else x.astype(np.int32)
 
-    sampler = build_sampler(rules, request, level, lm.model.config.vocab)
+    sampler = build_sampler(rules, request, level)
     numbers = jax.tree.map(typed, sampler, is_leaf=lambda x: isinstance(x, Static))
     marks = lm.tokenizer.thinking
     close = marks.close if marks is not None and request.thinking else -1

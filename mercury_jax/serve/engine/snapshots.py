@@ -196,13 +196,4 @@ def early_end(handle: RequestHandle, finish: str, message: str = "") -> Snapshot
         The final tokens with their finish.
     """
     last = handle.latest or EMPTY_SNAPSHOT
-    n = last.final
-    return last._replace(
-        tokens=last.tokens[:n],
-        accepted=last.accepted[:n],
-        confidence=last.confidence[:n],
-        forced=last.forced[:n],
-        start=min(last.start, n),
-        finish=finish,
-        message=message,
-    )
+    return last.truncated(last.final)._replace(finish=finish, message=message)

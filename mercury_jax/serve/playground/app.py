@@ -22,7 +22,6 @@ from starlette.staticfiles import StaticFiles
 
 from mercury_jax.serve.auth import cache_salt
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
-from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.errors import (
     context_length_exceeded,
     invalid_request,
@@ -77,7 +76,7 @@ class Playground:
     def __init__(self, engine: ServingEngine, options: ServerOptions = ServerOptions()):
         self.engine, self.lm, self.options = engine, engine.lm, options
         block = engine.config.block or self.lm.model.config.block
-        self.limits = requests.PageLimits(engine.context, block, rule_set(self.lm))
+        self.limits = requests.PageLimits(engine.context, block, engine.rules)
         self.info = requests.page_info(self.lm, self.limits, bool(options.keys))
         self.labels = frames.TokenLabels(self.lm)
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)

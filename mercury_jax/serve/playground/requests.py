@@ -16,13 +16,13 @@ from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
-from mercury_jax.serve.constraint import compile_grammar
+from mercury_jax.serve.chat_completions import compile_grammar
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet
+from mercury_jax.serve.engine_requests import token_budget
 from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.playground.frames import TokenLabels
 from mercury_jax.serve.protocol import RequestModel
-from mercury_jax.serve.sampling_params import token_budget
 from mercury_jax.types import LM
 
 DEFAULT_ANSWER, DEFAULT_HOLE = 64, 16  # tokens

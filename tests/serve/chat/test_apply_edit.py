@@ -12,7 +12,7 @@ from mercury_jax.serve.chat.apply_edit import (
     merge_update,
     parse_apply,
 )
-from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.serve.errors import ApiError
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat.test_code_prompts import TOK, lm_of
 
@@ -198,7 +198,7 @@ def test_apply_merges_without_a_model_where_the_update_is_unambiguous():
         asked.chat and asked.prompt[0] == SPECIAL.system and TOK.decode(asked.prompt).endswith(unclear.text)
     )
     with pytest.raises(
-        InvalidField, match="does not say where its update_snippet belongs, and tiny does not merge"
+        ApiError, match="does not say where its update_snippet belongs, and tiny does not merge"
     ):
         apply_prompt(lm_of(), unclear, instruct=False)
     for written in ("```py\na\nb\n```", "a\nb", "a\nb\n", "<|original_code|>\na\nb\n<|/original_code|>"):
@@ -209,5 +209,5 @@ def test_apply_merges_without_a_model_where_the_update_is_unambiguous():
     )
     assert apply_reply(held, page) == apply_reply(held, f"```md\n{page}```") == page
     for missing in ("<|original_code|>a<|/original_code|>", "<|update_snippet|>a<|/update_snippet|>", "x"):
-        with pytest.raises(InvalidField, match="has no"):
+        with pytest.raises(ApiError, match="has no"):
             parse_apply(missing)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mercury_jax.serve.chat import code_prompts as code
-from mercury_jax.serve.chat.messages import InvalidField
+from mercury_jax.serve.errors import ApiError
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import checkpoint_tokenizers
 from tests.serve.chat.editors import kilo, zed
@@ -77,7 +77,7 @@ def test_empty_sections_and_unusual_prompts():
     )
     assert (held.before, held.region, held.after) == ("a\n", said, "\nb")
     for bad in ("", "fix my code", "<|code_to_edit|>\nx", "<|/code_to_edit|><|code_to_edit|>"):
-        with pytest.raises(InvalidField, match=r"messages\[0\].content has no <\|code_to_edit\|>") as raised:
+        with pytest.raises(ApiError, match=r"messages\[0\].content has no <\|code_to_edit\|>") as raised:
             code.parse_edit(bad)
         assert raised.value.param == "messages"
 
@@ -141,7 +141,7 @@ def test_an_edit_prompt_is_a_conversation_or_a_hole():
     first = request._replace(before="")
     assert TOK.decode(code.edit_prompt(lm_of(), first, instruct=False).prompt) == REGION[:AT]
     assert zed(code.edit_reply(first, "new", instruct=False)) == REGION[:AT] + "new"
-    with pytest.raises(InvalidField, match="only its region"):
+    with pytest.raises(ApiError, match="only its region"):
         code.edit_prompt(lm_of(), first._replace(region="", after="\n", cursor=0), instruct=False)
 
 
@@ -172,7 +172,7 @@ def test_fim_fills_a_hole_or_continues_the_prefix():
     assert gap[:2] == (tuple(TOK.encode("def f")), tuple(TOK.encode("return")))
     first = code.fim_prompt(lm_of(), "", "return")  # the engine wants at least one token in front
     assert first[:2] == (tuple(TOK.encode("\n")), tuple(TOK.encode("return")))
-    with pytest.raises(InvalidField, match="prompt is ''") as raised:
+    with pytest.raises(ApiError, match="prompt is ''") as raised:
         code.fim_prompt(lm_of(), "", "<|endoftext|>")
     assert raised.value.param == "prompt"
 

@@ -6,9 +6,10 @@ import socket
 
 import pytest
 
-from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools, invalid_field
-from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt
+from mercury_jax.serve.chat.messages import opens_thinking, render_prompt
+from mercury_jax.serve.errors import ApiError
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
+from tests.serve.api_client import check_messages, check_tools, plain_conversation
 from tests.serve.chat import answers
 from tests.tiny import tokenizer
 
@@ -74,14 +75,13 @@ def bad(message: dict, param: str, words: str):
 @pytest.mark.parametrize(
     ("messages", "param", "words"),
     [
-        ([], "messages", "has 0 entries"),
+        ([], "messages", "a list of 0 entries; allowed: a list of 1 to 2048"),
         ("hi", "messages", "a list"),
-        ([USER] * 5000, "messages", "5000 entries; allowed: 1..4096"),
+        ([USER] * 5000, "messages", "a list of 5000 entries; allowed: a list of 1 to 2048"),
         bad("hi", "messages[1]", "an object"),  # pyright: ignore[reportArgumentType]
-        bad({"role": "boss", "content": ""}, "messages[1].role", "'boss'; allowed: system, developer, user"),
-        bad({"role": ["user"], "content": ""}, "messages[1].role", "allowed: system"),
-        bad({"role": "user", "content": 3}, "messages[1].content", "'int'; allowed: a string, null, or a list"),
-        bad({"role": "user", "content": "\ud800"}, "messages[1].content", "lone surrogate, U\\+D800 at 0"),
+        bad({"role": "boss", "content": ""}, "messages[1].role", "'boss'; allowed: .*system"),
+        bad({"role": ["user"], "content": ""}, "messages[1].role", "allowed: .*system"),
+        bad({"role": "user", "content": 3}, "messages[1].content", "3; allowed: a string, or a list"),
         bad({"role": "user", "content": ["a"]}, "messages[1].content[0]", "an object"),
         bad({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
             "messages[1].content[0].type", "'image_url'; allowed: text"),
@@ -89,20 +89,20 @@ def bad(message: dict, param: str, words: str):
         bad({"role": "user", "content": [{"type": "text", "text": ""}] * 2000}, "messages[1].content", "1024"),
         bad({"role": "tool", "content": "1"}, "messages[1].tool_call_id", "None; allowed: a string"),
         bad({"role": "tool", "content": "1", "tool_call_id": "z"}, "messages[1].tool_call_id", "'z'; allowed: the id"),
-        bad({**USER, "tool_calls": [CALL]}, "messages[1].tool_calls", "none in a message of role user"),
         bad({**ASKED, "tool_calls": {}}, "messages[1].tool_calls", "a list"),
-        bad({**ASKED, "tool_calls": [CALL] * 300}, "messages[1].tool_calls", "0..256"),
-        bad({**ASKED, "tool_calls": [CALL, CALL]}, "messages[1].tool_calls[1].id", "'a'; allowed: an id that no other"),
-        bad({**ASKED, "tool_calls": [{**CALL, "id": ""}]}, "messages[1].tool_calls[0].id", "0 characters"),
+        bad({**ASKED, "tool_calls": [CALL] * 300}, "messages[1].tool_calls", "0 to 128"),
+        bad({**ASKED, "tool_calls": [CALL, CALL]}, "messages[1].tool_calls", "'a'; allowed: ids that differ"),
+        bad({**ASKED, "tool_calls": [{**CALL, "id": ""}]}, "messages[1].tool_calls[0].id", "a string of 1 to 256"),
         bad({**ASKED, "tool_calls": [{**CALL, "type": "x"}]}, "messages[1].tool_calls[0].type", "function"),
         bad({**ASKED, "tool_calls": [{**CALL, "function": {"name": "a b"}}]},
-            "messages[1].tool_calls[0].function.name", "1 to 64 of"),
-        bad({"role": "function", "name": "a b"}, "messages[1].name", "1 to 64 of"),
+            "messages[1].tool_calls[0].function.name", "of the form"),
+        bad({"role": "function", "name": "a b"}, "messages[1].name", "of the form"),
     ],
 )  # fmt: skip
 def test_an_invalid_message_is_refused_by_field(messages, param: str, words: str):
-    with pytest.raises(InvalidField, match=words) as raised:
+    with pytest.raises(ApiError, match=words) as raised:
         check_messages(messages)
+    assert raised.value.status == 400
     assert raised.value.param == param and raised.value.message.startswith(param)
 
 
@@ -113,7 +113,7 @@ def test_an_invalid_message_is_refused_by_field(messages, param: str, words: str
 )  # fmt: skip
 def test_arguments_must_be_the_json_text_of_an_object(arguments):
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(InvalidField) as raised:
+    with pytest.raises(ApiError) as raised:
         check_messages([{**ASKED, "tool_calls": [call]}])
     assert raised.value.param == "messages[0].tool_calls[0].function.arguments"
     assert len(raised.value.message) < 400
@@ -126,10 +126,10 @@ def test_tools_are_checked_and_made_plain():
     assert check_tools([{"type": "function", "function": function}]) == [
         {"type": "function", "function": plain}
     ]
-    least = [{"function": {"name": "f", "description": None, "parameters": None}}]
+    least = [{"type": "function", "function": {"name": "f", "description": None, "parameters": None}}]
     assert check_tools(least) == [{"type": "function", "function": {"name": "f"}}]
     assert check_tools(None) == check_tools([]) == []
-    assert check_tools([{"function": {"name": "f", "parameters": {}}}])[0]["function"]["parameters"] == {}
+    assert check_tools(tool(parameters={}))[0]["function"]["parameters"] == {}
 
 
 def tool(**function):
@@ -149,7 +149,6 @@ def tool(**function):
         (tool(name="f\n"), "tools[0].function.name"),
         (tool() * 2, "tools[1].function.name"),
         (tool(description=3), "tools[0].function.description"),
-        (tool(description="\udfff"), "tools[0].function.description"),
         (tool(parameters=[]), "tools[0].function.parameters"),
         (tool(parameters={"type": "string"}), "tools[0].function.parameters.type"),
         (tool(parameters={"type": "object", "x": {"\ud800": 1}}), "tools[0].function.parameters"),
@@ -157,10 +156,9 @@ def tool(**function):
     ],
 )
 def test_an_invalid_tool_is_refused_by_field(tools, param: str):
-    for check in (check_tools, lambda tools: check_messages([USER], tools)):
-        with pytest.raises(InvalidField) as raised:
-            check(tools)
-        assert raised.value.param == param
+    with pytest.raises(ApiError) as raised:
+        check_tools(tools)
+    assert raised.value.param == param
 
 
 def test_any_json_becomes_plain_or_is_refused_and_nothing_is_fetched(monkeypatch):
@@ -171,7 +169,7 @@ def test_any_json_becomes_plain_or_is_refused_and_nothing_is_fetched(monkeypatch
     monkeypatch.setattr(socket, "create_connection", never)
     rng, lm = random.Random(0), answers.lm_of(tokenizer())
     base = [USER, ASKED, {"role": "tool", "content": "1", "tool_call_id": "a"}]
-    read = lambda messages, tools: render_prompt(lm, check_messages(messages, tools), check_tools(tools))
+    read = lambda messages, tools: render_prompt(lm, *plain_conversation(messages, tools))
     plain, params = 0, set()
     for _ in range(1500):
         messages, tools = json.loads(json.dumps([base, tool(parameters={"type": "object"})]))
@@ -179,8 +177,8 @@ def test_any_json_becomes_plain_or_is_refused_and_nothing_is_fetched(monkeypatch
         try:
             assert read(messages, tools)[-1] == SPECIAL.assistant
             plain += 1
-        except InvalidField as raised:
-            params.add(raised.param.partition("[")[0])
+        except ApiError as raised:
+            params.add((raised.param or "").partition("[")[0])
     assert 200 < plain < 1300 and params == {"messages", "tools"}
 
 
@@ -222,7 +220,3 @@ def test_a_prompt_is_rendered_by_the_template_and_may_open_thinking():
     assert opens_thinking(lm, render_prompt(lm, said, thinking=True)) and not opens_thinking(
         lm, render_prompt(lm, said)
     )
-
-
-def test_a_refused_value_is_cut_short():
-    assert len(invalid_field("x", "a" * 10_000, "b").message) < 120

@@ -1,11 +1,12 @@
 """The output parser: its deltas add up to the answer, however the snapshots come, and only final text is sent."""
 
+import itertools
 import json
 import random
 
 import pytest
 
-from mercury_jax.serve.chat.output_parser import OutputParser
+from mercury_jax.serve.chat.output_parser import OutputParser, StopMatcher
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import answers
 from tests.tiny import VOCAB, tokenizer
@@ -218,3 +219,30 @@ def test_the_preview_ends_as_the_message_and_leaves_calls_out():
     ids = [*TOK.encode("so "), SPECIAL.tool_call, *TOK.encode('{"name": "f", "arg'), *TOK.encode("garbage")]
     for final in range(len(ids)):
         assert parser(tools=True).preview(answers.snapshot(ids, final)) == "so "
+
+
+def pushed(matcher: StopMatcher, text: str, size: int) -> tuple[str, str | None, str]:
+    """(text that came out, the match, text held back at the end)."""
+    out = ""
+    for at in range(0, len(text), size):
+        before, found, _ = matcher.push(text[at : at + size])
+        out += before
+        if found is not None:
+            return out, found, ""
+    return out, None, matcher.flush()
+
+
+def test_random_texts_over_two_letters_match_a_naive_search():
+    rng = random.Random(0)
+    words = ["".join(w) for n in range(1, 6) for w in itertools.product("ab", repeat=n)]
+    for _ in range(3000):
+        sought = rng.sample(words, rng.randrange(1, 4))
+        text = "".join(rng.choice("aab") for _ in range(rng.randrange(14)))
+        for size in (1, 3, 20):
+            out, found, held = pushed(StopMatcher(sought), text, size)
+            assert out + held == answers.cut(text, sought) and (found is None) == (out + held == text)
+            if found is None:  # exactly what may be the beginning of a match is held back
+                ends = [text[at:] for at in range(len(text)) if any(s.startswith(text[at:]) for s in sought)]
+                assert held == max(ends, key=len, default="")
+            else:
+                assert text.startswith(out + found) and found in sought

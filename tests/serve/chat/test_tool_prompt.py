@@ -7,10 +7,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from mercury_jax.hub.tokenizer import HFTokenizer
-from mercury_jax.serve.chat.messages import InvalidField, check_messages, check_tools
+from mercury_jax.serve.chat.messages import opens_thinking, render_prompt, tool_format
 from mercury_jax.serve.chat.output_parser import OutputParser
-from mercury_jax.serve.chat.tool_prompt import opens_thinking, render_prompt, tool_format
+from mercury_jax.serve.errors import ApiError
 from tests.hub.tiny_tokenizers import reference
+from tests.serve.api_client import check_messages, check_tools
 from tests.serve.chat import answers, checkpoint_tokenizers as tokenizers
 
 TOOLS = check_tools([
@@ -165,7 +166,7 @@ def test_tools_are_described_to_a_template_without_tools():
 
 def test_messages_that_the_template_refuses_raise_its_words():
     tok = tokenizers.without_tools("gemma")
-    with pytest.raises(InvalidField, match="Conversation roles must alternate") as raised:
+    with pytest.raises(ApiError, match="Conversation roles must alternate") as raised:
         render_prompt(answers.lm_of(tok), check_messages([{"role": "assistant", "content": "fox"}]))
     assert raised.value.param == "messages"
 

@@ -11,10 +11,12 @@ import pytest
 
 from mercury_jax import sample
 from mercury_jax.config import Plan
-from mercury_jax.decode import grammar, infill, rules
+from mercury_jax.decode import defaults, grammar, infill, rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.infill import Hole
+from mercury_jax.decode.registration import rule
 from mercury_jax.decode.request import Request
+from mercury_jax.decode.sampler import accept
 from mercury_jax.serve.engine.buckets import Bucket
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import (
@@ -23,6 +25,7 @@ from mercury_jax.serve.engine.request import (
     EngineRequest,
     RequestRejected,
 )
+from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.sharding import mesh, shardings
 from tests.tiny import tiny
 
@@ -33,6 +36,14 @@ SMALL = EngineConfig(slots=3, queue=6, context=128, programs="one", rules=RULES)
 @pytest.fixture(scope="module")
 def engine():
     engine = Engine(tiny(), SMALL)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def engine_of_one_rule():
+    engine = Engine(tiny(), dataclasses.replace(SMALL, rules=()))
     engine.start()
     yield engine
     engine.stop()
@@ -79,6 +90,25 @@ def test_no_request_compiles_anything(engine):
             engine.submit(EngineRequest(**{"prompt": ids(2, 11), "max_tokens": 9, "seed": 3} | fields))
         )
     assert engine.stats().cached_tokens and compiled == []
+
+
+def test_every_registered_rule_that_can_share_the_program_is_offered(monkeypatch):
+    lm, accept_none = tiny(), lambda key, view, memory: (accept(view, view.masked & False), memory)
+    for name in ("cheap", "costly"):
+        monkeypatch.delitem(rules.ALL, name, raising=False)
+        rule(name=name, noise="absorbing", needs_logits=name == "costly")(accept_none)
+    offered = rule_set(lm).names
+    assert offered[0] == defaults.default_sampler(lm).name and "cheap" in offered
+    assert {"threshold", "confidence", "factor", "slow_fast", "remdm_cap"} <= set(offered)
+    # Logits of every position for every request only where the rule is named; never a row of another shape.
+    assert not {"costly", "credit", "wino", "expand", "predictor_corrector"} & set(offered)
+    assert rule_set(lm, ("costly", "cheap")).names == (offered[0], "cheap", "costly")
+    assert rule_set(lm, ()).names == offered[:1]
+    for name in ("expand", "wino", "predictor_corrector", "autoregressive", "nothing"):
+        with pytest.raises(ValueError, match="rules"):
+            rule_set(lm, (name,))
+    for name in ("cheap", "costly"):
+        del rules.ALL[name]
 
 
 def test_the_engine_returns_what_sample_returns(engine):
@@ -216,6 +246,38 @@ def test_draining_finishes_running_requests_and_rejects_new_ones():
     assert {handle.wait(60).finish for handle in running} <= {"stop", "length"}
     drained.join(10)
     engine.stop()
+
+
+def test_draining_waits_for_a_request_between_queue_and_slot(engine_of_one_rule, monkeypatch):
+    engine = engine_of_one_rule
+    reached, go_on, start = threading.Event(), threading.Event(), engine._start_request
+
+    def slow_start(*args):
+        reached.set()
+        go_on.wait(20)
+        start(*args)
+
+    monkeypatch.setattr(engine, "_start_request", slow_start)
+    handle = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4))
+    assert reached.wait(20) and not engine.drain(timeout=0.2)
+    go_on.set()
+    assert engine.drain(timeout=60) and handle.finished and handle.latest.finish in ("stop", "length")
+
+
+def test_a_request_that_fails_on_its_way_to_a_slot_ends_with_an_error(engine_of_one_rule, monkeypatch):
+    engine = engine_of_one_rule
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_start_request", lambda *_: 1 / 0)
+        final = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4)).wait(60)
+    assert final.finish == "error" and engine.stats().failed == 1
+    assert len(text(engine.submit(EngineRequest(prompt=ids(1), max_tokens=4)))) == 4
+
+
+def test_a_stopped_engine_that_never_started_ends_its_requests():
+    engine = Engine(tiny(), dataclasses.replace(SMALL, rules=("confidence",)))
+    handle = engine.submit(EngineRequest(prompt=ids(1), max_tokens=4))
+    engine.stop()
+    assert handle.wait(1).finish == "cancelled"
 
 
 def test_stopping_ends_every_request():

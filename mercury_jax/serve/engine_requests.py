@@ -1,0 +1,230 @@
+"""From a validated API request to the requests of the engine: token budget, sampling parameters, continuation.
+
+The endpoints call `make_request` once for each prompt and `with_seeds` for several answers to it. `continuation_of`
+makes the request that follows an answer without content; `streaming.ContinuedAnswer` submits it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mercury_jax.decode import thinking as thinking_text
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.serve import errors
+from mercury_jax.serve.engine.request import EngineRequest, Snapshot
+from mercury_jax.serve.protocol import ApiRequest
+from mercury_jax.serve.service import Service
+from mercury_jax.types import LM
+
+# Of a request and its last snapshot: what is kept of the snapshot, and the request that follows; None for no request.
+Continuation = Callable[[EngineRequest, Snapshot], "tuple[Snapshot, EngineRequest] | None"]
+
+DEFAULT_MAX_TOKENS = 16384  # the vendor's, for a chat answer
+MIN_THINKING = 8  # tokens; with less room there is no thinking
+# With `strict_temperature`: the range of the vendor's model, and what replaces other values.
+VENDOR_MIN_TEMPERATURE, VENDOR_MAX_TEMPERATURE, VENDOR_TEMPERATURE = 0.5, 1.0, 0.75
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0  # logits are divided by it: beyond this they overflow
+
+
+# Sampling fields that mean the same in the API and in `EngineRequest`; an endpoint may lack some.
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
+
+
+class TokenBudget(NamedTuple):
+    """Tokens for thinking, and those kept for the answer."""
+
+    thinking: int
+    answer: int
+
+
+def token_budget(
+    context: int, prompt: int, max_tokens: int | None, thinking: int, param: str = "messages"
+) -> TokenBudget:
+    """Divides what the prompt leaves of the context.
+
+    `max_tokens` is served first, and thinking shrinks to what is left; without `max_tokens`, thinking takes at most
+    half. Values beyond the context are cut, since editors send 8192 to any model.
+
+    Args:
+        context: Tokens of prompt and answer.
+        prompt: Tokens of the prompt.
+        max_tokens: Most tokens of the answer, as requested.
+        thinking: Most tokens of thinking; 0 for none.
+        param: Field that holds the prompt.
+
+    Returns:
+        The budget. Its `thinking` is 0 where less than `MIN_THINKING` tokens would be left for it.
+
+    Raises:
+        ApiError: 400 where the prompt leaves nothing.
+    """
+    left = context - prompt
+    if left < 1:
+        raise errors.context_length_exceeded(context, param)
+    wanted = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    usable = left - 1 if thinking else left  # the token that ends thinking takes one position
+    if max_tokens is None:
+        thinking = min(thinking, usable // 2)
+        answer = min(wanted, usable - thinking)
+    else:
+        answer = min(wanted, usable)
+        thinking = min(thinking, usable - answer)
+    if thinking < MIN_THINKING:
+        return TokenBudget(0, min(wanted, left))
+    return TokenBudget(thinking, answer)
+
+
+class DecodingParams(NamedTuple):
+    """How strictly tokens are accepted, in the fields of `EngineRequest`, and most tokens of thinking."""
+
+    rule: str
+    p: float | None
+    steps: int
+    thinking: int
+
+
+def decoding_params(service: Service, effort: str | None) -> DecodingParams:
+    """Returns the decoding parameters of an effort.
+
+    Args:
+        service: Its engine says which rules there are; its options may set a default effort.
+        effort: Name of an effort; None for the server's default, and where there is none for the model's own rule.
+
+    Returns:
+        Rule, `p`, steps per block, and most tokens of thinking.
+    """
+    name = effort or service.options.effort
+    lm, engine = service.engine.lm, service.engine
+    default_rule, default_steps = engine.rules.names[0], lm.decoding.get("steps")
+    can_think = lm.tokenizer.thinking is not None
+    if name is None:
+        thinking = EFFORTS["medium"].thinking
+        fits = can_think and thinking * 4 <= service.engine.context
+        return DecodingParams(default_rule, None, default_steps or 0, thinking if fits else 0)
+    chosen = EFFORTS[name]
+    thinking = chosen.thinking if can_think else 0
+    steps = lambda available: max(1, round(chosen.steps * available))
+    # `p` of an effort is a probability, so it is for the threshold rule only.
+    if lm.corruption.mask is None or "threshold" not in engine.rules.names:
+        return DecodingParams(default_rule, None, steps(default_steps or engine.block), thinking)
+    return DecodingParams("threshold", chosen.p, steps(engine.block), thinking)
+
+
+def make_request(
+    service: Service, body: ApiRequest, decoding: DecodingParams, **fields: Any
+) -> EngineRequest:
+    """Returns the engine's request.
+
+    Args:
+        service: Its model says how large the vocabulary is.
+        body: The API request. Sampling fields that its endpoint does not have keep the defaults of `EngineRequest`.
+        decoding: Rule, `p` and steps.
+        **fields: Other fields of `EngineRequest`: prompt, max_tokens, ...
+
+    Returns:
+        The request.
+
+    Raises:
+        ApiError: 400 for a token id beyond the vocabulary.
+    """
+    vocab = service.engine.lm.model.config.vocab
+    sampling = {name: getattr(body, name) for name in SAMPLING_FIELDS if name in type(body).model_fields}
+    sampling["seed"] = (
+        secrets.randbits(31) if body.seed is None else body.seed % (1 << 31)
+    )  # the engine takes 31 bits
+    if not 1 <= sampling.get("top_k", 0) < vocab:
+        sampling["top_k"] = 0
+    if "repetition_penalty" in sampling:
+        sampling["repetition_penalty"] = min(
+            max(sampling["repetition_penalty"], MIN_REPETITION), MAX_REPETITION
+        )
+    sampling["logit_bias"] = {
+        int(token): value for token, value in (sampling.get("logit_bias") or {}).items()
+    }
+    for token in sampling["logit_bias"]:
+        if token >= vocab:
+            raise errors.invalid_value("key of logit_bias", token, f"a token id, 0 to {vocab - 1}")
+    return EngineRequest(
+        **{**sampling, "rule": decoding.rule, "p": decoding.p, "steps": decoding.steps, **fields}
+    )
+
+
+def with_seeds(request: EngineRequest, n: int) -> list[EngineRequest]:
+    """Copies a request for several answers to one prompt.
+
+    Args:
+        request: The request.
+        n: Number of copies.
+
+    Returns:
+        The copies; copy i samples with seed + i, modulo 2^31.
+    """
+    return [dataclasses.replace(request, seed=(request.seed + i) % (1 << 31)) for i in range(n)]
+
+
+def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
+    """Returns the temperature that the vendor would use, and its warning.
+
+    Args:
+        wanted: The requested temperature.
+
+    Returns:
+        0.75 where none is requested, or one outside of 0.5 to 1; the latter with a warning.
+    """
+    if wanted is None:
+        return VENDOR_TEMPERATURE, None
+    if VENDOR_MIN_TEMPERATURE <= wanted <= VENDOR_MAX_TEMPERATURE:
+        return wanted, None
+    allowed = f"{VENDOR_MIN_TEMPERATURE} to {VENDOR_MAX_TEMPERATURE}"
+    return (
+        VENDOR_TEMPERATURE,
+        f"temperature {wanted:g} is outside of {allowed} and was reset to {VENDOR_TEMPERATURE}",
+    )
+
+
+def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
+    """Returns the rule by which answers without content are continued.
+
+    Thinking that used up `max_tokens` gets a thinking budget of its own, and `max_tokens` is kept for the answer. Any
+    other answer without content has its thinking closed, and is followed by a request whose first token is visible
+    text, so that the content is never empty, whatever the weights are.
+
+    Args:
+        lm: The model; its tokenizer has the marks of thinking.
+        context: Tokens of prompt and answer.
+        opened: Whether the prompt opened the thinking.
+
+    Returns:
+        A function of a request and its last snapshot.
+    """
+    tokenizer, marks = lm.tokenizer, lm.tokenizer.thinking
+
+    def continuation(request: EngineRequest, last: Snapshot) -> tuple[Snapshot, EngineRequest] | None:
+        if request.grammar is not None or request.visible:  # these always have content
+            return None
+        answer, inside = tuple(last.tokens.tolist()), opened or request.thinking > 0
+        left = context - len(request.prompt) - len(answer) - 1
+        unfinished = last.finish == "length" and thinking_text.is_thinking(tokenizer, answer, inside)
+        if unfinished and not request.thinking and left >= 2:
+            max_tokens = min(request.max_tokens, left - 1)
+            budget = min(EFFORTS["low"].thinking, left - max_tokens)
+            prompt = (*request.prompt, *answer)
+            return last, dataclasses.replace(request, prompt=prompt, thinking=budget, max_tokens=max_tokens)
+        closed = thinking_text.close_thinking_ids(tokenizer, answer, inside)
+        behind, size = thinking_text.continuation_prompt(
+            tokenizer, request.prompt, closed, request.max_tokens, context
+        )
+        following = dataclasses.replace(
+            request, prompt=tuple(behind.ids), max_tokens=size, thinking=0, visible=True
+        )
+        if marks is not None and closed != answer:
+            last = last.with_token(marks.close)
+        return last, following
+
+    return continuation
