@@ -152,7 +152,7 @@ def _measure(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
     peak = _peak(lambda: _prefill(lm, asked))
     seconds = statistics.median(steady(lambda: _prefill(lm, asked))[1] for _ in range(repeats))
     session = _prefill(lm, asked)
-    (said, passes), sampling = steady(lambda: _decode(lm, session))
+    (sampled, passes), sampling = steady(lambda: _decode(lm, session))
     attention = _attention(config, session, length)
     rest = seconds - (config.layers - 1) * attention
     cache = sum(x.nbytes for x in jax.tree.leaves(session.state.cache))
@@ -170,7 +170,7 @@ def _measure(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
         "cache_bytes_per_token": cache / length,
         "peak_bytes": peak,
         "peak_bytes_per_token": peak / length,
-        "sampled": said,
+        "sampled": sampled,
         "sample_passes": passes,
         "sample_seconds": sampling,
         "layers": config.layers,

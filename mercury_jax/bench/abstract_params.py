@@ -122,7 +122,7 @@ def find_preset(name: str) -> ModelPreset:
 
 
 class ModelSource(NamedTuple):
-    """What is known of a model without its weights.
+    """A model without its weights.
 
     Attributes:
         stored: dtype of its parameters.
@@ -146,7 +146,7 @@ def source(name: str, dtype: str | None = None) -> ModelSource:
         dtype: Of parameters and arithmetic. Default: the model's own.
 
     Returns:
-        Its configuration and what else is known of it.
+        Its configuration, noise, stored dtype and decoding; of a recipe also how it is trained.
 
     Raises:
         ValueError: There is no such model, or the dtype is unknown.

@@ -103,7 +103,7 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
         stage: Called with what is being done.
 
     Returns:
-        The record of `aot.compile_program`, with the registers and spills of its GPU kernels as `kernels`.
+        The record of `compile_program`, with the registers and spills of its GPU kernels as `kernels`.
 
     Raises:
         ValueError: A bad request, or a plugin that is not installed; where possible before anything is compiled.
@@ -119,8 +119,7 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
     if request.quantise is not None and request.what == "train":
         allowed = "no value with --what train: parameters are trained in fp32"
         raise refuse("--quantise", request.quantise, allowed)
-    if (missing := chips.missing(target.chip)) is not None:
-        raise ValueError(missing)
+    chips.check_plugin(target.chip)
     record, printed = _child("program", json.dumps(request._asdict()), request.target, stage)
     if "kernels" not in record:
         record["kernels"] = hlo.gpu_kernels(printed)
@@ -144,8 +143,7 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
     if found.platform != "cuda":
         names = [one.name for one in chips.ALL.values() if one.platform == "cuda"]
         raise refuse("--for", target, f"{', '.join(names)}: the compilers of other chips report no registers")
-    if (missing := chips.missing(found)) is not None:
-        raise ValueError(missing)
+    chips.check_plugin(found)
     return _child("kernels", target, target, stage)[0]["kernels"]
 
 
@@ -176,10 +174,8 @@ def _child(work: str, argument: str, target: str, stage: Stage) -> tuple[dict[st
         record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
         text = printed.read_text(encoding="utf-8", errors="replace")
     if record is None:
-        last = "\n".join(lines[-3:])
-        raise CompilerFailed(
-            f"the process that compiles for {target} ended with code {code}\n{last}".rstrip()
-        )
+        text = f"the process that compiles for {target} ended with code {code}"
+        raise CompilerFailed("\n".join([text, *lines[-3:]]).rstrip())
     if "refused" in record:
         raise ValueError(record["refused"])
     return record, "\n".join([text, *lines])

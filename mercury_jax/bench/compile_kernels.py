@@ -157,7 +157,7 @@ def captured_output() -> Iterator[Callable[[], str]]:
     """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryFile() as sink:
-        kept = {fd: os.dup(fd) for fd in (1, 2)}
+        saved = {fd: os.dup(fd) for fd in (1, 2)}
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
@@ -167,11 +167,11 @@ def captured_output() -> Iterator[Callable[[], str]]:
             return sink.read().decode(errors="replace")
 
         try:
-            for fd in kept:
+            for fd in saved:
                 os.dup2(sink.fileno(), fd)
             yield read
         finally:
             libc.fflush(None)
-            for fd, old in kept.items():
+            for fd, old in saved.items():
                 os.dup2(old, fd)
                 os.close(old)

@@ -116,11 +116,11 @@ def questions(
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
 
 
-def batches(asked: QuestionSet) -> list[QuestionBatch]:
+def batches(question_set: QuestionSet) -> list[QuestionBatch]:
     """Batches of questions of similar length, so that few shapes are compiled."""
-    order = sorted(range(len(asked.problems)), key=lambda i: len(asked.problems[i].input))
-    parts = [order[at : at + asked.batch] for at in range(0, len(order), asked.batch)]
-    return [QuestionBatch(i, p, p + p[-1:] * (asked.batch - len(p))) for i, p in enumerate(parts)]
+    order = sorted(range(len(question_set.problems)), key=lambda i: len(question_set.problems[i].input))
+    parts = [order[at : at + question_set.batch] for at in range(0, len(order), question_set.batch)]
+    return [QuestionBatch(i, p, p + p[-1:] * (question_set.batch - len(p))) for i, p in enumerate(parts)]
 
 
 # --- what is measured
@@ -293,20 +293,22 @@ def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> lis
     return found
 
 
-def units(found: Sequence[SweepEntry], asked: QuestionSet) -> int:
+def units(found: Sequence[SweepEntry], question_set: QuestionSet) -> int:
     """How often `run` calls `tick`, unless a rule is refused.
 
     Args:
         found: The entries.
-        asked: The questions.
+        question_set: The questions.
 
     Returns:
         Two calls for each entry, and one for each entry and batch.
     """
-    return len(found) * (2 + len(batches(asked)))
+    return len(found) * (2 + len(batches(question_set)))
 
 
-def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda text: None) -> list[Trial]:
+def run(
+    found: Sequence[SweepEntry], question_set: QuestionSet, tick: Tick = lambda text: None
+) -> list[Trial]:
     """Measures every entry on one task.
 
     All entries decode a batch before the next one begins, in alternating order, so that a slow minute of the machine
@@ -314,7 +316,7 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
 
     Args:
         found: The first is the baseline of all others.
-        asked: The questions.
+        question_set: The questions.
         tick: Called with what comes next.
 
     Returns:
@@ -323,74 +325,76 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
     Raises:
         ValueError: The model cannot run the baseline.
     """
-    trials, n = [], len(asked.problems)
+    trials, n = [], len(question_set.problems)
     for entry in found:
-        tick(f"{asked.task.name}: compiling {entry.rule}")
+        tick(f"{question_set.task.name}: compiling {entry.rule}")
         trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
         trials.append(trial)
         try:
             trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
             # The number of steps is traced, so one step compiles the program of any number.
-            _decode(trial, batches(asked)[0], asked, replace(entry.plan, steps=1))
+            _decode(trial, batches(question_set)[0], question_set, replace(entry.plan, steps=1))
         except ValueError as error:
             trial.refused = str(error)
     if trials[0].refused is not None:
         raise refuse("model", found[0].lm.name, f"one that can decode {ONE_A_STEP} ({trials[0].refused})")
     able = [t for t in trials if t.refused is None]
-    for batch in batches(asked):
-        _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, asked, tick)
+    for batch in batches(question_set):
+        _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, question_set, tick)
     for trial in able:
-        tick(f"{asked.task.name}: {trial.entry.rule}, one prompt alone")
+        tick(f"{question_set.task.name}: {trial.entry.rule}, one prompt alone")
         times = []
-        for i in range(asked.alone):
-            (seconds, _) = steady(lambda trial=trial, i=i: _stream_times(trial, asked, i))
+        for i in range(question_set.alone):
+            (seconds, _) = steady(lambda trial=trial, i=i: _stream_times(trial, question_set, i))
             times.append(seconds)
         if times:
             trial.first, trial.last = (statistics.median(t[k] for t in times) for k in (0, 1))
     return trials
 
 
-def _decode(trial: Trial, batch: QuestionBatch, asked: QuestionSet, plan: Plan) -> Output:
+def _decode(trial: Trial, batch: QuestionBatch, question_set: QuestionSet, plan: Plan) -> Output:
     return sampling.sample(
-        trial.entry.lm, [asked.message(i) for i in batch.filled], max_tokens=asked.max_tokens,
-        seed=(asked.seed + batch.number * asked.batch) % 2**31, sampler=trial.sampler, plan=plan,
+        trial.entry.lm, [question_set.message(i) for i in batch.filled], max_tokens=question_set.max_tokens,
+        seed=(question_set.seed + batch.number * question_set.batch) % 2**31, sampler=trial.sampler, plan=plan,
     )  # fmt: skip
 
 
 def _measure_batch(
-    base: Trial, others: Sequence[Trial], batch: QuestionBatch, asked: QuestionSet, tick: Tick
+    base: Trial, others: Sequence[Trial], batch: QuestionBatch, question_set: QuestionSet, tick: Tick
 ) -> None:
     """One batch by all. In the first PAIRED batches the baseline is timed again once its last time is stale."""
     paired, ended, last, rate = batch.number < PAIRED, -np.inf, 0.0, 0.0
     for trial in (base, *others):
-        tick(f"{asked.task.name}: {trial.entry.rule}")
+        tick(f"{question_set.task.name}: {trial.entry.rule}")
         if trial is base or (paired and time.perf_counter() - ended > STALE * last):
-            out, last = steady(lambda: _decode(base, batch, asked, base.entry.plan))
+            out, last = steady(lambda: _decode(base, batch, question_set, base.entry.plan))
             ended, rate = time.perf_counter(), sum(out.lengths) / last
             if trial is base:
-                _record(base, batch, out, last, asked)
+                _record(base, batch, out, last, question_set)
         if trial is not base:
-            out, seconds = steady(lambda trial=trial: _decode(trial, batch, asked, trial.entry.plan))
-            _record(trial, batch, out, seconds, asked)
+            out, seconds = steady(lambda trial=trial: _decode(trial, batch, question_set, trial.entry.plan))
+            _record(trial, batch, out, seconds, question_set)
         if paired:
             trial.ratios.append(trial.made[-1] / trial.seconds[-1] / max(rate, 1e-9))
 
 
-def _record(trial: Trial, batch: QuestionBatch, out: Output, seconds: float, asked: QuestionSet) -> None:
+def _record(
+    trial: Trial, batch: QuestionBatch, out: Output, seconds: float, question_set: QuestionSet
+) -> None:
     """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
     for at, i in enumerate(batch.chosen):
-        trial.right[i] = bool(asked.task.check(asked.problems[i].input, out.texts[at]))
+        trial.right[i] = bool(question_set.task.check(question_set.problems[i].input, out.texts[at]))
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
     trial.made.append(sum(out.lengths))
     trial.passes.append(int(out.forwards.sum()))
     trial.seconds.append(seconds)
 
 
-def _stream_times(trial: Trial, asked: QuestionSet, i: int) -> tuple[float, float]:
+def _stream_times(trial: Trial, question_set: QuestionSet, i: int) -> tuple[float, float]:
     """Seconds to the first frame of question i, and to its last token, streamed with a frame for every pass."""
     began, times = time.perf_counter(), []
     for _ in stream(
-        trial.entry.lm, asked.message(i), max_tokens=asked.max_tokens, seed=asked.seed,
+        trial.entry.lm, question_set.message(i), max_tokens=question_set.max_tokens, seed=question_set.seed,
         sampler=trial.sampler, plan=trial.entry.plan, every=1,
     ):  # fmt: skip
         times.append(time.perf_counter() - began)
@@ -400,7 +404,7 @@ def _stream_times(trial: Trial, asked: QuestionSet, i: int) -> tuple[float, floa
 # --- records
 
 
-def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]:
+def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str, Any]]:
     """One record for each trial, the baseline's first.
 
     Forwards and tokens are means over the answers, rates are of whole batches, times in seconds. tokens_per_second =
@@ -410,7 +414,7 @@ def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]
 
     Args:
         trials: Of `decode.run`, the baseline first.
-        asked: Their questions.
+        question_set: Their questions.
 
     Returns:
         One item for each trial; of a rule that the model cannot run it has `refused`, the reason.
@@ -418,9 +422,10 @@ def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]
     base, found = trials[0], []
     for trial in trials:
         about = {
-            "rule": trial.entry.rule, "curve": trial.entry.curve, "task": asked.task.name, "seed": asked.seed,
-            "batch": asked.batch, "max_tokens": asked.max_tokens, "steps": trial.entry.plan.steps,
-            "model": trial.entry.lm.name, "hardware": card.hardware(), "compared_with": ONE_A_STEP,
+            "rule": trial.entry.rule, "curve": trial.entry.curve, "task": question_set.task.name,
+            "seed": question_set.seed, "batch": question_set.batch, "max_tokens": question_set.max_tokens,
+            "steps": trial.entry.plan.steps, "model": trial.entry.lm.name, "hardware": card.hardware(),
+            "compared_with": ONE_A_STEP,
         }  # fmt: skip
         if trial.refused is not None:
             found.append(about | {"refused": trial.refused})
@@ -446,14 +451,14 @@ def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]
     return found
 
 
-def results(trials: Sequence[Trial], asked: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
+def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
     """(one token per step, the rules that may be recommended) on this task.
 
     A pass of twice the width counts as two forwards, so that it is not recommended for being wide.
 
     Args:
         trials: Of `decode.run`, the baseline first.
-        asked: Their questions.
+        question_set: Their questions.
 
     Returns:
         Results for `recommend.recommend`; rules that were refused are left out.
@@ -461,7 +466,7 @@ def results(trials: Sequence[Trial], asked: QuestionSet) -> tuple[RuleResult, li
     able = [t for t in trials[1:] if t.refused is None and t.entry.code is not None]
     base, *others = (
         RuleResult(
-            rule=t.entry.rule, code=t.entry.code or "", task=asked.task.name, right=t.right,
+            rule=t.entry.rule, code=t.entry.code or "", task=question_set.task.name, right=t.right,
             tokens=[len(ids) for ids in t.tokens], forwards=[n * t.canvases for n in t.forwards],
             made=sum(t.made), seconds=sum(t.seconds), speedup=statistics.median(t.ratios),
         )

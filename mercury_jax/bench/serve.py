@@ -273,17 +273,18 @@ async def agents(client: Client, model: str, load: Load) -> Json:
     for text in [texts[0], *texts[: load.turns * 3]]:  # the first one warms up
         how = (client, model, text, load.agent, load.max_tokens // 2)
         pairs.append([await run_agent(*how, tools=tools) for tools in (True, False)])
-    kept = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
-    tooled, free = [pair[0] for pair in kept], [pair[1] for pair in kept]
+    complete = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
+    with_tools, free = [pair[0] for pair in complete], [pair[1] for pair in complete]
     refused = next((one.refused for pair in pairs for one in pair if one.refused), None)
     return {
-        "load": "agent", "loops": len(tooled), "failed": len(pairs) - 1 - len(kept), "refused": refused,
-        "turns": load.agent + 1, "wall": percentiles(one.whole for one in tooled),
-        "turn": percentiles(second for one in tooled for second in one.turns),
+        "load": "agent", "loops": len(with_tools), "failed": len(pairs) - 1 - len(complete), "refused": refused,
+        "turns": load.agent + 1, "wall": percentiles(one.whole for one in with_tools),
+        "turn": percentiles(second for one in with_tools for second in one.turns),
         "wall_of_free_text": percentiles(one.whole for one in free),
-        "ratio": statistics.median(a.whole / b.whole for a, b in zip(tooled, free)) if kept else None,
-        "tokens": sum(one.tokens for one in tooled), "tokens_of_free_text": sum(one.tokens for one in free),
-        "calls": sum(one.calls for one in tooled), "valid_calls": sum(one.valid for one in tooled), "seed": load.seed,
+        "ratio": statistics.median(a.whole / b.whole for a, b in zip(with_tools, free)) if complete else None,
+        "tokens": sum(one.tokens for one in with_tools), "tokens_of_free_text": sum(one.tokens for one in free),
+        "calls": sum(one.calls for one in with_tools), "valid_calls": sum(one.valid for one in with_tools),
+        "seed": load.seed,
         "compared_with": "the same conversations with as many turns in free text, in alternation",
     }  # fmt: skip
 

@@ -150,13 +150,13 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
 
 def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> tuple[Any, list[str]]:
     """(the dataclass, words that no field takes). tyro's error boxes become a ValueError of one line."""
-    words, said = list(argv), io.StringIO()
+    words, stderr = list(argv), io.StringIO()
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         words = ["--help"]  # behind other words tyro leaves out what these have filled in
     # tyro joins the lines of a paragraph unless they are indented.
     first, _, rest = inspect.cleandoc(about or "").partition("\n")
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(
                 command,
                 args=words,
@@ -168,7 +168,7 @@ def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> 
     except SystemExit as end:
         if not end.code:
             raise
-        raise ValueError(f"{_one_line(said.getvalue())} (`{prog} --help` explains)") from None
+        raise ValueError(f"{_one_line(stderr.getvalue())} (`{prog} --help` explains)") from None
 
 
 def _one_line(box: str) -> str:

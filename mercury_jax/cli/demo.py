@@ -70,9 +70,10 @@ class Question(NamedTuple):
 
     Attributes:
         before: What precedes the answer on the screen.
-        check: Whether an answer is correct; None where that cannot be told.
-        right, wrong: What is said of a correct answer, and the correct answer beside a wrong one.
-        remark: What is said of an answer that cannot be checked.
+        check: Whether an answer is correct; None where that cannot be decided.
+        right: Printed with a correct answer: why it is correct.
+        wrong: Printed with a wrong answer: a correct one.
+        remark: Text -> what is printed with an answer that cannot be checked.
     """
 
     title: str

@@ -253,5 +253,5 @@ def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
     if rule is None:
         return lm
     name = arguments.find_rule(rule).__name__
-    kept = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
-    return dataclasses.replace(lm, decoding={**kept, "rule": name, "knobs": parameters})
+    plan = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
+    return dataclasses.replace(lm, decoding={**plan, "rule": name, "knobs": parameters})

@@ -170,7 +170,7 @@ def test_the_child_reports_why_it_refuses(tmp_path):
 
 
 def test_a_child_that_dies_is_reported(monkeypatch):
-    monkeypatch.setattr(chips, "missing", lambda chip: None)
+    monkeypatch.setattr(chips, "check_plugin", lambda chip: None)
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     with pytest.raises(compiling.CompilerFailed, match="ended with code 1"):
         compiling.compile_for(compiling.CompileRequest("nano", "h200"))

@@ -104,18 +104,18 @@ def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def decoding(asked: Row, stage: Stage) -> Iterator[Row]:
+def decoding(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
 
     Args:
-        asked: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds_per_forward`, bytes and FLOP of a pass.
     """
-    found, batch, prefix = find(asked["model"]), asked["batch"], asked["prefix"]
-    lm = random_model(found, asked.get("quantise"), stage)
+    found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
+    lm = random_model(found, args.get("quantise"), stage)
     c = lm.model.config
     prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
     rule = rules.confidence() if lm.corruption.mask is not None else None  # None: the model's own
@@ -130,16 +130,16 @@ def decoding(asked: Row, stage: Stage) -> Iterator[Row]:
     first = call(FEW)[0]
     call(MANY)
     stage("timing")
-    pairs = [(call(FEW, n), call(MANY, n)) for n in range(asked["turns"])]
+    pairs = [(call(FEW, n), call(MANY, n)) for n in range(args["turns"])]
     each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
     seconds, (bytes, flops) = statistics.median(each), load(lm, batch, prefix)
     if seconds <= 0:
         why = f"{MANY} steps took no longer than {FEW}: too small to time here"
-        yield {"model": asked["model"], "left_out": why}
+        yield {"model": args["model"], "left_out": why}
         return
     status = kernel_device.status()
     yield {
-        "model": asked["model"], "quantise": asked.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
+        "model": args["model"], "quantise": args.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
         "canvas": c.block, "passes": [a[1] for a in pairs[0]], "seconds_per_forward": seconds,
         "seconds_per_forward_all": each, "seconds_of_a_call": statistics.median(b[0] for _, b in pairs),
         "first_call_seconds": first, "tokens_per_second": c.block * batch / (seconds * (DENOISING + 1)),
@@ -148,23 +148,23 @@ def decoding(asked: Row, stage: Stage) -> Iterator[Row]:
     }  # fmt: skip
 
 
-def slice_logits(asked: Row, stage: Stage) -> Iterator[Row]:
+def slice_logits(args: Row, stage: Stage) -> Iterator[Row]:
     """Logits with kernels and without, each against the same weights in fp32 arithmetic.
 
     Passes if the error with kernels is at most 1.5 times that of plain XLA in bf16, or at most 1e-3.
 
     Args:
-        asked: `model`, `quantise`, and `layers` of the slice.
+        args: `model`, `quantise`, and `layers` of the slice.
         stage: Called with what is being done.
 
     Yields:
         One row with `passed` and both errors.
     """
-    found = find(asked["model"])
-    layers: int = asked["layers"]
+    found = find(args["model"])
+    layers: int = args["layers"]
     config: Any = found.config  # a DiffusionGemma, whose last layer must be global
     found = found._replace(config=dataclasses.replace(config, layers=layers, global_layers=(layers - 1,)))
-    lm = random_model(found, asked["quantise"], stage)
+    lm = random_model(found, args["quantise"], stage)
     c, rng = lm.model.config, np.random.default_rng(0)
     prompt, canvas = (rng.integers(c.vocab // 4, c.vocab // 2, n) for n in (2 * c.block, c.block))
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
@@ -187,7 +187,7 @@ def slice_logits(asked: Row, stage: Stage) -> Iterator[Row]:
     agree = lambda a, b: float((a.argmax(-1) == b.argmax(-1)).mean())
     good = error(on) <= max(1.5 * error(off), 1e-3)
     row = {
-        "model": asked["model"], "quantise": asked["quantise"], "layers": asked["layers"], "passed": bool(good),
+        "model": args["model"], "quantise": args["quantise"], "layers": args["layers"], "passed": bool(good),
         "relative_error_on": error(on), "relative_error_off": error(off),
         "relative_difference": float(np.linalg.norm(on - off) / np.linalg.norm(off)),
         "same_argmax": agree(on, off), "same_argmax_as_fp32": {"on": agree(on, want), "off": agree(off, want)},
@@ -198,14 +198,14 @@ def slice_logits(asked: Row, stage: Stage) -> Iterator[Row]:
     yield row if good else row | {"why": "with kernels the logits are further from fp32 than without"}
 
 
-def training(asked: Row, stage: Stage) -> Iterator[Row]:
+def training(args: Row, stage: Stage) -> Iterator[Row]:
     """An AdamW update: seconds, tokens/s, FLOP. The parent process divides by the matmul roofline (MFU).
 
     A row is a document's clean tokens and its canvases (block diffusion), so there are about twice as many positions as
     tokens to learn from.
 
     Args:
-        asked: `model`, `rows` and positions of a `row`, `turns` that are timed.
+        args: `model`, `rows` and positions of a `row`, `turns` that are timed.
         stage: Called with what is being done.
 
     Yields:
@@ -213,7 +213,7 @@ def training(asked: Row, stage: Stage) -> Iterator[Row]:
     """
     from mercury_jax.train import objectives, optim, step as steps  # only this function needs optax
 
-    found, rows, row = find(asked["model"]), asked["rows"], asked["row"]
+    found, rows, row = find(args["model"]), args["rows"], args["row"]
     c, on = found.config, sharding.mesh(devices=jax.devices()[:1])
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
     tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
@@ -222,13 +222,13 @@ def training(asked: Row, stage: Stage) -> Iterator[Row]:
     state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
     data, seconds, report = batch_of(c, rows, row), [], None
     stage("compiling, then timing")
-    for _ in range(asked["turns"] + 1):  # the first one compiles
+    for _ in range(args["turns"] + 1):  # the first one compiles
         (state, report), took = timed(lambda state=state: jax.block_until_ready(update(state, data)))
         seconds.append(took)
     assert report is not None
     each = statistics.median(seconds[1:])
     yield {
-        "model": asked["model"], "rows": rows, "row": row, "seconds": each, "seconds_all": seconds[1:],
+        "model": args["model"], "rows": rows, "row": row, "seconds": each, "seconds_all": seconds[1:],
         "positions_per_second": rows * row / each, "tokens_per_second": float(data.editable.sum()) / each,
         "flops": flops_of(state.params, c, data), "loss": float(report.values["loss"]), "peak_bytes": peak(),
     }  # fmt: skip
@@ -311,11 +311,11 @@ def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
     return 6.0 * (total - lookup) * positions + 12.0 * c.heads * c.head_dim * c.layers * seen
 
 
-def transformers(asked: Row, stage: Stage) -> Iterator[Row]:
+def transformers(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a denoising pass of transformers' `generate` with random weights of the same shapes.
 
     Args:
-        asked: `model`, `prefix` tokens of the prompt, `device` of torch.
+        args: `model`, `prefix` tokens of the prompt, `device` of torch.
         stage: Called with what is being done.
 
     Raises:
@@ -324,17 +324,17 @@ def transformers(asked: Row, stage: Stage) -> Iterator[Row]:
     Yields:
         One row with `seconds_per_forward` and the versions, or with `left_out`, the reason why there is none.
     """
-    config: Any = find(asked["model"]).config
-    prompt = np.random.default_rng(0).integers(2, config.vocab, asked["prefix"]).tolist()
-    told = {
-        "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": asked["device"],
+    config: Any = find(args["model"]).config
+    prompt = np.random.default_rng(0).integers(2, config.vocab, args["prefix"]).tolist()
+    request = {
+        "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": args["device"],
         "dtype": config.dtype,
     }  # fmt: skip
     stage("transformers in a process of its own")
     worker = Path(__file__).with_name("transformers_worker.py")
-    command = [asked.get("python", sys.executable), str(worker)]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
+    command = [args.get("python", sys.executable), str(worker)]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"transformers' process ended with code {done.returncode}: {done.stderr[-400:]}")
-    yield {"model": asked["model"], "prefix": asked["prefix"], "batch": 1} | json.loads(lines[-1])
+    yield {"model": args["model"], "prefix": args["prefix"], "batch": 1} | json.loads(lines[-1])

@@ -28,17 +28,17 @@ CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
 SETS, CALLS, REPEATS = 6, 18, 7
 
 
-def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
+def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
 
     Args:
-        asked: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
+        args: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds`, or with `left_out` or `refused`, the reason why there are none.
     """
-    way, shape = asked["way"], asked["shape"]
+    way, shape = args["way"], args["shape"]
     causal, int8 = shape.get("causal", False), shape.get("int8", False)
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
     row: Row = {"shape": shape, "way": way, "dtype": "bfloat16"}
@@ -86,17 +86,17 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     yield row | seconds | {"bytes": moved, "flops": 4.0 * visible * h * width, "sets": sets}
 
 
-def time_grouped(asked: Row, stage: Stage) -> Iterator[Row]:
+def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot".
 
     Args:
-        asked: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
+        args: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds`, or with `left_out`, the reason why there are none.
     """
-    way, shape = asked["way"], asked["shape"]
+    way, shape = args["way"], args["shape"]
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     row: Row = {"shape": shape, "way": way}
     if way == "ours":

@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
+def main(args: dict[str, Any]) -> dict[str, Any]:
     """Measures `generate`.
 
     Args:
-        asked: `config`, `dtype` and `device` of the model, the ids of its `prompt`, and two numbers of `steps`.
+        args: `config`, `dtype` and `device` of the model, the ids of its `prompt`, and two numbers of `steps`.
 
     Returns:
         `seconds_per_forward` and the versions; {"left_out": why} where that is not possible.
@@ -28,13 +28,13 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": f"{error}: install torch and transformers beside JAX to compare"}
     if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
         return {"left_out": f"transformers {transformers.__version__} has no DiffusionGemma; 5.23 has"}
-    if asked["device"] == "cuda" and not torch.cuda.is_available():
+    if args["device"] == "cuda" and not torch.cuda.is_available():
         return {"left_out": f"torch {torch.__version__} finds no CUDA device"}
     torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, asked["dtype"]))
-    with torch.device(asked["device"]):
+    torch.set_default_dtype(getattr(torch, args["dtype"]))
+    with torch.device(args["device"]):
         model = transformers.DiffusionGemmaForBlockDiffusion(
-            transformers.DiffusionGemmaConfig(**asked["config"])
+            transformers.DiffusionGemmaConfig(**args["config"])
         )
     with torch.no_grad():  # small random weights, made on the device
         for weight in model.parameters():
@@ -42,9 +42,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
                 torch.nn.init.normal_(weight, 0.0, 0.02)
             else:
                 torch.nn.init.ones_(weight)
-    model, passes, cuda = model.eval(), [0], asked["device"] == "cuda"
+    model, passes, cuda = model.eval(), [0], args["device"] == "cuda"
     model.model.decoder.register_forward_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
-    ids = torch.tensor([asked["prompt"]], device=asked["device"])
+    ids = torch.tensor([args["prompt"]], device=args["device"])
     # The default, a static cache, compiles the model, which on a CPU takes longer than everything else.
     how = {} if cuda else {"cache_implementation": "dynamic"}
     # A threshold that is never reached, so that it makes all of its steps.
@@ -59,14 +59,12 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         wait()
         return time.perf_counter() - began, passes[0]
 
-    short, long = asked["steps"]
-    for steps in asked["steps"]:  # the first call of each may compile
+    short, long = args["steps"]
+    for steps in args["steps"]:  # the first call of each may compile
         run(steps)
     pairs = [(run(short), run(long)) for _ in range(3)]
     each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
-    versions = (
-        f"transformers {transformers.__version__} generate, torch {torch.__version__}, {asked['dtype']}"
-    )
+    versions = f"transformers {transformers.__version__} generate, torch {torch.__version__}, {args['dtype']}"
     return {"seconds_per_forward": statistics.median(each), "compared_with": versions}
 
 
