@@ -34,7 +34,7 @@ from mercury_jax.decode.request import PREFILL, Request, rows_of, start
 from mercury_jax.decode.state import Rows
 from mercury_jax.evaluate import card
 from mercury_jax.kernels import attend
-from mercury_jax.kernels.inputs import AttentionResult
+from mercury_jax.kernels.attention_inputs import AttentionResult
 from mercury_jax.types import LM
 
 SAMPLED = 32  # tokens decoded after the prompt
@@ -216,9 +216,10 @@ def _attention(config: ModelConfig, session: Session, length: int, samples: int 
 def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> AttentionResult:
     stop = start + jnp.arange(queries.shape[1]) + 1
     ranges = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[None, :, None]
-    return attend(
-        queries, keys, values, jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2), cached=True
-    )
+    ranges = jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2)
+    out = attend(queries, keys, values, ranges, cached=True)
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def _peak(call: Callable[[], Any]) -> int:

@@ -8,7 +8,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import hub, models
 from mercury_jax.decode import defaults
-from mercury_jax.hub.load import native_noise
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import packaged_recipes
 from mercury_jax.train.data import Generated
@@ -43,7 +43,7 @@ def test_the_embedded_model_is_what_its_recipe_makes():
     """Of the recipe's own model, noise, seed and steps, decoded by its sampler: no other stage, no other mixture."""
     lm, recipe = mj.load(), load_recipe(RECIPES[0].with_name("nano.py"))
     assert dict(lm.card) == {"recipe": recipe.name, "seed": recipe.seed, "steps": recipe.steps}
-    assert lm.model.config == recipe.model and native_noise(hub.NANO) == recipe.noise
+    assert lm.model.config == recipe.model and open_checkpoint(hub.NANO).noise == recipe.noise
     assert lm.decoding == defaults.rule_settings(recipe.sampler)
     card = (hub.NANO / "README.md").read_text().splitlines()
     shares = [

@@ -30,7 +30,6 @@ SAME_NAME = {
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
     "info.py": {"cli", "hub"},
-    "inputs.py": {"decode", "kernels"},
     "kv_quant.py": {"kernels", "models"},
     "masked.py": {"decode/rules", "train/objectives"},
     "program.py": {"kernels/blackwell", "kernels/hopper"},

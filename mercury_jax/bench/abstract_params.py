@@ -15,23 +15,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import hub, models, noise
-from mercury_jax.checkpoint import manifest, tensors
-from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import (
     ComputeType,
     Experts,
     ModelConfig,
     NoiseConfig,
-    from_dict,
     nearest,
     one_of,
     refuse,
 )
-from mercury_jax.hub.load import native_config, open_config, open_folder
-from mercury_jax.hub.params import insert, quantised_axes, shapes_of
+from mercury_jax.hub.load import WIDE, open_checkpoint
+from mercury_jax.hub.params import quantised_axes, shapes_of
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
@@ -166,19 +164,11 @@ def _found(name: str) -> ModelSource:
     if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
         preset = find_preset(name)
         return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)
-    folder = path if path.is_file() else hub.folder_of(name)
-    if folder.is_dir() and hub.is_native(folder):
-        data = manifest.read_json(folder / CONFIG)["config"]
-        config = native_config(data)
-        # The dtype that `load` gives the parameters: that of most of them, unless arithmetic is wider.
-        kinds = [entry.dtype for entry in tensors.header(folder / PARAMS).values()]
-        wide = config.dtype in ("float32", "float64")
-        stored = jnp.dtype(config.dtype if wide else max(set(kinds), key=kinds.count))
-        described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-        return ModelSource(data["name"], config, described, stored, data.get("decoding", {}))
-    opened = open_folder(folder) if folder.is_dir() else open_config(folder)
-    title = str(opened.folder.config.get("_name_or_path") or folder.resolve().stem)
-    return ModelSource(title, opened.config, opened.noise, opened.stored_dtype, opened.decoding)
+    opened = open_checkpoint(name)
+    config, stored = opened.config, opened.stored_dtype
+    if opened.family is None and config.dtype in WIDE:  # in our own layout, as `load` gives the parameters
+        stored = jnp.dtype(config.dtype)
+    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding)
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
@@ -216,7 +206,7 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None =
     """
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
-    tree: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     replicated = NamedSharding(mesh, PartitionSpec())
     for path, like in shapes_of(model).items():
         where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
@@ -231,5 +221,5 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None =
                 jax.ShapeDtypeStruct(like.shape, small.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
                 jax.ShapeDtypeStruct(scale, small.scale.dtype, sharding=replicated),  # pyright: ignore[reportArgumentType]
             )
-        insert(tree, path, value)
-    return tree
+        params[path] = value
+    return unflatten_dict(params, sep="/")

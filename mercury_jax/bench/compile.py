@@ -301,6 +301,9 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
     Returns:
         A record with the sizes, memory, FLOP, collectives, calls, largest arrays and the roofline, all of one device;
         of a program that a TPU's memory cannot hold, only the memory.
+
+    Raises:
+        ValueError: A bad request, or the compiler refuses the program for another reason than its memory.
     """
     target = chips.target(request.target)
     stage(f"describing {request.target}")

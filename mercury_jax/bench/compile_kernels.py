@@ -25,8 +25,8 @@ from mercury_jax.bench import chips, hlo
 from mercury_jax.bench.compile import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.kernels.inputs import quantise_int8
 from mercury_jax.types import Device
 
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
@@ -126,6 +126,10 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
     Returns:
         A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
         no such form, and `fallback`, what runs instead.
+
+    Raises:
+        ValueError: An unknown target.
+        RuntimeError: ptxas reported nothing for a form that was compiled.
     """
     target = chips.target(name)
     stage(f"describing {name}")

@@ -129,6 +129,9 @@ def against(
 
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents.
+
+    Raises:
+        ValueError: The URL has another form, or its /v1/models does not answer.
     """
     with asyncio.Runner() as loop:
         client = Client(url, key)
@@ -290,7 +293,7 @@ async def agents(client: Client, model: str, load: Load) -> Json:
 
 
 def _task(name: str) -> Task:
-    """A task with questions. ValueError for one that has none."""
+    """The generator of a task's questions. ValueError for a task that has none."""
     found = find(name).task
     if found is None:
         raise refuse("task", name, "one with questions to answer")

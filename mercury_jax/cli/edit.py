@@ -58,7 +58,11 @@ class Edit:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded.
+    """
     args, parameters = arguments.read_with_rule(Edit, argv, "mercury edit")
     arguments.check_request(args.decoding.seed, args.temperature)
     text = arguments.read_text_or_file("TEXT", args.text, args.file, args.escapes)

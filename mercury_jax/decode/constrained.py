@@ -276,10 +276,8 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
     constrained = np.zeros(session.state.tokens.shape[0], bool)
     constrained[: session.rows] = [row is not None for row in grammars]
     # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
-    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps)).astype(
-        np.int32
-    )
-    sampling = session.sampling._replace(constrained=constrained, steps=steps)
+    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps))
+    sampling = session.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
     session = dataclasses.replace(session, sampling=sampling)
     frames: list[Frame] = []
     made, state = 0, session.state

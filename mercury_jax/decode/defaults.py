@@ -98,9 +98,8 @@ def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressiv
     noise = "uniform" if corruption.mask is None else "absorbing"
     rule = checked.rule
     if noise not in rule.noise and checked.speculate != 0:
-        raise refuse(
-            "sampler.rule", rule.name, f"a rule for {noise} noise; this one is for {rule.noise[0]} noise"
-        )
+        allowed = f"a rule for {noise} noise; this one is for {rule.noise[0]} noise"
+        raise refuse("sampler.rule", rule.name, allowed)
     default = stopping.steady if corruption.mask is None else stopping.filled
     return checked._replace(
         stopping=checked.stopping or (rule.stopping or default)(),

@@ -119,9 +119,8 @@ def start(
     texts = _negative_ids(model, prompts, negatives, room, block)
     shift = np.array([len(ids) - prompt for ids, prompt in zip(texts, prompts, strict=True)])
     if room is None:  # powers of two, and 0: few shapes
-        size, more = (
-            1 << (n - 1).bit_length() if n else 0 for n in (max(map(len, texts)), max(0, int(shift.max())))
-        )
+        power = lambda n: 1 << (n - 1).bit_length() if n else 0
+        size, more = power(max(map(len, texts))), power(max(0, int(shift.max())))
     else:
         size = more = room + block - 1
     negative = np.zeros((batch, max(size, 1)), np.int32)

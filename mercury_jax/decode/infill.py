@@ -389,14 +389,12 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     for i, row in enumerate(rows):
         fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
         if any(fixed) and not all(fixed):
-            raise refuse(
-                f"parts[{i}]", "holes of fixed and of open length", "one kind, for a block-causal model"
-            )
+            allowed = "one kind, for a block-causal model"
+            raise refuse(f"parts[{i}]", "holes of fixed and of open length", allowed)
         size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
         if size > context:
-            raise refuse(
-                f"parts[{i}]", f"{size} tokens in FIM order", f"at most the model's context of {context}"
-            )
+            allowed = f"at most the model's context of {context}"
+            raise refuse(f"parts[{i}]", f"{size} tokens in FIM order", allowed)
     if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
         allowed = "one kind in a call, for a block-causal model"
         raise refuse("parts", "rows of fixed and of open holes", allowed)

@@ -239,9 +239,8 @@ def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
     counted = jnp.where(view.masked, redrawn & (j < i), decided)
     token = jnp.where(view.masked, view.answer, view.canvas)
     counted &= token != view.eos
-    counts = jnp.broadcast_to(
-        jax.lax.dynamic_slice_in_dim(view.output_counts, view.first_id, size), (at.shape[0], size)
-    )
+    counts = jax.lax.dynamic_slice_in_dim(view.output_counts, view.first_id, size)
+    counts = jnp.broadcast_to(counts, (at.shape[0], size))
     # A scatter of L x L ones is cheaper than one-hot rows [L, V] and their sums.
     column = columns_of(token, view.first_id, size)
     return counts.at[i, column[None, :]].add(counted.astype(counts.dtype), mode="drop")

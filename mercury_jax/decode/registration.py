@@ -322,7 +322,7 @@ def rule(
         ValueError: The name is taken by another rule, or `noise` is unknown.
 
     Example:
-        >>> @mj.rule(name="leftmost", noise="absorbing", needs_logits=False)
+        >>> @mj.rule(noise="absorbing", needs_logits=False)
         ... def leftmost(key, view, memory, count: Annotated[Param, AtLeast(1, integer=True)] = 1):
         ...     return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
     """

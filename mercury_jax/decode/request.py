@@ -233,28 +233,21 @@ def start(lm: LM, request: Request) -> Session:
     with inputs.explain_wrong_params(lm):
         if guided is not None:
             weights, negatives = guided
-            more = len(padded.committed) - len(weights)
-            cache = guidance.start(
-                lm.model, lm.params, len(padded.committed), state.tokens.shape[1], padded.committed.tolist(),
-                [*negatives, *[[]] * more], np.pad(weights, (0, more)),
-            )  # fmt: skip
+            (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
+            cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
             before = request.state.state
-            fit = lambda new, old: (
-                jnp.copy(old)
-                if new.shape == old.shape
-                else new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
-            )
+            write = lambda new, old: new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
+            fit = lambda new, old: jnp.copy(old) if new.shape == old.shape else write(new, old)
             cache = jax.tree.map(fit, state.cache, before.cache)
             state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
         width = prefill_width(config, pending)
         if width is not None:
             state = prefill_program(config, lm.params, state, width)
-    return Session(
-        config, sampling, state, len(rows.committed), row_mesh(lm, request.mesh), list(request.prompts)
-    )
+    mesh = row_mesh(lm, request.mesh)
+    return Session(config, sampling, state, len(rows.committed), mesh, list(request.prompts))
 
 
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:
@@ -326,9 +319,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     ids = lambda x: jnp.full((count,), -1 if x is None else x, jnp.int32)
     steps = plan.steps or (1 if config.speculative else 0)
     eos = None if request.infilling else model_config.eos
-    sampling = SamplingParams(
-        widened, jnp.full((count,), steps, jnp.int32), ids(eos), ids(request.end_thinking)
-    )
+    sampling = SamplingParams(widened, ids(steps), ids(eos), ids(request.end_thinking))
     check_parts(config, sampling)
     return config, sampling, padded
 
@@ -351,9 +342,8 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
     if draft is None:
         return
-    inputs.check_whole(
-        "sampler.speculate", draft, 0, inputs.MAX_TOKENS, "a number of tokens to draft, 0 or more, or None"
-    )
+    allowed = "a number of tokens to draft, 0 or more, or None"
+    inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
     if not config.predicts_next:
         allowed = "None: this model's encoding pass does not predict the next token"
         raise refuse("sampler.speculate", draft, allowed)
@@ -424,9 +414,8 @@ def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots:
     wide = lambda x: np.pad(x, [(0, more), (0, slots - x.shape[1])])
     long = lambda x: np.pad(np.asarray(x), (0, more)).astype(np.int32)
     # A rule of variable length says how short an answer starts; a hole's length is the caller's.
-    first = (
-        sampler.rule.params.get("start") if sampler.rule.variable_length and rows.max_end is None else None
-    )
+    starts_short = sampler.rule.variable_length and rows.max_end is None
+    first = sampler.rule.params.get("start") if starts_short else None
     end = rows.end if first is None else np.minimum(rows.committed + np.asarray(first), rows.end)
     none = np.zeros(len(rows.committed), np.int32)
     return Rows(
@@ -488,10 +477,8 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
     if negative is None:
         return weights, [[]] * rows
-    texts, room = (
-        inputs.prompt_rows(lm, negative, rows, "negative"),
-        lm.model.config.context - request.max_tokens,
-    )
+    texts = inputs.prompt_rows(lm, negative, rows, "negative")
+    room = lm.model.config.context - request.max_tokens
     for i, ids in enumerate(texts):
         if len(ids) > room:
             allowed = f"at most {room}: context less max_tokens"

@@ -2,16 +2,16 @@
 
 Each is a pure function of one row. A decorator turns the function into a factory of values that a `Sampler` holds:
 
-    @mj.rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618")
+    @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
         return accept(view, view.masked & (view.stats.p_sample > p)), memory
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 
-The arguments behind `memory` (of a processor: behind `view`) are parameters. They are leaves of the value's pytree and
-therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part with `name=` is
-registered, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The state machine
-(`denoise.py`) vmaps everything over the rows.
+The arguments after `memory` (of a processor: after `view`) are parameters. They are leaves of the value's pytree and
+therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part of a module is
+registered under its name, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The
+state machine (`denoise.py`) vmaps everything over the rows.
 """
 
 from __future__ import annotations
@@ -373,13 +373,10 @@ class Sampler(_SamplerFields):
         for name, found in lists.items():
             if not isinstance(found, tuple | list):
                 raise refuse(f"sampler.{name}", getattr(found, "name", found), allowed)
-            checked = (
-                _check_part(f"sampler.{name}[{i}]", x, LogitsProcessor, allowed) for i, x in enumerate(found)
-            )
-            lists[name] = tuple(checked)
-        return super().__new__(
-            cls, rule, tuple(lists["processors"]), stopping, temperature, tuple(lists["allow"]), speculate
-        )
+            check = lambda i, x, name=name: _check_part(f"sampler.{name}[{i}]", x, LogitsProcessor, allowed)
+            lists[name] = tuple(check(i, x) for i, x in enumerate(found))
+        processors, allow = lists.values()
+        return super().__new__(cls, rule, tuple(processors), stopping, temperature, tuple(allow), speculate)
 
     @property
     def parts(self) -> tuple[Rule | LogitsProcessor | StoppingCriterion, ...]:
@@ -463,9 +460,8 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
         raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
     if kind is Rule and callable(part) and not isinstance(part, type):
         if parameters := [p for p in function_parameters(part, "rule") if p.default is p.empty]:
-            raise refuse(
-                field, f"a function with the parameter {parameters[0].name}", "one without; see mj.rule"
-            )
+            found = f"a function with the parameter {parameters[0].name}"
+            raise refuse(field, found, "one without; see mj.rule")
         return Rule(part, {}, function_title(part))
     raise refuse(field, part, allowed)
 

@@ -106,9 +106,8 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
     texts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts, list | tuple) and "" in [t for t in texts if isinstance(t, str)]:
         empty = inputs.Prompt(list(lm.tokenizer.begin), False)
-        prompts = [
-            empty if isinstance(t, str) and not t else inputs.encode_prompts(lm, [t])[0][0] for t in texts
-        ]
+        encode = lambda t: empty if isinstance(t, str) and not t else inputs.encode_prompts(lm, [t])[0][0]
+        prompts = [encode(t) for t in texts]
         before, one_prompt = [p.ids for p in prompts], isinstance(prompt, str)
     else:
         prompts, one_prompt = inputs.encode_prompts(lm, prompt)
@@ -383,9 +382,8 @@ def _pass(
     widths: tokens of the encoding pass and of the denoising one, as the longest rows need.
     """
     rows, size = text.shape
-    cut = lambda start, width: jnp.take_along_axis(
-        text, jnp.minimum(start[:, None] + jnp.arange(width), size - 1), axis=1
-    )
+    places = lambda start, width: jnp.minimum(start[:, None] + jnp.arange(width), size - 1)
+    cut = lambda start, width: jnp.take_along_axis(text, places(start, width), axis=1)
     cache, zero = model.empty_cache(rows, size), jnp.zeros((rows,), jnp.int32)
     if widths[0]:
         everyone = jnp.ones((rows,), bool)

@@ -137,10 +137,8 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
     blank = jnp.zeros((count, config.width), jnp.int32)
     self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
     committed, end = int32(rows.committed), int32(rows.end)
-    alternatives = (count, slots, config.logprobs or 0)
-    logprobs = LogprobBuffer(
-        jnp.zeros((count, slots)), jnp.zeros(alternatives, jnp.int32), jnp.zeros(alternatives)
-    )
+    top = jnp.zeros((count, slots, config.logprobs or 0))
+    logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -197,9 +195,8 @@ def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, An
         The record with the new values in these rows.
     """
     pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-    return record._replace(
-        **{name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
-    )
+    updated = {name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
+    return record._replace(**updated)
 
 
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:

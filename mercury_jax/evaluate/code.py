@@ -63,7 +63,7 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
     laid = chunks(lm, settings.limit or CHUNKS, settings.seed)
     nats = _chunk_nats(lm, laid, settings)
     scored = [x.tokens[x.editable] for x in laid]
-    lengths = lm.tokenizer.byte_lengths()
+    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])  # bytes of each id
     tokens, size = np.array([len(x) for x in scored]), np.array([lengths[x].sum() for x in scored])
     bits, se = ratio(nats / math.log(2), size)
     summary = {

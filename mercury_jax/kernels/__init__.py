@@ -5,6 +5,6 @@ Kernels are written in Pallas: `hopper` and `blackwell` with Mosaic GPU, `tpu` w
 """
 
 from mercury_jax.kernels.attention import attend, attend_paged, backends
-from mercury_jax.kernels.inputs import Int8Vectors
+from mercury_jax.kernels.attention_inputs import Int8Vectors
 
 __all__ = ["Int8Vectors", "attend", "attend_paged", "backends"]

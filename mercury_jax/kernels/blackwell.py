@@ -25,6 +25,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.typing import DTypeLike
 
 from mercury_jax.kernels import hopper, tiling
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 from mercury_jax.kernels.hopper.tile_loop import (
     ALIGN,
     FLOOR,
@@ -46,7 +47,6 @@ from mercury_jax.kernels.hopper.tile_loop import (
     scaled_scores,
     swizzled_tile,
 )
-from mercury_jax.kernels.inputs import AttentionCall, AttentionResult, Int8Vectors
 
 PROCESSORS = 148  # of a B200
 # Head size: keys of a tile, as tensor memory allows (2 keys of scores, keys of packed weights, K of sums).

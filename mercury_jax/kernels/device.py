@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels.inputs import Int8Vectors
+from mercury_jax.kernels.attention_inputs import Int8Vectors
 from mercury_jax.types import Device
 
 SWITCH = "MERCURY_KERNELS"

@@ -78,7 +78,7 @@ def tiles_of(sizes: Int[Array, "E"], rows: int, tile: int) -> RowTiles:
 # --- the product
 
 
-Shaped = Array | jax.ShapeDtypeStruct
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def refuses(

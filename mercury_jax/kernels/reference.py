@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.kernels.inputs import AttentionCall, AttentionResult, dequantise
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, dequantise
 from mercury_jax.types import accumulation_dtype
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mercury_jax.kernels import tiling
-from mercury_jax.kernels.inputs import AttentionCall, AttentionResult, Int8Vectors
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 MAX_ROWS = 1024  # of a tile of queries of one key head
 KEYS = (512, 256, 128)  # of a tile, the first that fits

@@ -1,6 +1,6 @@
 """The KV cache as an explicit value: a slot is an absolute position, the batch axis comes first.
 
-Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.inputs`), or in 4 or 3 bits
+Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4 or 3 bits
 (`models.kv_quant`). What slots hold before they are written does not matter: the key ranges of a pass hide them.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.kernels.inputs import Int8Vectors, KVArray, quantise_int8
+from mercury_jax.kernels.attention_inputs import Int8Vectors, KVArray, quantise_int8
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.types import Cache, Model
 

@@ -11,7 +11,7 @@ all rotations, for every head size. A signed Hadamard transform would need fewer
 little; it exists for powers of two only, and maps a vector with one large coordinate to two levels, for which the
 codebook is not optimal.
 
-This saves memory, not time: vectors are unpacked before the attention. int8 (`kernels.inputs`) is read by the
+This saves memory, not time: vectors are unpacked before the attention. int8 (`kernels.attention_inputs`) is read by the
 kernels.
 """
 
@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from mercury_jax import kernels
-from mercury_jax.kernels.inputs import AttentionResult, KVArray
+from mercury_jax.kernels.attention_inputs import AttentionResult, KVArray
 from mercury_jax.types import accumulation_dtype
 
 SEED = 2504  # of the rotations: keys that one process has written, another reads

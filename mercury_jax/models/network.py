@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.models import masks
-from mercury_jax.models.ops import training_ops
+from mercury_jax.models.ops import INIT_OPS, training_ops
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.sharding import ShardingRule
 from mercury_jax.types import Cache, Device, Hidden, Key, Model, PackedPass, Params, Pass, accumulation_dtype
@@ -59,7 +59,7 @@ def model_of(
     def init_params(key: Key) -> Params:
         tokens = jnp.zeros((1, 1), jnp.int32)
         one_token = masks.NetworkInputs(tokens, tokens, jnp.zeros((1, 1, 2, 2), jnp.int32))
-        return init(net, key, one_token)["params"]
+        return init(net.clone(ops=INIT_OPS), key, one_token)["params"]
 
     def apply_on(
         params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None

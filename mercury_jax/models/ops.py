@@ -58,8 +58,9 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
     """
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
     values = w.values if isinstance(w, QuantisedWeight) else w
-    y = jax.lax.dot_general(constrain_rows(x, mesh), values.astype(x.dtype), (axes, ((), ())))
-    y = constrain_rows(y, mesh)
+    x = x if mesh is None else constrain_rows(x, mesh)
+    y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
+    y = y if mesh is None else constrain_rows(y, mesh)
     return y * w.scale.astype(x.dtype) if isinstance(w, QuantisedWeight) else y
 
 
@@ -153,6 +154,14 @@ class Ops(NamedTuple):
     sum_terms: Callable[..., list[Array]] = sum_terms
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)
     replicate: Callable[[Array], Array] = lambda x: x
+
+
+# Initialising runs the network once to create its parameters, whose shapes and values do not depend on what attention
+# and experts compute. So both only return an array of the right shape, and no kernel is chosen or traced.
+INIT_OPS = Ops(
+    attend=lambda q, k, v, ranges, **options: q,
+    experts=lambda x, ids, weights, stacks, act: Term(lambda x: x, (x,)),
+)
 
 
 def device_ops(device: Device | None) -> Ops:

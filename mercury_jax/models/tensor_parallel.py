@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.kernels.inputs import KVArray
+from mercury_jax.kernels.attention_inputs import KVArray
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, dot
 from mercury_jax.models.weight_quant import QuantisedWeight

@@ -53,18 +53,23 @@ class ServingEngine(Protocol):
 
     def start(self) -> None:
         """Compiles what every request fits into, then serves."""
+        ...
 
     def submit(self, request: EngineRequest) -> AnswerHandle:
         """Queues a job; raises `RequestRejected`, `ContextLengthExceeded` or ValueError."""
+        ...
 
     def stats(self) -> EngineStats:
         """Returns counters since the start, and gauges of this moment."""
+        ...
 
     def drain(self, timeout: float | None = None) -> bool:
         """Accepts no more jobs, and waits for the running ones."""
+        ...
 
     def stop(self) -> None:
         """Cancels what is left."""
+        ...
 
 
 @runtime_checkable
@@ -74,9 +79,11 @@ class AnswerHandle(Protocol):
     @property
     def request(self) -> EngineRequest:
         """The job."""
+        ...
 
     def cancel(self) -> None:
         """Ends the job."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Snapshot]: ...
 
@@ -115,7 +122,7 @@ class Service:
     @functools.cached_property
     def max_token_bytes(self) -> int:
         """Bytes of the longest token: a text longer than the context times this cannot fit."""
-        return int(max(1, self.engine.lm.tokenizer.byte_lengths().max()))
+        return max(1, *map(len, self.engine.lm.tokenizer.pieces))
 
     async def read(self, request: Request, model: type[R]) -> R:
         """Reads and validates a request.

@@ -53,6 +53,7 @@ def arithmetic(name: str, digits: int, op: str) -> Task:
         return f"{a}{op}{b}="
 
     def split(text: str) -> Split:
+        # Shorter problems are always on the train side.
         full_length = all(len(str(number)) == digits for number in parse(text))
         return hashed_split(name, canonical(text)) if full_length else "train"
 
@@ -84,6 +85,7 @@ def columns(a: int, op: str, b: int) -> str:
     for place in range(max(len(str(a)), len(str(b)))):
         p, q = a // 10**place % 10, b // 10**place % 10
         if op == "-":
+            # Borrow ten if the column falls short, also because of what the column before borrowed (`down`).
             carry, down = int(p < q + carry), carry
             p += 10 * carry
             steps.append(f"{p}-{q}{f'-{down}' * (place > 0)}={p - q - down}")

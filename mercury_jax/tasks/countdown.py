@@ -109,6 +109,7 @@ def solve(numbers: list[int], target: int) -> Equations | None:
         p, q = numbers
         reached = target in (p + q, p - q, q - p, p * q) or p == q * target or q == p * target
         return [_last_equation(p, q, target)] if reached else None
+    # Replace each pair by what it gives, and solve the smaller problem. Results of 0 are skipped.
     for i, p in enumerate(numbers):
         for j in range(i + 1, len(numbers)):
             q, rest = numbers[j], numbers[:i] + numbers[i + 1 : j] + numbers[j + 1 :]
@@ -139,6 +140,7 @@ def is_solvable(numbers: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
     needs = values(targets[:, None], numbers, absent=-1)  # [4, N, 3], of each choice of the last number
     made = values(np.roll(numbers, 1, axis=1), np.roll(numbers, 2, axis=1), absent=-2)  # [4, N, 3]
+    # Any need of any last number that the other two make: [4, 4, N, 3] -> [N].
     return (needs[:, None] == made).any((0, 1, 3))
 
 
@@ -187,6 +189,7 @@ def _countdown(count: int, words: str) -> Task:
                 holds = value == {"+": a + b, "-": a - b, "*": a * b}[op]
             if not holds or a not in left or b not in left or (a == b and left.count(a) < 2):
                 return False
+            # Both numbers are used up, and the result may be used in their place.
             left.remove(a)
             left.remove(b)
             left.append(value)

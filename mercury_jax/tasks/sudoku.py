@@ -109,6 +109,7 @@ def _unique_4x4() -> tuple[np.ndarray, ...]:
     patterns = np.arange(1 << 16)
     counts = ((patterns[:, None] & bits) > 0).sum(1)
     pairs: list[np.ndarray] = []
+    # A pattern of givens determines a grid if it is not inside the cells where another grid agrees with it.
     for i, grid in enumerate(solved_4x4()):
         agree = ((every == grid) * bits).sum(1)  # [288] cells where each other grid agrees, as bits
         unique = np.ones(1 << 16, bool)
@@ -121,6 +122,7 @@ def _unique_4x4() -> tuple[np.ndarray, ...]:
 
 def _generate_4x4(rng: np.random.Generator) -> Problem:
     edges = np.cumsum(_GIVENS_4)[:-1]
+    # First the number of givens by weight, then any problem with that many, then names for the digits.
     table = _unique_4x4()[int(np.searchsorted(edges, rng.random(), side="right"))]
     index, pattern = table[rng.integers(len(table))].tolist()
     grid = (rng.permutation(4) + 1)[solved_4x4()[index] - 1].reshape(4, 4)
@@ -182,6 +184,7 @@ def another_solution(givens: Cells, known: Cells | None) -> Cells | None:
     def descend() -> bool:
         if not blanks:
             return cells != known
+        # The blank with the fewest candidates: a digit is one if its row, column and box all still need it.
         fewest, at, candidates = 10, 0, 0
         for k, i in enumerate(blanks):
             row, column, box = _UNITS[i]
@@ -190,6 +193,7 @@ def another_solution(givens: Cells, known: Cells | None) -> Cells | None:
                 fewest, at, candidates = options.bit_count(), k, options
                 if fewest < 2:
                     break
+        # Swapping with the last one makes removal cheap; the order of blanks does not matter.
         blanks[at], blanks[-1] = blanks[-1], blanks[at]
         i = blanks.pop()
         bits = [1 << k for k in range(9) if candidates >> k & 1]
@@ -213,7 +217,7 @@ def another_solution(givens: Cells, known: Cells | None) -> Cells | None:
 
 def _generate_9x9(rng: np.random.Generator) -> Problem:
     # A solved grid grows from three random boxes on the diagonal, which share no unit. Then its digits are renamed.
-    boxes = np.zeros((9, 9), int)
+    boxes = np.zeros((9, 9), int)  # so a solution always exists
     for start in (0, 3, 6):
         boxes[start : start + 3, start : start + 3] = rng.permutation(9).reshape(3, 3) + 1
     solved = np.array(another_solution(boxes.ravel().tolist(), None))
@@ -226,6 +230,7 @@ def _generate_9x9(rng: np.random.Generator) -> Problem:
     while (other := another_solution(givens, known)) is not None:
         i = int(rng.choice([i for i in range(81) if other[i] != known[i]]))
         givens[i] = known[i]
+    # A number of givens is drawn; a problem that needed more keeps them all.
     spare = int(rng.integers(_GIVENS_9[0], _GIVENS_9[1] + 1)) - sum(map(bool, givens))
     for i in [i for i in order if not givens[i]][: max(0, spare)]:
         givens[i] = known[i]
@@ -250,6 +255,7 @@ def _canonical_9x9(text: str) -> str:
     digit = (cells[None] == np.arange(1, 10)[:, None]).astype(np.uint64)  # [9, 81] where each digit is
     members = np.array([[k in units for units in _UNITS] for k in range(27)], np.uint64)  # [27, 81]
     colour = _mix((cells > 0).astype(np.uint64))  # [81]
+    # After six rounds the colour of every cell depends on all of the grid.
     for _ in range(6):
         units = _mix(members @ colour)  # [27]
         lines = units[:18].reshape(6, 3)  # bands and stacks of three lines

@@ -7,10 +7,9 @@ training needs no list of what is held out. The problems of three public test fi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,6 +21,10 @@ Split = Literal["train", "validation", "test"]
 
 HELD_OUT = 16  # one class of equivalent problems in 16 is never trained on
 VALIDATION = 4  # of the held-out classes one in 4 is for choosing settings, the others for reporting figures
+
+# 48-bit hashes, see `is_public_test_problem`; lines with # are comments.
+_LISTED = (Path(__file__).parent / "public_test_problems.txt").read_text().splitlines()
+PUBLIC_TEST_HASHES = frozenset(" ".join(line for line in _LISTED if not line.startswith("#")).split())
 
 
 class Problem(NamedTuple):
@@ -96,6 +99,7 @@ def draw_distinct(task: Task, count: int, seed: int, split: Split = "test") -> l
         `count` problems, without repetitions while the task has others.
     """
     rng = np.random.default_rng((seed, *task.name.encode()))
+    # A small task may have fewer problems than wanted on this side: after 20 draws each, repetitions fill up.
     found: dict[str, Problem] = {}
     repeated: list[Problem] = []
     while len(found) < count and len(found) + len(repeated) < 20 * count:
@@ -107,46 +111,78 @@ def draw_distinct(task: Task, count: int, seed: int, split: Split = "test") -> l
     return [*found.values(), *repeated][:count]
 
 
-def read_problems(path: str | Path, task: Task) -> list[Problem]:
-    """Reads problems from a file with one {"input", "output"} a line.
+def read_text(path: str | Path, argument: str) -> str:
+    """Reads a text file.
 
     Args:
-        path: A JSONL file in UTF-8; blank lines are skipped.
-        task: The task that the inputs must belong to.
+        path: The file, in UTF-8.
+        argument: What the message calls the path.
 
     Returns:
-        The problems, in the order of the file.
+        The text.
 
     Raises:
-        ValueError: The file cannot be read or has no problem, or a line is none; names the file and the line.
+        ValueError: It cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise refuse("file", str(path), f"a file that can be read ({error.strerror})") from None
+        raise refuse(argument, str(path), f"a file that can be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        raise refuse("file", str(path), f"UTF-8 text (byte {error.start} is none)") from None
-    problems: list[Problem] = []
+        raise refuse(argument, str(path), f"UTF-8 text (byte {error.start} is none)") from None
+
+
+def read_json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Reads a JSONL file with one object a line; blank lines are skipped.
+
+    Args:
+        path: The file, in UTF-8.
+        argument: What the message calls the path.
+
+    Yields:
+        (path:line, object).
+
+    Raises:
+        ValueError: It cannot be read, or a line is no object; names the line.
+    """
     # Not splitlines(): a JSON string may contain U+2028 and other characters at which that splits.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text(path, argument).split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            allowed = '{"input", "output"} on each line'
-            raise ValueError(f"{place}: not JSON: {error}; allowed: {allowed}") from None
+            raise ValueError(f"{place}: not JSON: {error}; allowed: one object on each line") from None
         if not isinstance(record, dict):
-            raise refuse(f"{place}: line", record, "an object with input and output")
-        for key in ("input", "output"):
-            if not isinstance(record.get(key), str):
-                raise refuse(f"{place}: {key}", record.get(key), "a string")
+            raise ValueError(f"{place}: a {type(record).__name__}; allowed: one object on each line")
+        yield place, record
+
+
+def read_problems(path: str | Path, task: Task) -> list[Problem]:
+    """Reads problems from a file with one {"input", "output"} a line.
+
+    Args:
+        path: A JSONL file.
+        task: The task that the inputs must belong to.
+
+    Returns:
+        The problems, in the order of the file.
+
+    Raises:
+        ValueError: The file has no problem, or a line is none; names the line.
+    """
+    problems: list[Problem] = []
+    for place, record in read_json_lines(path, "file"):
+        question, answer = record.get("input"), record.get("output")
+        for key, value in {"input": question, "output": answer}.items():
+            if not isinstance(value, str):
+                raise refuse(f"{place}: {key}", value, "a string")
         try:
-            task.canonical(record["input"])
+            task.canonical(str(question))
         except ValueError as error:
             raise ValueError(f"{place}: {error}, for the task {task.name}") from None
-        problems.append(Problem(record["input"], record["output"]))
+        problems.append(Problem(str(question), str(answer)))
     if not problems:
         allowed = 'at least one line {"input": ..., "output": ...}; this one is empty'
         raise refuse("file", str(path), allowed)
@@ -164,6 +200,7 @@ def hashed_split(name: str, canonical: str) -> Split:
         The side: 1 in `HELD_OUT` classes is held out, 1 in `VALIDATION` of those for validation.
     """
     digest = hashlib.blake2b(f"{name}:{canonical}".encode(), digest_size=8).digest()
+    # One hash gives two independent choices: the remainder holds a class out, the quotient says for what.
     index, remainder = divmod(int.from_bytes(digest, "big"), HELD_OUT)
     if remainder:
         return "train"
@@ -180,10 +217,4 @@ def is_public_test_problem(name: str, key: str) -> bool:
     Returns:
         True if `public_test_problems.txt` lists the 48-bit hash of the problem. The files themselves are not copied.
     """
-    return hashlib.blake2b(f"{name}:{key}".encode(), digest_size=6).hexdigest() in _public_hashes()
-
-
-@functools.cache
-def _public_hashes() -> frozenset[str]:
-    lines = (Path(__file__).parent / "public_test_problems.txt").read_text().splitlines()
-    return frozenset(" ".join(line for line in lines if not line.startswith("#")).split())
+    return hashlib.blake2b(f"{name}:{key}".encode(), digest_size=6).hexdigest() in PUBLIC_TEST_HASHES

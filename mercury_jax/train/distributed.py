@@ -56,6 +56,7 @@ def gather_data_state(state: DataState) -> DataState:
     """
     if jax.process_count() == 1:
         return state
+    # JSON as bytes, padded to the longest: collectives need arrays of one shape.
     own = np.frombuffer(json.dumps(state).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
     padded = np.pad(own, (0, int(lengths.max()) - len(own)))

@@ -180,6 +180,7 @@ def _opened(
         optim.schedule(config.optim, config.steps), config.accumulate, config.ema,
     )  # fmt: skip
     tokens = 0
+    # In a resumed run the checkpoint takes the place of `params`.
     if at is None:
         state = steps.init_state(jax.random.key(config.seed), setup, mesh, params)
     else:
@@ -229,6 +230,7 @@ class _Loop:
         except StopIteration:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
+        # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
         before = self._pending
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         self.step += 1
@@ -274,6 +276,7 @@ class _Loop:
             return
         step, report = pending[0], jax.device_get(pending[1])
         config, values = self.config, {name: float(value) for name, value in report.values.items()}
+        # 1. NaN or Inf ends the run; the state stayed as it was.
         if not report.finite:
             self.saver.wait()  # the last good checkpoint may still be on its way
             newest = checkpoint.latest(config.folder / CHECKPOINTS)
@@ -282,6 +285,7 @@ class _Loop:
                 f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; the batch is number "
                 f"{step} of the data stream (seed {config.seed}, {config.batch} rows); {intact} in {config.folder}"
             )
+        # 2. Progress at every step, a row of metrics at every `log_every`.
         tokens = int(values.pop("tokens"))
         self.tokens += tokens
         self._window.append(values)

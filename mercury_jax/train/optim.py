@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 
 from mercury_jax.config import at_least, check_types, one_of, refuse
 from mercury_jax.sharding import path_name
@@ -66,6 +67,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """
     c, rest = config, max(1, steps - config.warmup)
     low = c.lr * c.final
+    # Schedules that are joined count their steps from where they begin, after the warm-up.
     if c.decay == "cosine":
         after = optax.cosine_decay_schedule(c.lr, rest, alpha=c.final)
     elif c.decay == "linear":
@@ -98,6 +100,7 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
 
 def decayed(params: Params) -> Params:
     """True where weight decay applies: matrices, not norms, biases or other vectors."""
+    # Layers are stacked: a norm's scale has two axes too, so names decide.
     is_matrix = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -107,11 +110,6 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
 
     consistent_rms 0.2 scales its updates to AdamW's size, so that one lr suits both (arXiv 2502.16982).
     """
-    try:
-        from optax.contrib import MuonDimensionNumbers, muon
-    except ImportError:
-        allowed = f"{get_args(OptimizerName)[0]}: this optax has no muon"
-        raise refuse("optimizer", "muon", allowed) from None
 
     def axes(path: Sequence[Any], x: jax.Array) -> MuonDimensionNumbers | None:
         """Which axes of a hidden matrix are summed over; None for what AdamW updates."""

@@ -165,6 +165,7 @@ def _unknown_argument(error: TypeError) -> Exception:
     found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if not found:
         return error
+    # The message names the function or class; its signature tells which arguments there are.
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
     called = next((getattr(m, found[1]) for m in modules if callable(getattr(m, found[1], None))), None)
     if called is None:
@@ -196,6 +197,7 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in [*known, "help", *negated]:
             raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
+    # tyro sees a class without the values of Python, with the recipe's fields as defaults.
     names = [f.name for f in dataclasses.fields(config) if f.name not in VALUES]
     plain = _without_values(type(config))
     default = plain(**{name: getattr(config, name) for name in names})

@@ -32,6 +32,7 @@ class Clock:
             step: Its number.
             tokens: Tokens that it scored.
         """
+        # The speed is over training alone, the time left over everything.
         now = time.monotonic()
         self._begin = self._begin or (now, step)
         self._tokens += tokens

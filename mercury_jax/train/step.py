@@ -141,14 +141,17 @@ def make_update(setup: TrainSetup) -> Update:
     """Makes the update (state, batch) -> (state, report) as a plain function, to be jitted by `jit_update`."""
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        # 1. The gradient of the whole batch, with noise that depends on the step alone.
         key = jax.random.fold_in(state.key, state.step)
         (numerator, weight, metrics), grads = _gradients(setup, key, state.params, batch)
         loss, norm = _ratio(numerator, weight), optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # 2. The optimizer and the average.
         delta, opt = setup.tx.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, delta)
         average = optim.update_average(state.ema, params, state.step, setup.ema) if setup.ema else ()
         new = TrainState(params, average, opt, state.key, state.step + 1)
+        # 3. The report. Where loss or gradient are not finite, the old state is kept: the loop stops at the report.
         values = {"loss": loss, "grad_norm": norm, "lr": setup.lr(state.step)}
         values |= {name: _ratio(*pair) for name, pair in metrics.items()}
         report = StepReport(finite, values | {"tokens": batch.editable.sum()})
@@ -209,6 +212,7 @@ def _gradients(setup: TrainSetup, key: Key, params: Params, batch: Batch) -> tup
     if setup.accumulate == 1:
         grads, sums = gradient(params, key, batch)
     else:
+        # The sums of the parts are added in a loop and divided once at its end.
         split = lambda x: x.reshape(-1, setup.accumulate, *x.shape[1:]).swapaxes(0, 1)  # [A, B / A, ...]
         parts = jax.random.split(key, setup.accumulate), jax.tree.map(split, batch)
 

@@ -15,7 +15,7 @@ from mercury_jax.bench import abstract_params, chips, compile as compiling
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import format_bytes, table
 from mercury_jax.decode import abstract
-from mercury_jax.hub.load import open_config
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -50,7 +50,7 @@ def test_the_description_of_every_gpu_agrees_with_its_datasheet():
 
 
 def test_the_26b_configuration_is_that_of_its_config_json():
-    assert abstract_params.find_preset("diffusiongemma-26b-a4b").config == open_config(CONFIG_26B).config
+    assert abstract_params.find_preset("diffusiongemma-26b-a4b").config == open_checkpoint(CONFIG_26B).config
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
@@ -192,3 +193,12 @@ def test_info_offers_what_the_table_takes(served):
         if example["kind"] == "chat":
             ask_for["messages"] = [{"role": "user", "content": ask_for.pop("prompt")}]
         events(served.url + "playground/stream", ask_for)
+
+
+def test_only_rules_of_the_engine_are_offered(lm):
+    engine = Scripted(lm, lambda request: [])
+    engine.rules = rule_set(lm, ("confidence",))
+    with Served(engine) as served:
+        info = json.loads(ask(served.url + "playground/info")[2])
+        assert [rule["name"] for rule in info["rules"]] == [*engine.rules.names] and len(info["rules"]) == 2
+        assert ask(served.url + "playground/stream", CHAT | {"rule": "factor"})[0] == 400

@@ -152,10 +152,10 @@ def test_a_rule_of_ones_own_states_its_range_and_is_checked():
 
 
 def test_a_range_may_be_stated_by_the_name_of_an_alias():
-    def mine(key, view, memory, p: Probability = 0.5, q: "Unknown" = 1.0):  # noqa: F821
+    def mine(key, view, memory, p: Probability = 0.5, q=1.0):
         return mj.accept(view, view.masked), memory
 
-    mine.__annotations__ |= {"p": "Probability"}
+    mine.__annotations__ |= {"p": "Probability", "q": "NameOfALocalScope"}
     assert set(mj.rule(mine).ranges) == {"p"}
     with pytest.raises(ValueError, match=r"mine\(p=\) is 2"):
         mj.rule(mine)(p=2)

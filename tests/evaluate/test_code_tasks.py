@@ -8,6 +8,7 @@ import pytest
 
 from mercury_jax import evaluate
 from mercury_jax.config import Plan
+from mercury_jax.decode import rules
 from mercury_jax.decode.infill import InfillOutput
 from mercury_jax.evaluate import TASKS, code
 from mercury_jax.train.data import packing, sources
@@ -59,7 +60,7 @@ def test_chunks_bytes_are_those_of_their_scored_text():
     for laid in code.chunks(lm, 6, 0):
         scored = [int(i) for i in laid.tokens[laid.editable]]
         text = lm.tokenizer.decode(scored)
-        assert lm.tokenizer.byte_lengths()[scored].sum() == len(text.encode())
+        assert sum(len(lm.tokenizer.pieces[i]) for i in scored) == len(text.encode())
         assert any(text in whole for _, whole in FILES)
         assert len(laid.tokens) <= code.ROW * lm.model.config.block
 
@@ -121,7 +122,7 @@ def test_a_small_model_infills_end_to_end():
 def test_what_the_code_tasks_do_not_use_is_refused():
     lm = tiny()
     for task, option in [
-        ("code-bpb", {"sampler": 1}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
+        ("code-bpb", {"sampler": rules.confidence()}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
         ("code-bpb", {"plan": Plan(steps=4)}), ("code-infill", {"max_tokens": 3}), ("code-infill", {"file": "x"}),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(option))} is .*{task} has no use"):

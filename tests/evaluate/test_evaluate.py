@@ -136,7 +136,7 @@ def test_comparing_counts_the_forwards_of_both_rules():
     "line, message",
     [
         ('{"input": "1+2="', "f.jsonl:2: not JSON"),
-        ("[1]", "f.jsonl:2: line is"),
+        ("[1]", "f.jsonl:2: a list"),
         ('{"input": "1+2="}', "f.jsonl:2: output is None"),
         ('{"input": 3, "output": "3"}', "f.jsonl:2: input is 3"),
         ('{"input": "1-2=", "output": "3"}', "f.jsonl:2: input: '1-2='.*add3"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, backends, device as kernel_device
-from mercury_jax.kernels.inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 
 SLOTS = {"reference": 9, "chunked": 300}
 HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own

@@ -9,8 +9,8 @@ import pytest
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.kernels import attend, attention, chunked, reference
+from mercury_jax.kernels.attention_inputs import AttentionCall, quantise_int8
 from mercury_jax.kernels.chunked import CHUNK
-from mercury_jax.kernels.inputs import AttentionCall, quantise_int8
 from mercury_jax.models import masks
 from mercury_jax.train.data import packing
 
@@ -161,6 +161,7 @@ def test_chunked_attention_reads_no_chunk_outside_of_the_ranges():
     np.testing.assert_array_equal(run_cached(q, *spoiled, ranges), run_cached(q, k, v, ranges))
 
 
+@pytest.mark.slow
 def test_chunked_attention_of_a_row_does_not_depend_on_the_ranges_of_other_rows():
     q, k, v, ranges = cache_inputs(6 * CHUNK)
     near = ranges.copy()

@@ -13,7 +13,7 @@ from mercury_jax import hub, models
 from mercury_jax.config import ModelConfig
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import data
-from mercury_jax.train.data import sources
+from mercury_jax.train.data import packing, sources
 from mercury_jax.train.recipe import load_recipe
 from tests.train.tiny_data import (
     Bytes,
@@ -123,6 +123,39 @@ def test_rows_read_different_documents(tmp_path):
             names |= set(owners(tokens)) - {-1}
     assert all(seen[i].isdisjoint(seen[j]) for i in range(3) for j in range(i))
     assert all(len(names) > 150 for names in seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alphabet:
+    """A source of a user: the letters from a to `last`, backwards."""
+
+    last: str = "z"
+
+    def open(self, settings):
+        letters = "".join(map(chr, range(ord(self.last), ord("a") - 1, -1)))
+        ids = np.array(settings.tokenizer.encode(letters), np.int32)
+        laid = packing.lay_out(settings, packing.Example(ids, 0, True), "the alphabet")
+        return sources.Stream(lambda index: laid, 1) if settings.split == "train" else None
+
+    def texts(self, seed):
+        yield "zyx"
+
+
+def test_a_source_of_the_users_own_is_used_as_it_is(mixed):
+    own = data.mixture((Alphabet("m"), 0.5), *((source, 0.5 * w) for source, w in mixed.sources))
+    assert isinstance(Alphabet(), data.DataSource) and "zyx" in list(data.texts(own, 500))
+    run = build(own, prefetch=0)
+    take(run, 3)
+    state = run.get_state()
+    after = take(run, 2)
+    fresh = build(own, prefetch=0)
+    fresh.set_state(state)
+    assert_same(take(fresh, 2), after)
+    wanted = np.array(Bytes().encode("mlkji"))
+    windows = np.lib.stride_tricks.sliding_window_view(after[0].tokens, 5, axis=1)
+    assert (windows == wanted).all(-1).any()
+    with pytest.raises(ValueError, match=r"state\.data"):  # another alphabet is other data
+        build(data.mixture((Alphabet("n"), 0.5), *own.sources[1:]), prefetch=0).set_state(state)
 
 
 # --- splits

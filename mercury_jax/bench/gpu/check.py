@@ -30,7 +30,7 @@ from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import measure_roofline
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.inputs import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2

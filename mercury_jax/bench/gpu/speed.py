@@ -19,8 +19,8 @@ import numpy as np
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
 from mercury_jax.kernels import attend, device as kernel_device
+from mercury_jax.kernels.attention_inputs import AttentionResult, quantise_int8
 from mercury_jax.kernels.grouped_matmul import tile_rows
-from mercury_jax.kernels.inputs import AttentionResult, quantise_int8
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 

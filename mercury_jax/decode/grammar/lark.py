@@ -97,9 +97,8 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
 
 def _json(spec: JSONSchema | JSONObject, where: str = "schema") -> tuple[str, list[str]]:
     """A JSON value in a grammar, and the regular expressions of its schema."""
-    schema, patterns = check_schema(
-        spec.schema if isinstance(spec, JSONSchema) else {"type": "object"}, where
-    )
+    given = spec.schema if isinstance(spec, JSONSchema) else {"type": "object"}
+    schema, patterns = check_schema(given, where)
     whole = {"allOf": [schema]} if isinstance(schema, bool) else schema
     return f"%json {json.dumps({**whole, 'x-guidance': _LAYOUT})}", patterns
 

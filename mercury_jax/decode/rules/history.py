@@ -168,9 +168,8 @@ def slow_fast(
     # One past the furthest mask that the model is not unsure of.
     guess = 1 + jnp.max(jnp.where(reach & (c >= low), at, cycle.start)).astype(jnp.int32)
     explored = _explore(cycle, guess, spread, least, most)
-    return accept(view, which), jax.tree.map(
-        lambda old, new: jnp.where(cycle.filling, old, new), cycle, explored
-    )
+    pick = lambda old, new: jnp.where(cycle.filling, old, new)
+    return accept(view, which), jax.tree.map(pick, cycle, explored)
 
 
 def _current_cycle(view: View, cycle: Cycle) -> Cycle:

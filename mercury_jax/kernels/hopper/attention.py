@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mercury_jax.kernels import tiling
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 from mercury_jax.kernels.hopper import head_dim_512
 from mercury_jax.kernels.hopper.tile_loop import (
     ALIGN,
@@ -42,7 +43,6 @@ from mercury_jax.kernels.hopper.tile_loop import (
     scaled_scores,
     swizzled_tile,
 )
-from mercury_jax.kernels.inputs import AttentionCall, AttentionResult, Int8Vectors
 
 PROCESSORS = 132  # of an H100 and an H200
 KEYS = {64: 128, 128: 128, 256: 64, 512: head_dim_512.KEYS}  # head size: keys of a tile, as registers allow

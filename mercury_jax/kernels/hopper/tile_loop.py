@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from mercury_jax.kernels import tiling
-from mercury_jax.kernels.inputs import AttentionCall, AttentionResult, Int8Vectors
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 ROWS = 64  # of one warpgroup's wgmma
 ALIGN = 8  # slots of a tile in shared memory: TMA copies whole tiles

@@ -1,46 +1,142 @@
 """The routes of the playground: the page, a stream of frames, the most probable tokens of a cell, and the form's data.
 
-They are part of the server's app (`create_app`) and check no API key themselves.
+They are part of the server's app (`create_app`) and check no API key themselves. `PlaygroundRequest` and `CellRequest`
+are the bodies of the two POST routes, `build_request` makes the `EngineRequest`, and `page_info` lists the rules of the
+engine, limits and examples for the form. `frames` has the contents of the events.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
+import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from mercury_jax.decode import rules as all_rules
+from mercury_jax.decode.defaults import EFFORTS
+from mercury_jax.decode.grammar import JSONSchema
+from mercury_jax.decode.inputs import encode_prompts
+from mercury_jax.serve import errors
 from mercury_jax.serve.auth import cache_salt
-from mercury_jax.serve.engine.request import EngineRequest, Snapshot
-from mercury_jax.serve.errors import (
-    context_length_exceeded,
-    invalid_request,
-    invalid_value,
-    rate_limited,
-    unavailable,
-)
+from mercury_jax.serve.chat_completions import compile_grammar
+from mercury_jax.serve.engine.request import EngineRequest
+from mercury_jax.serve.engine_requests import token_budget
+from mercury_jax.serve.errors import invalid_request, invalid_value
 from mercury_jax.serve.http import JsonResponse, read_json
 from mercury_jax.serve.options import ServerOptions
-from mercury_jax.serve.playground import frames, requests
-from mercury_jax.serve.playground.requests import CellRequest, PageRequest, PlaygroundRequest
-from mercury_jax.serve.protocol import parse_request
+from mercury_jax.serve.playground import frames
+from mercury_jax.serve.protocol import RequestModel, parse_request
 from mercury_jax.serve.service import AnswerHandle, ServingEngine, shutting_down, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
+from mercury_jax.types import LM
 
 STATIC = Path(__file__).parent / "static"
-KEEP_ALIVE = 5.0  # seconds of silence after which the stream sends a comment
 MAX_WAITING = 8  # questions about cells that may wait
-ALIVE = b": alive\n\n"
+DEFAULT_ANSWER, DEFAULT_HOLE = 64, 16  # tokens
+MAX_TOKENS = 1024  # of an answer: the page does not show more cells well
+MAX_CHARACTERS = 65_536
+MAX_STEPS = 1024
+MAX_STRICTNESS = 1000.0  # each rule has a scale of its own
+BASELINE = "confidence"  # the rule that accepts one token per pass, the most confident one
+
+_CODE = {"kind": "text", "title": "Python", "prompt": "def fibonacci(n):", "max_tokens": 64}
+_AREA = {
+    "kind": "infill", "title": "Fill in", "before": "def area(r):\n", "after": "\n    return a", "max_tokens": 16,
+}  # fmt: skip
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    "nano": [
+        {"kind": "chat", "title": "Sudoku", "prompt": "0000\n0301\n1020\n0000", "max_tokens": 32, "p": 0.99},
+        {"kind": "chat", "title": "Addition", "prompt": "968+574=", "max_tokens": 64, "p": 0.99},
+        _CODE,
+        _AREA,
+    ]
+}
+GENERAL_EXAMPLES: list[dict[str, Any]] = [
+    {"kind": "chat", "title": "Explain", "prompt": "Why does ice float? Two sentences.", "max_tokens": 128},
+    {"kind": "chat", "title": "JSON", "prompt": "Three rivers with their lengths in km.", "max_tokens": 128,
+     "schema": {"type": "array", "items": {
+         "type": "object", "properties": {"name": {"type": "string"}, "km": {"type": "integer"}},
+         "required": ["name", "km"], "additionalProperties": False}}},
+    _CODE,
+    _AREA,
+]  # fmt: skip
+
+
+PageText = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+Count = Annotated[int, Field(ge=0, le=1 << 20)]
+
+
+class PlaygroundMessage(RequestModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: PageText
+
+
+class PlaygroundRequest(RequestModel):
+    """The body of `POST /playground/stream`.
+
+    Attributes:
+        kind: A conversation, a text to continue, or a hole in a text that is filled or rewritten.
+        messages: Of chat; of a hole: the conversation that the text answers.
+        prompt: Of text.
+        before: Of a hole: the text in front of it.
+        after: Of a hole: the text behind it.
+        selected: Of edit: the text that stood in the hole, whose length it has.
+        rule: Decoding rule. None: the model's own.
+        p: First parameter of the rule.
+        steps: Most denoising steps per block; 0: one per token.
+        temperature: Sampling temperature.
+        effort: Sets p, steps and thinking where they are not given.
+        max_tokens: Most tokens of the answer, or of the hole.
+        seed: Seed of the random draws.
+        answer_schema: JSON Schema that the answer obeys; `schema` in JSON.
+    """
+
+    kind: Literal["chat", "text", "infill", "edit"]
+    messages: list[PlaygroundMessage] | None = Field(None, min_length=1, max_length=64)
+    prompt: PageText | None = None
+    before: PageText = ""
+    after: PageText = ""
+    selected: PageText = ""
+    rule: str | None = None
+    p: float | None = Field(None, ge=0, le=MAX_STRICTNESS)
+    steps: int | None = Field(None, ge=0, le=MAX_STEPS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    effort: Literal["instant", "low", "medium", "high"] | None = None
+    max_tokens: int | None = None
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    answer_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class CellRequest(RequestModel):
+    """The body of `POST /playground/top`.
+
+    Attributes:
+        request: The request of the stream.
+        tokens: What was shown before the pass.
+        settled: 1 for each of the tokens that was accepted, else 0.
+        start: First cell of the active block of that pass.
+        index: The cell.
+    """
+
+    request: PlaygroundRequest
+    tokens: list[Count] = Field(max_length=3 * MAX_TOKENS)
+    settled: list[Literal[0, 1]] = Field(max_length=3 * MAX_TOKENS)
+    start: Count
+    index: Count
+
 
 # Everything comes from this server, nothing may frame the page, and no text can become markup or script.
 HEADERS = {
@@ -75,9 +171,7 @@ class Playground:
 
     def __init__(self, engine: ServingEngine, options: ServerOptions = ServerOptions()):
         self.engine, self.lm, self.options = engine, engine.lm, options
-        block = engine.config.block or self.lm.model.config.block
-        self.limits = requests.PageLimits(engine.context, block, engine.rules)
-        self.info = requests.page_info(self.lm, self.limits, bool(options.keys))
+        self.info = page_info(engine, bool(options.keys))
         self.labels = frames.TokenLabels(self.lm)
         self.waiting, self.one_at_a_time = 0, CapacityLimiter(1)
 
@@ -86,7 +180,7 @@ class Playground:
         return [
             Route("/", self.page, methods=["GET"]),
             Mount("/playground/static", PageFiles(directory=STATIC)),
-            Route("/playground/info", self.page_info, methods=["GET"]),
+            Route("/playground/info", self.form_data, methods=["GET"]),
             Route("/playground/stream", self.stream, methods=["POST"]),
             Route("/playground/top", self.top, methods=["POST"]),
         ]
@@ -95,7 +189,7 @@ class Playground:
         """The page."""
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
 
-    async def page_info(self, request: Request) -> Response:
+    async def form_data(self, request: Request) -> Response:
         """What the form needs to know about the model."""
         return JsonResponse(self.info, headers={"cache-control": "no-store"})
 
@@ -105,17 +199,22 @@ class Playground:
         Raises:
             ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
         """
-        asked = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
+        body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
         self._check_ready()
-        page = requests.build_request(self.lm, asked, self.limits)
-        bound = await to_thread.run_sync(requests.with_grammar, self.lm, page.request, asked.answer_schema)
+        prepared = dataclasses.replace(build_request(self.engine, body), cache_salt=cache_salt(request.scope))
+        if (
+            body.answer_schema is not None
+        ):  # compiling takes long, so it must not run in the event loop's thread
+            schema = JSONSchema(body.answer_schema)
+            grammar = await to_thread.run_sync(compile_grammar, self.lm, schema, "schema")
+            prepared = dataclasses.replace(prepared, grammar=grammar)
         started = time.perf_counter()
         try:
-            handle = self.engine.submit(dataclasses.replace(bound, cache_salt=cache_salt(request.scope)))
+            handle = self.engine.submit(prepared)
         except Exception as error:
             raise to_api_error(error, self.engine.context) from None
         return EventStreamResponse(
-            self._events(handle, page, started), handle.cancel, self.options.keep_alive
+            self._events(handle, prepared, body, started), handle.cancel, self.options.keep_alive
         )
 
     async def top(self, request: Request) -> Response:
@@ -124,17 +223,15 @@ class Playground:
         Raises:
             ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
         """
-        asked = await read_json(request, self.options, partial(parse_request, CellRequest))
+        body = await read_json(request, self.options, partial(parse_request, CellRequest))
         self._check_ready()
-        page = requests.build_request(self.lm, asked.request, self.limits)
-        self._check_cell(page.request, asked)
+        prepared = build_request(self.engine, body.request)
+        self._check_cell(prepared, body)
         if self.waiting >= MAX_WAITING:
-            raise rate_limited(1.0, "Too many questions about tokens are waiting. Please try again.")
+            raise errors.rate_limited(1.0, "Too many questions about tokens are waiting. Please try again.")
         self.waiting += 1
         try:
-            found = await to_thread.run_sync(
-                self._top_tokens, page.request, asked, limiter=self.one_at_a_time
-            )
+            found = await to_thread.run_sync(self._top_tokens, prepared, body, limiter=self.one_at_a_time)
         finally:
             self.waiting -= 1
         return JsonResponse(found, headers={"cache-control": "no-store"})
@@ -144,74 +241,190 @@ class Playground:
         if self.engine.closing:
             raise shutting_down()
         if not self.engine.ready:
-            raise unavailable("The model is warming up.", 5)
+            raise errors.unavailable("The model is warming up.", 5)
 
     async def _events(
-        self, handle: AnswerHandle, page: PageRequest, started: float
+        self, handle: AnswerHandle, request: EngineRequest, body: PlaygroundRequest, started: float
     ) -> AsyncGenerator[bytes, None]:
-        request, shown, step = page.request, frames.NO_CELLS, 0
-        seconds = lambda: time.perf_counter() - started
+        shown, step = frames.NO_CELLS, 0
+        hole = body.kind in ("infill", "edit")
+        chat = body.kind == "chat" or (hole and body.messages is not None)
         yield sse_event({
             "type": "start", "model": self.lm.name, "prompt_tokens": len(request.prompt),
-            "max_tokens": request.max_tokens, "thinking": request.thinking, "block": self.limits.block,
+            "max_tokens": request.max_tokens, "thinking": request.thinking, "block": self.engine.block,
             "rule": request.rule, "p": request.p, "steps": request.steps, "seed": request.seed,
-            "before": page.before, "after": page.after,
+            "before": body.before if hole else "", "after": body.after if hole else "",
         })  # fmt: skip
-        async with contextlib.aclosing(_with_keep_alive(aiter(handle))) as snapshots:
+        async with contextlib.aclosing(aiter(handle)) as snapshots:  # type: ignore[type-var]
             async for snapshot in snapshots:
-                if snapshot is None:
-                    yield ALIVE
-                    continue
+                seconds = time.perf_counter() - started
                 shown, changed = frames.changed_cells(shown, snapshot)
                 if snapshot.finish is None or len(changed):
                     step += 1
                     event = frames.frame_event(self.labels, shown, changed, snapshot)
-                    yield sse_event(event | {"step": step, "ms": round(1000 * seconds(), 3)})
+                    yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
-                    yield sse_event(frames.end_event(self.lm, snapshot, page.chat, seconds()))
+                    yield sse_event(frames.end_event(self.lm, snapshot, chat, seconds))
 
-    def _check_cell(self, request: EngineRequest, asked: CellRequest) -> None:
+    def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
         """Raises ApiError 400 for a cell that no pass of this request can have seen."""
-        config, most, count = self.lm.model.config, request.max_output, len(asked.tokens)
-        if request.max_length + len(request.suffix or ()) > self.limits.context:
-            raise context_length_exceeded(self.limits.context)
-        unknown = next((i for i, token in enumerate(asked.tokens) if token >= config.vocab), None)
+        config, most, count = self.lm.model.config, request.max_output, len(body.tokens)
+        if request.max_length + len(request.suffix or ()) > self.engine.context:
+            raise errors.context_length_exceeded(self.engine.context)
+        unknown = next((i for i, token in enumerate(body.tokens) if token >= config.vocab), None)
         if unknown is not None:
             raise invalid_value(
-                f"tokens[{unknown}]", asked.tokens[unknown], f"a token id, 0 to {config.vocab - 1}"
+                f"tokens[{unknown}]", body.tokens[unknown], f"a token id, 0 to {config.vocab - 1}"
             )
-        if len(asked.settled) != count:
-            raise invalid_request("settled", f"settled has {len(asked.settled)} entries; allowed: {count}")
-        if asked.start > count:
-            raise invalid_value("start", asked.start, f"at most {count}, the number of cells that were shown")
+        if len(body.settled) != count:
+            raise invalid_request("settled", f"settled has {len(body.settled)} entries; allowed: {count}")
+        if body.start > count:
+            raise invalid_value("start", body.start, f"at most {count}, the number of cells that were shown")
         whole = config.pattern == "bidirectional" or request.suffix is not None
-        end = most if whole else min(most, asked.start + self.limits.block)
-        if not asked.start <= asked.index < end:
-            raise invalid_value("index", asked.index, f"a cell from {asked.start} to {end - 1}")
+        end = most if whole else min(most, body.start + self.engine.block)
+        if not body.start <= body.index < end:
+            raise invalid_value("index", body.index, f"a cell from {body.start} to {end - 1}")
 
-    def _top_tokens(self, request: EngineRequest, asked: CellRequest) -> dict[str, Any]:
-        accepted, block = [bool(x) for x in asked.settled], self.limits.block
-        read = frames.pass_input(self.lm, request, asked.tokens, accepted, asked.start, asked.index, block)
+    def _top_tokens(self, request: EngineRequest, body: CellRequest) -> dict[str, Any]:
+        accepted, block = [bool(x) for x in body.settled], self.engine.block
+        read = frames.pass_input(self.lm, request, body.tokens, accepted, body.start, body.index, block)
         top = frames.top_tokens(self.lm, read)
         cells = []
         for token, p in zip(top.ids, top.p, strict=True):
             text, kind = self.labels.label(token)
             cells.append({"id": token, "text": text, "kind": kind, "p": p})
         # Frames do not show what a grammar has taken back after a pass.
-        return {"top": cells, "exact": top.exact and asked.request.answer_schema is None}
+        return {"top": cells, "exact": top.exact and body.request.answer_schema is None}
 
 
-async def _with_keep_alive(snapshots: AsyncIterator[Snapshot]) -> AsyncGenerator[Snapshot | None, None]:
-    """The snapshots, and None after every KEEP_ALIVE seconds without one."""
-    ended: Any = object()
-    while True:
-        following = asyncio.ensure_future(anext(snapshots, ended))
-        try:
-            while not (await asyncio.wait({following}, timeout=KEEP_ALIVE))[0]:
-                yield None
-        finally:
-            if not following.done():
-                following.cancel()
-        if following.result() is ended:
-            return
-        yield following.result()
+def build_request(engine: ServingEngine, body: PlaygroundRequest) -> EngineRequest:
+    """The request of the engine, without its grammar.
+
+    Args:
+        engine: What must fit: its context, its rules.
+        body: The body.
+
+    Returns:
+        The request.
+
+    Raises:
+        ApiError: 400 for what does not fit.
+    """
+    most = _max_tokens(engine)
+    if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
+        raise invalid_value("max_tokens", body.max_tokens, f"a whole number from 1 to {most}")
+    if body.rule is not None and body.rule not in engine.rules.names:
+        raise invalid_value("rule", body.rule, ", ".join(engine.rules.names))
+    param = {"chat": "messages", "text": "prompt"}.get(body.kind, "before")
+    try:
+        return _hole(engine, body) if param == "before" else _answer(engine, body, param)
+    except ValueError as error:  # of the tokenizer and its template
+        raise invalid_request(param, str(error)) from None
+
+
+def _max_tokens(engine: ServingEngine) -> int:
+    """Most tokens of an answer that the page may ask for."""
+    return max(1, min(MAX_TOKENS, engine.context - 1))
+
+
+def _answer(engine: ServingEngine, body: PlaygroundRequest, param: str) -> EngineRequest:
+    """Thinking takes what the answer leaves of the context; if that is too little, there is none."""
+    lm, chat, max_tokens = engine.lm, body.kind == "chat", body.max_tokens or DEFAULT_ANSWER
+    if (body.messages if chat else body.prompt) is None:
+        raise invalid_value(param, None, "a value: this kind needs it")
+    messages = [message.model_dump() for message in body.messages or ()]
+    ids = lambda think: (
+        tuple(lm.tokenizer.render(messages, thinking=think)) if chat else _text_ids(lm, body.prompt or "")
+    )
+    thinks = body.effort is not None and chat and lm.tokenizer.thinking is not None
+    thinking = EFFORTS[body.effort].thinking if thinks and body.effort else 0
+    prompt = ids(thinking > 0)
+    budget = token_budget(engine.context, len(prompt), max_tokens, min(thinking, MAX_TOKENS), param)
+    if thinking and not budget.thinking:
+        prompt = ids(False)
+    decoding = _decoding(engine, body)
+    return EngineRequest(prompt=prompt, max_tokens=max_tokens, thinking=budget.thinking, **decoding)
+
+
+def _hole(engine: ServingEngine, body: PlaygroundRequest) -> EngineRequest:
+    """The text in front of the hole is the prompt, the text behind it the suffix."""
+    lm = engine.lm
+    if body.answer_schema is not None:
+        raise invalid_value("schema", "a schema", "none with a hole: it describes whole answers")
+    if body.kind == "edit" and not body.selected:
+        raise invalid_value("selected", "", "the text that is rewritten")
+    if not (body.messages is not None or body.before or body.after):
+        raise invalid_value("before", "", "text in front of the hole or behind it")
+    suffix = tuple(lm.tokenizer.encode(body.after))
+    if body.messages is not None:
+        messages = [message.model_dump() for message in body.messages]
+        prompt = (*lm.tokenizer.render(messages), *lm.tokenizer.encode(body.before))
+        suffix += (lm.model.config.eos,)
+    else:
+        prompt = _text_ids(lm, body.before) if body.before else tuple(lm.tokenizer.begin)
+    rewritten = len(lm.tokenizer.encode(body.selected)) if body.kind == "edit" else DEFAULT_HOLE
+    size = body.max_tokens or rewritten
+    if size > MAX_TOKENS:
+        raise invalid_value("selected", f"{size} tokens", f"at most {MAX_TOKENS}")
+    return EngineRequest(prompt=prompt, suffix=suffix, max_tokens=size, **_decoding(engine, body))
+
+
+def _text_ids(lm: LM, text: str) -> tuple[int, ...]:
+    return tuple(encode_prompts(lm, text)[0][0].ids)
+
+
+def _decoding(engine: ServingEngine, body: PlaygroundRequest) -> dict[str, Any]:
+    """Rule, steps, temperature and seed. The p of an effort is a probability, so it applies to `threshold` only."""
+    rule, p, steps = body.rule or engine.rules.names[0], body.p, body.steps
+    effort = EFFORTS.get(body.effort or "")
+    if effort is not None and p is None and rule == "threshold":
+        p = effort.p
+    allowed = next(iter(all_rules.ALL[rule].ranges.values()), None)  # of the first parameter, which p sets
+    if p is not None and allowed is not None and not allowed.contains(p):
+        raise invalid_value("p", p, f"of the rule {rule}: {allowed}")
+    if steps is None:
+        steps = engine.lm.decoding.get("steps") or 0
+        steps = max(1, round(effort.steps * (steps or engine.block))) if effort is not None else steps
+    sampling = {"temperature": body.temperature, "seed": body.seed}
+    return {"rule": rule, "p": p, "steps": steps, "frames": True, **sampling}
+
+
+def page_info(engine: ServingEngine, locked: bool) -> dict[str, Any]:
+    """The answer of `GET /playground/info`.
+
+    Args:
+        engine: Its rules and its context are listed.
+        locked: The server asks for an API key.
+
+    Returns:
+        A JSON object.
+    """
+    number = lambda value: 0.0 if value is None else float(value)  # a temperature of None is the argmax
+    lm, rules, offered = engine.lm, engine.rules, []
+    for rule in rules.rules:
+        parameter = next(iter(rule.params), None)
+        about = (inspect.getdoc(all_rules.ALL[rule.name]) or "").split("\n\n")[0].replace("\n", " ")
+        offered.append({
+            "name": rule.name, "about": about, "knob": parameter,
+            "value": None if parameter is None else number(rule.params[parameter]),
+            "temperature": number(rule.temperature),
+        })  # fmt: skip
+    mask = lm.corruption.mask
+    return {
+        "model": lm.name,
+        "parameters": lm.parameters,
+        "context": engine.context,
+        "block": engine.block,
+        "locked": locked,
+        "thinking": lm.tokenizer.thinking is not None,
+        "holes": lm.model.config.pattern != "block_causal" or lm.tokenizer.fim is not None,
+        "rules": offered,
+        "baseline": BASELINE if BASELINE in rules.names else None,
+        "temperature": number(rules.own.temperature),
+        "efforts": {name: effort._asdict() for name, effort in EFFORTS.items()},
+        "mask": None if mask is None else frames.TokenLabels(lm).label(mask)[0],
+        "limits": {
+            "max_tokens": _max_tokens(engine), "steps": MAX_STEPS, "temperature": 2, "characters": MAX_CHARACTERS,
+        },
+        "examples": EXAMPLES.get(lm.name, GENERAL_EXAMPLES),
+    }  # fmt: skip

@@ -97,6 +97,7 @@ def lay_out_piece(settings: StreamSettings, example: Example, place: str) -> Lai
         The piece, at most `settings.row` positions.
     """
     ids, prompt, ends = example
+    # Filling up tells how many tokens the last canvas lacks.
     filled = settings.layout(ids, prompt, settings.tokenizer.eos)
     added = int(filled.positions.max()) + 1 - len(ids)
     if (ends or not added) and len(filled.tokens) <= settings.row:
@@ -174,6 +175,8 @@ def cut_pieces(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pie
     Returns:
         The pieces.
     """
+    # A long document of n tokens is  [first | chunk | chunk | ... | last],  first + last = ends = n mod chunk, or
+    # chunk more.
     long, rest = lengths > chunk, lengths % chunk
     # The two ragged ends share `ends` tokens: at most 2 chunk, and at least 2 so that neither is empty.
     ends = np.where(2 * rest < chunk, chunk + rest, rest)
@@ -182,6 +185,7 @@ def cut_pieces(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pie
     count = np.where(long, (lengths - ends) // chunk + 2, 1)
     first = np.where(long, first, lengths)
 
+    # All pieces of all documents at once: N = sum(count).
     doc = np.repeat(np.arange(len(lengths)), count)  # [N] the document of each piece
     nth = np.arange(len(doc)) - np.repeat(np.cumsum(count) - count, count)  # [N] its number in the document
     base = np.cumsum(lengths) - lengths  # [D] the first token of each document
@@ -204,9 +208,9 @@ def keep_spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocume
     Returns:
         The document with fewer editable positions.
     """
-    places = np.flatnonzero(laid.editable)
+    places = np.flatnonzero(laid.editable)  # canvases stand one behind the other, so each is a run of these
     _, first, count = np.unique(laid.canvas[places], return_index=True, return_counts=True)
-    u = rng.random((3, len(count)))
+    u = rng.random((3, len(count)))  # for each canvas: the length, whether to begin at its start, where else
     length = 1 + (u[0] * count).astype(int)
     start = np.where(u[1] < 0.5, 0, (u[2] * (count - length + 1)).astype(int))
     nth = np.arange(len(places)) - np.repeat(first, count)
@@ -261,6 +265,7 @@ def place(
     if target is not None:
         target.add(ref, laid)
         return rows.pop(rows.index(target)) if target.used == length else None
+    # No room: the fullest row is the one that loses least by being closed.
     closed = rows.pop(max(range(len(rows)), key=lambda i: rows[i].used)) if len(rows) >= limit else None
     rows.append(PackedRow())
     rows[-1].add(ref, laid)

@@ -69,6 +69,7 @@ class RowPacker:
         while True:
             # The source that is furthest behind its share of the positions, which are what training costs.
             s = min(range(len(self._streams)), key=lambda s: self._positions[s] / self._weights[s])
+            # Row b takes the documents b, b + B, b + 2B, ... of each source: no other row has them.
             ref = (s, self._number + self._rows * self._next[s])
             laid = self._streams[s].at(ref[1])
             self._next[s] += 1
@@ -84,6 +85,7 @@ class RowPacker:
     def set_state(self, state: RowState) -> None:
         """Continues where `state` was taken; the documents of open rows are made again."""
         self._next, self._positions, self._open = list(state["next"]), list(state["positions"]), []
+        # A document is a function of its source and index, so that the state need not hold tokens.
         for refs in state["open"]:
             self._open.append(PackedRow())
             for s, index in refs:
@@ -227,6 +229,7 @@ def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
     def weighted() -> Iterator[str]:
         budget = budget_bytes
         while taken and budget > 0:
+            # The source that is furthest behind its share of the bytes.
             n = min(taken, key=lambda n: taken[n] / opened[n][1])
             text = next(opened[n][0], None)
             if text is None:

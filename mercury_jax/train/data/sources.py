@@ -17,8 +17,9 @@ import functools
 import glob
 import hashlib
 import json
+import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -27,6 +28,7 @@ import numpy as np
 
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks import TASKS, Problem, Task, draw
+from mercury_jax.tasks.task import read_json_lines, read_text
 from mercury_jax.train.data import packing
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LaidOutDocument
@@ -127,10 +129,11 @@ class Text:
         if self.kind == "stdlib":
             return stdlib_files(split)
         if self.kind == "text":
-            found = list(_read_files(self.where))
+            found = [(path, read_text(path, "glob")) for path in _paths(self.where)]
         else:
             if self.kind == "jsonl":
-                values = ((place, obj.get(self.field)) for place, obj in _json_lines(self.where))
+                lines = (line for path in _paths(self.where) for line in read_json_lines(path, "glob"))
+                values = ((place, record.get(self.field)) for place, record in lines)
             else:
                 values = _hf_column(self.where, self.part, self.field)
             found = [(place, _string(f"{place}: {self.field}", value)) for place, value in values]
@@ -152,9 +155,11 @@ class Text:
         epoch = functools.lru_cache(2)(
             lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
+        # Every epoch has as many pieces; two epochs stay in memory, as rows of a batch may be in different ones.
         size = len(epoch(0).start)
 
         def at(index: int) -> LaidOutDocument:
+            # A generator of its own for each example: what it draws does not depend on the order of calls.
             rng = np.random.default_rng((*seed, 1, index))
             pieces, k = epoch(index // size), index % size
             ids = tokens[pieces.start[k] : pieces.stop[k]]
@@ -275,10 +280,12 @@ class Chat:
             ValueError: A line is no such conversation; names the file and the line.
         """
         found: list[tuple[str, Messages]] = []
-        for place, record in _json_lines(self.where):
+        lines = (line for path in _paths(self.where) for line in read_json_lines(path, "glob"))
+        for place, record in lines:
             given = record.get("messages")
             if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
                 raise refuse(f"{place}: messages", given, "a list of objects with role and content")
+            # Of each turn only role and content; what follows the last assistant turn cannot be learnt.
             turns = [{k: _string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in given]
             while turns and turns[-1]["role"] != "assistant":
                 turns.pop()
@@ -430,40 +437,12 @@ def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
     return sides
 
 
-def _read_files(pattern: str) -> Iterator[Document]:
-    """(path, text) of every file that the glob finds, sorted."""
-    paths = sorted(glob.glob(pattern, recursive=True))
+def _paths(pattern: str) -> list[str]:
+    """The files that a glob finds, sorted; `**` finds folders too, which are left out."""
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise refuse("glob", pattern, "a glob that finds at least one file")
-    for path in paths:
-        try:
-            yield path, Path(path).read_text(encoding="utf-8")
-        except IsADirectoryError:
-            continue  # `**` finds folders too
-        except OSError as error:
-            raise refuse("glob", path, f"a file that can be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise refuse("glob", path, f"UTF-8 text (byte {error.start} is none)") from None
-
-
-def _json_lines(pattern: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """(path:line, object) of every line that is not blank."""
-    for path, text in _read_files(pattern):
-        # Not splitlines(): a JSON string may contain U+2028 and other characters at which that splits.
-        for number, line in enumerate(text.split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}:{number}: not JSON: {error}; allowed: one object on each line"
-                ) from None
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"{path}:{number}: a {type(record).__name__}; allowed: one object on each line"
-                )
-            yield f"{path}:{number}", record
+    return paths
 
 
 def _hf_column(name: str, part: str, column: str) -> Iterator[tuple[str, object]]:

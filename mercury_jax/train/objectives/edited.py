@@ -83,6 +83,7 @@ def masked_and_edited(
         visible = batch.editable & ~noised.masked
         bad, good = visible & (noised.xt != batch.tokens), visible & (noised.xt == batch.tokens)
         scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
+        # The three parts are sums over the tokens, divided by the number of editable tokens.
         total = scored
         if edit:
             total = total + edit * (bad + right * good) * ce
@@ -168,6 +169,7 @@ def spoil_canvases(
     still_masked = noised.masked & (u[0] >= full)
     share = jnp.where((u[0] < full) | (u[1] < spoiled), wrong * u[2], 0.0)
     replaced = batch.editable & ~still_masked & (jax.random.uniform(token_key, share.shape) < share)
+    # A replacement may equal the token by chance; it then counts as correct.
     drawn = noise.uniform(model.config.vocab, forbidden=forbidden).prior(uniform_key, share)
     copied = _tokens_of_same_canvas(copy_key, batch, model.config.eos)
     pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
@@ -182,6 +184,7 @@ def _tokens_of_same_canvas(key: Key, batch: Batch, eos: int) -> Int[Array, "B T"
     """
     slots = batch.tokens.shape[1]
     index = jnp.arange(slots)[None]
+    # First and last slot of the canvas at each slot, by running maxima and minima over the edges. [B, T]
     edge = batch.canvas[:, 1:] != batch.canvas[:, :-1]
     opens = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
     closes = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
@@ -216,6 +219,7 @@ def next_tokens(batch: Batch) -> NextTokens:
     """
     slots = batch.tokens.shape[1]
     index = jnp.arange(slots)[None]
+    # The slot where the document's canvases begin, and the position of the token there.
     begins = jax.lax.cummin(jnp.where(batch.canvas >= 0, index, slots - 1), axis=1, reverse=True)
     first = jnp.take_along_axis(batch.positions, begins, axis=1)
     want = batch.positions + 1

@@ -210,6 +210,7 @@ def noise_canvases(
     time_key, noise_key = jax.random.split(key)
     t = canvas_times(time_key, batch, least)
     xt, masked = noise.corrupt(noise_key, corruption, batch.tokens, t, batch.editable)
+    # At t -> 0 masks are rare and the weight is large: 1/t for the linear schedule.
     alpha, slope = noise.rate(corruption.alpha, t)
     weight = -slope / (1.0 - alpha)
     return NoisedCanvases(t, xt, masked, weight if clip is None else jnp.minimum(weight, clip))
@@ -229,7 +230,7 @@ def canvas_times(key: Key, batch: Batch, least: float) -> Float[Array, "B T"]:
     Returns:
         The time of each position's canvas; 1 outside of canvases.
     """
-    per_row = batch.canvas.max(axis=1) + 1
+    per_row = batch.canvas.max(axis=1) + 1  # canvases of each row [B]
     index = batch.canvas + (jnp.cumsum(per_row) - per_row)[:, None]
     t = noise.times(key, batch.canvas.size, least)
     return jnp.where(batch.canvas >= 0, t[jnp.maximum(index, 0)], 1.0)
@@ -269,6 +270,7 @@ def cross_entropy(
     time = jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0) if timed else None
     target = batch.tokens if target is None else target
     hidden = model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time))
+    # The head is applied to as many positions at a time as MAX_LOGITS allows.
     size = max(1, MAX_LOGITS // model.config.vocab)
     if target.shape[1] <= size:
         return _score(model, params, hidden, target)

@@ -93,7 +93,7 @@ def files(folder):
 @pytest.mark.parametrize("harm", [missing, truncated, flipped])
 def test_every_damaged_file_is_refused_by_name_before_orbax_opens_any(saved, harm, monkeypatch):
     monkeypatch.setattr(
-        sys.modules["mercury_jax.checkpoint.restore"],
+        sys.modules["mercury_jax.checkpoint.saver"],
         "_read_arrays",
         lambda *a: pytest.fail("Orbax was asked"),
     )

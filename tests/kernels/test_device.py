@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import params
 
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.inputs import quantise_int8
+from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
 
 shape = jax.ShapeDtypeStruct

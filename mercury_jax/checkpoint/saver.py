@@ -1,4 +1,4 @@
-"""Saving the steps of a run: any pytree beside its configuration, with a checksum of every byte.
+"""Saving and restoring the steps of a run: any pytree beside its configuration, with a checksum of every byte.
 
 A step is a folder that appears complete or not at all:
 
@@ -8,7 +8,7 @@ A step is a folder that appears complete or not at all:
 
 Orbax restores flipped bits as wrong numbers without an error; the manifest detects them. A step is written under
 `00000100.tmp` and renamed when its manifest is complete, so a process that is killed leaves at most a folder that
-`clean` removes. `restore.py` reads the steps.
+`clean` removes. `restore` checks the checksums first, and then reads the arrays into the structure of a target.
 """
 
 from __future__ import annotations
@@ -130,17 +130,22 @@ class Saver:
             SaveFailed: This save could not start, or the one before it failed.
         """
         self.wait()
-        arrays = flatten(tree)
+        arrays = _flatten(tree)
         about = {
-            "format": FORMAT,
-            "step": step,
-            "config": config,
-            "extra": extra or {},
-            "arrays": shapes(arrays),
-        }
+            "format": FORMAT, "step": step, "config": config, "extra": extra or {}, "arrays": _shapes(arrays)
+        }  # fmt: skip
         work = self.folder / f"{step:08d}.tmp"
         try:
-            self._begin(work, about, arrays)
+            import orbax.checkpoint as ocp  # takes 2 s to import, and sampling needs none of it
+
+            if self._orbax is None:
+                self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+            if jax.process_index() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+                manifest.write_json(work / ABOUT, about)
+            # Orbax synchronises all processes with process 0 before any of them writes.
+            self._orbax.save(work / STATE, args=ocp.args.PyTreeSave(dict(arrays)))
         except Exception as error:
             raise self._failed(step, error) from error
         self._thread = threading.Thread(
@@ -154,8 +159,8 @@ class Saver:
         Raises:
             SaveFailed: A save has failed since the last call.
         """
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
     def wait(self) -> None:
@@ -166,19 +171,6 @@ class Saver:
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("mercury_jax.checkpoint")
         self.check()
-
-    def _begin(self, work: Path, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        import orbax.checkpoint as ocp  # takes 2 s to import, and sampling needs none of it
-
-        if self._orbax is None:
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
-        if jax.process_index() == 0:
-            if work.exists():
-                shutil.rmtree(work)
-            work.mkdir(parents=True)
-            manifest.write_json(work / ABOUT, about)
-        # Orbax synchronises all processes with process 0 before any of them writes.
-        self._orbax.save(work / STATE, args=ocp.args.PyTreeSave(dict(arrays)))
 
     def _finish(self, step: int, work: Path) -> None:
         try:
@@ -214,10 +206,120 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A step that was read.
+
+    Attributes:
+        step: Its number.
+        tree: Its arrays, in the structure of the target.
+        config: The configuration that was saved beside them.
+        extra: The small state that was saved beside them.
+    """
+
+    step: int
+    tree: Any
+    config: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+
+def restore(folder: str | Path, target: Any, step: int | None = None) -> Restored:
+    """Reads a step into the structure, dtypes and shardings of `target`.
+
+    Every file is checked against the manifest before Orbax opens any.
+
+    Args:
+        folder: The folder of the run.
+        target: Pytree of arrays or `jax.ShapeDtypeStruct`s; a part of what was saved is enough.
+        step: Default: the newest.
+
+    Returns:
+        The restored step.
+
+    Raises:
+        CheckpointError: The step does not exist or is damaged, or `target` has an array that was not saved or was
+            saved with another dtype or shape.
+    """
+    path, about = inspect(folder, step)
+    # Process 0 alone verifies the checksums, because all processes see the same files.
+    error = None
+    if jax.process_index() == 0:
+        try:
+            manifest.verify(path)
+        except CheckpointError as found:
+            error = found
+    if jax.process_count() > 1:
+        bad = multihost_utils.broadcast_one_to_all(jnp.int32(error is not None))
+        if int(bad) and error is None:
+            error = CheckpointError(f"{path} is damaged; process 0 reports how")
+    if error is not None:
+        others = [other for other in steps(folder) if path_of(folder, other) != path]
+        hint = f". To continue from step {others[-1]} instead, move {path} away" if others else ""
+        raise CheckpointError(f"{error}{hint}")
+    wanted = _flatten(target, abstract=True)
+    saved = about["arrays"]
+    for name, shape in _shapes(wanted).items():
+        if name not in saved:
+            raise CheckpointError(f"{path} has no array {name!r}: it was saved by another model or optimizer")
+        if list(saved[name]) != shape:
+            error = refuse(f"array {name}", saved[name], f"{shape}, as this model has it")
+            raise CheckpointError(f"{path}: {error}")
+    arrays = _read_arrays(path / STATE, wanted)
+
+    def pick(path: tuple[Any, ...], leaf: Any) -> Any:
+        array = arrays[path_name(path)]
+        if not _is_key(leaf):
+            return array
+        # A ShapeDtypeStruct does not know the implementation of its keys: the default one then.
+        kind = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
+        return jax.random.wrap_key_data(array, impl=kind)
+
+    tree = jax.tree_util.tree_map_with_path(pick, target)
+    return Restored(about["step"], tree, about["config"], about["extra"])
+
+
+def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """Reads the checkpoint.json of a step; no array is read.
+
+    Args:
+        folder: The folder of the run.
+        step: Default: the newest.
+
+    Returns:
+        (path of the step, contents of its checkpoint.json).
+
+    Raises:
+        CheckpointError: There is no such step, its checkpoint.json is damaged, or its format is another version's.
+    """
+    have = steps(folder)
+    step = max(have, default=None) if step is None else step
+    if step is None or step not in have:
+        allowed = f"one of {have} in {folder}" if have else f"none: {folder} has no checkpoint"
+        raise CheckpointError(str(refuse("step", step, allowed)))
+    path = path_of(folder, step)
+    # This file alone first: its contents are used before the arrays are verified.
+    manifest.verify(path, only=ABOUT)
+    about = manifest.read_json(path / ABOUT)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: {refuse('format', about.get('format'), f'{FORMAT}, by this version')}"
+        )
+    return path, about
+
+
+def _read_arrays(state: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    import orbax.checkpoint as ocp  # takes 2 s to import, and sampling needs none of it
+
+    shardings = ocp.checkpoint_utils.construct_restore_args(dict(wanted))
+    args = ocp.args.PyTreeRestore(dict(wanted), restore_args=shardings, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(state.absolute(), args=args)
+
+
 # --- pytrees as arrays by name
 
 
-def flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
+def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
     """Flattens a pytree into arrays by name, such as "params/block_0/attention/q/w".
 
     Args:
@@ -230,18 +332,18 @@ def flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
 
     def plain(leaf: Any) -> Any:
         if not abstract:
-            return jax.random.key_data(leaf) if is_key(leaf) else leaf
-        like = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+            return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        like = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=getattr(leaf, "sharding", None))
 
     return {path_name(path): plain(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def is_key(leaf: Any) -> bool:
+def _is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def shapes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns [dtype, *shape] of each array by name, JSON-ready."""
     return {name: [str(x.dtype), *x.shape] for name, x in arrays.items()}
