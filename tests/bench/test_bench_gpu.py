@@ -28,18 +28,18 @@ BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
 
 
 def scripted(script, budget=60.0, **how):
-    """A runner whose children answer each case by a script that sees `asked` and has `say`."""
+    """A runner whose children answer each case by a script that sees `args` and has `say`."""
     begin = "import json, os, sys, time\nsay = lambda **told: print(json.dumps(told), flush=True)\n"
-    loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
+    loop = "for line in sys.stdin:\n    args = json.loads(line)['args']\n"
     body = "".join(f"    {line}\n" for line in script.splitlines())
     said = []
     return Runner(budget, (sys.executable, "-c", begin + loop + body), said.append, **how), said
 
 
 CHILD = """
-if asked.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
-if asked.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
-if asked.get('do') == 'refuse': say(failed='it cannot')
+if args.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
+if args.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
+if args.get('do') == 'refuse': say(failed='it cannot')
 else: print('noise of a library'); say(row={'pid': os.getpid()}); say(done=True)
 """.strip()
 
@@ -140,7 +140,7 @@ def broken(tmp_path, monkeypatch):
         for w in (64, 128, 256, 512)
         for r in (1, 2)
     ]
-    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
+    found = [c._replace(args=c.args | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
     monkeypatch.setattr(commands, "check_cases", lambda *a: found)
     monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
@@ -173,7 +173,7 @@ def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
 @pytest.mark.slow
 def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(broken, monkeypatch):
     monkeypatch.setattr(commands, "check_cases", lambda *a, found=commands.check_cases(): [
-        c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
+        c._replace(limit=6.0) if c.args["shape"]["width"] == 128 else c for c in found
     ])  # fmt: skip
     rows, kept = broken(w128="hang", w512="once")
     assert kept["attention-64-bfloat16"]["passed"] and kept["attention-512-bfloat16"]["passed"]
@@ -214,7 +214,7 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
     for case in commands.check_cases(which, 0):
         if case.work == "sanitizer":
             continue
-        shape = case.asked["shape"]
+        shape = case.args["shape"]
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
@@ -234,10 +234,10 @@ def test_every_case_of_a_chip_is_lowered_for_it():
     """The first shape of each form, lowered for CUDA; this needs no chip."""
     todo = {}
     for case in commands.check_cases(kernel_device.HOPPER, 0):
-        if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
+        if case.form and not case.args["shape"].get("softcap") and "float16-" not in case.name:
             todo.setdefault(case.form, case)
     for case in todo.values():
-        shape = case.asked["shape"]
+        shape = case.args["shape"]
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
@@ -412,8 +412,8 @@ def test_missing_transformers_is_reported():
     absent = (
         f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"
     )
-    asked = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
+    args = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
     done = subprocess.run(
-        [sys.executable, "-c", absent], input=json.dumps(asked), capture_output=True, text=True
+        [sys.executable, "-c", absent], input=json.dumps(args), capture_output=True, text=True
     )
     assert "install torch" in json.loads(done.stdout)["left_out"]
