@@ -11,7 +11,7 @@ import pytest
 
 from mercury_jax import sample
 from mercury_jax.config import Plan
-from mercury_jax.decode import defaults, grammar, infill, rules
+from mercury_jax.decode import grammar, infill, rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.infill import Hole
 from mercury_jax.decode.registration import rule
@@ -98,7 +98,7 @@ def test_every_registered_rule_that_can_share_the_program_is_offered(monkeypatch
         monkeypatch.delitem(rules.ALL, name, raising=False)
         rule(name=name, noise="absorbing", needs_logits=name == "costly")(accept_none)
     offered = rule_set(lm).names
-    assert offered[0] == defaults.default_sampler(lm).name and "cheap" in offered
+    assert offered[0] == rule_set(lm).own.rule.name and "cheap" in offered
     assert {"threshold", "confidence", "factor", "slow_fast", "remdm_cap"} <= set(offered)
     # Logits of every position for every request only where the rule is named; never a row of another shape.
     assert not {"costly", "credit", "wino", "expand", "predictor_corrector"} & set(offered)
