@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -196,7 +196,7 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
         ApiError: 400, with the place where the text is not valid.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=_finite)
     except RecursionError:
         raise invalid_request(None, f"The body is nested more than {max_depth} levels deep") from None
     except UnicodeDecodeError:
@@ -248,8 +248,16 @@ def check_json(
     raise invalid_request(param, f"{what} is nested more than {max_depth} levels deep")
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+def refuse_constant(constant: str) -> NoReturn:
+    """Refuses NaN and Infinity, which are not JSON though Python reads them.
+
+    Args:
+        constant: What `json.loads(parse_constant=)` has read.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:

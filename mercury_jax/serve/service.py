@@ -105,10 +105,7 @@ class Service:
         parsed = await read_json(request, self.options, functools.partial(parse_request, model))
         if parsed.model not in self.names:
             raise errors.unknown_model(parsed.model)
-        if not self.ready:
-            raise (
-                shutting_down() if self.engine.closing else errors.unavailable("The model is warming up.", 5)
-            )
+        check_ready(self.engine)
         return parsed
 
     def check_size(self, size: int, param: str = "messages") -> None:
@@ -250,6 +247,21 @@ class SubmittedJobs:
             for handle in self.handles:
                 handle.cancel()
             self._limit.leave(self._count, time.monotonic() - self._submitted)
+
+
+def check_ready(engine: Engine) -> None:
+    """Checks that an engine takes requests.
+
+    Args:
+        engine: The engine.
+
+    Raises:
+        ApiError: 503 while it warms up, and once it shuts down.
+    """
+    if engine.closing:
+        raise shutting_down()
+    if not engine.ready:
+        raise errors.unavailable("The model is warming up.", 5)
 
 
 def shutting_down() -> ApiError:

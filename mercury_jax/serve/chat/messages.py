@@ -18,13 +18,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mercury_jax import chat
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve import protocol
 from mercury_jax.serve.errors import invalid_request, invalid_value
-from mercury_jax.serve.http import check_json
+from mercury_jax.serve.http import check_json, refuse_constant
 from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
 from mercury_jax.types import LM
 
@@ -150,18 +150,6 @@ def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
         raise invalid_value(f"{at}.arguments", function.arguments, "an object, or the JSON text of one")
     check_json(arguments, f"{at}.arguments", MAX_DEPTH, f"{at}.arguments")
     return {"name": function.name, "arguments": arguments}
-
-
-def refuse_constant(constant: str) -> NoReturn:
-    """Refuses NaN and Infinity, which are not JSON though Python reads them.
-
-    Args:
-        constant: What `json.loads(parse_constant=)` has read.
-
-    Raises:
-        ValueError: Always.
-    """
-    raise ValueError(f"{constant} is not JSON")
 
 
 class ToolFormat(NamedTuple):

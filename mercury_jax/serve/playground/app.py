@@ -37,7 +37,7 @@ from mercury_jax.serve.http import JsonResponse, read_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import frames
 from mercury_jax.serve.protocol import RequestModel, parse_request
-from mercury_jax.serve.service import AnswerHandle, shutting_down, to_api_error
+from mercury_jax.serve.service import AnswerHandle, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 from mercury_jax.types import LM
 
@@ -203,7 +203,7 @@ class Playground:
             ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
         """
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
-        self._check_ready()
+        check_ready(self.engine)
         prepared = dataclasses.replace(build_request(self.engine, body), cache_salt=cache_salt(request.scope))
         if (
             body.answer_schema is not None
@@ -227,7 +227,7 @@ class Playground:
             ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
         """
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
-        self._check_ready()
+        check_ready(self.engine)
         prepared = build_request(self.engine, body.request)
         self._check_cell(prepared, body)
         if self.waiting >= MAX_WAITING:
@@ -238,13 +238,6 @@ class Playground:
         finally:
             self.waiting -= 1
         return JsonResponse(found, headers={"cache-control": "no-store"})
-
-    def _check_ready(self) -> None:
-        """Raises ApiError 503 while the engine accepts no requests."""
-        if self.engine.closing:
-            raise shutting_down()
-        if not self.engine.ready:
-            raise errors.unavailable("The model is warming up.", 5)
 
     async def _events(
         self, handle: AnswerHandle, request: EngineRequest, body: PlaygroundRequest, started: float
