@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import mercury_jax as mj
-from mercury_jax.evaluate import card, tasks
+from mercury_jax import tasks
+from mercury_jax.evaluate import card
 from mercury_jax.evaluate.report import wilson
 
 TASKS = {"sudoku4": 32, "add3": 64}  # tokens that an answer may have
@@ -34,12 +35,10 @@ def measure(lm: mj.LM, task: str, effort: str | None, limit: int, seed: int) -> 
     Returns:
         One JSON-ready row; forwards and tokens are means an answer, thinking included.
     """
-    generator = tasks.find(task).generator
-    assert generator is not None
-    problems = tasks.draw(generator, limit, seed)
+    problems = tasks.draw_distinct(tasks.TASKS[task], limit, seed)
     questions = [[{"role": "user", "content": problem.input}] for problem in problems]
     out = mj.sample(lm, questions, effort=effort, max_tokens=TASKS[task])
-    right = sum(generator.check(p.input, text) for p, text in zip(problems, out.texts, strict=True))
+    right = sum(tasks.TASKS[task].check(p.input, text) for p, text in zip(problems, out.texts, strict=True))
     low, high = wilson(right, limit)
     return {
         "task": task, "effort": effort, "n": limit, "correct": right, "accuracy": right / limit, "low": low,

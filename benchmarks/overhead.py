@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mercury_jax.bench.sweeps import SweepPoint, sweep
+from mercury_jax.bench.decode import SweepPoint, sweep
 from mercury_jax.bench.timing import alternate, compilations, endless, prompt_ids, quartiles, ratio, timed
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, Ints, Positional, option

@@ -215,9 +215,10 @@ def _attention(config: ModelConfig, session: Session, length: int, samples: int 
 def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
     stop = start + jnp.arange(queries.shape[1]) + 1
     ranges = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[None, :, None]
-    return attend(
-        queries, keys, values, jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2), cached=True
-    )
+    ranges = jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2)
+    out = attend(queries, keys, values, ranges, cached=True)
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def _peak(call: Callable[[], Any]) -> int:

@@ -27,7 +27,7 @@ from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import card, code
-from mercury_jax.evaluate.report import Report, Z, paired
+from mercury_jax.evaluate.report import EvalReport, Z, paired
 from mercury_jax.models import cache
 from mercury_jax.types import LM, LaidOutDocument
 
@@ -190,7 +190,7 @@ def compare(
     return made + (_text(found, pieces, samples, seed, tick) if pieces else [])
 
 
-def _answers(variant: Variant, report: Report, base: Report) -> dict[str, Any]:
+def _answers(variant: Variant, report: EvalReport, base: EvalReport) -> dict[str, Any]:
     first, now = ([row["correct"] for row in r.rows] for r in (base, report))
     points = (0.0,) * 3 if report is base else tuple(100 * x for x in paired(first, now))
     same = [a["prediction"] == b["prediction"] for a, b in zip(base.rows, report.rows, strict=True)]

@@ -26,7 +26,7 @@ from mercury_jax.config import nearest, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.edit import edit
 from mercury_jax.evaluate.report import wilson
-from mercury_jax.evaluate.tasks import draw, find
+from mercury_jax.tasks import TASKS, draw_distinct
 from mercury_jax.types import LM
 
 SETTINGS = ("settled", "drafting")
@@ -127,10 +127,8 @@ def wrong_answers(n: int, seed: int) -> list[WrongAnswer]:
         The answers, the same for the same seed.
     """
     rng = np.random.default_rng((seed, 17))
-    task = find("sudoku4")
-    assert task.generator is not None
     found = []
-    for problem in draw(task.generator, n, seed):
+    for problem in draw_distinct(TASKS["sudoku4"], n, seed):
         truth = problem.output
         blanks = tuple(i for i, cell in enumerate(problem.input) if cell == "0")
         at = int(rng.choice(blanks))

@@ -113,11 +113,12 @@ def missing_sections(name: str, node: Function | ast.ClassDef) -> list[str]:
         body raises. One argument may be explained by the summary line. A property wants its summary line alone.
     """
     text = ast.get_docstring(node)
+    decorators = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+    if "overload" in decorators:  # the function behind its overloads holds the docstring
+        return []
     if text is None:
         return ["docstring"]
-    if isinstance(node, ast.ClassDef):
-        return []
-    if any(isinstance(d, ast.Name) and d.id in ("property", "overload") for d in node.decorator_list):
+    if isinstance(node, ast.ClassDef) or "property" in decorators:
         return []
     given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     given = [a for a in given if a not in ("self", "cls")]

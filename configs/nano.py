@@ -17,7 +17,7 @@ is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
 from mercury_jax.config import ModelConfig
 from mercury_jax.decode import rules
 from mercury_jax.train import data
-from mercury_jax.train.objectives_edit import masked_and_edited
+from mercury_jax.train.objectives import masked_and_edited
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig
 

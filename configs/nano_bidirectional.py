@@ -10,7 +10,7 @@ a causal encoder into a bidirectional denoiser.
 
 import dataclasses
 
-from mercury_jax.train.objectives_edit import masked_and_edited
+from mercury_jax.train.objectives import masked_and_edited
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 

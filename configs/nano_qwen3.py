@@ -10,7 +10,7 @@ autoregressive twin that the diffusion objectives train, with canvases of one to
 import dataclasses
 
 from mercury_jax.config import NoiseConfig
-from mercury_jax.train.objectives_edit import next_token
+from mercury_jax.train.objectives import next_token
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 
 

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
-    from mercury_jax.decode.ranges import Above, AtLeast, Between
-    from mercury_jax.decode.registration import logits_processor, rule, stopping_criterion
+    from mercury_jax.decode.registration import (
+        Above,
+        AtLeast,
+        Between,
+        logits_processor,
+        rule,
+        stopping_criterion,
+    )
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
         LogitsProcessor,
@@ -52,9 +58,8 @@ _PUBLIC = {
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
-    "decode.ranges": ("Above", "AtLeast", "Between"),
     "decode.sample": ("LogProbs", "Output", "sample"),
-    "decode.registration": ("logits_processor", "rule", "stopping_criterion"),
+    "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": (
         "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
     ),
@@ -70,57 +75,17 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS",
-    "LM",
-    "Above",
-    "AtLeast",
-    "Between",
-    "EditOutput",
-    "Effort",
-    "Hole",
-    "InfillOutput",
-    "LogProbs",
-    "LogitsProcessor",
-    "ModelConfig",
-    "NoiseConfig",
-    "Output",
-    "Param",
-    "Plan",
-    "Proposal",
-    "Refresh",
-    "Rule",
-    "Sampler",
-    "Score",
-    "Session",
-    "StoppingCriterion",
-    "StreamOutput",
-    "TokenStats",
-    "Tokenizer",
-    "TrainConfig",
-    "View",
-    "accept",
-    "edit",
-    "grammar",
-    "hub",
-    "infill",
-    "load",
-    "logits",
-    "logits_processor",
-    "mesh",
-    "processors",
-    "propose",
-    "rule",
-    "rules",
-    "sample",
-    "score",
-    "stopping",
-    "stopping_criterion",
-    "stream",
-    "train",
+    "EFFORTS", "LM", "Above", "AtLeast", "Between", "EditOutput", "Effort", "Hole", "InfillOutput", "LogProbs",
+    "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh", "Rule",
+    "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
+    "TrainConfig", "View", "accept", "edit", "grammar", "hub", "infill", "load", "logits", "logits_processor",
+    "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping", "stopping_criterion",
+    "stream", "train",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'mercury_jax' has no attribute {name!r}; it has {', '.join(__all__)}")
     home = importlib.import_module(f"mercury_jax.{_HOME[name]}")

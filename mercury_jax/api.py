@@ -1,8 +1,13 @@
-"""train(): where models, data, objectives and decoding (for previews) meet."""
+"""`train`, the call behind `mj.train` and `mercury train`: where models, data, objectives and decoding meet.
+
+`train/` holds the loop and knows no model, and `decode/` knows no trainer; this module builds what a recipe names,
+passes it to the loop, and writes the trained model. Decoding is for the previews in the log.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,30 +19,36 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, launch, loop
+from mercury_jax.train import data as pipelines, distributed, loop
 from mercury_jax.train.recipe import TrainConfig
-from mercury_jax.train.step import check, evaluator
+from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
 TOKENIZER = "tokenizer.model"
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
 
-def train(config: TrainConfig) -> loop.Result:
-    """Train as the recipe says, and leave a model that `load()` reads in `<out>/model`.
+def train(config: TrainConfig) -> loop.TrainResult:
+    """Trains as the recipe says, and leaves a model that `load` reads in `<out>/model`.
 
-    The same function that `mercury train` calls. ValueError, before any compute, for data that
-    cannot be read, a tokenizer that does not fit, an objective that cannot score the noise, or a folder that holds
-    another run.
+    Args:
+        config: The recipe. A run of the same recipe that was interrupted continues from its last checkpoint.
+
+    Returns:
+        The step that was reached, the parameters and what was measured.
+
+    Raises:
+        ValueError: Before any compute: data that cannot be read, a tokenizer that does not fit, an objective that
+            cannot score the noise, or a folder that holds another run.
     """
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:
-        launch.distributed()
-    at, on, c = loop.ready(config), loop.mesh_of(config), config.model
+        distributed.join()
+    at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model
     decoding = rule_settings(config.sampler)
     model = models.build(c)
-    check(
+    check_objective(
         config.objective,
         model,
         noise.build(config.noise, c.vocab, c.mask),
@@ -48,7 +59,7 @@ def train(config: TrainConfig) -> loop.Result:
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, c)
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
-    # The run takes the parameters over; at a resumed one the checkpoint's are in their place.
+    # The run takes over the parameters; a resumed run reads its own from the checkpoint.
     params = None if first is None or at is not None else first.params
     first = None if first is None else dataclasses.replace(first, params={})
     index, count = sharding.process_share(on)
@@ -64,8 +75,8 @@ def train(config: TrainConfig) -> loop.Result:
     )  # fmt: skip
     made_by = {"recipe": config.name, "seed": config.seed, "steps": result.step}
     card = made_by if first is None else {**first.card, **made_by, "init": config.init}
-    made = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
-    hub.save(config.folder / "model", made, config.noise)
+    lm = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
+    hub.save(config.folder / "model", lm, config.noise)
     return result
 
 
@@ -80,8 +91,8 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
     mask = config.model.mask
     _check_init(config, hub.config_of(config.init, mask=mask))
     dtype = "float64" if config.model.dtype == "float64" else "float32"
-    told = mask if mask is not None and hub.takes_mask(config.init, mask) else None
-    first = hub.load(config.init, dtype=dtype, mask=told, mesh=on)
+    own_mask = mask if mask is not None and hub.takes_mask(config.init, mask) else None
+    first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on)
     # The tokenizer of an autoregressive checkpoint has no mask: it gets the recipe's.
     return first if mask is None else dataclasses.replace(first, tokenizer=first.tokenizer.with_mask(mask))
 
@@ -101,17 +112,17 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     """The recipe's tokenizer, the run's own from before, or a new one trained on the data."""
     if config.tokenizer:
         return Tokenizer.load(config.tokenizer)
-    kept = config.folder / TOKENIZER
-    if not kept.exists() and jax.process_index() == 0:
+    path = config.folder / TOKENIZER
+    if not path.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
         try:
-            Tokenizer.train(texts, config.model.vocab).save(kept)
+            Tokenizer.train(texts, config.model.vocab).save(path)
         except ValueError as error:
             raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
-    return Tokenizer.load(kept)
+    return Tokenizer.load(path)
 
 
 def _evaluator(
@@ -121,11 +132,12 @@ def _evaluator(
         return None
     on = loop.mesh_of(config)
     index, count = sharding.process_share(on)
-    batches = pipelines.held_out(
-        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed,
-        batches=config.eval_batches, index=index, count=count,
+    held_out = pipelines.build(
+        config.mixture, tokenizer, model.layout, rows=config.batch, row=config.row, seed=config.seed, split="test",
+        index=index, count=count, prefetch=0,
     )  # fmt: skip
-    run = evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
+    batches = list(itertools.islice(held_out, config.eval_batches))
+    run = make_evaluator(model, config.objective, corruption, jax.random.key(config.seed), on)
     return lambda params: run(params, batches)
 
 
@@ -135,15 +147,15 @@ def _preview(
     """Answers to the recipe's prompts, as text for the log."""
     if not config.sample_every or not config.sample_prompts:
         return None
-    asked = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
+    prompts = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
 
     def preview(params: Params) -> str:
         # Of several processes the first one samples, on its own devices: `sample` knows no other process's.
-        held = sharding.to_first_process(params, model.shardings)
-        if held is None:
+        local = sharding.to_first_process(params, model.shardings)
+        if local is None:
             return ""
-        made = LM(model, held, tokenizer, corruption, config.name)
-        out = sample(made, asked, max_tokens=64, seed=config.seed)
+        lm = LM(model, local, tokenizer, corruption, config.name)
+        out = sample(lm, prompts, max_tokens=64, seed=config.seed)
         shown = []
         for prompt, thought, text in zip(config.sample_prompts, out.thinking, out.texts, strict=True):
             thinking = f" [{thought!r}]" if thought else ""

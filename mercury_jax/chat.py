@@ -18,9 +18,9 @@ With tools:
     <|tool|><|tool_result|>text<|end_tool_result|><|end_turn|>
 
 The list of tools ends the first system turn; a conversation that starts with another turn gets a system turn with only
-the list. Parallel calls stand one after the other behind the text of the assistant. Each result is a turn of its own,
+the list. Parallel calls follow the text of the assistant, one after the other. Each result is a turn of its own,
 in the order of the calls. JSON is written by `json.dumps` without escapes for non-ASCII characters; like all text it
-contains no special token. A tool turn without `tool_call_id` answers no call: its text stands without the marks.
+contains no special token. A tool turn without `tool_call_id` answers no call: its text is written without the marks.
 """
 
 from __future__ import annotations

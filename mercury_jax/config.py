@@ -131,12 +131,11 @@ _PLAIN_TYPES = {
 }
 
 
-def _is_union(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+_UNIONS = (types.UnionType, typing.Union)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    if _is_union(hint):
+    if typing.get_origin(hint) in _UNIONS:
         return any(_has_type(value, choice) for choice in get_args(hint))
     if typing.get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
         return isinstance(value, tuple) and all(_has_type(x, get_args(hint)[0]) for x in value)
@@ -146,7 +145,7 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def _type_in_words(hint: Any) -> str:
-    if _is_union(hint):
+    if typing.get_origin(hint) in _UNIONS:
         return " or ".join(_type_in_words(choice) for choice in get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"a tuple, each of its values {_type_in_words(get_args(hint)[0])}"
@@ -513,17 +512,39 @@ class Refresh:
 
     @classmethod
     def prefix(cls, every: int | None = None) -> Refresh:
-        """The prefix cache of Fast-dLLM (arXiv 2505.22618): reuses the positions before the block."""
+        """The prefix cache of Fast-dLLM (arXiv 2505.22618): reuses the positions before the block.
+
+        Args:
+            every: See `Refresh`.
+
+        Returns:
+            The schedule.
+        """
         return cls(after=None, every=every)
 
     @classmethod
     def dual(cls, every: int | None = None) -> Refresh:
-        """The dual cache of Fast-dLLM: reuses the positions before and after the block."""
+        """The dual cache of Fast-dLLM: reuses the positions before and after the block.
+
+        Args:
+            every: See `Refresh`.
+
+        Returns:
+            The schedule.
+        """
         return cls(every=every)
 
     @classmethod
     def vicinity(cls, look: int = 16, every: int | None = None) -> Refresh:
-        """The vicinity refresh of dInfer: also computes `look` positions on either side of the block."""
+        """The vicinity refresh of dInfer: also computes the positions next to the block.
+
+        Args:
+            look: Positions on either side of the block.
+            every: See `Refresh`.
+
+        Returns:
+            The schedule.
+        """
         return cls(before=look, after=look, every=every)
 
 
@@ -551,15 +572,16 @@ class Plan:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("block", "steps"):
+        for name, least, other in (("block", 1, ", or None"), ("steps", 1, ", or None"), ("revise", 0, "")):
             value = getattr(self, name)
-            if value is not None and (not _is_whole(value) or value < 1):
-                raise refuse(name, value, "a whole number from 1 on, or None")
+            if value is None and other:
+                continue
+            if (
+                not isinstance(value, numbers.Real)
+                or isinstance(value, bool)
+                or value != value // 1
+                or value < least
+            ):
+                raise refuse(name, value, f"a whole number from {least} on{other}")
         if self.refresh is not None and not isinstance(self.refresh, Refresh):
             raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")
-        if not _is_whole(self.revise) or self.revise < 0:
-            raise refuse("revise", self.revise, "a whole number from 0 on")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value // 1

@@ -26,7 +26,10 @@ def command(extra: str) -> str:
     clone = Path(__file__).parents[1]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e '{clone}[{extra}]'"
-    found = _direct_url()
+    try:
+        found = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):  # pip did not write where it took the package from
+        found = {}
     url = str(found.get("url", ""))
     if "vcs_info" in found:
         about = found["vcs_info"]
@@ -38,11 +41,3 @@ def command(extra: str) -> str:
     if url.startswith("file:") and (folder / "pyproject.toml").is_file():
         return f"pip install '{folder}[{extra}]'"
     return f"pip install '.[{extra}]' in the folder that holds mercury_jax's pyproject.toml"
-
-
-def _direct_url() -> dict:
-    """What pip recorded about the origin of the package; empty where nothing is known."""
-    try:
-        return json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        return {}

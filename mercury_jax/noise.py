@@ -51,7 +51,15 @@ def polynomial(power: float = 2.0) -> Schedule:
 
 
 def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
-    """(alpha(t), alpha'(t)) by forward-mode differentiation."""
+    """Computes alpha(t) and its derivative, by forward-mode differentiation.
+
+    Args:
+        alpha: The schedule.
+        t: Times in 0..1.
+
+    Returns:
+        alpha(t) and alpha'(t), with the shape of t.
+    """
     return jax.jvp(alpha, (t,), (jnp.ones_like(t),))
 
 

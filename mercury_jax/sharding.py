@@ -228,7 +228,15 @@ def process_share(mesh: Mesh) -> tuple[int, int]:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Puts a tree of numpy arrays, this process's part of the rows, onto the devices."""
+    """Puts this process's part of a batch onto the devices.
+
+    Args:
+        batch: A tree of numpy arrays whose first axis is this process's rows (`process_share`).
+        mesh: The mesh.
+
+    Returns:
+        A tree of global arrays, sharded over (data, fsdp).
+    """
     if jax.process_count() == 1:
         return jax.device_put(batch, row_sharding(mesh))
     sharding = row_sharding(mesh)

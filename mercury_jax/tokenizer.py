@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
 import sentencepiece as spm
 
 from mercury_jax import chat
@@ -36,7 +35,7 @@ class Thinking(NamedTuple):
     """Tokens around a model's thinking.
 
     Attributes:
-        opening: What stands before the thinking; its first id is the token that opens it.
+        opening: Ids before the thinking; the first one is the token that opens it.
         close: The token that closes it.
     """
 
@@ -102,7 +101,6 @@ if TYPE_CHECKING:
         @property
         def pieces(self) -> tuple[bytes, ...]: ...
         def with_mask(self, mask: int) -> AnyTokenizer: ...
-        def byte_lengths(self) -> np.ndarray: ...
         def encode(self, text: str) -> list[int]: ...
         def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
         def render(
@@ -190,7 +188,7 @@ _MAX_SENTENCE = 2_000  # characters; the trainer skips sentences above `max_sent
 class Tokenizer:
     """A byte-complete SentencePiece BPE: `decode(encode(s)) == s` for every `str` that UTF-8 can encode.
 
-    Digits are single tokens, whitespace is kept as it is, characters outside of the vocabulary become byte tokens.
+    Digits are single tokens, whitespace is preserved, characters outside of the vocabulary become byte tokens.
     Special tokens have the ids of `SPECIAL`, and no text is encoded as one.
 
     Attributes:
@@ -312,10 +310,6 @@ class Tokenizer:
     def pieces(self) -> tuple[bytes, ...]:
         """[vocab_size] UTF-8 bytes of each id; empty for special tokens."""
         return tuple(_piece_bytes(self._model, i) for i in range(self.vocab_size))
-
-    def byte_lengths(self) -> np.ndarray:
-        """Returns int32 [vocab_size]: the number of UTF-8 bytes of each id, 0 for special tokens."""
-        return np.array([len(piece) for piece in self.pieces], np.int32)
 
     def with_mask(self, mask: int) -> Tokenizer:
         """Returns this tokenizer, whose mask is fixed.

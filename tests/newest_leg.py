@@ -14,8 +14,7 @@ import numpy as np
 
 import mercury_jax as mj
 from mercury_jax.bench import compile_kernels
-from mercury_jax.kernels import blackwell, device as kernel_device, reference
-from mercury_jax.kernels.blackwell import attention, program
+from mercury_jax.kernels import attend, blackwell, device as kernel_device
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.train import data
 from mercury_jax.train.objectives import masked_elbo
@@ -45,12 +44,13 @@ def tcgen05() -> float:
     ranges[:, :, 0], ranges[0, :, 1, 0], ranges[0, :, 1, 1] = (3, 250), 300, 301 + np.arange(40)
     ranges[:, -1] = 0
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
-    want = reference.run(*(x.astype(jnp.float32) for x in (q, k, v)), jnp.asarray(ranges), scale=0.125)
-    attention.PROCESSORS = 1  # several tiles of keys a program, two of rows
-    assert not program.interpreter_lacks_tcgen05(), "this interpreter has no tcgen05"
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    want = attend(*exact, jnp.asarray(ranges), scale=0.125, backend="reference")
+    blackwell.PROCESSORS = 1  # several tiles of keys a program, two of rows
+    assert hasattr(blackwell.gpu_callbacks, "tcgen05_mma"), "this interpreter has no tcgen05"
     device = interpreted(kernel_device.BLACKWELL, detect_races=True)
     k, v = (x.at[:, 270:300].set(jnp.nan).at[:, 340:].set(jnp.nan) for x in (k, v))  # which nobody sees
-    got = jax.jit(lambda *xs: blackwell.run(*xs, scale=0.125, device=device))(q, k, v, ranges)
+    got = jax.jit(lambda *xs: attend(*xs, scale=0.125, backend="blackwell", device=device))(q, k, v, ranges)
     assert not np.asarray(got[:, -1], np.float32).any(), "a row without keys is not 0"
     return float(jnp.abs(got - want).max() / jnp.abs(want).max())
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import hub
+from mercury_jax import hub, tasks
 from mercury_jax.checkpoint import CheckpointError, manifest
 from mercury_jax.config import NoiseConfig
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.train import generators
 from tests.tiny import tiny
 
 
@@ -39,9 +38,9 @@ def test_load_and_train_are_functions_whatever_was_imported_before(first):
 
 
 def test_the_embedded_model_solves_sudoku_it_has_not_seen():
-    lm, task = mj.load(), generators.ALL["sudoku4"]
+    lm, task = mj.load(), tasks.TASKS["sudoku4"]
     rng = np.random.default_rng(3)
-    puzzles = [generators.draw(task, rng, "test").input for _ in range(32)]
+    puzzles = [tasks.draw(task, rng, "test").input for _ in range(32)]
     out = mj.sample(lm, [[{"role": "user", "content": p}] for p in puzzles], max_tokens=32)
     right = sum(task.check(p, text) for p, text in zip(puzzles, out.texts, strict=True))
     assert right >= 26 and out.forwards.mean() < 16

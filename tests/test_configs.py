@@ -8,18 +8,17 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import hub, models
 from mercury_jax.decode import defaults
-from mercury_jax.hub.load import native_noise
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.tokenizer import Tokenizer
-from mercury_jax.train import generators
+from mercury_jax.train import packaged_recipes
 from mercury_jax.train.data import Generated
-from mercury_jax.train.packaged import packaged
 from mercury_jax.train.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 
 def test_the_packaged_recipes_are_found_by_name():
-    assert packaged() == {path.stem: path for path in RECIPES}
+    assert packaged_recipes() == {path.stem: path for path in RECIPES}
     assert load_recipe("nano_ar").name == "nano_ar"
 
 
@@ -33,7 +32,7 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
         if not isinstance(source, Generated) or source.name == "sudoku9":
             continue
         for _ in range(200):
-            problem = generators.ALL[source.name].problem(rng)
+            problem = source.task.generate(rng)
             thinking = problem.thinking if source.thinking else None
             prompt, answer = tokenizer.example(problem.input, problem.output, thinking)
             laid = model.layout(np.asarray(prompt + answer), len(prompt), tokenizer.eos)
@@ -44,7 +43,7 @@ def test_the_embedded_model_is_what_its_recipe_makes():
     """Of the recipe's own model, noise, seed and steps, decoded by its sampler: no other stage, no other mixture."""
     lm, recipe = mj.load(), load_recipe(RECIPES[0].with_name("nano.py"))
     assert dict(lm.card) == {"recipe": recipe.name, "seed": recipe.seed, "steps": recipe.steps}
-    assert lm.model.config == recipe.model and native_noise(hub.NANO) == recipe.noise
+    assert lm.model.config == recipe.model and open_checkpoint(hub.NANO).noise == recipe.noise
     assert lm.decoding == defaults.rule_settings(recipe.sampler)
     card = (hub.NANO / "README.md").read_text().splitlines()
     shares = [

@@ -1,8 +1,13 @@
-"""Every code block of the README and of docs/ runs as it is written, and prints what it says.
+"""Every code block of README.md, CONTRIBUTING.md and docs/ runs as it is written, and prints what it says.
 
 A block is fenced as `python` or `bash`. `# -> text` lines are what the code above them prints, since the last such
-lines; `...` stands for any text. Blocks that need an accelerator, the network or much time have
-`<!-- not run: REASON -->` in the line above. Python blocks share one namespace; a bash block has an empty folder.
+lines; `...` stands for any text. The blocks of a page run in order, in one empty folder and one namespace:
+
+    python                              runs in this process
+    bash                                `mercury` commands run in this process too; `curl` asks a server of the
+                                        embedded model in place of the one at http://127.0.0.1:8000
+    <!-- file: NAME --> above a block   the block is written to that file, for the commands behind it
+    <!-- not run: REASON --> above      needs an accelerator, the network or much time
 
 The recipe of a first training takes more than a minute: it is shortened here, and what the trained model says is
 compared only with MERCURY_README=full, as .ci/run sets it.
@@ -15,6 +20,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,20 +29,28 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+]
 SHORTER = {"mercury train my_recipe.py": ["--steps", "2", "--sample-every", "0", "--eval-every", "0"]}
 FULL = os.environ.get("MERCURY_README") == "full"
+SERVER = "http://127.0.0.1:8000"
 RESULT = re.compile(r"# -> ?(.*)")
 REASON = re.compile(r"<!-- not run: (.+) -->")
+FILE = re.compile(r"<!-- file: ([\w.]+) -->")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """One fenced block: its place for messages, its language, its lines, and why it is not run."""
+    """One fenced block: its place for messages, its language, its lines, why it is not run, the file it is."""
 
     place: str
     language: str
     lines: list[str]
-    reason: str | None
+    reason: str | None = None
+    file: str | None = None
 
 
 def blocks_of(text: str, name: str = "README.md") -> list[Block]:
@@ -45,9 +59,10 @@ def blocks_of(text: str, name: str = "README.md") -> list[Block]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
             if fence is None:
-                marked = REASON.fullmatch(before)
-                fence = Block(f"{name}:{number}", line[3:].strip(), [], marked[1] if marked else None)
-                assert fence.reason or fence.language in ("python", "bash"), (
+                marked, named = REASON.fullmatch(before), FILE.fullmatch(before)
+                reason, file = marked[1] if marked else None, named[1] if named else None
+                fence = Block(f"{name}:{number}", line[3:].strip(), [], reason, file)
+                assert reason or file or fence.language in ("python", "bash"), (
                     f"{fence.place}: run it, or say why not"
                 )
             else:
@@ -65,8 +80,8 @@ def blocks_of(text: str, name: str = "README.md") -> list[Block]:
     return found
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text(), page.relative_to(ROOT).as_posix())]
-RUN = [block for block in BLOCKS if block.reason is None]
+BLOCKS = {name: blocks_of((ROOT / name).read_text(), name) for name in PAGES}
+RUN = {name: run for name, blocks in BLOCKS.items() if (run := [b for b in blocks if b.reason is None])}
 
 
 def difference(place: str, want: list[str], got: str) -> list[str]:
@@ -95,61 +110,151 @@ def run_python(block: Block, namespace: dict) -> list[str]:
     return wrong
 
 
-def run_commands(block: Block, folder: Path, cache: Path) -> list[str]:
-    """Runs the commands of a block one after the other, `mercury` of this tree."""
+def commands_of(block: Block) -> list[tuple[list[str], list[str]]]:
+    """(words, results) of each command; one continues in the next line behind a backslash or an open quote."""
+    found: list[tuple[list[str], list[str]]] = []
+    command = ""
+    for line in block.lines:
+        if not command and (result := RESULT.fullmatch(line)):
+            found[-1][1].append(result[1])
+            continue
+        command += line
+        try:
+            words = shlex.split(command.removesuffix("\\"), comments=True)
+        except ValueError:  # an open quote
+            command += "\n"
+            continue
+        if line.endswith("\\"):
+            command = command.removesuffix("\\")
+            continue
+        command = ""
+        if words:
+            assert words[0] in ("mercury", "curl"), (
+                f"{block.place}: {line!r}: not our command; mark the block"
+            )
+            found.append((words, []))
+    assert not command, f"{block.place}: the last command is open"
+    return found
+
+
+def run_command(words: list[str], url: str = "") -> tuple[int, str, str]:
+    """The exit code, standard output and standard error of a command in the current folder."""
+    if words[0] == "curl":
+        if not shutil.which("curl"):
+            pytest.skip("no curl here")
+        words = [word.replace(SERVER, url) for word in words]
+        run = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        return run.returncode, run.stdout, run.stderr
+    from mercury_jax.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words[1:])
+    return code, out.getvalue(), err.getvalue()
+
+
+def run_commands(block: Block, url: str = "") -> list[str]:
+    """Runs the commands of a block in the current folder; returns what they print otherwise than the page says."""
     wrong: list[str] = []
     shortened = False
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MERCURY_CACHE": str(cache), "COLUMNS": "100"}
-    for i, line in enumerate(block.lines):
-        words = shlex.split(line, comments=True)
-        if not words:
-            continue
-        assert words[0] == "mercury", f"{block.place}: {line!r} is no command of ours; mark the block"
-        short = [] if FULL else SHORTER.get(" ".join(words), [])
-        run = subprocess.run(
-            [sys.executable, "-m", "mercury_jax", *words[1:], *short],
-            cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        if run.returncode:
-            wrong.append(f"{block.place}: {line}\nends with {run.returncode}\n{run.stderr}")
-        want = []
-        for result in block.lines[i + 1 :]:
-            if not (found := RESULT.fullmatch(result)):
-                break
-            want.append(found[1])
-        if want and not shortened:
-            wrong += difference(f"{block.place}: {line}", want, run.stdout)
+    for words, want in commands_of(block):
+        line = shlex.join(words)
+        short = [] if FULL else SHORTER.get(line, [])
+        code, out, err = run_command([*words, *short], url)
+        if code:
+            wrong.append(f"{block.place}: {line}\nends with {code}\n{err}")
+        elif want and not shortened:
+            wrong += difference(f"{block.place}: {line}", want, out)
         shortened = shortened or bool(short)
     return wrong
 
 
-def test_python_blocks_run_and_print_what_they_say():
-    namespace: dict = {"__name__": "readme"}
-    blocks = [block for block in RUN if block.language == "python"]
-    assert len(blocks) > 5
-    wrong = [message for block in blocks for message in run_python(block, namespace)]
-    assert not wrong, "\n\n".join(wrong)
+@pytest.fixture(scope="module")
+def lm():
+    """The embedded model, one for all pages: they share its compiled programs."""
+    import mercury_jax as mj
+
+    return mj.load()
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+def url(lm):
+    """The address of a server of the embedded model, started by the first page that asks it."""
+    from mercury_jax.serve.engine.engine import Engine
+    from mercury_jax.serve.engine.request import EngineConfig
+    from tests.browser.conftest import Served
+
+    with Served(Engine(lm, EngineConfig(slots=1, programs="one", rules=()))) as served:
+        yield served.url.rstrip("/")
 
 
-@pytest.mark.parametrize("block", [b for b in RUN if b.language == "bash"], ids=lambda block: block.place)
-def test_commands_run_and_print_what_they_say(block, tmp_path, cache):
-    wrong = run_commands(block, tmp_path, cache)
+@pytest.fixture
+def page(tmp_path, monkeypatch, lm):
+    """An empty folder to run a page in. What the page registers and imports is forgotten afterwards."""
+    import mercury_jax as mj
+    from mercury_jax.cli import show
+    from mercury_jax.decode import processors, rules, stopping
+
+    load = mj.load
+    nano = lambda source=None, **how: lm if source is None and not how else load(source, **how)
+    monkeypatch.setattr(mj, "load", nano)
+    monkeypatch.setattr(show, "load", nano)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    before, modules = [dict(kind.ALL) for kind in (rules, processors, stopping)], set(sys.modules)
+    yield tmp_path
+    for kind, names in zip((rules, processors, stopping), before, strict=True):
+        kind.ALL.clear()
+        kind.ALL.update(names)
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_blocks_run_and_print_what_they_say(name, page, request):
+    namespace: dict = {"__name__": "readme"}
+    wrong: list[str] = []
+    for block in RUN[name]:
+        if block.file is not None:
+            (page / block.file).write_text("\n".join(block.lines) + "\n")
+        elif block.language == "python":
+            wrong += run_python(block, namespace)
+        else:
+            asked = any(words[0] == "curl" for words, _ in commands_of(block))
+            wrong += run_commands(block, request.getfixturevalue("url") if asked else "")
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_shortened_commands_are_those_of_the_readme():
+def test_the_readme_runs_python_and_commands():
+    assert {block.language for block in RUN["README.md"]} == {"python", "bash"}
     lines = {
-        " ".join(shlex.split(line, comments=True))
-        for block in RUN
-        for line in block.lines
-        if "mercury " in line
+        shlex.join(words)
+        for blocks in RUN.values()
+        for block in blocks
+        if block.language == "bash" and block.file is None
+        for words, _ in commands_of(block)
     }
     assert set(SHORTER) <= lines
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", [ROOT / name for name in PAGES], ids=PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for target in LINK.findall(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize(
@@ -167,15 +272,25 @@ def test_a_block_that_is_neither_run_nor_marked_is_found(text, words):
         blocks_of(text)
 
 
-def test_a_wrong_result_is_found(tmp_path):
-    wrong = blocks_of("```python\nprint(1)\n# -> 1\nfor i in range(2):\n    print(i)\n# -> 0\n# -> 2\n```\n")[
-        0
-    ]
+def test_a_wrong_result_is_found():
+    [wrong] = blocks_of(
+        "```python\nprint(1)\n# -> 1\nfor i in range(2):\n    print(i)\n# -> 0\n# -> 2\n```\n"
+    )
     [message] = run_python(wrong, {})
     assert "line 3" in message
-    [told] = run_commands(
-        Block("x", "bash", ["mercury --version", "# -> mercury_jax 9..."], None), tmp_path, tmp_path
-    )
-    assert "mercury_jax 0." in told
-    with pytest.raises(AssertionError, match="no command of ours"):
-        run_commands(Block("x", "bash", ["make test"], None), tmp_path, tmp_path)
+    [message] = run_commands(Block("x", "bash", ["mercury --version", "# -> mercury_jax 9..."]))
+    assert "mercury_jax 0." in message
+    [message] = run_commands(Block("x", "bash", ["mercury sample \\", "  --nothing", "# -> a text"]))
+    assert "ends with 2" in message
+    with pytest.raises(AssertionError, match="not our command"):
+        run_commands(Block("x", "bash", ["make test"]))
+
+
+def test_a_wrong_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    for text in ("[a](none.md)", "# One `x.y`\n[a](#two)"):
+        page.write_text(text)
+        with pytest.raises(AssertionError, match=r"page\.md"):
+            test_links_lead_to_files_and_headings(page)
+    page.write_text("# One `x.y`, two\n[a](#one-xy-two) [b](page.md)")
+    test_links_lead_to_files_and_headings(page)

@@ -8,30 +8,28 @@ its programs can be lowered for any device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import hub, models, noise
-from mercury_jax.checkpoint import manifest, tensors
-from mercury_jax.checkpoint.export import CONFIG, PARAMS
 from mercury_jax.config import (
     ComputeType,
     Experts,
     ModelConfig,
     NoiseConfig,
-    from_dict,
     nearest,
     one_of,
     refuse,
 )
-from mercury_jax.hub.load import native_config, open_config, open_folder
-from mercury_jax.hub.params import insert, quantised_axes, shapes_of
+from mercury_jax.hub.load import WIDE, open_checkpoint
+from mercury_jax.hub.params import quantised_axes, shapes_of
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
@@ -46,35 +44,32 @@ class ModelPreset(NamedTuple):
     """A model whose shape is known by name.
 
     Attributes:
-        config: Makes its configuration.
+        config: Its configuration.
         noise: The noise it was trained with.
         about: One line.
         decoding: As `LM.decoding`.
     """
 
-    config: Callable[[], ModelConfig]
+    config: ModelConfig
     noise: NoiseConfig
     about: str
     decoding: Mapping[str, Any] = {}
 
 
-def diffusion_gemma() -> GemmaConfig:
-    """google/diffusiongemma-26B-A4B-it: every sixth layer attends globally, 128 experts beside a dense branch."""
-    return GemmaConfig(
-        vocab=262144, width=2816, layers=30, heads=16, kv_heads=8, head_dim=256, ffn=2112, block=256,
-        experts=Experts(count=128, active=8, width=704), global_layers=(5, 11, 17, 23, 29), window=1024,
-        global_head_dim=512, global_kv_heads=2, keys_as_values=True, self_conditioning=True, encoder_scalars=True,
-        context=262144, dtype="bfloat16", pad=0, eos=1,
-    )  # fmt: skip
+# google/diffusiongemma-26B-A4B-it: every sixth layer attends globally, 128 experts beside a dense branch.
+DIFFUSION_GEMMA = GemmaConfig(
+    vocab=262144, width=2816, layers=30, heads=16, kv_heads=8, head_dim=256, ffn=2112, block=256,
+    experts=Experts(count=128, active=8, width=704), global_layers=(5, 11, 17, 23, 29), window=1024,
+    global_head_dim=512, global_kv_heads=2, keys_as_values=True, self_conditioning=True, encoder_scalars=True,
+    context=262144, dtype="bfloat16", pad=0, eos=1,
+)  # fmt: skip
 
-
-def llada() -> ModelConfig:
-    """GSAI-ML/LLaDA-8B-Instruct: Llama's architecture without the causal mask and without grouped queries."""
-    return ModelConfig(
-        vocab=126464, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=12288, pattern="bidirectional",
-        block=32, rope_theta=500_000.0, qk_norm=False, tied=False, zero_centred=False, scale_embed=False,
-        norm_eps=1e-5, context=4096, dtype="bfloat16", mask=126336, pad=126081, eos=126081,
-    )  # fmt: skip
+# GSAI-ML/LLaDA-8B-Instruct: Llama's architecture without the causal mask and without grouped queries.
+LLADA = ModelConfig(
+    vocab=126464, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=12288, pattern="bidirectional",
+    block=32, rope_theta=500_000.0, qk_norm=False, tied=False, zero_centred=False, scale_embed=False,
+    norm_eps=1e-5, context=4096, dtype="bfloat16", mask=126336, pad=126081, eos=126081,
+)  # fmt: skip
 
 
 def causal_encoder(
@@ -104,18 +99,12 @@ MASKED, UNIFORM = NoiseConfig(kind="absorbing"), NoiseConfig(kind="uniform")
 
 PRESETS = {
     "diffusiongemma-26b-a4b": ModelPreset(
-        diffusion_gemma, UNIFORM, "DiffusionGemma, 26B parameters, 4B of them active", GEMMA_DECODING
+        DIFFUSION_GEMMA, UNIFORM, "DiffusionGemma, 26B parameters, 4B of them active", GEMMA_DECODING
     ),
-    "llada-8b": ModelPreset(llada, MASKED, "LLaDA 8B"),
-    "mercury-100m": ModelPreset(
-        lambda: causal_encoder(768, 12, 12, 4, 64, 2048), MASKED, "ours, 100M parameters"
-    ),
-    "mercury-350m": ModelPreset(
-        lambda: causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED, "ours, 350M parameters"
-    ),
-    "mercury-1b": ModelPreset(
-        lambda: causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED, "ours, 1B parameters"
-    ),
+    "llada-8b": ModelPreset(LLADA, MASKED, "LLaDA 8B"),
+    "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED, "ours, 100M parameters"),
+    "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED, "ours, 350M parameters"),
+    "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED, "ours, 1B parameters"),
 }
 
 
@@ -126,9 +115,8 @@ def find_preset(name: str) -> ModelPreset:
         ValueError: There is no preset of that name.
     """
     if name not in PRESETS:
-        raise refuse(
-            "MODEL", name, f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
-        )
+        allowed = f"a folder, a recipe, a config.json, or a name: {nearest(name, list(PRESETS))}"
+        raise refuse("MODEL", name, allowed)
     return PRESETS[name]
 
 
@@ -178,29 +166,13 @@ def _found(name: str) -> ModelSource:
         recipe = load_recipe(path)
         return ModelSource(recipe.name, recipe.model, recipe.noise, jnp.dtype("float32"), recipe=recipe)
     if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
-        one = find_preset(name)
-        config = one.config()
-        return ModelSource(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
-    folder = path if path.is_file() else hub.folder_of(name)
-    if path.is_dir() or name == hub.NANO.name:
-        if hub.is_native(folder):
-            return _native(folder)
-        opened = open_folder(folder)
-    else:
-        opened = open_config(folder)
-    title = str(opened.folder.config.get("_name_or_path") or folder.resolve().stem)
-    return ModelSource(title, opened.config, opened.noise, opened.stored_dtype, opened.decoding)
-
-
-def _native(folder: Path) -> ModelSource:
-    """A folder in our layout: its config, and the dtype that `load` gives its parameters."""
-    data = manifest.read_json(folder / CONFIG)["config"]
-    config = native_config(data)
-    kinds = [entry.dtype for entry in tensors.header(folder / PARAMS).values()]
-    wide = config.dtype in ("float32", "float64")
-    stored = config.dtype if wide else max(set(kinds), key=kinds.count)
-    described = None if data["noise"] is None else from_dict(NoiseConfig, data["noise"])
-    return ModelSource(data["name"], config, described, jnp.dtype(stored), data.get("decoding", {}))
+        preset = find_preset(name)
+        return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)
+    opened = open_checkpoint(name)
+    config, stored = opened.config, opened.stored_dtype
+    if opened.family is None and config.dtype in WIDE:  # in our own layout, as `load` gives the parameters
+        stored = jnp.dtype(config.dtype)
+    return ModelSource(opened.name, config, opened.noise, stored, opened.decoding)
 
 
 def abstract_lm(found: ModelSource, mesh: Mesh, quantise: str | None = None) -> LM:
@@ -238,26 +210,20 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None =
     """
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("--quantise", quantise, ", ".join(WEIGHT_KINDS))
-    tree: dict[str, Any] = {}
+    params: dict[str, Any] = {}
+    replicated = NamedSharding(mesh, PartitionSpec())
     for path, like in shapes_of(model).items():
         where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
-        matrix = None if quantise is None else quantised_axes(path)
-        if quantise is None or matrix is None:
+        axes = None if quantise is None else quantised_axes(path)
+        if quantise is None or axes is None:
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
         else:
-            value = _scaled(like.shape, quantise, matrix, where)
-        insert(tree, path, value)
-    return tree
-
-
-def _scaled(
-    shape: tuple[int, ...], quantise: str, matrix: tuple[int, int], where: NamedSharding
-) -> QuantisedWeight:
-    inputs, batch = matrix
-    one = WEIGHT_KINDS[quantise](np.ones((1,) * len(shape)), inputs, batch)
-    whole = NamedSharding(where.mesh, PartitionSpec())
-    scale = (*shape[:batch], *shape[batch + inputs :])
-    return QuantisedWeight(
-        jax.ShapeDtypeStruct(shape, one.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
-        jax.ShapeDtypeStruct(scale, one.scale.dtype, sharding=whole),  # pyright: ignore[reportArgumentType]
-    )
+            inputs, batch = axes
+            small = WEIGHT_KINDS[quantise](np.ones((1,) * len(like.shape)), inputs, batch)  # for its dtypes
+            scale = (*like.shape[:batch], *like.shape[batch + inputs :])
+            value = QuantisedWeight(
+                jax.ShapeDtypeStruct(like.shape, small.values.dtype, sharding=where),  # pyright: ignore[reportArgumentType]
+                jax.ShapeDtypeStruct(scale, small.scale.dtype, sharding=replicated),  # pyright: ignore[reportArgumentType]
+            )
+        params[path] = value
+    return unflatten_dict(params, sep="/")

@@ -1,14 +1,12 @@
 """Lowers and compiles the programs of sampling, prefilling and training for devices that are not here.
 
-`lower` makes the program, `compile_program` compiles it and reads its cost. Run as
-`python -m mercury_jax.bench.aot REQUEST.json OUT.json` by `bench.compile`, one process for each chip: the state of one
-compiler misleads the next (an H200's after a B200's accepted kernels that it should refuse).
+`lower` makes the program, `compile_program` compiles it and reads its cost. `bench.compile` runs it in a process of
+its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 import tempfile
@@ -73,7 +71,7 @@ class LoweredProgram(NamedTuple):
 
 
 def stage(text: str) -> None:
-    """Tells the parent process what is being done, for its progress line."""
+    """Prints what is being done for the parent process, which shows it as progress."""
     print(f"stage: {text}", file=sys.stderr, flush=True)
 
 
@@ -137,13 +135,12 @@ def _lower_train(
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
     model, c = models.build(recipe.model), recipe.model
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
-    tx = optim.optimizer(recipe.optim, recipe.steps)
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
-    state = steps.shapes(model, tx, recipe.ema > 0, mesh)
-    update = steps.plain(
-        model, recipe.objective, corruption, tx, optim.schedule(recipe.optim, recipe.steps),
-        accumulate=recipe.accumulate, ema=recipe.ema,
+    setup = steps.TrainSetup(
+        model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps),
+        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema,
     )  # fmt: skip
+    state = steps.abstract_state(setup, mesh)
     rows = sharding.row_sharding(mesh)
     like: Any = lambda dtype, *more: jax.ShapeDtypeStruct(
         (recipe.batch, recipe.row, *more), dtype, sharding=rows
@@ -153,7 +150,7 @@ def _lower_train(
         canvas=like(jnp.int32),
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        lowered = steps.jitted(update, state).lower(state, batch)
+        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch)
     return LoweredProgram(lowered, mesh, recipe.row, recipe.batch, "update")
 
 
@@ -203,30 +200,24 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
     stage(f"compiling for {target.chip.label}")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # A TPU's compiler leaves the program in the folder as text: see `_text`.
-        dump = (
-            {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if target.chip.platform == "tpu" else None
-        )
+        # A TPU's compiler leaves the program in the folder as text.
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
-            compiled = made.lowered.compile(compiler_options=dump)
+            compiled = made.lowered.compile(options if target.chip.platform == "tpu" else None)
         except jax.errors.JaxRuntimeError as error:
             return record | refused_for_memory(str(error))
         record["compile_seconds"] = round(time.perf_counter() - began, 2)
         stage("reading the program")
-        program = _text(compiled, Path(folder))
+        try:
+            program = compiled.as_text()
+        except (
+            jax.errors.JaxRuntimeError
+        ):  # a jaxlib older than libtpu may not be able to read the program back
+            left = sorted(Path(folder).glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
+            if not left:
+                raise
+            program = left[-1].read_text(encoding="utf-8")
     return record | cost(compiled, target.chip, found.config.dtype, request.what, program)
-
-
-def _text(compiled: Any, folder: Path) -> str:
-    """The optimised program as HLO. A jaxlib older than libtpu may not be able to read it back; then it is the text
-    that the compiler left in `folder`."""
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        left = sorted(folder.glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
-        if not left:
-            raise
-        return left[-1].read_text(encoding="utf-8")
 
 
 def refused_for_memory(message: str) -> dict[str, Any]:
@@ -270,17 +261,3 @@ def cost(compiled: Any, chip: Chip, dtype: str, what: str, program: str | None =
         "flops": flops, "collectives": hlo.collectives(module), "calls": dict(hlo.calls(module)),
         "largest": hlo.largest(module), "roofline": datasheet_roofline(chip, dtype, flops, moved),
     }  # fmt: skip
-
-
-def main(argv: list[str]) -> int:
-    """Compiles argv[0], a JSON request, and writes the record to argv[1]; 2 with the reason for a bad request."""
-    try:
-        record = compile_program(CompileRequest(**json.loads(argv[0])))
-    except (ValueError, FileNotFoundError) as error:
-        record = {"refused": str(error)}
-    Path(argv[1]).write_text(json.dumps(record), encoding="utf-8")
-    return 2 if "refused" in record else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -116,33 +116,20 @@ def target(name: str) -> Target:
     if found is None or chip is None:
         raise refuse("--for", name, FORMS)
     if chip.dims:
-        return _tpu(name, chip, found[3])
+        dims = [int(n) for n in found[3].split("x")] if found[3] else []
+        if len(dims) != chip.dims or not 1 <= math.prod(dims) <= MOST_DEVICES:
+            form = f"{chip.name}:{'x'.join('4' * chip.dims)}"
+            allowed = f"{form} and the like, {chip.dims} sizes and at most {MOST_DEVICES} chips"
+            raise refuse("--for", name, allowed)
+        return Target(name, chip, math.prod(dims), "x".join(map(str, dims)))
     if found[3]:
         raise refuse("--for", name, f"{chip.name}xN, N devices of {GPUS_PER_HOST} a host")
-    return _gpu(name, chip, int(found[2] or 1))
-
-
-def _gpu(name: str, chip: Chip, devices: int) -> Target:
+    devices = int(found[2] or 1)
     if not 1 <= devices <= MOST_DEVICES or (devices > GPUS_PER_HOST and devices % GPUS_PER_HOST):
-        raise refuse(
-            "--for",
-            name,
-            f"1..{GPUS_PER_HOST} devices, or a multiple of {GPUS_PER_HOST} up to {MOST_DEVICES}",
-        )
+        allowed = f"1..{GPUS_PER_HOST} devices, or a multiple of {GPUS_PER_HOST} up to {MOST_DEVICES}"
+        raise refuse("--for", name, allowed)
     hosts = -(-devices // GPUS_PER_HOST)
     return Target(name, chip, devices, f"1x{hosts}x{devices // hosts}")
-
-
-def _tpu(name: str, chip: Chip, sizes: str | None) -> Target:
-    dims = [int(n) for n in sizes.split("x")] if sizes else []
-    if len(dims) != chip.dims or not 1 <= math.prod(dims) <= MOST_DEVICES:
-        form = "x".join("4" * chip.dims)
-        raise refuse(
-            "--for",
-            name,
-            f"{chip.name}:{form} and the like, {chip.dims} sizes and at most {MOST_DEVICES} chips",
-        )
-    return Target(name, chip, math.prod(dims), "x".join(map(str, dims)))
 
 
 def missing(chip: Chip) -> str | None:

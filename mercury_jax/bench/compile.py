@@ -1,7 +1,9 @@
 """`mercury bench compile`: compiles programs for a chip that is not here, in a process of its own.
 
-The parent process checks the request, starts `bench.aot` or `bench.compile_kernels`, passes on what it is doing, and
-reads the report of ptxas from what it prints.
+The parent process checks the request, starts a child, `python -m mercury_jax.bench.compile program|kernels ARGUMENT
+OUT.json`, passes on what it is doing, and reads the report of ptxas from what it prints. The child calls `bench.aot` or
+`bench.compile_kernels`. There is one child for each chip: the state of one compiler misleads the next (an H200's after
+a B200's accepted kernels that it should refuse).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mercury_jax.bench import chips, hlo
-from mercury_jax.bench.aot import PROGRAMS, CompileRequest
+from mercury_jax.bench.aot import PROGRAMS, CompileRequest, compile_program
 from mercury_jax.config import at_least, refuse
 
 # Environment of the child process: it looks for no accelerator and uses no cache of programs.
@@ -34,7 +36,7 @@ ENV = {
 # XLA flags of the compiler for this machine; libtpu ends the process for a flag that it does not know.
 HOST_FLAGS = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")
 
-Stage = Callable[[str], None]  # told what is being done
+Stage = Callable[[str], None]  # called with what is being done
 
 
 class CompilerFailed(RuntimeError):
@@ -58,7 +60,7 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
         CompilerFailed: The process ended without a result.
     """
     check(request)
-    record, printed = _child("aot", json.dumps(request._asdict()), request.target, stage)
+    record, printed = _child("program", json.dumps(request._asdict()), request.target, stage)
     if "kernels" not in record:
         record["kernels"] = hlo.gpu_kernels(printed)
     return record
@@ -83,7 +85,7 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
         raise refuse("--for", target, f"{', '.join(names)}: the compilers of other chips report no registers")
     if (missing := chips.missing(found)) is not None:
         raise ValueError(missing)
-    return _child("compile_kernels", target, target, stage)[0]["kernels"]
+    return _child("kernels", target, target, stage)[0]["kernels"]
 
 
 def check(request: CompileRequest) -> None:
@@ -106,12 +108,30 @@ def check(request: CompileRequest) -> None:
         raise ValueError(missing)
 
 
-def _child(module: str, argument: str, target: str, stage: Stage) -> tuple[dict[str, Any], str]:
-    """Runs a module of this package: (the record it wrote, all that was printed). ValueError for what it refuses."""
+def _child(work: str, argument: str, target: str, stage: Stage) -> tuple[dict[str, Any], str]:
+    """Runs `main` in a process of its own: (the record it wrote, all that was printed). ValueError for what it
+    refuses."""
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST_FLAGS)]
+    lines: list[str] = []  # of standard error, without the stages
     with tempfile.TemporaryDirectory() as folder:
         out, printed = Path(folder, "out.json"), Path(folder, "printed.txt")
-        command = [sys.executable, "-m", f"mercury_jax.bench.{module}", argument, str(out)]
-        code, lines = _run(command, printed, stage)
+        with printed.open("wb") as sink:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "mercury_jax.bench.compile", work, argument, str(out)], stdout=sink,
+                stderr=subprocess.PIPE, env={**os.environ, **ENV, "XLA_FLAGS": " ".join(flags)}, text=True,
+                errors="replace",
+            )  # fmt: skip
+            try:
+                for line in child.stderr or ():
+                    name, _, about = line.rstrip().partition("stage: ")
+                    if about and not name:
+                        stage(about)
+                    else:
+                        lines.append(line.rstrip())
+                code = child.wait()
+            finally:
+                child.kill()
+                child.wait()
         record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
         text = printed.read_text(encoding="utf-8", errors="replace")
     if record is None:
@@ -124,24 +144,28 @@ def _child(module: str, argument: str, target: str, stage: Stage) -> tuple[dict[
     return record, "\n".join([text, *lines])
 
 
-def _run(command: list[str], printed: Path, stage: Stage) -> tuple[int, list[str]]:
-    """(exit code, lines of standard error without the stages); standard output goes into the file `printed`."""
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(HOST_FLAGS)]
-    lines: list[str] = []
-    with printed.open("wb") as sink:
-        child = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.PIPE, env={**os.environ, **ENV, "XLA_FLAGS": " ".join(flags)},
-            text=True, errors="replace",
-        )  # fmt: skip
-        try:
-            for line in child.stderr or ():
-                name, _, about = line.rstrip().partition("stage: ")
-                if about and not name:
-                    stage(about)
-                else:
-                    lines.append(line.rstrip())
-            return child.wait(), lines
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+def main(argv: list[str]) -> int:
+    """Compiles in this process and writes the record; of a bad request the reason as `refused`.
+
+    Args:
+        argv: "program" and a request in JSON, or "kernels" and a target; then the file to write.
+
+    Returns:
+        The exit code: 2 for a bad request.
+    """
+    work, argument, out = argv
+    try:
+        if work == "kernels":
+            from mercury_jax.bench.compile_kernels import compile_forms
+
+            record: dict[str, Any] = {"kernels": compile_forms(argument)}
+        else:
+            record = compile_program(CompileRequest(**json.loads(argument)))
+    except (ValueError, FileNotFoundError) as error:
+        record = {"refused": str(error)}
+    Path(out).write_text(json.dumps(record), encoding="utf-8")
+    return 2 if "refused" in record else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,7 @@
 """Every form of our Pallas kernels for GPUs, compiled ahead of time for one chip.
 
 `forms` lists them: head sizes, dtypes, key types, ranges, page sizes, widths of experts. `compile_forms` compiles each,
-and reads what ptxas reports. Run as `python -m mercury_jax.bench.compile_kernels CHIP OUT.json` by `bench.compile`, one
-process for each chip.
+and reads what ptxas reports; `bench.compile` runs it in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +25,8 @@ from mercury_jax.bench import chips, hlo
 from mercury_jax.bench.aot import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.types import Device
 
 BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
@@ -133,25 +130,26 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
     target = chips.target(name)
     stage(f"describing {name}")
     device = NamedSharding(Mesh(np.array(target.describe().devices[:1]), ("one",)), PartitionSpec())
-    records, todo = [], forms(target.chip.kernels)
+    records: list[dict[str, Any]] = []
+    todo = forms(target.chip.kernels)
     for n, form in enumerate(todo, start=1):
         stage(f"{form.kernel} {n} of {len(todo)}: {form.shape}")
-        records.append({"kernel": form.kernel, "shape": form.shape} | _compile_form(form, device))
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
+        record = {"kernel": form.kernel, "shape": form.shape}
+        records.append(record)
+        try:
+            lowered = jax.jit(form.run).lower(*args)
+        except ValueError as error:
+            record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
+            continue
+        with captured_output() as read:
+            lowered.compile()
+            found = hlo.gpu_kernels(read())
+        if not found:
+            raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
+        # A gradient has two kernels: the record is of the one that needs more.
+        record |= max(found, key=lambda row: (row["spill_bytes"], row["registers"]))
     return records
-
-
-def _compile_form(form: KernelForm, device: NamedSharding) -> dict[str, Any]:
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
-    try:
-        lowered = jax.jit(form.run).lower(*args)
-    except ValueError as error:
-        return {"refused": str(error), "fallback": FALLBACK[form.kernel]}
-    with captured_output() as read:
-        lowered.compile()
-        found = hlo.gpu_kernels(read())
-    if not found:
-        raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
-    return max(found, key=lambda row: (row["spill_bytes"], row["registers"]))  # a gradient has two kernels
 
 
 @contextlib.contextmanager
@@ -177,17 +175,3 @@ def captured_output() -> Iterator[Callable[[], str]]:
             for fd, old in kept.items():
                 os.dup2(old, fd)
                 os.close(old)
-
-
-def main(argv: list[str]) -> int:
-    """Compiles all forms for argv[0] and writes the records to argv[1]; 2 with the reason for a bad target."""
-    try:
-        record: dict[str, Any] = {"kernels": compile_forms(argv[0])}
-    except ValueError as error:
-        record = {"refused": str(error)}
-    Path(argv[1]).write_text(json.dumps(record), encoding="utf-8")
-    return 2 if "refused" in record else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

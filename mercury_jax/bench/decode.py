@@ -1,31 +1,31 @@
 """Accuracy and speed of decoding rules: every rule answers the same questions as one token per step.
 
-`questions` draws and batches the questions of a task, `entries` lists what is measured, and `run` lets all entries
-decode each batch in turn, so that speeds compare on a shared machine. `records` turns the trials into rows.
+`questions` draws the questions of a task. `sweep` and `entries` list what is measured: rules at a few values of the
+parameter that trades accuracy for speed. `run` decodes each batch with all entries before the next batch, so that
+speeds compare on a shared machine. `records` turns the trials into rows.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax.bench.sweeps import SweepPoint
+from mercury_jax import tasks
 from mercury_jax.bench.timing import steady
-from mercury_jax.config import Plan, at_least, refuse
+from mercury_jax.config import Plan, at_least, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
 from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
+from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import TASKS, tasks
+from mercury_jax.evaluate import TASKS, find
 from mercury_jax.evaluate.runner import ONE_A_STEP
-from mercury_jax.evaluate.tasks import Task
-from mercury_jax.train.generators import Problem, Split
+from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 
 # The baseline is timed again once its last time lies this many of its own durations back, so that both sides of every
@@ -34,7 +34,7 @@ STALE, PAIRED = 4.0, 4
 
 TWIN = "autoregressive twin"
 
-Tick = Callable[[str], None]  # told what comes next
+Tick = Callable[[str], None]  # called with what is done next
 
 
 # --- questions
@@ -60,23 +60,6 @@ class QuestionSet(NamedTuple):
     def message(self, i: int) -> list[dict[str, str]]:
         """Question i as a conversation."""
         return [{"role": "user", "content": self.problems[i].input}]
-
-    def right(self, i: int, answer: str) -> bool:
-        """Whether the task accepts an answer to question i.
-
-        Args:
-            i: Index of the question.
-            answer: The text of the answer.
-
-        Returns:
-            What the check of the task says.
-        """
-        assert self.task.generator is not None
-        return bool(self.task.generator.check(self.problems[i].input, answer))
-
-    def about(self) -> dict[str, Any]:
-        """The fields of a record that say which questions were asked."""
-        return {"task": self.task.name, "seed": self.seed, "batch": self.batch, "max_tokens": self.max_tokens}
 
 
 class QuestionBatch(NamedTuple):
@@ -119,25 +102,118 @@ def questions(
     """
     at_least(1, limit=limit, batch=batch, max_tokens=1 if max_tokens is None else max_tokens)
     at_least(0, alone=alone)
-    task = tasks.find(name)
-    if task.generator is None:
-        known = ", ".join(n for n, t in TASKS.items() if t.generator is not None)
+    task = find(name).task
+    if task is None:
+        known = ", ".join(n for n, t in TASKS.items() if t.task is not None)
         raise refuse("task", name, f"one with questions to answer: {known}")
-    problems = tasks.draw(task.generator, limit, check_seed(seed), split)
-    most = max_tokens or task.max_tokens or 64
+    problems = tasks.draw_distinct(task, limit, check_seed(seed), split)
+    most = max_tokens or task.max_tokens
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
 
 
 def batches(asked: QuestionSet) -> list[QuestionBatch]:
     """Batches of questions of similar length, so that few shapes are compiled."""
     order = sorted(range(len(asked.problems)), key=lambda i: len(asked.problems[i].input))
-    cut = [order[at : at + asked.batch] for at in range(0, len(order), asked.batch)]
-    return [
-        QuestionBatch(i, part, part + part[-1:] * (asked.batch - len(part))) for i, part in enumerate(cut)
-    ]
+    parts = [order[at : at + asked.batch] for at in range(0, len(order), asked.batch)]
+    return [QuestionBatch(i, p, p + p[-1:] * (asked.batch - len(p))) for i, p in enumerate(parts)]
 
 
 # --- what is measured
+
+# Each rule at a few values of the parameter that trades accuracy for speed, the fastest first: parameter -> values, and
+# `steps` of a block. Parameters of one rule change together. A rule that is not listed is measured once, with its
+# defaults. Rules that use every step they are given get fewer steps than tokens: they would take most of the time of a
+# run, and one token per step is the baseline.
+GRID: dict[str, dict[str, tuple[float, ...]]] = {
+    "confidence": {"steps": (4, 8, 16)},
+    "random": {"steps": (4, 8)},
+    "ancestral": {"steps": (4, 8)},
+    "dream_origin": {"steps": (4, 8)},
+    "maskgit_plus": {"steps": (4, 8)},
+    "topk_margin": {"steps": (4, 8)},
+    "dream_entropy": {"steps": (4, 8)},
+    "remdm_cap": {"steps": (12,)},
+    "remdm_rescale": {"steps": (12,)},
+    "remdm_confidence": {"steps": (12,)},
+    "remdm_loop": {"steps": (12,)},
+    "predictor_corrector": {"steps": (16,)},
+    "threshold": {"p": (0.7, 0.9, 0.95, 0.99)},
+    "entropy_bound": {"gamma": (1.0, 0.1, 0.01)},
+    "factor": {"f": (1.0, 0.3)},
+    "scheduled": {"p": (0.95, 0.99)},
+    "local_leap": {"p": (0.9, 0.99), "relaxed": (0.75, 0.95)},
+    "hierarchical": {"p": (0.9, 0.99), "low": (0.4, 0.8)},
+    "credit": {"p": (0.9, 0.99)},
+    "klass": {"p": (0.9, 0.99)},
+    "slow_fast": {"p": (0.9, 0.99)},
+    "wino": {"p": (0.6, 0.9)},
+    "editing": {"p": (0.95, 0.99)},
+    "blind_editing": {"p": (0.95, 0.99)},
+    "self_correct": {"p": (0.9, 0.99)},
+    "levenshtein": {"p": (0.9, 0.99)},
+    "self_speculation": {"draft": (31, 7)},
+}
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A rule by name, with some of its parameters and the plan it runs with."""
+
+    rule: str
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    plan: Plan = Plan()
+
+    def sampler(self) -> Rule | Sampler:
+        """The rule, or the `Sampler` it makes. ValueError where a parameter has no default."""
+        return rules.ALL[self.rule](**self.chosen)
+
+    @property
+    def parameters(self) -> str:
+        """Every parameter that is a number, defaults included, as "name=value, name=value"."""
+        every = {**getattr(rules.ALL[self.rule], "params", {}), **self.chosen}
+        numbers = {k: v for k, v in every.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        return ", ".join(f"{k}={v}" for k, v in numbers.items())
+
+    @property
+    def text(self) -> str:
+        """Such as "threshold(p=0.9)", followed by the steps where the plan sets them."""
+        steps = "" if self.plan.steps is None else f" in {self.plan.steps} steps"
+        return f"{self.rule}({self.parameters}){steps}"
+
+    @property
+    def code(self) -> str:
+        """Python to paste into a call of `mj.sample`: the sampler, and the plan where one was set."""
+        sampler = f"mj.rules.{self.rule}({self.parameters})"
+        plan = [f"{k}={v}" for k in ("block", "steps") if (v := getattr(self.plan, k)) is not None]
+        return f"sampler={sampler}, plan=mj.Plan({', '.join(plan)})" if plan else sampler
+
+
+def sweep(names: Iterable[str] | None = None, points: int | None = None) -> list[SweepPoint]:
+    """The points of `GRID` for some rules.
+
+    Args:
+        names: Names of rules, in the order of the result. Default: all registered rules.
+        points: At most this many points of each rule: those that accept the fewest tokens per step. Default: all.
+
+    Returns:
+        The points of each rule, the fastest first.
+
+    Raises:
+        ValueError: An unknown rule, with the nearest one.
+    """
+    if points is not None:
+        at_least(1, points=points)
+    found = []
+    for name in list(rules.ALL) if names is None else dict.fromkeys(names):
+        if name not in rules.ALL:
+            raise refuse("rules", name, nearest(name, list(rules.ALL)))
+        values = GRID.get(name, {})
+        every = [dict(zip(values, point)) for point in zip(*values.values(), strict=True)] or [{}]
+        for chosen in every[-(points or 0) :]:
+            steps = chosen.pop("steps", None)
+            plan = Plan(steps=None if steps is None else int(steps))
+            found.append(SweepPoint(name, chosen, plan))
+    return found
 
 
 class SweepEntry(NamedTuple):
@@ -180,6 +256,11 @@ class Trial:
     first: float | None = None
     last: float | None = None
     refused: str | None = None
+
+    @property
+    def canvases(self) -> int:
+        """Canvases of a forward pass: 2 for a rule that also predicts each token with that token masked."""
+        return 2 if self.sampler.rule.leave_one_out else 1
 
 
 def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> list[SweepEntry]:
@@ -237,7 +318,17 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
     Raises:
         ValueError: The model cannot run the baseline.
     """
-    trials = [_compile(entry, asked, tick) for entry in found]
+    trials, n = [], len(asked.problems)
+    for entry in found:
+        tick(f"{asked.task.name}: compiling {entry.rule}")
+        trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
+        trials.append(trial)
+        try:
+            trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
+            # The number of steps is traced, so one step compiles the program of any number.
+            _decode(trial, batches(asked)[0], asked, replace(entry.plan, steps=1))
+        except ValueError as error:
+            trial.refused = str(error)
     if trials[0].refused is not None:
         raise refuse("model", found[0].lm.name, f"one that can decode {ONE_A_STEP} ({trials[0].refused})")
     able = [t for t in trials if t.refused is None]
@@ -245,23 +336,13 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
         _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, asked, tick)
     for trial in able:
         tick(f"{asked.task.name}: {trial.entry.rule}, one prompt alone")
-        times = [steady(partial(_stream_times, trial, asked, i))[0] for i in range(asked.alone)]
+        times = []
+        for i in range(asked.alone):
+            (seconds, _) = steady(lambda trial=trial, i=i: _stream_times(trial, asked, i))
+            times.append(seconds)
         if times:
             trial.first, trial.last = (statistics.median(t[k] for t in times) for k in (0, 1))
     return trials
-
-
-def _compile(entry: SweepEntry, asked: QuestionSet, tick: Tick) -> Trial:
-    """Compiles an entry's program by decoding with one step: the number of steps is traced, so any will do."""
-    tick(f"{asked.task.name}: compiling {entry.rule}")
-    n = len(asked.problems)
-    trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
-    try:
-        trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
-        _decode(trial, batches(asked)[0], asked, replace(entry.plan, steps=1))
-    except ValueError as error:
-        trial.refused = str(error)
-    return trial
 
 
 def _decode(trial: Trial, batch: QuestionBatch, asked: QuestionSet, plan: Plan) -> Output:
@@ -293,7 +374,7 @@ def _measure_batch(
 def _record(trial: Trial, batch: QuestionBatch, out: Output, seconds: float, asked: QuestionSet) -> None:
     """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
     for at, i in enumerate(batch.chosen):
-        trial.right[i] = asked.right(i, out.texts[at])
+        trial.right[i] = bool(asked.task.check(asked.problems[i].input, out.texts[at]))
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
     trial.made.append(sum(out.lengths))
     trial.passes.append(int(out.forwards.sum()))

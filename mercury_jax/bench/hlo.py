@@ -47,7 +47,15 @@ class HloArray(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of HLO. `rest` is the text of its attributes, `root` whether it is the result of its computation."""
+    """One line of HLO.
+
+    Attributes:
+        result: The arrays it makes.
+        op: Its opcode.
+        operands: Names of its operands.
+        rest: The text of its attributes.
+        root: Whether it is the result of its computation.
+    """
 
     name: str
     result: tuple[HloArray, ...]
@@ -56,21 +64,10 @@ class Instruction(NamedTuple):
     rest: str
     root: bool
 
-    def attribute(self, name: str) -> tuple[int, ...]:
-        """The numbers of an attribute `name={1,2}`; empty where there is none."""
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.rest)
-        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
-
-    @property
-    def target(self) -> str:
-        """The target of a custom call; empty for other instructions."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-        return found[1] if found else ""
-
-    @property
-    def origin(self) -> str:
-        """The JAX operation it was made from."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
+    def text(self, attribute: str) -> str:
+        """The quoted value of an attribute, such as `custom_call_target`, or `op_name`, the JAX operation it was made
+        from; empty where there is none."""
+        found = re.search(rf'{attribute}="([^"]*)"', self.rest)
         return found[1] if found else ""
 
 
@@ -154,14 +151,22 @@ def arrays(shape: str) -> tuple[HloArray, ...]:
     )
 
 
-def visits(module: HloModule) -> Iterator[Visit]:
-    """Every instruction that runs, in the order of the program, with how often it runs."""
-    yield from _walk(module, module.entry, 1, False, False)
+def visits(
+    module: HloModule, name: str | None = None, times: int = 1, looped: bool = False, fused: bool = False
+) -> Iterator[Visit]:
+    """Every instruction that runs, in the order of the program, with how often it runs.
 
+    Args:
+        module: The program.
+        name: The computation to begin with. Default: the whole program.
+        times: How often this computation runs.
+        looped: Whether it is in a loop of unknown length.
+        fused: Whether it is inside a fusion.
 
-def _walk(module: HloModule, name: str, times: int, looped: bool, fused: bool) -> Iterator[Visit]:
-    """The instructions of a computation and of those that it calls."""
-    among = module.computations.get(name, {})
+    Yields:
+        The instructions of the computation, each followed by those of the computations that it calls.
+    """
+    among = module.computations.get(module.entry if name is None else name, {})
     for one in among.values():
         yield Visit(one, among, times, looped, fused)
         if one.op not in ("while", "fusion", "call", "conditional", "async-start", "custom-call"):
@@ -169,8 +174,9 @@ def _walk(module: HloModule, name: str, times: int, looped: bool, fused: bool) -
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest) if one.op == "while" else None
         often = times * int(trips[1]) if trips else times
         unknown = looped or (one.op == "while" and trips is None)
+        inside = fused or one.op in ("fusion", "custom-call")
         for called in _called(one):
-            yield from _walk(module, called, often, unknown, fused or one.op in ("fusion", "custom-call"))
+            yield from visits(module, called, often, unknown, inside)
 
 
 def _called(one: Instruction) -> list[str]:
@@ -189,62 +195,53 @@ def collectives(module: HloModule) -> dict[str, dict[str, int]]:
         kind -> `count`; `bytes`, the larger of input and output on one device; `per_pass`, those in a loop of unknown
         length, counted once each; `in_layers`, those that come from a layer of the model.
     """
-    seen: dict[Any, tuple[str, int, int, bool, bool]] = {}
+    seen: dict[Any, tuple[Visit, int]] = {}
     alike: dict[Any, list[str]] = {}
     for visit in visits(module):
-        kind = visit.one.op.removesuffix("-start")
-        if kind not in COLLECTIVES:
+        one = visit.one
+        if one.op.removesuffix("-start") not in COLLECTIVES:
             continue
-        channel = re.search(r"channel_id=(\d+)", visit.one.rest)
+        channel = re.search(r"channel_id=(\d+)", one.rest)
         # A fused collective appears in several computations (start, overlapped work, end) with one channel and one
         # origin. Those of a shard_map share one channel; within a computation their names tell them apart.
-        key = (channel[1], visit.one.origin) if channel else visit.one.name
-        names = alike.setdefault((id(visit.among), key, visit.one.op), [])
-        if visit.one.name not in names:
-            names.append(visit.one.name)
-        seen[key, names.index(visit.one.name)] = (
-            kind,
-            _payload(visit),
-            visit.times,
-            visit.looped,
-            bool(re.search(r"\bblock_\d+\b", visit.one.origin)),
-        )
+        key = (channel[1], one.text("op_name")) if channel else one.name
+        names = alike.setdefault((id(visit.among), key, one.op), [])
+        if one.name not in names:
+            names.append(one.name)
+        arguments = [visit.operand(i) for i in range(len(one.operands))]
+        inputs = sum(array.bytes for array in arguments if array is not None)
+        outputs = sum(array.bytes for array in one.result)
+        if one.op.endswith("-start") and len(one.result) > 1:
+            outputs -= inputs  # the start of an all-gather returns its operands beside its results
+        seen[key, names.index(one.name)] = visit, max(inputs, outputs)
     total: dict[str, dict[str, int]] = {}
-    for kind, size, times, looped, layered in seen.values():
+    for visit, size in seen.values():
+        kind = visit.one.op.removesuffix("-start")
         row = total.setdefault(kind, {"count": 0, "bytes": 0, "per_pass": 0, "in_layers": 0})
-        row["count"] += times
-        row["bytes"] += times * size
-        row["per_pass"] += times * looped
-        row["in_layers"] += times * layered
+        row["count"] += visit.times
+        row["bytes"] += visit.times * size
+        row["per_pass"] += visit.times * visit.looped
+        row["in_layers"] += visit.times * bool(re.search(r"\bblock_\d+\b", visit.one.text("op_name")))
     return total
-
-
-def _payload(visit: Visit) -> int:
-    given = sum(a.bytes for i in range(len(visit.one.operands)) if (a := visit.operand(i)) is not None)
-    made = sum(a.bytes for a in visit.one.result)
-    # The start of an all-gather returns its operands beside its results.
-    return max(given, made - given if visit.one.op.endswith("-start") and len(visit.one.result) > 1 else made)
 
 
 def products(module: HloModule) -> float:
     """FLOP of all matrix products that XLA sees: 2 x results x contracted length; those of Pallas kernels are
     hidden."""
-    return float(sum(v.times * _product(v) for v in visits(module)))
-
-
-def _product(visit: Visit) -> int:
-    one = visit.one
-    if one.op == "dot":
-        axes = one.attribute("lhs_contracting_dims")
-    elif one.op == "custom-call" and one.target.startswith("__cublas$"):
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
-        axes = tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
-    else:
-        return 0
-    left = visit.operand(0)
-    if left is None or not one.result:
-        return 0
-    return 2 * math.prod(one.result[0].dims) * math.prod(left.dims[i] for i in axes)
+    total = 0.0
+    for visit in visits(module):
+        one, left = visit.one, visit.operand(0)
+        if one.op == "dot":
+            pattern = r"\blhs_contracting_dims=\{([^}]*)\}"
+        elif one.op == "custom-call" and one.text("custom_call_target").startswith("__cublas$"):
+            pattern = r'"lhs_contracting_dimensions":\[([^\]]*)\]'
+        else:
+            continue
+        found = re.search(pattern, one.rest)
+        if left is not None and one.result:
+            axes = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+            total += visit.times * 2.0 * math.prod(one.result[0].dims) * math.prod(left.dims[i] for i in axes)
+    return total
 
 
 def calls(module: HloModule) -> Counter[str]:
@@ -252,7 +249,7 @@ def calls(module: HloModule) -> Counter[str]:
     found: Counter[str] = Counter()
     for visit in visits(module):
         if visit.one.op == "custom-call":
-            found[visit.one.target] += visit.times
+            found[visit.one.text("custom_call_target")] += visit.times
     return found
 
 
@@ -260,9 +257,9 @@ def tpu_kernels(module: HloModule) -> list[dict[str, Any]]:
     """Pallas kernels for TPUs: name, count, and the most VMEM in bytes that one call uses, where the compiler says."""
     found: dict[str, dict[str, Any]] = {}
     for visit in visits(module):
-        if visit.one.target != "tpu_custom_call":
+        if visit.one.text("custom_call_target") != "tpu_custom_call":
             continue
-        called = re.search(r"([^/]+)/pallas_call$", visit.one.origin)
+        called = re.search(r"([^/]+)/pallas_call$", visit.one.text("op_name"))
         name = called[1] if called else re.sub(r"\.\d+$", "", visit.one.name)
         row = found.setdefault(name, {"name": name, "count": 0, "vmem_bytes": 0})
         row["count"] += visit.times
@@ -284,27 +281,23 @@ def largest(module: HloModule, most: int = 24) -> list[dict[str, Any]]:
     Returns:
         Records with `shape`, `bytes`, `count`, `op` and `of`, the JAX operation; the largest first.
     """
+    update = ("dynamic-update-slice", "scatter")
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for visit in visits(module):
-        if visit.fused or visit.one.op in VIEWS or _in_place(module, visit.one):
+        one = visit.one
+        if visit.fused or one.op in VIEWS or one.op in update:
             continue
-        for array in visit.one.result:
-            key = (str(array), re.sub(r"block_\d+", "block_*", visit.one.origin))
+        if one.op == "fusion":
+            inside = [x for name in _called(one) for x in module.computations.get(name, {}).values()]
+            if any(x.root and x.op in update for x in inside):
+                continue
+        for array in one.result:
+            key = (str(array), re.sub(r"block_\d+", "block_*", one.text("op_name")))
             row = found.setdefault(
-                key, {"shape": key[0], "bytes": array.bytes, "count": 0, "op": visit.one.op, "of": key[1]}
+                key, {"shape": key[0], "bytes": array.bytes, "count": 0, "op": one.op, "of": key[1]}
             )
             row["count"] += 1
     return sorted(found.values(), key=lambda row: -row["bytes"])[:most]
-
-
-def _in_place(module: HloModule, one: Instruction) -> bool:
-    """Whether an instruction writes into one of its operands: an update of a slice, or a fusion that ends with one."""
-    if one.op in ("dynamic-update-slice", "scatter"):
-        return True
-    if one.op != "fusion":
-        return False
-    roots = [x for name in _called(one) for x in module.computations.get(name, {}).values() if x.root]
-    return any(x.op in ("dynamic-update-slice", "scatter") for x in roots)
 
 
 # --- the report of ptxas

@@ -12,6 +12,7 @@ looks better on the questions that chose it than it is.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,14 +89,32 @@ def recommend(base: Sequence[RuleResult], others: Sequence[RuleResult], seed: in
         raise refuse("base", base, "one result for each task")
     rules = _by_rule(base, others)
     halves = [_halves(len(b.right), seed) for b in base]
-    unclear = _uninformative(base, [first for first, _ in halves])
-    if unclear:
-        return Advice(None, None, unclear, considered=len(rules))
-    first = [h[0] for h in halves]
-    best = _best(base, rules, first)
-    if best is None:
-        return Advice(None, None, _nearest_miss(base, rules, first), considered=len(rules))
-    return _reported(base, best, [h[1] for h in halves], len(rules))
+    first, second = [h[0] for h in halves], [h[1] for h in halves]
+    reason = _uninformative(base, first)
+    if reason is not None:
+        return Advice(None, None, reason, considered=len(rules))
+    faster = [cases for cases in rules if per_forward(cases, first) > per_forward(base, first)]
+    # For each of these rules its difference from the baseline on each task.
+    differences = [[points(*z) for z in zip(base, cases, first, strict=True)] for cases in faster]
+    good = [cases for cases, found in zip(faster, differences) if all(map(loses_nothing, found))]
+    if good:
+        best = max(good, key=lambda cases: (per_forward(cases, first), _rate(cases) or 0.0))
+        return _reported(base, best, second, len(rules))
+    if not faster:
+        reason = f"none of {len(rules)} settings needs fewer forward passes per token than one token per step"
+        return Advice(None, None, reason, considered=len(rules))
+    # Of the worst task of each rule, the one whose interval reaches down least.
+    worst = [
+        min(zip(found, cases, first, strict=True), key=lambda one: one[0][1])
+        for cases, found in zip(faster, differences)
+    ]
+    (mean, low, high), case, some = max(worst, key=lambda one: one[0][1])
+    why = "significantly worse" if high < 0 else f"a loss of {MARGIN:g} points is not ruled out"
+    reason = (
+        f"none of {len(faster)} faster settings keeps the accuracy of one token per step; the nearest, {case.rule}, is "
+        f"at {mean:+.1f} points on {case.task} (95% {low:+.1f} to {high:+.1f}, n = {len(some)}): {why}"
+    )
+    return Advice(None, None, reason, considered=len(rules))
 
 
 def points(before: RuleResult, now: RuleResult, chosen: np.ndarray) -> tuple[float, float, float]:
@@ -140,19 +159,17 @@ def _halves(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_rule(base: Sequence[RuleResult], others: Sequence[RuleResult]) -> list[list[RuleResult]]:
-    """For each rule its results, in the order of the baseline's tasks."""
+    """For each rule that has all tasks its results, in the order of the baseline's tasks."""
     found: dict[str, dict[str, RuleResult]] = {}
     for case in others:
         found.setdefault(case.rule, {})[case.task] = case
-    tasks = [b.task for b in base]
-    whole = [cases for cases in found.values() if set(cases) >= set(tasks)]
+    whole = [[cases[b.task] for b in base] for cases in found.values() if all(b.task in cases for b in base)]
     for cases in whole:
-        for b in base:
-            if len(cases[b.task].right) != len(b.right):
-                raise refuse(
-                    "others", len(cases[b.task].right), f"{len(b.right)} answers, as many as the baseline"
-                )
-    return [[cases[task] for task in tasks] for cases in whole]
+        for b, case in zip(base, cases, strict=True):
+            if len(case.right) != len(b.right):
+                allowed = f"{len(b.right)} answers, as many as the baseline"
+                raise refuse("others", len(case.right), allowed)
+    return whole
 
 
 def _uninformative(base: Sequence[RuleResult], first: Sequence[np.ndarray]) -> str | None:
@@ -170,52 +187,34 @@ def _uninformative(base: Sequence[RuleResult], first: Sequence[np.ndarray]) -> s
     return None
 
 
-def _best(
-    base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]
-) -> list[RuleResult] | None:
-    fast = per_forward(base, first)
-    kept = [
-        cases
-        for cases in rules
-        if per_forward(cases, first) > fast
-        and all(loses_nothing(points(b, c, some)) for b, c, some in zip(base, cases, first, strict=True))
-    ]
-    return max(kept, key=lambda cases: (per_forward(cases, first), _rate(cases) or 0.0), default=None)
-
-
-def _nearest_miss(
-    base: Sequence[RuleResult], rules: list[list[RuleResult]], first: Sequence[np.ndarray]
-) -> str:
-    """Which rule came nearest to qualifying, and which condition it fails."""
-    fast = per_forward(base, first)
-    faster = [cases for cases in rules if per_forward(cases, first) > fast]
-    if not faster:
-        return f"none of {len(rules)} settings needs fewer forward passes per token than one token per step"
-    # The worst task of each rule; of these the one whose interval reaches down least.
-    worst = [
-        min(
-            ((points(*z), z[1], len(z[2])) for z in zip(base, cases, first, strict=True)),
-            key=lambda found: found[0][1],
-        )
-        for cases in faster
-    ]
-    (mean, low, high), case, n = max(worst, key=lambda found: found[0][1])
-    why = "significantly worse" if high < 0 else f"a loss of {MARGIN:g} points is not ruled out"
-    return (
-        f"none of {len(faster)} faster settings keeps the accuracy of one token per step; the nearest, {case.rule}, is "
-        f"at {mean:+.1f} points on {case.task} (95% {low:+.1f} to {high:+.1f}, n = {n}): {why}"
-    )
+def _rate(cases: Sequence[RuleResult]) -> float | None:
+    """Tokens per second over all tasks; None where nothing was timed."""
+    seconds = sum(c.seconds for c in cases)
+    return sum(c.made for c in cases) / seconds if seconds > 0 else None
 
 
 def _reported(
     base: Sequence[RuleResult], best: list[RuleResult], second: Sequence[np.ndarray], considered: int
 ) -> Advice:
-    """The chosen rule on the questions that had no part in the choice."""
-    differences = [points(b, c, some) for b, c, some in zip(base, best, second, strict=True)]
-    tasks = tuple(_figures(*z) for z in zip(base, best, second, differences, strict=True))
+    """The chosen rule on the second half of the questions, which had no part in the choice."""
+    tasks, differences = [], []
+    for before, now, some in zip(base, best, second, strict=True):
+        differences.append(points(before, now, some))
+        tasks.append({
+            "task": now.task,
+            "n": len(some),
+            "accuracy": sum(now.right[i] for i in some) / len(some),
+            "accuracy_one_a_step": sum(before.right[i] for i in some) / len(some),
+            **dict(zip(("points", "points_low", "points_high"), differences[-1])),
+            "tokens_per_forward": per_forward([now], [some]),
+            "tokens_per_forward_one_a_step": per_forward([before], [some]),
+            "speedup": now.speedup,
+        })  # fmt: skip
+    speedups = [c.speedup for c in best if c.speedup]
     figures: dict[str, Any] = dict(
-        tasks=tasks, tokens_per_forward=per_forward(best, second), tokens_per_second=_rate(best),
-        speedup=_speedup(best), ruled_out=all(map(loses_nothing, differences)), considered=considered,
+        tasks=tuple(tasks), tokens_per_forward=per_forward(best, second), tokens_per_second=_rate(best),
+        speedup=statistics.geometric_mean(speedups) if len(speedups) == len(best) else None,
+        ruled_out=all(map(loses_nothing, differences)), considered=considered,
     )  # fmt: skip
     lost = [c.task for c, d in zip(best, differences, strict=True) if d[2] < 0]
     if lost:
@@ -223,30 +222,3 @@ def _reported(
         return Advice(None, best[0].rule, reason, **figures)
     reason = f"the most tokens per forward pass of {considered} settings that lose nothing against one token per step"
     return Advice(best[0].code, best[0].rule, reason, **figures)
-
-
-def _figures(
-    before: RuleResult, now: RuleResult, some: np.ndarray, difference: tuple[float, float, float]
-) -> dict[str, Any]:
-    share = lambda case: sum(case.right[i] for i in some) / len(some)
-    return {
-        "task": now.task,
-        "n": len(some),
-        "accuracy": share(now),
-        "accuracy_one_a_step": share(before),
-        **dict(zip(("points", "points_low", "points_high"), difference)),
-        "tokens_per_forward": per_forward([now], [some]),
-        "tokens_per_forward_one_a_step": per_forward([before], [some]),
-        "speedup": now.speedup,
-    }
-
-
-def _rate(cases: Sequence[RuleResult]) -> float | None:
-    seconds = sum(c.seconds for c in cases)
-    return sum(c.made for c in cases) / seconds if seconds > 0 else None
-
-
-def _speedup(cases: Sequence[RuleResult]) -> float | None:
-    """Geometric mean of the speedups over the tasks."""
-    known = [c.speedup for c in cases if c.speedup]
-    return math.exp(sum(map(math.log, known)) / len(known)) if len(known) == len(cases) else None

@@ -28,20 +28,63 @@ def records(trials: Sequence[Trial], asked: QuestionSet) -> list[dict[str, Any]]
 
     Forwards and tokens are means over the answers, rates are of whole batches, times in seconds. tokens_per_second =
     tokens_per_forward of all rows x forwards_per_second: forwards are counted for each row, not for the device loop.
-    canvases_per_forward is 2 for a rule that also predicts each token with that token masked.
+    canvases_per_forward is 2 for a rule that also predicts each token with that token masked. Accuracy has Wilson's
+    95% interval, and points is its paired difference from the baseline.
 
     Args:
         trials: Of `decode.run`, the baseline first.
         asked: Their questions.
 
     Returns:
-        One item for each trial.
+        One item for each trial; of a rule that the model cannot run it has `refused`, the reason.
     """
     return [_record(trial, trials[0], asked) for trial in trials]
 
 
+def _record(trial: Trial, base: Trial, asked: QuestionSet) -> dict[str, Any]:
+    about = {
+        "rule": trial.entry.rule, "curve": trial.entry.curve, "task": asked.task.name, "seed": asked.seed,
+        "batch": asked.batch, "max_tokens": asked.max_tokens, "steps": trial.entry.plan.steps,
+        "model": trial.entry.lm.name, "hardware": card.hardware(), "compared_with": ONE_A_STEP,
+    }  # fmt: skip
+    if trial.refused is not None:
+        return about | {"refused": trial.refused}
+    n, correct = len(trial.right), sum(trial.right)
+    low, high = wilson(correct, n)
+    points = (0.0,) * 3 if trial is base else tuple(100 * x for x in paired(base.right, trial.right))
+    same = [np.array_equal(a, b) for a, b in zip(trial.tokens, base.tokens, strict=True)]
+    # Ids of another tokenizer, such as a twin's, cannot be compared.
+    comparable = trial.entry.lm.tokenizer.fingerprint == base.entry.lm.tokenizer.fingerprint
+    quality = {
+        "n": n,
+        "correct": correct,
+        "accuracy": correct / n,
+        "low": low,
+        "high": high,
+        **dict(zip(("points", "points_low", "points_high"), points)),
+        "agreement": sum(same) / n if comparable else None,
+    }
+    seconds, tokens = max(sum(trial.seconds), 1e-9), sum(map(len, trial.tokens))
+    speed = {
+        "forwards": sum(trial.forwards) / n,
+        "tokens": tokens / n,
+        "tokens_per_forward": tokens / max(sum(trial.forwards), 1),
+        "canvases_per_forward": trial.canvases,
+        "forwards_per_second": sum(trial.passes) / seconds,
+        "tokens_per_second": sum(trial.made) / seconds,
+        "speedup": statistics.median(trial.ratios),
+        "pairs": len(trial.ratios),
+        "time_to_first_frame": trial.first,
+        "time_to_last_token": trial.last,
+        "temperature": float(trial.sampler.temperature),
+    }
+    return about | quality | speed
+
+
 def results(trials: Sequence[Trial], asked: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
     """(one token per step, the rules that may be recommended) on this task.
+
+    A pass of twice the width counts as two forwards, so that it is not recommended for being wide.
 
     Args:
         trials: Of `decode.run`, the baseline first.
@@ -51,70 +94,15 @@ def results(trials: Sequence[Trial], asked: QuestionSet) -> tuple[RuleResult, li
         Results for `recommend.recommend`; rules that were refused are left out.
     """
     able = [t for t in trials[1:] if t.refused is None and t.entry.code is not None]
-    return _result(trials[0], asked), [_result(t, asked) for t in able]
-
-
-def _record(trial: Trial, base: Trial, asked: QuestionSet) -> dict[str, Any]:
-    about = {"rule": trial.entry.rule, "curve": trial.entry.curve, **asked.about()}
-    context = {
-        "steps": trial.entry.plan.steps,
-        "model": trial.entry.lm.name,
-        "hardware": card.hardware(),
-        "compared_with": ONE_A_STEP,
-    }
-    if trial.refused is not None:
-        return {**about, "refused": trial.refused, **context}
-    return {**about, **_quality(trial, base), **_speed(trial), **context}
-
-
-def _quality(trial: Trial, base: Trial) -> dict[str, Any]:
-    """Accuracy with Wilson's interval, its paired difference from the baseline in points, and equal answers."""
-    n, correct = len(trial.right), sum(trial.right)
-    low, high = wilson(correct, n)
-    points = (0.0,) * 3 if trial is base else tuple(100 * x for x in paired(base.right, trial.right))
-    same = [np.array_equal(a, b) for a, b in zip(trial.tokens, base.tokens, strict=True)]
-    # Ids of another tokenizer, such as a twin's, cannot be compared.
-    comparable = trial.entry.lm.tokenizer.fingerprint == base.entry.lm.tokenizer.fingerprint
-    return {
-        "n": n,
-        "correct": correct,
-        "accuracy": correct / n,
-        "low": low,
-        "high": high,
-        **dict(zip(("points", "points_low", "points_high"), points)),
-        "agreement": sum(same) / n if comparable else None,
-    }
-
-
-def _speed(trial: Trial) -> dict[str, Any]:
-    seconds, tokens, n = max(sum(trial.seconds), 1e-9), sum(map(len, trial.tokens)), len(trial.tokens)
-    return {
-        "forwards": sum(trial.forwards) / n,
-        "tokens": tokens / n,
-        "tokens_per_forward": tokens / max(sum(trial.forwards), 1),
-        "canvases_per_forward": _canvases(trial),
-        "forwards_per_second": sum(trial.passes) / seconds,
-        "tokens_per_second": sum(trial.made) / seconds,
-        "speedup": statistics.median(trial.ratios),
-        "pairs": len(trial.ratios),
-        "time_to_first_frame": trial.first,
-        "time_to_last_token": trial.last,
-        "temperature": float(trial.sampler.temperature),
-    }
-
-
-def _canvases(trial: Trial) -> int:
-    """Canvases of a forward pass."""
-    return 2 if trial.sampler.rule.leave_one_out else 1
-
-
-def _result(trial: Trial, asked: QuestionSet) -> RuleResult:
-    """A pass of twice the width counts as two forwards, so that it is not recommended for being wide."""
-    return RuleResult(
-        rule=trial.entry.rule, code=trial.entry.code or "", task=asked.task.name, right=trial.right,
-        tokens=[len(t) for t in trial.tokens], forwards=[n * _canvases(trial) for n in trial.forwards],
-        made=sum(trial.made), seconds=sum(trial.seconds), speedup=statistics.median(trial.ratios),
+    base, *others = (
+        RuleResult(
+            rule=t.entry.rule, code=t.entry.code or "", task=asked.task.name, right=t.right,
+            tokens=[len(ids) for ids in t.tokens], forwards=[n * t.canvases for n in t.forwards],
+            made=sum(t.made), seconds=sum(t.seconds), speedup=statistics.median(t.ratios),
+        )
+        for t in (trials[0], *able)
     )  # fmt: skip
+    return base, others
 
 
 # --- plot

@@ -9,22 +9,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import operator
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mercury_jax.bench import serve_bound, serve_load, serve_process
 from mercury_jax.bench.serve_load import CHAT, Client, Json, LoadRequest, RequestResult, percentiles
 from mercury_jax.bench.timing import quartiles
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate import card, tasks
-from mercury_jax.train.generators import Generator
+from mercury_jax.evaluate import card, find
+from mercury_jax.tasks import Task, draw_distinct
 from mercury_jax.types import LM
 
-WANTED = 4.0  # throughput of sixteen clients over that of one
-T = TypeVar("T")
+GOAL = 4.0  # of the throughput with the most clients over that with the fewest
+
+_NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
+_ARGUMENTS = {
+    "type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"], "additionalProperties": False,
+}  # fmt: skip
+# The tools of the agents: name -> (description, what it computes).
+FUNCTIONS = {"add": ("a plus b", operator.add), "multiply": ("a times b", operator.mul)}
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": about, "parameters": _ARGUMENTS}}
+    for name, (about, _) in FUNCTIONS.items()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +73,7 @@ class Load:
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise refuse("rate", self.rate, "requests/s, a number above 0")
         for name in self.tasks:
-            _generator(name)
+            _task(name)
 
 
 class LoadTurn(NamedTuple):
@@ -119,23 +130,29 @@ def against(
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents.
     """
-    model = _run(url, key, _model)
-    about = {"url": url, "model": model, "hardware": card.hardware(), **(more or {})}
-    asks = questions(model, load)
-    parts = {} if keep is None else keep
-    parts.update(_run(url, key, lambda client: alternate_loads(client, asks, load)))
-    for n, found in parts.items():
-        base = parts[min(parts)]
-        yield {"load": "closed", "concurrency": n} | figures(found, load) | _against(found, base) | about
-    if load.rate is not None:
-        rate = load.rate
-        part = _run(
-            url, key, lambda client: _counted(client, serve_load.open_loop(client, asks, rate, load.seed))
-        )
-        row = figures([part], load) | {"compared_with": "the closed loops of this run"}
-        yield {"load": "open", "rate": rate} | row | about
-    if load.agent:
-        yield _run(url, key, lambda client: agents(client, model, load)) | about
+    with asyncio.Runner() as loop:
+        client = Client(url, key)
+        try:
+            answer = loop.run(client.ask("GET", "/v1/models"))
+            if answer.status != 200:
+                allowed = f"a server whose /v1/models answers 200, not {answer.status}"
+                raise refuse("url", client.url, allowed)
+            model = answer.json()["data"][0]["id"]
+            about = {"url": url, "model": model, "hardware": card.hardware(), **(more or {})}
+            asks = questions(model, load)
+            parts = {} if keep is None else keep
+            parts.update(loop.run(alternate_loads(client, asks, load)))
+            base = parts[min(parts)]
+            for n, found in parts.items():
+                yield {"load": "closed", "concurrency": n} | figures(found, load) | _gain(found, base) | about
+            if load.rate is not None:
+                part = loop.run(_counted(client, serve_load.open_loop(client, asks, load.rate, load.seed)))
+                row = figures([part], load) | {"compared_with": "the closed loops of this run"}
+                yield {"load": "open", "rate": load.rate} | row | about
+            if load.agent:
+                yield loop.run(agents(client, model, load)) | about
+        finally:
+            loop.run(client.close())
 
 
 def questions(model: str, load: Load) -> list[LoadRequest]:
@@ -149,7 +166,7 @@ def questions(model: str, load: Load) -> list[LoadRequest]:
         `load.requests` requests.
     """
     each = -(-load.requests // len(load.tasks))
-    drawn = [[p.input for p in tasks.draw(_generator(name), each, load.seed)] for name in load.tasks]
+    drawn = [[p.input for p in draw_distinct(_task(name), each, load.seed)] for name in load.tasks]
     texts = itertools.chain.from_iterable(zip(*drawn))
     more = {} if load.effort is None else {"reasoning_effort": load.effort}
     return [
@@ -221,7 +238,8 @@ def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
     }
 
 
-def _against(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
+def _gain(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
+    """The throughput over that of the fewest clients, turn by turn."""
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(found, base, strict=True)]
     return {
         "throughput_ratio": statistics.median(ratios),
@@ -233,16 +251,16 @@ def _against(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
 def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Json) -> Json:
     """The throughput of the most clients over that of the fewest, and what limits it."""
     few, many = min(parts), max(parts)
-    told = _against(parts[many], parts[few])
+    gain = _gain(parts[many], parts[few])
     tokens = min(settings.get("context") or lm.model.config.context, 2 * load.max_tokens)
     found = serve_bound.measure_bound(lm, many, tokens)
     return {
         "load": "batching",
         "concurrency": [few, many],
-        **told,
-        "at_least": WANTED,
-        "within": told["throughput_ratio"] >= WANTED,
-        "bound": serve_bound.explain(told["throughput_ratio"], found, WANTED),
+        **gain,
+        "at_least": GOAL,
+        "within": gain["throughput_ratio"] >= GOAL,
+        "bound": serve_bound.explain(gain["throughput_ratio"], found, GOAL),
         "pass_seconds": {str(n): s for n, s in found.seconds.items()},
         "device_gain": found.gain,
         "gflops": {str(n): r for n, r in found.rates.items()},
@@ -266,54 +284,33 @@ async def agents(client: Client, model: str, load: Load) -> Json:
     texts = [ask.body["messages"][0]["content"] for ask in questions(model, load)]
     pairs = []
     for text in [texts[0], *texts[: load.turns * 3]]:  # the first one warms up
-        both = [
-            await run_agent(client, model, text, load.agent, load.max_tokens // 2, tools)
-            for tools in (True, False)
-        ]
-        pairs.append(both)
+        how = (client, model, text, load.agent, load.max_tokens // 2)
+        pairs.append([await run_agent(*how, tools=tools) for tools in (True, False)])
     kept = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
-    told, free = [pair[0] for pair in kept], [pair[1] for pair in kept]
+    tooled, free = [pair[0] for pair in kept], [pair[1] for pair in kept]
     refused = next((one.refused for pair in pairs for one in pair if one.refused), None)
     return {
         "load": "agent",
-        "loops": len(told),
+        "loops": len(tooled),
         "failed": len(pairs) - 1 - len(kept),
         "refused": refused,
         "turns": load.agent + 1,
-        "wall": percentiles(one.whole for one in told),
-        "turn": percentiles(second for one in told for second in one.turns),
+        "wall": percentiles(one.whole for one in tooled),
+        "turn": percentiles(second for one in tooled for second in one.turns),
         "wall_of_free_text": percentiles(one.whole for one in free),
-        "ratio": statistics.median(a.whole / b.whole for a, b in zip(told, free)) if kept else None,
-        "tokens": sum(one.tokens for one in told),
+        "ratio": statistics.median(a.whole / b.whole for a, b in zip(tooled, free)) if kept else None,
+        "tokens": sum(one.tokens for one in tooled),
         "tokens_of_free_text": sum(one.tokens for one in free),
-        "calls": sum(one.calls for one in told),
-        "valid_calls": sum(one.valid for one in told),
+        "calls": sum(one.calls for one in tooled),
+        "valid_calls": sum(one.valid for one in tooled),
         "seed": load.seed,
         "compared_with": "the same conversations with as many turns in free text, in alternation",
     }
 
 
-def _run(url: str, key: str | None, work: Callable[[Client], Awaitable[T]]) -> T:
-    async def run() -> T:
-        client = Client(url, key)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
-
-
-async def _model(client: Client) -> str:
-    answer = await client.ask("GET", "/v1/models")
-    if answer.status != 200:
-        raise refuse("url", client.url, f"a server whose /v1/models answers 200, not {answer.status}")
-    return answer.json()["data"][0]["id"]
-
-
-def _generator(name: str) -> Generator:
+def _task(name: str) -> Task:
     """The generator of a task's questions. ValueError for a task that has none."""
-    found = tasks.find(name).generator
+    found = find(name).task
     if found is None:
         raise refuse("task", name, "one with questions to answer")
     return found
@@ -342,21 +339,6 @@ class AgentRun(NamedTuple):
     refused: str = ""
 
 
-def _tool(name: str, about: str) -> Json:
-    number = {"type": "integer", "minimum": 0, "maximum": 9999}
-    schema = {
-        "type": "object",
-        "properties": {"a": number, "b": number},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
-
-
-TOOLS = (_tool("add", "a plus b"), _tool("multiply", "a times b"))
-RUN: Mapping[str, Callable[[int, int], int]] = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
-
-
 async def run_agent(
     client: Client, model: str, question: str, turns: int, max_tokens: int, tools: bool = True
 ) -> AgentRun:
@@ -383,39 +365,32 @@ async def run_agent(
         if tools:
             body |= {"tools": TOOLS, "tool_choice": "required" if turn < turns else "none"}
         sent = time.perf_counter()
-        answer = await client.ask("POST", CHAT, body)
+        response = await client.ask("POST", CHAT, body)
         seconds.append(time.perf_counter() - sent)
-        if answer.status != 200:
-            told = answer.body.decode("utf-8", "replace")
-            return AgentRun(time.perf_counter() - began, tuple(seconds), tokens, calls, valid, told)
-        told = answer.json()
-        tokens += told["usage"]["completion_tokens"]
-        found = told["choices"][0]["message"].get("tool_calls") or []
-        results = [run_tool(call["function"]) for call in found]
-        calls, valid = calls + len(found), valid + sum(x is not None for x in results)
-        messages += _next(told["choices"][0]["message"], found, results)
+        if response.status != 200:
+            message = response.body.decode("utf-8", "replace")
+            return AgentRun(time.perf_counter() - began, tuple(seconds), tokens, calls, valid, message)
+        answer = response.json()
+        message, tokens = answer["choices"][0]["message"], tokens + answer["usage"]["completion_tokens"]
+        made = message.get("tool_calls") or []
+        results = [run_tool(call["function"]) for call in made]
+        calls, valid = calls + len(made), valid + sum(x is not None for x in results)
+        messages.append({"role": "assistant", "content": message.get("content") or ""})
+        if made:
+            messages[-1] |= {"content": message.get("content"), "tool_calls": made}
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)}
+                for call, result in zip(made, results)
+            ]
+        else:
+            messages.append({"role": "user", "content": "go on"})
     return AgentRun(time.perf_counter() - began, tuple(seconds), tokens, calls, valid)
 
 
 def run_tool(function: Mapping[str, str]) -> int | None:
     """The result of a tool call; None where the tool does not accept its arguments."""
     try:
-        given = json.loads(function["arguments"])
-        return RUN[function["name"]](int(given["a"]), int(given["b"]))
+        arguments = json.loads(function["arguments"])
+        return FUNCTIONS[function["name"]][1](int(arguments["a"]), int(arguments["b"]))
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _next(message: Json, calls: list[Json], results: list[int | None]) -> list[Json]:
-    """The messages that an answer adds: itself, and the results of its tools."""
-    if not calls:
-        return [
-            {"role": "assistant", "content": message.get("content") or ""},
-            {"role": "user", "content": "go on"},
-        ]
-    kept = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
-    told = [
-        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)}
-        for call, result in zip(calls, results)
-    ]
-    return [kept, *told]

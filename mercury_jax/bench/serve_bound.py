@@ -8,6 +8,7 @@ processor busy, B rows take B times as long, and no server around them can chang
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ from mercury_jax.serve.engine.buckets import make_buckets
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.types import LM
 
-PASSES = 12  # that are timed together
-POSITIONS = 4096  # rows of the matrix products whose rate is taken as the machine's
+PASSES = 12  # of one timed run
+POSITIONS = 4096  # rows of the large matrix products that measure the FLOP/s of the machine
 
 
 class DeviceProgram(NamedTuple):
@@ -111,13 +112,11 @@ def seconds_per_pass(part: DeviceProgram) -> float:
     state = jax.block_until_ready(step(jax.tree.map(jnp.copy, part.start)))
     state = jax.block_until_ready(step(state))
 
-    def turn() -> Any:
-        now = state
-        for _ in range(PASSES):
-            now = step(now)
-        return jax.block_until_ready(now)
-
-    return timed(turn)[1] / PASSES
+    began = time.perf_counter()
+    for _ in range(PASSES):
+        state = step(state)
+    jax.block_until_ready(state)
+    return (time.perf_counter() - began) / PASSES
 
 
 def _matmul_rate(lm: LM) -> float:
@@ -146,14 +145,14 @@ def explain(speedup: float, found: BatchingBound, wanted: float) -> str:
     rows = max(found.seconds)
     longer = found.seconds[rows] / found.seconds[1]
     share = found.rates[1] / found.matmul
-    told = (
+    why = (
         f"a pass of {rows} rows takes {longer:.1f} times as long as one of 1 on the device alone, so that batching "
         f"can gain {found.gain:.1f} times at most; one row already multiplies at {100 * share:.0f}% of the rate that "
         f"large products reach here ({found.rates[1]:.1f} of {found.matmul:.1f} GFLOP/s, {rows} rows at "
         f"{found.rates[rows]:.1f})"
     )
     if speedup >= wanted:
-        return f"nothing; {told}"
+        return f"nothing; {why}"
     if found.gain < wanted or speedup > 0.85 * found.gain:
-        return f"the arithmetic of the forward pass: {told}"
-    return f"the server around the device, which reaches {speedup / found.gain:.0%} of that: {told}"
+        return f"the arithmetic of the forward pass: {why}"
+    return f"the server around the device, which reaches {speedup / found.gain:.0%} of that: {why}"

@@ -1,8 +1,8 @@
-"""A small HTTP client and the load it puts on a server, in closed loops and in an open one.
+"""Load on a server: a small HTTP client, closed and open loops of requests, and what each request measured.
 
-The client works on asyncio streams with kept connections, chunked bodies and server-sent events. It adds little to what
-it measures: one reader and one writer for each connection, and no thread. `closed_loop` and `open_loop` send requests
-and return what each of them saw.
+The client works on asyncio streams and supports kept connections, chunked bodies and server-sent events. It runs on the
+machine that it measures, so it uses little of it: one reader and one writer for each connection, and no thread.
+`closed_loop` and `open_loop` send the requests and return a `RequestResult` for each.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import json
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from mercury_jax.config import refuse
 
 Json = dict[str, Any]
 LINE = 1 << 20  # bytes of the longest line of a head or of an event
-PERCENTS = (50, 90, 99)
 CHAT = "/v1/chat/completions"
 
 
@@ -101,7 +102,7 @@ class Connection(NamedTuple):
 
     async def send(self, data: bytes) -> StreamedResponse:
         """Sends a request and reads the head of the response, as `read` does."""
-        # The server may have refused the request before reading all of it, and has responded.
+        # The server may have responded before it read the whole request, which it refuses, and closed its side.
         with contextlib.suppress(OSError):
             self.writer.write(data)
             await self.writer.drain()
@@ -114,17 +115,21 @@ class Connection(NamedTuple):
             BrokenResponse: The connection ends before a head was read.
         """
         try:
-            while (head := await self.head())[0] == 100:
-                pass
-        except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            status = 100  # "Continue" announces another head
+            while status == 100:
+                head = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1")
+                first, *lines = head.split("\r\n")
+                status = int(first.split()[1])
+        except (
+            OSError,
+            ValueError,
+            IndexError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+        ) as error:
             raise BrokenResponse(f"no response: {type(error).__name__}") from error
-        return StreamedResponse(*head, self)
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        """(status, headers) of the next response."""
-        first, *lines = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in lines)
-        return int(first.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+        return StreamedResponse(status, {name.strip().lower(): x.strip() for name, _, x in pairs}, self)
 
     def drop(self) -> None:
         """Closes at once, without waiting for anything."""
@@ -152,12 +157,12 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, method: str, path: str, value: Any = None) -> HttpResponse:
-        """The complete response to a request. `value` is sent as JSON, bytes as they are.
+        """Sends a request and reads the whole response.
 
         Args:
             method: Such as "POST".
             path: Such as "/v1/models".
-            value: Body; None for none.
+            value: Body: bytes as they are, anything else as JSON; None for none.
 
         Returns:
             Status, headers and body.
@@ -167,7 +172,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def open(self, method: str, path: str, value: Any = None) -> AsyncIterator[StreamedResponse]:
-        """A response to read. Leaving the block before it is complete drops the connection.
+        """Sends a request, for `async with`. The connection is kept only if the block has read the whole body.
 
         Args:
             method: Such as "POST".
@@ -198,9 +203,7 @@ class Client:
         Returns:
             Head and body, as they are sent.
         """
-        body = (
-            b"" if value is None else value if isinstance(value, bytes) else json.dumps(value).encode("utf-8")
-        )
+        body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [f"{method} {path} HTTP/1.1", f"Host: {host}:{self.port}", f"Content-Length: {len(body)}"]
         lines += [] if value is None else ["Content-Type: application/json"]
@@ -217,20 +220,19 @@ class Client:
             self._idle.pop().drop()
 
     async def _send(self, data: bytes) -> StreamedResponse:
-        """Sends a request on an idle connection, or on a new one: the server may close an idle one at any time."""
-        while self._idle:
-            idle = self._idle.pop()
-            if not idle.reader.at_eof():
-                with contextlib.suppress(BrokenResponse):
-                    return await self._send_on(idle, data)
-        return await self._send_on(await self.connect(), data)
-
-    async def _send_on(self, connection: Connection, data: bytes) -> StreamedResponse:
-        try:
-            return await connection.send(data)
-        except BaseException:
-            connection.drop()
-            raise
+        """Sends a request on an idle connection, or on a new one if the server has closed all idle ones."""
+        while True:
+            idle = self._idle.pop() if self._idle else None
+            if idle is not None and idle.reader.at_eof():
+                continue
+            connection = await self.connect() if idle is None else idle
+            try:
+                return await connection.send(data)
+            except BaseException as error:
+                connection.drop()
+                # The server may close an idle connection while the request is on its way; a new one tells.
+                if idle is None or not isinstance(error, BrokenResponse):
+                    raise
 
 
 # --- load
@@ -311,11 +313,9 @@ async def fetch(client: Client, request: LoadRequest, due: float | None = None) 
         async with client.open("POST", request.path, request.body) as response:
             if response.status == 200:
                 return await _read_stream(response, due, bool(request.body.get("diffusing")))
-            told, retry = (
-                (await response.read()).body.decode("utf-8", "replace"),
-                response.headers.get("retry-after"),
-            )
-            return RequestResult(response.status, time.perf_counter() - due, refused=told, retry_after=retry)
+            message = (await response.read()).body.decode("utf-8", "replace")
+            seconds, retry = time.perf_counter() - due, response.headers.get("retry-after")
+            return RequestResult(response.status, seconds, refused=message, retry_after=retry)
     except (BrokenResponse, OSError) as error:
         return RequestResult(0, time.perf_counter() - due, refused=f"{type(error).__name__}: {error}")
 
@@ -337,21 +337,15 @@ async def _read_stream(response: StreamedResponse, due: float, frames: bool) -> 
         if chunk.get("usage"):
             seen = seen._replace(tokens=chunk["usage"]["completion_tokens"])
         for choice in chunk.get("choices", ()):
-            text = choice_text(choice)
+            delta = choice.get("delta") or {}
+            calls = delta.get("tool_calls") or ()
+            text = choice.get("text") or delta.get("content")
+            text = text or "".join(call["function"]["arguments"] for call in calls)
             if text:
                 parts = [text] if frames else [*parts, text]
                 seen = seen._replace(first=now if seen.first is None else seen.first, last=now)
             finishes += [choice["finish_reason"]] if choice.get("finish_reason") else []
     return seen._replace(whole=time.perf_counter() - due, text="".join(parts), finishes=tuple(finishes))
-
-
-def choice_text(choice: Mapping[str, Any]) -> str:
-    """The text of a choice, complete or in a chunk; of a tool call its arguments."""
-    part = choice.get("delta") or choice.get("message") or {}
-    calls = part.get("tool_calls") or ()
-    return (
-        choice.get("text") or part.get("content") or "".join(call["function"]["arguments"] for call in calls)
-    )
 
 
 async def closed_loop(
@@ -438,25 +432,10 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 # --- figures
 
 
-def percentile(values: Iterable[float | None], percent: float) -> float:
-    """The smallest value that at least `percent` per cent of the values do not exceed; None is skipped, NaN if
-    empty.
-
-    Args:
-        values: Numbers, in any order.
-        percent: Between 0 and 100.
-
-    Returns:
-        One of the values.
-    """
-    ordered = sorted(x for x in values if x is not None)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
-
-
 def percentiles(values: Iterable[float | None]) -> dict[str, float]:
-    """{"p50", "p90", "p99"} of times."""
-    found = list(values)
-    return {f"p{percent}": percentile(found, percent) for percent in PERCENTS}
+    """The 50th, 90th and 99th percentile of times, each a measured value; None is skipped, NaN if there is none."""
+    found = [x for x in values if x is not None] or [math.nan]
+    return {f"p{p}": float(np.percentile(found, p, method="inverted_cdf")) for p in (50, 90, 99)}
 
 
 async def counters(client: Client) -> dict[str, float]:
@@ -466,27 +445,3 @@ async def counters(client: Client) -> dict[str, float]:
         return {}
     lines = (line.split() for line in response.body.decode("utf-8").splitlines() if not line.startswith("#"))
     return {words[0]: float(words[1]) for words in lines if len(words) >= 2 and "{" not in words[0]}
-
-
-async def wait_for_counters(
-    client: Client, until: Callable[[dict[str, float]], bool], seconds: float = 60.0
-) -> dict[str, float]:
-    """The metrics once `until` is true of them. TimeoutError after `seconds`.
-
-    Args:
-        client: Connections to the server.
-        until: Told the metrics.
-        seconds: How long to wait.
-
-    Returns:
-        The metrics.
-
-    Raises:
-        TimeoutError: The condition was not met in time.
-    """
-    end = time.perf_counter() + seconds
-    while not until(found := await counters(client)):
-        if time.perf_counter() > end:
-            raise TimeoutError(f"the metrics were not as awaited within {seconds:g} s: {found}")
-        await asyncio.sleep(0.01)
-    return found

@@ -12,7 +12,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from mercury_jax.types import LM
 T = TypeVar("T")
 
 TRIES = 4  # equal calls, of which one must compile nothing
-REPEATS = 5  # of a program, of which the fastest counts
+REPEATS = 5  # loops of which the fastest counts
+PRODUCTS, COPIES = 4, 8  # of a loop
 TEXT = "def area(r):\n    return 3.14159 * r * r\n\n\ndef total(values):\n    return sum(values)\n\n\n"
 
 
 @functools.cache
-def _counter() -> list[int]:
+def _compilation_counter() -> list[int]:
     """One number that rises with every compiled program; JAX offers no way to remove a listener."""
     count = [0]
 
@@ -40,7 +41,7 @@ def _counter() -> list[int]:
 
 def compilations() -> int:
     """How many programs were compiled since the first call of this function."""
-    return _counter()[0]
+    return _compilation_counter()[0]
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
@@ -84,8 +85,8 @@ def alternate(
     found = []
     for i in range(pairs):
         if i % 2:
-            after, before = timed(other)[1], timed(first)[1]
-            found.append((before, after))
+            after = timed(other)[1]
+            found.append((timed(first)[1], after))
         else:
             found.append((timed(first)[1], timed(other)[1]))
     return found
@@ -115,69 +116,33 @@ class Roofline(NamedTuple):
 
 
 def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
-    """Measures the first device.
+    """Measures the first device: the fastest of several loops counts, as other work of the device only adds to it.
 
     Args:
-        megabytes: Size of the array that is copied.
-        width: Rows and columns of the square matrices that are multiplied.
+        megabytes: Size of an array to whose numbers 1 is added, so that each is read and written.
+        width: Rows and columns of the square bf16 matrices that are multiplied.
 
     Returns:
         Its memory bandwidth and matmul rate.
     """
     w = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
-    return Roofline(
-        _bandwidth(megabytes << 20), 2.0 * width**3 / seconds_per_call(lambda x: x @ w, w, calls=4)
-    )
-
-
-def seconds_per_call(
-    call: Callable[[Any], Any], start: Any, calls: int = 16, repeats: int = REPEATS
-) -> float:
-    """Seconds of `call(x)`, which returns something of the shape of x.
-
-    One program makes `calls` of them, each on the result of the one before, and the fastest of `repeats` such programs
-    counts: other work of the device can only add to it.
-
-    Args:
-        call: A function that can be jitted.
-        start: Its first argument.
-        calls: Calls of one program.
-        repeats: Runs of the program.
-
-    Returns:
-        Seconds of the fastest run, divided by `calls`.
-    """
-
-    def chain(x: Any) -> Any:
-        for _ in range(calls):
-            x = call(x)
-        return x
-
-    program = jax.jit(chain)
-    run = lambda: jax.block_until_ready(program(start))
-    run()
-    return min(timed(run)[1] for _ in range(repeats)) / calls
-
-
-def _bandwidth(size: int, calls: int = 8) -> float:
-    """Bytes/s of adding 1 to every number of an array of `size` bytes: each is read and written."""
+    # Each product and each sum takes the result of the one before, so that XLA can leave none of them out.
+    multiply = jax.jit(lambda x: functools.reduce(lambda x, _: x @ w, range(PRODUCTS), x))
+    size = megabytes << 20
     # Not zeros: memory may be compressed.
     x = jax.jit(lambda: (jnp.arange(size // 2, dtype=jnp.int32) % 251).astype(jnp.bfloat16))()
-    step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    jax.block_until_ready(step(x + 0))
-
-    def once() -> float:
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    jax.block_until_ready((multiply(w), add(x + 0)))  # compiles both
+    products, copies = [], []
+    for _ in range(REPEATS):
+        products.append(timed(lambda: jax.block_until_ready(multiply(w)))[1])
         y = jax.block_until_ready(x + 0)
-
-        def steps() -> Any:
-            z = y
-            for _ in range(calls):
-                z = step(z)
-            return jax.block_until_ready(z)
-
-        return timed(steps)[1] / calls
-
-    return 2.0 * size / min(once() for _ in range(REPEATS))
+        began = time.perf_counter()
+        for _ in range(COPIES):
+            y = add(y)
+        jax.block_until_ready(y)
+        copies.append(time.perf_counter() - began)
+    return Roofline(2.0 * size * COPIES / min(copies), 2.0 * width**3 * PRODUCTS / min(products))
 
 
 # --- answers of a fixed length

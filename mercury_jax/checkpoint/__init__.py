@@ -6,22 +6,9 @@ raises `CheckpointError`, which names the file.
 
 from mercury_jax.checkpoint.export import Exported, export, load_exported
 from mercury_jax.checkpoint.manifest import CheckpointError, verify
-from mercury_jax.checkpoint.restore import Restored, inspect, restore
-from mercury_jax.checkpoint.save import SaveFailed, Saver, clean, latest, path_of, steps
+from mercury_jax.checkpoint.saver import SaveFailed, Saver, clean, inspect, latest, path_of, restore, steps
 
 __all__ = [
-    "CheckpointError",
-    "Exported",
-    "Restored",
-    "SaveFailed",
-    "Saver",
-    "clean",
-    "export",
-    "inspect",
-    "latest",
-    "load_exported",
-    "path_of",
-    "restore",
-    "steps",
-    "verify",
-]
+    "CheckpointError", "Exported", "SaveFailed", "Saver", "clean", "export", "inspect", "latest",
+    "load_exported", "path_of", "restore", "steps", "verify",
+]  # fmt: skip

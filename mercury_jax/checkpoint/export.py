@@ -35,7 +35,7 @@ CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.mode
 
 @dataclass(frozen=True)
 class Exported:
-    """A verified folder; its arrays are read when asked for.
+    """A folder that `load_exported` opened; `read` reads its arrays.
 
     Attributes:
         path: The folder.
@@ -130,18 +130,25 @@ def export(
         if tokenizer is not None:
             (work / TOKENIZER).write_bytes(tokenizer)
         manifest.write(work)
-        _replace(work, folder)
+        # An earlier export is moved aside first and removed last, so that one of the two is always complete.
+        old = folder.with_name(folder.name + ".old.tmp")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        work.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     if shared:
         multihost_utils.sync_global_devices("export")
     return folder
 
 
-def load_exported(folder: str | Path, dtype: DTypeLike | None = None) -> Exported:
+def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify: bool = True) -> Exported:
     """Verifies an exported folder and opens it.
 
     Args:
         folder: What `export` wrote.
         dtype: Floating-point arrays are returned in this dtype. Default: as stored.
+        verify: Check the SHA-256 of every file first, which reads all of them.
 
     Returns:
         The opened folder. The checksums have read every byte, but no array is in memory; `Exported.read` reads one.
@@ -153,7 +160,8 @@ def load_exported(folder: str | Path, dtype: DTypeLike | None = None) -> Exporte
     if not folder.is_dir():
         allowed = "a folder of a saved model, this one does not exist"
         raise CheckpointError(f"folder is {str(folder)!r}; allowed: {allowed}")
-    manifest.verify(folder)
+    if verify:
+        manifest.verify(folder)
     for name in (CONFIG, PARAMS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing: the folder is not a saved model")
@@ -184,13 +192,3 @@ def _to_host(leaf: Any, dtype: DTypeLike | None) -> np.ndarray:
 def _cast(array: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
     return array.astype(dtype, copy=False) if dtype is not None and floating else array
-
-
-def _replace(work: Path, folder: Path) -> None:
-    """Puts `work` in the place of `folder`, which is moved aside first and removed last."""
-    old = folder.with_name(folder.name + ".old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

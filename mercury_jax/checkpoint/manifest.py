@@ -56,8 +56,16 @@ def verify(folder: str | Path, only: str | None = None) -> None:
         raise CheckpointError(
             f"{path}: format is {about.get('format')!r}; allowed: {FORMAT}, by this version"
         )
+    roots = allowed_roots(folder.resolve())
     for name in (*files, *(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink())):
-        _check_inside(folder, name)
+        try:
+            real = (folder / name).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            # A loop of links (a RuntimeError before Python 3.13), or a NUL byte.
+            raise CheckpointError(f"{folder}: {name[:200]!r} leads nowhere: {error}") from None
+        if not any(real.is_relative_to(place) for place in roots):
+            where = f"{folder}: {name[:200]!r} leads to {str(real)!r}"
+            raise CheckpointError(f"{where}; allowed: a file of the folder")
     if only is not None and only not in files:
         raise CheckpointError(f"{path} does not list {only}: the folder is damaged or not ours")
     for name in files if only is None else [only]:
@@ -79,21 +87,6 @@ def allowed_roots(root: Path) -> list[Path]:
         if place.parent.name == "snapshots" and repository.name.startswith("models--"):
             return [root, repository / "blobs"]
     return [root]
-
-
-def _check_inside(folder: Path, name: str) -> None:
-    try:
-        real = (folder / name).resolve()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a loop of links (RuntimeError before 3.13), a NUL byte
-        raise CheckpointError(f"{folder}: {name[:200]!r} leads nowhere: {error}") from None
-    if not any(real.is_relative_to(place) for place in allowed_roots(folder.resolve())):
-        raise CheckpointError(
-            f"{folder}: {name[:200]!r} leads to {str(real)!r}; allowed: a file of the folder"
-        )
 
 
 def _check_file(path: Path, entry: object) -> None:
@@ -138,14 +131,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: Mapping[str, Any]) -> None:
-    """Writes a JSON object and flushes it to the disk, so that no later rename can overtake its contents.
+    """Writes a JSON object as `write_synced` does.
 
     Args:
         path: The file.
         about: JSON-ready values.
     """
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(about, file, indent=1)
+    write_synced(path, json.dumps(about, indent=1).encode())
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file and flushes it to the disk, so that no later rename can overtake its contents.
+
+    Args:
+        path: The file.
+        data: Its contents.
+    """
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -313,9 +313,6 @@ def find_rule(name: str) -> RegisteredPart:
         raise refuse("--rule", name, reason) from error
     if not hasattr(make, "params"):
         raise refuse("--rule", name, "a function decorated with @mj.rule")
-    from mercury_jax.decode import rules
-
-    rules.ALL.setdefault(make.__name__, make)  # a rule without name=, known from here on, to the server too
     return _part(make)
 
 

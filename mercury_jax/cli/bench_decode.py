@@ -83,10 +83,10 @@ class BenchDecode:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     args = arguments.read(BenchDecode, argv, "mercury bench decode")
-    from mercury_jax.bench import decode, recommend, records, sweeps
+    from mercury_jax.bench import decode, recommend, records
 
     names = [arguments.find_rule(n).make.__name__ if ":" in n else n for n in args.rules]
-    chosen = sweeps.sweep(None if "all" in names else names, args.points)
+    chosen = decode.sweep(None if "all" in names else names, args.points)
     if args.plot is not None:
         records.check_plot(args.plot)
     show.check_writable("--plot", args.plot)

@@ -6,6 +6,7 @@ Reads its options with argparse: it must run from the source tree on a GPU machi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -124,12 +125,15 @@ def run(argv: Sequence[str]) -> int:
     show.check_writable("--out", args.out)
     from mercury_jax.bench.gpu import commands, runner
 
-    how: dict[str, Any] = {"small": args.small, "only": args.only}
-    if command == "check":
-        how["seed"] = args.seed
     bad = False
-    with runner.Runner(runner.TimeBudget(args.budget)) as running:
-        for row in getattr(commands, command)(running, **how):
+    with contextlib.closing(runner.Runner(args.budget)) as cases:
+        how: dict[str, Any] = {"small": args.small, "only": args.only}
+        rows = (
+            commands.check(cases, seed=args.seed, **how)
+            if command == "check"
+            else commands.measure(cases, command, **how)
+        )
+        for row in rows:
             runner.append(args.out, row)
             show.emit(row) if args.json else print(line(row), flush=True)
             bad |= runner.troubled([row])

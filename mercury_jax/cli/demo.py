@@ -135,34 +135,34 @@ def _problem(name: str, seed: int, attempt: int) -> tuple[Any, Any]:
     """(task, a held-out problem of it): of several sudokus the one with the most blanks, which has most to show."""
     import numpy as np
 
-    from mercury_jax.train import generators
+    from mercury_jax.tasks import TASKS, draw
 
-    generator, rng = generators.ALL[name], np.random.default_rng((seed, attempt))
-    drawn = [generators.draw(generator, rng, "test") for _ in range(DRAWN)]
-    return generator, max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
+    task, rng = TASKS[name], np.random.default_rng((seed, attempt))
+    drawn = [draw(task, rng, "test") for _ in range(DRAWN)]
+    return task, max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
 
 
 def _sudoku(seed: int, attempt: int) -> Question:
-    generator, problem = _problem("sudoku4", seed, attempt)
+    task, problem = _problem("sudoku4", seed, attempt)
     return Question(
         title="A 4x4 sudoku that training never saw",
         before=problem.input.replace("0", ".") + "\n\n",
         prompt=[{"role": "user", "content": problem.input}],
         max_tokens=32,
-        check=lambda text: generator.check(problem.input, text),
+        check=lambda text: task.check(problem.input, text),
         right="every row, column and box has each digit once, and the given digits stand",
         wrong=problem.output.replace("\n", " / "),
     )
 
 
 def _sum(seed: int, attempt: int) -> Question:
-    generator, problem = _problem("add3", seed, attempt)
+    task, problem = _problem("add3", seed, attempt)
     return Question(
         title="A sum, worked out column by column before it answers",
         before=problem.input + "\n",
         prompt=[{"role": "user", "content": problem.input}],
         max_tokens=64,
-        check=lambda text: generator.check(problem.input, text),
+        check=lambda text: task.check(problem.input, text),
         right=f"{problem.input}{problem.output}",
         wrong=problem.output,
     )

@@ -54,12 +54,11 @@ def run(argv: Sequence[str]) -> int:
     """
     args, parameters = arguments.read_with_rule(Evaluate, argv, "mercury eval")
     from mercury_jax import evaluate
-    from mercury_jax.evaluate import tasks
 
     if not args.task:
         raise refuse("TASK", None, f"one or more of {', '.join(evaluate.TASKS)}")
     for name in args.task:
-        tasks.find(name)
+        evaluate.find(name)
     if args.file is not None and len(args.task) > 1:
         raise refuse("--file", args.file, f"with one task, not {len(args.task)}")
     sampler, plan = args.decoding.sampler(parameters), args.decoding.plan()

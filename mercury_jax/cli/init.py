@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ValueError: A bad option, before a model is loaded or written.
     """
-    from mercury_jax.train.packaged import packaged
+    from mercury_jax.train import packaged_recipes
 
-    known = packaged()
+    known = packaged_recipes()
     Init.__doc__ = (Init.__doc__ or "").replace("{names}", ", ".join(known))
     args = arguments.read(Init, argv, "mercury init")
     own = args.recipe.endswith(".py") and args.file is None

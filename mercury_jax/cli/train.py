@@ -14,7 +14,7 @@ from mercury_jax.cli.arguments import Flag, Positional, option
 from mercury_jax.config import refuse
 
 if TYPE_CHECKING:
-    from mercury_jax.train.loop import Result
+    from mercury_jax.train.loop import TrainResult
     from mercury_jax.train.recipe import TrainConfig
 
 
@@ -71,8 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _load(path: str) -> TrainConfig:
     """The config of a recipe. Whatever the user's file raises becomes a ValueError that names file and line."""
-    from mercury_jax.train import recipe
-    from mercury_jax.train.packaged import find_recipe
+    from mercury_jax.train import find_recipe, recipe
 
     path = str(find_recipe(path))
     try:
@@ -111,7 +110,7 @@ def _suggestion(error: BaseException) -> str:
     return f"; {close[0]} is the nearest name there" if close else ""
 
 
-def _report(config: TrainConfig, result: Result, as_json: bool) -> None:
+def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
     """Prints where the model is, on the first of several processes only."""
     import jax
 

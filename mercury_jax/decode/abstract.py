@@ -28,7 +28,7 @@ def abstract_session(
         lm: The model, decoded by its own sampler and plan.
         rows: Prompts of the call.
         context: Tokens of a row, prompt and answer together.
-        answer: The last so many of them; None: one block.
+        answer: Tokens of the answer among them; None: one block.
         mesh: As of `sample`.
 
     Returns:
@@ -51,9 +51,8 @@ def abstract_session(
     on = sharding.model_parallel_mesh(lm.params)
     if on is not None:  # a shape alone does not say where its array lies
         place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        state = state._replace(
-            cache=jax.tree.map(place, state.cache, sharding.cache_shardings(state.cache, on))
-        )
+        shardings = sharding.cache_shardings(state.cache, on)
+        state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
     shapes = jax.eval_shape(lambda: sampling)
     session = Session(decode_config, shapes, state, rows, row_mesh(lm, mesh))
     return session, prefill_width(decode_config, int(np.max(padded.committed)))
@@ -70,11 +69,10 @@ def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages
     Returns:
         The lowered program.
     """
+    varying = lm.params, session.state, session.sampling, passes
     if session.mesh is None:
-        return run_program.lower(session.config, lm.params, session.state, session.sampling, passes)
-    return run_sharded_program.lower(
-        session.config, session.mesh, lm.params, session.state, session.sampling, passes
-    )
+        return run_program.lower(session.config, *varying)
+    return run_sharded_program.lower(session.config, session.mesh, *varying)
 
 
 def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:

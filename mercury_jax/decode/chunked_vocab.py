@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import DecodeConfig, SamplingParams, State
 from mercury_jax.decode.token_stats import NEVER, search_cdf
-from mercury_jax.decode.view import Observation, process_row
+from mercury_jax.decode.view import Observation, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
@@ -65,11 +65,10 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
+    if config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None:
+        return False
     separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)
-    needs_all = (
-        config.speculative or config.leave_one_out or config.variable_length or config.logprobs is not None
-    )
-    return separable and not needs_all and config.model.config.vocab > config.vocab_chunk
+    return separable and config.model.config.vocab > config.vocab_chunk
 
 
 def chunked_stats(
@@ -127,11 +126,12 @@ def _walk(
     def chunk(soft: SoftEmbedding | None, at: Any, size: int) -> tuple[SoftEmbedding | None, ChunkStats]:
         first = base + at  # id of the chunk's first column, which is column `at` of the tables
         logits = part(params, hidden, at, size)  # [B, L, size]
-        process = lambda row, one, x, sampling: process_row(config, row, one, x, sampling, first)
-        logits = jax.vmap(process)(state, seen, logits, sampling)
+        process = functools.partial(process_logits, config, first_id=first)
+        logits = jax.vmap(process)(state, seen.view, seen.window.at, logits, sampling)
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
             assert model.embed_mixture is not None
+            # Online softmax: where this chunk raises the maximum, what was summed before is scaled down.
             top = jnp.maximum(soft.max, stats.max[..., None])
             weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
             total = soft.total * scale + weights.sum(-1, keepdims=True)
@@ -140,6 +140,7 @@ def _walk(
         assert temperature is not None
         return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
 
+    # The accumulator starts empty: its maximum is NEVER, so the first chunk replaces it.
     soft = None
     if model.embed_mixture is not None:
         zero = jnp.zeros((state.canvas.shape[0], config.window, 1), jnp.float32)
@@ -147,6 +148,7 @@ def _walk(
         soft = SoftEmbedding(zero + NEVER, zero, embedding)
     soft, chunks = jax.lax.scan(lambda soft, i: chunk(soft, i * size, size), soft, jnp.arange(count // size))
     if count % size:
+        # The ids that fill no chunk of their own are a smaller last one.
         soft, last = chunk(soft, count - count % size, count % size)
         chunks = jax.tree.map(lambda all, x: jnp.concatenate([all, x[None]]), chunks, last)
     return soft, chunks
@@ -166,6 +168,7 @@ def chunk_stats(
     Returns:
         The statistics; the draw is the argmax.
     """
+    # All weights are relative to the largest logit of the chunk, so that exp cannot overflow. [L, v]
     best, at = logits.max(axis=-1), logits.argmax(axis=-1)
     centred = logits - best[:, None]
     e = jnp.exp(centred)
@@ -237,10 +240,13 @@ def merge_chunks(c: ChunkStats, uniforms: Float[Array, "L"], temperature: Float[
         The statistics [L], as `token_stats` computes them from all logits.
     """
     best, winner = c.max.max(axis=0), c.max.argmax(axis=0)  # [L]
+    # Bring every chunk to the common maximum. With m = max + gap: sum e^(x - best) = e^gap sum e^(x - max), and the
+    # moment of (x - best) gains gap times that sum.
     gap = c.max - best  # [P, L], at most 0
     total = (c.total * jnp.exp(gap)).sum(axis=0)
     moment = (jnp.exp(gap) * (c.moment + gap * c.total)).sum(axis=0)
     of_chunk = lambda x, index: jnp.take_along_axis(x, index[None], axis=0)[0]
+    # The second largest logit is the winner chunk's own second, or the maximum of another chunk.
     second = jnp.where(jnp.arange(len(gap))[:, None] == winner, c.second, c.max).max(axis=0)
     argmax = of_chunk(c.argmax, winner)
     # The chunk of the draw: invert the distribution over chunks.
@@ -267,6 +273,7 @@ def _walk_sharded(
 
     rows: arguments of `_walk`; every leaf has the batch axis first.
     """
+    # Each device holds the rows of the tables for `count` consecutive ids.
     tables = {name: params[name] for name in TABLES if name in params}
     count = config.model.config.vocab // mesh.shape[AXIS]
     row = dividing_axes(("data",), jax.tree.leaves(rows)[0].shape[0], mesh) or None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import refuse
 from mercury_jax.decode import processors
 from mercury_jax.decode.decoder import Session, advance
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, compile
@@ -35,10 +35,10 @@ class CommittedTokens(NamedTuple):
     """What the host commits to constrained rows between two passes. used = 0 and not ended: nothing."""
 
     tokens: Int[Array, "B W"]
-    start: Int[Array, "B"]  # absolute position of the first of them: behind what is committed already
+    start: Int[Array, "B"]  # absolute position of the first of them: after what is committed already
     used: Int[Array, "B"]
-    clear: Bool[Array, "B"]  # what stands behind them becomes noise again
-    ended: Bool[Array, "B"]  # the answer ends behind them
+    clear: Bool[Array, "B"]  # what stands after them becomes noise again
+    ended: Bool[Array, "B"]  # the answer ends after them
 
 
 def no_tokens(rows: int, width: int) -> CommittedTokens:
@@ -65,7 +65,7 @@ def write_committed(
         config: Static sizes.
         state: Of all rows.
         committed: Of each row.
-        eos: Written behind an answer that ends.
+        eos: Written after an answer that ends.
 
     Returns:
         The state, in which these tokens are frozen.
@@ -81,6 +81,7 @@ def _write_row(
     at = row.cache_length + jnp.arange(config.width, dtype=jnp.int32)
     slots = jnp.arange(row.tokens.shape[0], dtype=jnp.int32)
     reach = change.start + change.used
+    # The committed tokens are the positions start .. reach; they go into the row's tokens and into its open canvas.
     token_at = lambda where: change.tokens[jnp.clip(where - change.start, 0, config.width - 1)]
     inside = lambda where: (where >= change.start) & (where < reach)
     tokens = jnp.where(inside(slots), token_at(slots), row.tokens)
@@ -158,6 +159,7 @@ class ConstrainedRow:
         """
         if not self.begun or self.ended or start > self.frontier:
             return
+        # What the window holds before the frontier is committed already.
         skip = self.frontier - start
         self._advance([int(i) for i in answer[skip:]], [bool(s) for s in accepted[skip:]])
 
@@ -183,7 +185,7 @@ class ConstrainedRow:
         arrays.tokens[row, : len(new)] = new
         arrays.start[row], arrays.used[row] = start, len(new)
         self._end_written = self.ended and not self._unwritten
-        # An answer that the budget cuts off fills its row, and has no end of text behind it.
+        # An answer that the budget cuts off fills its row, and has no end of text after it.
         arrays.clear[row], arrays.ended[row] = self._clear, self._end_written and not self.walker.cut
         self._clear = bool(self._unwritten) and self._clear
 
@@ -213,7 +215,16 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema=")
-    check_plan_and_sampler(request.sampler, request.plan)
+    revise = request.plan.revise
+    if revise:
+        raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
+    sampler = None if request.sampler is None else check_sampler(request.sampler)
+    if sampler is not None and sampler.rule.variable_length:
+        allowed = "a rule that keeps the number of tokens, with schema="
+        raise refuse("sampler.rule", sampler.rule.name, allowed)
+    if sampler is not None and sampler.speculate:
+        allowed = "None or 0 with schema=: the grammar judges what is drafted"
+        raise refuse("sampler.speculate", sampler.speculate, allowed)
     prompts, _ = encode_prompts(lm, request.prompt)
     max_tokens, count = check_max_tokens(lm, prompts, request.max_tokens), len(prompts)
     schema = request.schema
@@ -234,29 +245,6 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     return rows
 
 
-def check_plan_and_sampler(sampler: Any, plan: Plan) -> None:
-    """Raises ValueError for ways of decoding that a grammar cannot follow.
-
-    Args:
-        sampler: The caller's, or None.
-        plan: The caller's.
-
-    Raises:
-        ValueError: Names the field that a grammar cannot follow.
-    """
-    if plan.revise:
-        raise refuse("plan.revise", plan.revise, "0 with schema=: tokens that the grammar has accepted stay")
-    if sampler is None:
-        return
-    sampler = check_sampler(sampler)
-    if sampler.rule.variable_length:
-        allowed = "a rule that keeps the number of tokens, with schema="
-        raise refuse("sampler.rule", sampler.rule.name, allowed)
-    if sampler.speculate:
-        allowed = "None or 0 with schema=: the grammar judges what is drafted"
-        raise refuse("sampler.speculate", sampler.speculate, allowed)
-
-
 def with_grammar_mask(lm: LM, request: Request) -> Request:
     """Returns the request whose sampler has a grammar mask per row; for now it allows every id.
 
@@ -273,39 +261,26 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
     return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))
 
 
-def mark_rows(session: Session, grammars: Grammars) -> Session:
-    """Returns the session with its constrained rows marked, whose tokens the host commits.
-
-    Args:
-        session: Not run yet.
-        grammars: One per row, or None.
-
-    Returns:
-        The session.
-    """
-    constrained = np.zeros(session.state.tokens.shape[0], bool)
-    constrained[: session.rows] = [row is not None for row in grammars]
-    # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
-    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps))
-    sampling = session.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
-    return dataclasses.replace(session, sampling=sampling)
-
-
 def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Session, list[Frame], int]:
     """Runs a session to its end, with the host between the passes.
 
     Args:
         lm: The model.
-        session: With marked rows.
+        session: Of a request with a grammar mask, not run yet.
         grammars: One per row, or None.
         history: Whether to keep a frame of every pass.
 
     Returns:
         The finished session, the frames, and how many passes were made.
     """
+    constrained = np.zeros(session.state.tokens.shape[0], bool)
+    constrained[: session.rows] = [row is not None for row in grammars]
+    # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
+    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps))
+    sampling = session.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
+    session = dataclasses.replace(session, sampling=sampling)
     frames: list[Frame] = []
-    made = 0
-    state = session.state
+    made, state = 0, session.state
     prompt, committed, budget = jax.device_get((state.prompt, state.committed, state.answer_budget))
     _begin_answers(grammars, committed, budget)
     while True:
@@ -314,15 +289,15 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
         if session.done:
             return session, frames, made
         session, chunk, _ = advance(lm, session, 1)
-        chunk, committed, budget = jax.device_get(
-            (chunk, session.state.committed, session.state.answer_budget)
-        )
+        state = session.state
+        chunk, committed, budget = jax.device_get((chunk, state.committed, state.answer_budget))
         frame = jax.tree.map(lambda x: x[0], chunk)
         made += 1
         for i, row in enumerate(grammars):
             if row is not None and row.begun and frame.used[i]:
                 used = int(frame.used[i])
                 row.propose(int(frame.start[i]), frame.answer[i, :used], frame.accepted[i, :used])
+        # Rows whose thinking ended in this pass begin their answer; what the grammar forces is written next.
         _begin_answers(grammars, committed, budget)
         if history:
             frames.append(_with_commits(frame, grammars, session.rows))
@@ -356,7 +331,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
         bits[i], start[i] = ALL_IDS, 0
         if row is not None and row.begun and not row.ended:
             words = row.bits()
-            bits[i] = 0  # also of the model's ids behind the tokenizer's last
+            bits[i] = 0  # also of the model's ids after the tokenizer's last
             bits[i, 0, : len(words)] = words
             start[i] = row.frontier - prompt[i]
     mask = dataclasses.replace(mask, params=mask.params | {"bits": bits, "start": start})
@@ -365,7 +340,7 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
 
 
 def _with_commits(frame: Frame, grammars: Grammars, rows: int) -> Frame:
-    """The frame of a pass with what was committed of it."""
+    """The frame of a pass, in which the committed tokens are accepted."""
     answer, accepted = frame.answer[:rows].copy(), frame.accepted[:rows].copy()
     for i, row in enumerate(grammars):
         if row is not None and row.first is not None:

@@ -1,8 +1,8 @@
 """The decoder: pure functions over one `State`, under every public call and the server alike.
 
-A row's phase follows from its numbers and is never stored: done; else *encode* while `cache_length` is behind the
-committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is to write
-it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
+A row's phase follows from its numbers and is never stored: done; else *encode* while `cache_length` is below the
+number of committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is
+to write it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
 
 `step` is one pass. `run` repeats it on the device. `Session` is a decoding in progress; `advance` runs it for some
 passes.
@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from mercury_jax.decode.denoise import denoise, select_rows
+from mercury_jax.decode.denoise import denoise
 from mercury_jax.decode.forward import forward
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params
 from mercury_jax.decode.self_speculation import verify
@@ -32,10 +32,11 @@ from mercury_jax.decode.state import (
     first_memory,
     first_state,
     step_key,
+    update_rows,
     window_offset,
 )
 from mercury_jax.decode.token_stats import slice_at
-from mercury_jax.types import LM, Key, Params, Pass
+from mercury_jax.types import LM, Params, Pass
 
 
 def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingParams) -> tuple[State, Frame]:
@@ -68,9 +69,8 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
         tokens = jnp.where(verifying[:, None], state.answer, tokens)
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
-    hidden, leave_one_out, cache = forward(
-        config, params, state, tokens, used, encoding | verifying, sampling
-    )
+    causal = encoding | verifying
+    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal, sampling)
     state = state._replace(cache=cache)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
@@ -83,7 +83,7 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
 
 
 def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """Returns how many committed tokens are written to the cache for good; a verifying pass encodes the last itself.
+    """Returns how many committed tokens an encoding pass writes to the cache; a verifying pass encodes the last itself.
 
     Args:
         config: Its model knows which tokens may be encoded.
@@ -110,21 +110,18 @@ def open_canvases(config: DecodeConfig, state: State, sampling: SamplingParams) 
     ready = encodable_tokens(config, state.committed)
     opening = (state.cache_length >= ready) & ~state.done & (state.step < 0)
 
-    def lay(
-        tokens: Array, given: Array, draft: Array, cache_length: Array, committed: Array, key: Key
-    ) -> tuple[Array, Array, Array]:
-        at = cache_length + jnp.arange(config.width)
-        here = lambda x: jax.lax.dynamic_slice(x, (cache_length,), (config.width,))
-        frozen = (at < committed - config.revisable) | here(given)
+    def lay(row: State) -> tuple[Array, Array, Array]:
+        at = row.cache_length + jnp.arange(config.width)
+        here = lambda x: jax.lax.dynamic_slice(x, (row.cache_length,), (config.width,))
+        frozen = (at < row.committed - config.revisable) | here(row.given)
         ones = jnp.ones((config.width,), jnp.float32)
-        noise = config.corruption.prior(step_key(key, committed, jnp.asarray(-1)), ones)
-        canvas = jnp.where(frozen | (at < committed) | here(draft), here(tokens), noise).astype(jnp.int32)
-        offset = window_offset(config, cache_length, committed)
+        noise = config.corruption.prior(step_key(row.key, row.committed, jnp.asarray(-1)), ones)
+        decided = frozen | (at < row.committed) | here(row.draft)
+        canvas = jnp.where(decided, here(row.tokens), noise).astype(jnp.int32)
+        offset = window_offset(config, row.cache_length, row.committed)
         return canvas, frozen, slice_at(canvas, offset, config.window)
 
-    canvas, frozen, window = jax.vmap(lay)(
-        state.tokens, state.given, state.draft, state.cache_length, state.committed, state.key
-    )
+    canvas, frozen, window = jax.vmap(lay)(state.without_cache())
     used = jnp.minimum(config.width, state.end - state.cache_length)
     fresh: dict[str, Any] = dict(
         canvas=canvas,
@@ -137,8 +134,7 @@ def open_canvases(config: DecodeConfig, state: State, sampling: SamplingParams) 
     )
     if config.speculative:  # a committed token alone is a draft of nothing
         fresh["unverified"] = used <= 1
-    chosen = {name: select_rows(opening, new, getattr(state, name)) for name, new in fresh.items()}
-    return state._replace(**chosen)
+    return update_rows(state, opening, fresh)
 
 
 def prefill(
@@ -163,13 +159,13 @@ def prefill(
 
     def body(state: State) -> State:
         used = jnp.minimum(pending(state), width)
+        # tokens [B, width]: the next ones of each row; `used` says how many of them count.
         slots = state.cache_length[:, None] + jnp.arange(width)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(slots, state.tokens.shape[1] - 1), axis=1)
         everyone = jnp.ones_like(state.done)
         end = state.cache_length + used
-        no_self_cond = jax.tree.map(
-            lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype), state.self_cond
-        )
+        zeros = lambda x: jnp.zeros((x.shape[0], width, *x.shape[2:]), x.dtype)
+        no_self_cond = jax.tree.map(zeros, state.self_cond)
         clean = jnp.zeros(end.shape) if config.model.config.timed else None
         given = Pass(tokens, state.cache, state.cache_length, used, end, everyone, no_self_cond, clean)
         _, cache = config.model.forward(params, given)
@@ -230,9 +226,7 @@ class Session:
     sampling: SamplingParams = field(repr=False)
     state: State = field(repr=False)
     rows: int  # of the request; further rows of the state only fill its bucket
-    mesh: Mesh | None = field(
-        repr=False
-    )  # whose devices decode rows of their own; None: all share all passes
+    mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
     prompts: list[Prompt] = field(repr=False, default_factory=list)
 
     @property
@@ -261,15 +255,11 @@ def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Fram
         The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
         per device that decodes rows of its own.
     """
+    program, config = run_program, (session.config,)
+    if session.mesh is not None:
+        program, config = run_sharded_program, (session.config, session.mesh)
     with explain_wrong_params(lm):
-        if session.mesh is None:
-            state, frames, made = run_program(
-                session.config, lm.params, session.state, session.sampling, passes
-            )
-        else:
-            state, frames, made = run_sharded_program(
-                session.config, session.mesh, lm.params, session.state, session.sampling, passes
-            )
+        state, frames, made = program(*config, lm.params, session.state, session.sampling, passes)
     return replace(session, state=state), frames, made
 
 
@@ -324,10 +314,6 @@ def run_sharded_program(
         state, frames, made = run(config, params, state, sampling, passes)
         return state, frames, jnp.reshape(made, (1,))
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(whole, row, row),
-        out_specs=(row, PartitionSpec(None, "data"), row),
-        check_vma=False,
-    )(params, state, sampling)
+    ins, outs = (whole, row, row), (row, PartitionSpec(None, "data"), row)
+    spread = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return spread(params, state, sampling)

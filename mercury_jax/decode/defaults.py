@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
-from mercury_jax.decode.ranges import Above, AtLeast, check_number
+from mercury_jax.decode.registration import Above, AtLeast, check_number
 from mercury_jax.decode.sampler import Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
@@ -98,9 +98,8 @@ def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressiv
     noise = "uniform" if corruption.mask is None else "absorbing"
     rule = checked.rule
     if noise not in rule.noise and checked.speculate != 0:
-        raise refuse(
-            "sampler.rule", rule.name, f"a rule for {noise} noise; this one is for {rule.noise[0]} noise"
-        )
+        allowed = f"a rule for {noise} noise; this one is for {rule.noise[0]} noise"
+        raise refuse("sampler.rule", rule.name, allowed)
     default = stopping.steady if corruption.mask is None else stopping.filled
     return checked._replace(
         stopping=checked.stopping or (rule.stopping or default)(),

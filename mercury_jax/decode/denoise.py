@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
-from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
@@ -26,7 +25,7 @@ from mercury_jax.decode.state import (
     close_thinking,
     ends_text,
     first_state,
-    window_of,
+    update_rows,
     window_offset,
 )
 from mercury_jax.decode.token_stats import (
@@ -38,22 +37,8 @@ from mercury_jax.decode.token_stats import (
     update_logprobs,
     write_at,
 )
-from mercury_jax.decode.view import Observation, observe, process_row
+from mercury_jax.decode.view import Observation, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
-
-
-def select_rows(rows: Bool[Array, "B"], new: Any, old: Any) -> Any:
-    """Takes `new` where a row is selected, else `old`. Only for small leaves: never over a cache.
-
-    Args:
-        rows: Which rows take the new values.
-        new: A tree with the batch axis first.
-        old: A tree of the same structure.
-
-    Returns:
-        The selected tree.
-    """
-    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, old)
 
 
 def denoise(
@@ -79,7 +64,7 @@ def denoise(
     Returns:
         The next state, and a frame that shows each row's window.
     """
-    small = state._replace(cache=(), self_cond=())  # what a row's own step may look at
+    small = state.without_cache()
     seen = jax.vmap(functools.partial(observe, config))(small, sampling)
     # 1. Statistics of each position, and the self-conditioning for the next pass.
     if chunked_vocab.applies(config, sampling.sampler):
@@ -87,8 +72,15 @@ def denoise(
         raw = None
     else:
         raw = config.model.head(params, hidden)  # [B, L, V]
-        logits = jax.vmap(functools.partial(process_row, config))(small, seen, raw, sampling)
-        drawn = _draw_rows(logits, seen.uniforms, sampling.sampler.temperature)
+        process = functools.partial(process_logits, config)
+        logits = jax.vmap(process)(small, seen.view, seen.window.at, raw, sampling)
+        # Tokens are drawn by cumulative sums, which are computed only if some row draws at all.
+        temperature = jnp.asarray(sampling.sampler.temperature, jnp.float32)
+        drawn = jax.lax.cond(
+            jnp.any(temperature > 0),
+            lambda: jax.vmap(draw)(logits, seen.uniforms, temperature),
+            lambda: logits.argmax(-1).astype(jnp.int32),
+        )
         view = seen.view._replace(logits=logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
@@ -97,40 +89,17 @@ def denoise(
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
     changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits, sampling)
-    moved = state._replace(
-        **{name: select_rows(rows, new, getattr(state, name)) for name, new in changes.items()},
-        self_cond=select_rows(rows, _window_into_canvas(config, state, self_cond), state.self_cond),
-        nfe=state.nfe + rows,
-    )
+    offset = window_offset(config, state.cache_length, state.committed)
+    if (
+        config.window < config.width
+    ):  # the self-conditioning of the window [B, L, D] is put into the canvas [B, W, D]
+        put = jax.vmap(lambda old, new, at: write_at(old, new, at))
+        self_cond = jax.tree.map(lambda old, new: put(old, new, offset), state.self_cond, self_cond)
+    moved = update_rows(state, rows, changes | {"self_cond": self_cond})._replace(nfe=state.nfe + rows)
     # 3. What this pass shows.
-    offset = window_offset(config, state.cache_length, state.committed)
     answer = jax.vmap(lambda x, start: slice_at(x, start, config.window))(moved.answer, offset)
-    used = moved.used if config.variable_length else jax.vmap(lambda row: window_of(config, row).used)(small)
-    frame = Frame(
-        state.cache_length + offset, jnp.where(rows, used, 0), answer, accepted, confidence, moved.done
-    )
-    return moved, frame
-
-
-def _draw_rows(
-    logits: Float[Array, "B L V"], uniforms: Float[Array, "B L"], temperature: Param | None
-) -> Int[Array, "B L"]:
-    """Draws the tokens of every row; the cumulative sums are computed only if some row draws at all."""
-    warmth = jnp.asarray(temperature, jnp.float32)
-    sample = lambda: jax.vmap(draw)(logits, uniforms, warmth)
-    greedy = lambda: logits.argmax(-1).astype(jnp.int32)
-    return jax.lax.cond(jnp.any(warmth > 0), sample, greedy)
-
-
-def _window_into_canvas(config: DecodeConfig, state: State, self_cond: Any) -> Any:
-    """The self-conditioning of the canvas after this step: that of the window [B, L, D] put into it [B, W, D]."""
-    if config.window == config.width:
-        return self_cond
-    offset = window_offset(config, state.cache_length, state.committed)
-    put = jax.vmap(
-        lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 0)
-    )
-    return jax.tree.map(lambda old, new: put(old, new, offset), state.self_cond, self_cond)
+    used = jnp.where(rows, moved.used if config.variable_length else seen.window.used, 0)
+    return moved, Frame(state.cache_length + offset, used, answer, accepted, confidence, moved.done)
 
 
 class Decision(NamedTuple):
@@ -265,10 +234,8 @@ def _commit(
     editable = ~decision.frozen & (at < decision.block_end)
     # Tokens that end what is being written: the end of text, and while thinking also the token that closes it.
     thinking = (row.answer_budget > 0) & (params.end_thinking >= 0)
-    ends = lambda tokens: (
-        editable & (ends_text(config, tokens, params) | (thinking & (tokens == params.end_thinking)))
-    )
-    first_end = jnp.min(jnp.where(ends(proposal.answer), at, decision.row_end))
+    ends = lambda tokens: ends_text(config, tokens, params) | (thinking & (tokens == params.end_thinking))
+    first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
     assert params.sampler.stopping is not None
     if config.corruption.mask is not None and params.sampler.stopping.name == "filled":
@@ -276,10 +243,10 @@ def _commit(
         # another stopping criterion, where the rule may still revise what the canvas holds.
         far = at[-1] + 1
         first_open = jnp.min(jnp.where(decision.open, at, far))
-        finished |= jnp.min(jnp.where(ends(proposal.canvas), at, far)) < first_open
+        finished |= jnp.min(jnp.where(editable & ends(proposal.canvas), at, far)) < first_open
     if not isinstance(params.constrained, tuple):  # the host commits, but for the thinking
         finished &= ~params.constrained | (row.answer_budget > 0)
-    # A row that ends keeps its end-of-text token just behind its text.
+    # A row that ends keeps its end-of-text token just after its text.
     behind = finished & (at > first_end) & editable & (params.eos >= 0)
     answer = jnp.where(behind, view.eos, proposal.answer)
     end = jnp.where(finished, jnp.minimum(decision.row_end, first_end), decision.row_end)
@@ -300,11 +267,10 @@ def _commit(
     )
     if config.variable_length:
         given = write_at(row.given, decision.frozen & (at < decision.block_end), at[0])
-        changes |= dict(
-            given=jnp.where(finished, given, row.given), used=decision.block_end - row.cache_length
-        )
+        changes["given"] = jnp.where(finished, given, row.given)
+        changes["used"] = decision.block_end - row.cache_length
     if config.speculative:  # the draft waits for its verification; nothing is written yet
-        changes |= dict(tokens=row.tokens, committed=row.committed, end=row.end, done=row.done)
+        changes |= {name: getattr(row, name) for name in ("tokens", "committed", "end", "done")}
         changes |= dict(unverified=finished, step=row.step + 1)
     else:
         changes |= close_thinking(row, changes, params)
@@ -346,12 +312,11 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         none = jnp.zeros(blank.shape, bool)
         rows = Rows(blank, none, zero, zero + 1, zero, none, zero, zero + 1, zero)  # type: ignore[arg-type]
         state = first_state(config, jax.tree.map(lambda x: x[None], params), rows)
-        row = jax.tree.map(lambda x: x[0], state._replace(cache=(), self_cond=()))
-        raw = jnp.zeros(
-            (config.window, model_config.vocab), accumulation_dtype(jnp.dtype(model_config.dtype))
-        )
+        row = jax.tree.map(lambda x: x[0], state.without_cache())
+        dtype = accumulation_dtype(jnp.dtype(model_config.dtype))
+        raw = jnp.zeros((config.window, model_config.vocab), dtype)
         seen = observe(config, row, params)
-        logits = process_row(config, row, seen, raw, params)
+        logits = process_logits(config, row, seen.view, seen.window.at, raw, params)
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
         if not chunked_vocab.applies(config, params.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))

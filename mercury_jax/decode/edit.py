@@ -15,7 +15,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import default_sampler
-from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts
+from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts, prompt_rows
 from mercury_jax.decode.request import Request, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
 from mercury_jax.decode.state import Rows
@@ -71,7 +71,7 @@ def edit(
             ids are filled in.
         prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
             all or a list.
-        spans: What to write anew, the rest being kept: (start, end) in characters, or a piece of the text; for a list
+        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; for a list
             of texts, a list of such lists. Spans start from noise and keep their number of tokens ("syz" may be three
             where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text that answers something
             needs it as `prompt`, as in training. None: editing starts from the text itself, and the rule replaces
@@ -79,7 +79,7 @@ def edit(
         seed: Row i draws from seed + i.
         sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
-            logits cannot be asked so and takes `rules.editing()`; one trained on uniform noise always takes
+            logits has no such predictions and takes `rules.editing()`; one trained on uniform noise always takes
             `rules.entropy_bound()`, which redraws what it is unsure of.
         plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
         temperature: Of drawn tokens (None: the rule's own; 0: argmax).
@@ -101,10 +101,19 @@ def edit(
     request = Request(
         seed=seed, sampler=sampler, plan=plan, temperature=temperature, mesh=mesh, infilling=True
     ).checked()
-    texts, single = _texts(text)
-    span_lists = _span_lists(spans, single, len(texts))
-    edited = [_encode_text(lm, t, s, i) for i, (t, s) in enumerate(zip(texts, span_lists, strict=True))]
-    prompts = _prompts(lm, prompt, texts)
+    encoded, single = encode_prompts(lm, text, begin=False, name="text")
+    texts = [text] if single else list(text)
+    for i, one in enumerate(encoded):
+        if one.chat:
+            raise refuse(f"text[{i}]", texts[i], "a text, or ids")
+    edited = [EncodedText(np.asarray(one.ids, np.int32), None) for one in encoded]
+    if spans is not None:
+        pairs = zip(texts, _span_lists(spans, single, len(texts)), strict=True)
+        edited = [_encode_spans(lm, one, chosen) for one, chosen in pairs]
+    if prompt is None:
+        prompts = [list(lm.tokenizer.begin) if isinstance(one, str) else [] for one in texts]
+    else:
+        prompts = prompt_rows(lm, prompt, len(texts), row="text")
     began = time.perf_counter()
     rows = _rows(lm, edited, prompts, request.plan, check_seed(seed))
     session = start(lm, request._replace(sampler=_sampler(lm, sampler, spans), rows=rows))
@@ -134,25 +143,8 @@ def _sampler(lm: LM, sampler: Any, spans: Any) -> SamplerLike:
     return sampler
 
 
-def _texts(text: Any) -> tuple[list[Any], bool]:
-    """The texts, each a text or ids, and whether a single one was given."""
-    if isinstance(text, jax.Array):
-        text = np.asarray(text)
-    is_number = lambda x: isinstance(x, int | float | np.integer | np.floating)
-    if isinstance(text, np.ndarray) and text.ndim == 2:
-        return list(text), False
-    is_ids = isinstance(text, Sequence) and len(text) > 0 and is_number(text[0])
-    if isinstance(text, str | np.ndarray) or is_ids:
-        return [text], True
-    if not isinstance(text, Sequence) or len(text) == 0:
-        raise refuse("text", text, "a text, ids, or a non-empty list of these")
-    return list(text), False
-
-
 def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
-    """One list of spans per text, or None."""
-    if spans is None:
-        return [None] * count
+    """One list of spans per text."""
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "a list of (start, end) or pieces of the text, or None")
     if single:
@@ -162,32 +154,10 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
     return list(spans)
 
 
-def _prompts(lm: LM, prompt: Any, texts: Sequence[Any]) -> list[list[int]]:
-    """The ids that precede each text."""
-    count = len(texts)
-    if prompt is None:
-        return [list(lm.tokenizer.begin) if isinstance(text, str) else [] for text in texts]
-    prompts, single = encode_prompts(lm, prompt)
-    if not single and len(prompts) != count:
-        raise refuse("prompt", f"{len(prompts)} prompts", f"one, or {count}: one for each text")
-    ids = [list(p.ids) for p in prompts]
-    return ids * count if single else ids
-
-
-def _encode_text(lm: LM, text: Any, spans: Any, index: int) -> EncodedText:
-    """One text as ids; each span begins and ends a token."""
-    name = f"text[{index}]"
+def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
+    """One text as ids; each span begins and ends a token, and starts from noise."""
     if not isinstance(text, str):
-        if spans is not None:
-            raise refuse("spans", spans, "None for a text that is given as ids")
-        prompts, single = encode_prompts(lm, text, name=name)
-        if not single or prompts[0].chat:
-            raise refuse(name, text, "a text, or ids")
-        return EncodedText(np.asarray(prompts[0].ids, np.int32), None)
-    if not text:
-        raise refuse(name, text, "a text of at least one character")
-    if spans is None:
-        return EncodedText(np.asarray(lm.tokenizer.encode(text), np.int32), None)
+        raise refuse("spans", spans, "None for a text that is given as ids")
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_span_range(text, span) for span in spans)
@@ -233,8 +203,13 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
         if size > context:
             allowed = f"at most the model's context of {context}"
             raise refuse(f"text[{i}] and its prompt", f"{size} tokens", allowed)
-    padding = [_padding(lm, k, n, plan) for k, n in zip(committed, text_end, strict=True)]
-    end = np.minimum(context, text_end + padding)
+    # End-of-text tokens complete the last canvas, as `Model.layout` fills it in training: an answer always fills its
+    # canvas, so a canvas that ends with the text is one that the model has never seen, and predicts badly.
+    causal_encoder = lm.model.config.pattern == "causal_encoder"
+    block = (causal_encoder and plan.block) or lm.model.config.block
+    # Its canvases begin after the prompt, and are as wide as the plan's block.
+    behind = text_end - committed if causal_encoder else text_end
+    end = np.minimum(context, text_end + -behind % block)
     tokens = np.full((len(texts), int(end.max())), lm.model.config.eos, np.int32)
     given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
@@ -244,20 +219,6 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
         given[i, inside] = False if text.noised is None else ~text.noised
         draft[i, inside] = text.noised is None
     return Rows(tokens, given, committed, end, row_seeds(seed, len(texts)), draft=draft)
-
-
-def _padding(lm: LM, committed: int, text_end: int, plan: Plan) -> int:
-    """How many end-of-text tokens complete the last canvas of a row.
-
-    As `Model.layout` fills it in training: an answer always fills its canvas, so a canvas that ends with the text is
-    one that the model has never seen, and predicts badly.
-    """
-    config = lm.model.config
-    if (
-        config.pattern == "causal_encoder"
-    ):  # canvases begin behind the prompt, and are as wide as the plan's block
-        return -(text_end - committed) % (plan.block or config.block)
-    return -text_end % config.block
 
 
 def _collect(

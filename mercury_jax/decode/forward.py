@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.state import DecodeConfig, SamplingParams, State, window_of, window_offset
-from mercury_jax.decode.view import steps_of, time_of
+from mercury_jax.decode.view import steps_of
 from mercury_jax.types import Cache, Params, Pass
 
 
@@ -49,6 +49,7 @@ def forward(
     time, start = times(config, state, sampling, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time, mask)
     hidden, cache = config.model.forward(params, given)
+    # With leave-one-out masks the pass returns 2 W hidden states: the tokens' and then the masks'.
     own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
     if mask is None:
         return own, None, cache
@@ -91,12 +92,11 @@ def times(
     if not config.model.config.timed:
         return None
 
-    def one(row: State, sampling: SamplingParams) -> Array:
-        steps = steps_of(window_of(config, row), sampling)
-        return jnp.clip(time_of(row.step, steps), 0.0, 1.0)  # no canvas is open at step -1
-
-    small = state._replace(cache=(), self_cond=())
-    return jnp.where(causal, 0.0, jax.vmap(one)(small, sampling))
+    count = lambda row, params: steps_of(window_of(config, row), params)
+    steps = jax.vmap(count)(state.without_cache(), sampling)
+    return jnp.where(
+        causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
+    )  # no canvas is open at step -1
 
 
 def _partial_forward(
@@ -117,6 +117,7 @@ def _partial_forward(
     part = min(config.width, refresh.before + config.window + refresh.after)
     due = (state.step == 0) if refresh.every is None else (state.step % refresh.every == 0)
     due = due & ~state.done
+    # The part holds the window, `before` positions ahead of it and `after` positions after it.
     first = jnp.clip(offset - refresh.before, 0, config.width - part)  # of the part, within the canvas
     nobody = jnp.zeros_like(state.done)
     time = times(config, state, sampling, nobody)

@@ -8,7 +8,7 @@ arXiv 2502.09992), written so that w = 0 is plain decoding bit for bit. LLaDA's 
 each token of the prompt: that is a negative prompt of as many masks. A pass costs twice as much.
 
 The unconditional branch's sequence is the negative prompt, then what follows the prompt, moved by `shift` positions.
-Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens behind the prompt, and its
+Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens after the prompt, and its
 hidden states are gathered back to the positions of the conditional branch.
 """
 
@@ -77,8 +77,8 @@ def guided(model: Model) -> Model:
     """
     return model._replace(
         forward=functools.partial(_forward, model),
-        head=functools.partial(_head, model),
-        head_chunk=None if model.head_chunk is None else functools.partial(_part, model),
+        head=functools.partial(_guided_logits, model.head),
+        head_chunk=None if model.head_chunk is None else functools.partial(_guided_logits, model.head_chunk),
         empty_cache=functools.partial(_empty, model),
     )
 
@@ -112,14 +112,17 @@ def start(
     Raises:
         ValueError: Names the negative prompt or weight that does not fit.
     """
-    rows, block = len(prompts), _block(model)
+    rows, block = len(prompts), model.config.block if model.config.pattern == "block_causal" else 1
     w = np.asarray(weights, float)
     if w.shape not in ((), (rows,)) or not np.isfinite(w).all():
         raise refuse("guidance weight", weights, f"a finite number, or one for each of the {rows} rows")
-    texts = _negative_ids(model, prompts, negatives, room)
+    texts = _negative_ids(model, prompts, negatives, room, block)
     shift = np.array([len(ids) - prompt for ids, prompt in zip(texts, prompts, strict=True)])
-    size = _power_of_two(max(map(len, texts))) if room is None else room + block - 1
-    more = _power_of_two(max(0, int(shift.max()))) if room is None else room + block - 1
+    if room is None:  # powers of two, and 0: few shapes
+        power = lambda n: 1 << (n - 1).bit_length() if n else 0
+        size, more = power(max(map(len, texts))), power(max(0, int(shift.max())))
+    else:
+        size = more = room + block - 1
     negative = np.zeros((batch, max(size, 1)), np.int32)
     for row, ids in zip(negative, texts, strict=False):
         row[: len(ids)] = ids
@@ -142,7 +145,7 @@ def start(
 
 
 def _negative_ids(
-    model: Model, prompts: Sequence[int], negatives: Sequence[Any], room: int | None
+    model: Model, prompts: Sequence[int], negatives: Sequence[Any], room: int | None, block: int
 ) -> list[list[int]]:
     """Checked negative prompts; for block-causal models padded on the left by masks.
 
@@ -158,17 +161,8 @@ def _negative_ids(
                 raise refuse(f"negative[{i}] id", x, f"0..{model.config.vocab - 1}")
         if room is not None and len(ids) > room:
             raise refuse(f"negative[{i}]", f"{len(ids)} tokens", f"at most {room}")
-        texts.append([model.config.mask or 0] * ((int(prompt) - len(ids)) % _block(model)) + ids)
+        texts.append([model.config.mask or 0] * ((int(prompt) - len(ids)) % block) + ids)
     return texts
-
-
-def _block(model: Model) -> int:
-    return model.config.block if model.config.pattern == "block_causal" else 1
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest power of two >= size, and 0 for 0: few shapes."""
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _empty(model: Model, batch: int, slots: int) -> GuidedCache:
@@ -180,6 +174,7 @@ def _empty(model: Model, batch: int, slots: int) -> GuidedCache:
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _encode_negatives(model: Model, width: int, params: Params, cache: GuidedCache) -> GuidedCache:
     """Encodes the negative prompts, as far as the model's pattern encodes text, `width` tokens per pass."""
+    # Rows have negative prompts of several lengths: a row that is done uses 0 tokens of the remaining passes.
     ready = model.encodable(cache.prompt_length + cache.shift)
     everyone = jnp.ones(ready.shape, bool)
     clean = jnp.zeros(ready.shape) if model.config.timed else None
@@ -207,7 +202,7 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
         end=given.end + cache.shift, self_cond=jax.tree.map(lambda x: _gather(x, other.source), given.self_cond),
     ))  # fmt: skip
     index = other.index
-    if given.leave_one_out is not None:  # the leave-one-out states follow behind all the tokens
+    if given.leave_one_out is not None:  # the leave-one-out states follow all the tokens
         index = jnp.concatenate([index, index + other.tokens.shape[1]], axis=1)
     other_hidden = jax.tree.map(lambda x: _gather(x, index), other_hidden)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))
@@ -219,10 +214,12 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
     """Lays out the unconditional branch's pass.
 
     Its tokens at positions below `length` come from the negative prompt, the rest from the conditional pass. `start`
-    already wrote the first `encoded` tokens to the cache: a pass that reaches down to the prompt begins behind them
+    already wrote the first `encoded` tokens to the cache: a pass that reaches down to the prompt begins after them
     (at 0 where nothing is ever encoded).
     """
     tokens, reach = given.tokens, given.tokens.shape[1]
+    # The conditional pass feeds positions start .. start + T. Moved by `shift`, these are the positions of the same
+    # tokens in the unconditional sequence; what precedes them is the negative prompt.
     width = reach + cache.extra
     length = cache.prompt_length + cache.shift
     encoded = model.encodable(length)
@@ -231,10 +228,12 @@ def _unconditional_pass(model: Model, cache: GuidedCache, given: Pass) -> Uncond
     begin = jnp.where(behind_prompt, jnp.maximum(moved, encoded), encoded)
     used = jnp.where(given.used > 0, jnp.clip(moved + given.used - begin, 0, width), 0)
     at = begin[:, None] + jnp.arange(width, dtype=jnp.int32)  # [B, W] positions in the unconditional sequence
+    # Where each position's token comes from: the negative prompt, or column `source` of the conditional pass.
     from_negative = at < length[:, None]
     source = at - moved[:, None]
     own = jnp.take_along_axis(tokens, jnp.clip(source, 0, reach - 1), axis=1)
     negative = jnp.take_along_axis(cache.negative, jnp.minimum(at, cache.negative.shape[1] - 1), axis=1)
+    # And back: the column of this pass that holds each token of the conditional one.
     index = (moved - begin)[:, None] + jnp.arange(reach, dtype=jnp.int32)
     return UnconditionalPass(
         tokens=jnp.where(from_negative, negative, own),
@@ -251,17 +250,9 @@ def _gather(x: Array, index: Int[Array, "B W"]) -> Array:
     return jnp.where(index.reshape(*index.shape, *[1] * (x.ndim - 2)) >= 0, taken, 0).astype(x.dtype)
 
 
-def _head(model: Model, params: Params, hidden: Any) -> Float[Array, "B T V"]:
-    return _guided_logits(functools.partial(model.head, params), hidden)
-
-
-def _part(model: Model, params: Params, hidden: Any, first: Any, size: int) -> Float[Array, "B T v"]:
-    assert model.head_chunk is not None
-    return _guided_logits(functools.partial(model.head_chunk, params, first=first, size=size), hidden)
-
-
-def _guided_logits(head: Callable[[Any], Array], hidden: Any) -> Array:
+def _guided_logits(head: Callable[..., Array], params: Params, hidden: Any, *chunk: Any) -> Array:
+    """Logits of both branches combined; chunk: first id and size, for a part of the vocabulary."""
     if not isinstance(hidden, GuidedHidden):
-        return head(hidden)
-    conditional, unconditional = head(hidden.conditional), head(hidden.unconditional)
-    return conditional + hidden.weight * (conditional - unconditional)
+        return head(params, hidden, *chunk)
+    conditional = head(params, hidden.conditional, *chunk)
+    return conditional + hidden.weight * (conditional - head(params, hidden.unconditional, *chunk))

@@ -13,6 +13,7 @@ and its holes are filled from left to right, each one with the holes before it f
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
-from mercury_jax.decode.inputs import check_lm, check_seed
+from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_seed, check_whole
 from mercury_jax.decode.request import QUANTUM, Request, bucket, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
@@ -52,11 +53,9 @@ class Hole:
     most: int = 32
 
     def __post_init__(self) -> None:
-        for name, value in (("tokens", self.tokens), ("most", self.most)):
-            if value is None and name == "tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise refuse(f"Hole.{name}", value, "a whole number from 1 on")
+        check_whole("Hole.most", self.most, 1, MAX_TOKENS)
+        if self.tokens is not None:
+            check_whole("Hole.tokens", self.tokens, 1, MAX_TOKENS)
 
     @property
     def room(self) -> int:
@@ -155,9 +154,8 @@ def infill(
         >>> mj.infill(lm, ["def area(r):\\n", mj.Hole(24), "\\n    return a"]).text
     """
     check_lm(lm)
-    request = Request(
-        seed=check_seed(seed), sampler=sampler, plan=plan, temperature=temperature, mesh=mesh
-    ).checked()
+    request = Request(seed=check_seed(seed), sampler=sampler, plan=plan, temperature=temperature, mesh=mesh)
+    request = request.checked()
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not parts:
         raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
     several = not isinstance(parts[0], str | Hole)
@@ -219,15 +217,13 @@ def fill(
         request = request._replace(sampler=default_sampler(lm))
     if lm.model.config.pattern == "block_causal":
         return _fill_fim(lm, rows, request)
+    attempt = functools.partial(_fill_sized, lm, request, on_frame, search)
     if complete_sampler(request.sampler, lm.corruption).rule.variable_length:
         sized = [[Hole(1) if _is_open(p) else p for p in row] for row in rows]
-        grow = [sum(p.most for p in row if isinstance(p, Hole)) for row in sized]
-        return _fill_sized(lm, sized, request, np.array(grow), on_frame, search)
-    none = lambda rows: np.zeros(len(rows), int)
-    if not any(_is_open(p) for row in rows for p in row):
-        return _fill_sized(lm, rows, request, none(rows), on_frame, search)
-    attempt = lambda rows: _fill_sized(lm, rows, request, none(rows), on_frame, search)
-    return _fill_open(lm, rows, attempt, search)
+        return attempt(sized, [sum(p.most for p in row if isinstance(p, Hole)) for row in sized])
+    if any(_is_open(p) for row in rows for p in row):
+        return _fill_open(lm, rows, attempt, search)
+    return attempt(rows)
 
 
 def _is_open(part: Any) -> bool:
@@ -236,13 +232,13 @@ def _is_open(part: Any) -> bool:
 
 def _fill_sized(
     lm: LM,
-    rows: Sequence[Pieces],
     request: Request,
-    growth: np.ndarray,
     on_frame: FrameCallback | None,
     search: LengthSearch,
+    rows: Sequence[Pieces],
+    growth: Sequence[int] | None = None,
 ) -> Filled:
-    """Fills rows whose holes have a size, in one session. growth [B]: positions that a row may grow by."""
+    """Fills rows whose holes have a size, in one session. growth: positions that each row may grow by; None: 0."""
     # 1. Rows of ids with masks in the holes (without a mask id the canvas starts from noise there).
     mask, flat = lm.model.config.mask or 0, []
     for row in rows:
@@ -250,8 +246,8 @@ def _fill_sized(
         hole = [np.full(len(x), isinstance(p, Hole)) for x, p in zip(ids, row, strict=True)]
         flat.append((np.concatenate(ids).astype(np.int32), np.concatenate(hole)))
     end = np.array([len(ids) for ids, _ in flat])
-    longest = int((end + growth).max())
-    default = search.quantum == QUANTUM
+    max_end = end + np.asarray(growth or 0)
+    longest, default = int(max_end.max()), search.quantum == QUANTUM
     tokens = np.zeros((len(rows), longest if default else bucket(longest, search.quantum)), np.int32)
     given, committed = np.zeros(tokens.shape, bool), np.zeros(len(rows), np.int64)
     for i, (ids, hole) in enumerate(flat):
@@ -262,7 +258,7 @@ def _fill_sized(
     width = int(end.max()) if bidirectional else int((end - committed).max())
     quantum = search.quantum if bidirectional else search.quantum // 2  # a canvas costs more than a prefix
     block = bucket(width, lm.model.config.block if not bidirectional and default else quantum)
-    layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(rows)), max_end=end + growth)
+    layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(rows)), max_end=max_end)
     session = start(lm, request._replace(rows=layout, block=block, infilling=True))
     session = _run(lm, session, on_frame)
     # 3. What was not given is filled; rules of variable length have moved it.
@@ -346,21 +342,21 @@ def _fill_open(
 
     For each length n the model fills n masks between the same texts. What is compared is
     log p(filling, following text | text before), by the any-order bound of `score`: a filling of the wrong length
-    leaves the text behind it improbable.
+    leaves the text after it improbable.
     """
     # An open hole starts at a guess, until it is decided itself.
     guess = lambda p: Hole(max(1, p.most // 4)) if _is_open(p) else p
     forwards, fillings = np.zeros(len(rows), int), []
     for i, row in enumerate(rows):
         chosen, filling = [guess(p) for p in row], []
+        # A row without open holes makes one attempt (j = -1).
         for j in [j for j, p in enumerate(row) if _is_open(p)] or [-1]:
             sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
             tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]
             spare = -len(tries) % search.rows if j >= 0 else 0
             filled = attempt(tries + spare * tries[-1:])
-            nats = [
-                _filling_nats(lm, t, f, max(j, 0), search.quantum) for t, f in zip(tries, filled.fillings)
-            ]
+            pairs = zip(tries, filled.fillings)
+            nats = [_filling_nats(lm, row, filling, max(j, 0), search.quantum) for row, filling in pairs]
             best = int(np.argmin(nats)) if len(tries) > 1 else 0
             chosen, filling = tries[best], filled.fillings[best]
             forwards[i] += int(filled.forwards[: len(tries)].sum())
@@ -385,7 +381,24 @@ def _filling_nats(lm: LM, row: Pieces, fillings: Sequence[np.ndarray], at: int, 
 
 def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     """Fills every row's holes one after the other, in FIM order; rows side by side."""
-    _check_fim(lm, rows)
+    # 1. Refuse holes that a block-causal model cannot fill.
+    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
+    if lm.tokenizer.fim is None:
+        why = f"a block-causal model fills holes in FIM order, and the tokenizer of {lm.name} has no tokens for that"
+        raise refuse("parts", "a hole", f"texts: {why}")
+    for i, row in enumerate(rows):
+        fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
+        if any(fixed) and not all(fixed):
+            allowed = "one kind, for a block-causal model"
+            raise refuse(f"parts[{i}]", "holes of fixed and of open length", allowed)
+        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
+        if size > context:
+            allowed = f"at most the model's context of {context}"
+            raise refuse(f"parts[{i}]", f"{size} tokens in FIM order", allowed)
+    if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
+        allowed = "one kind in a call, for a block-causal model"
+        raise refuse("parts", "rows of fixed and of open holes", allowed)
+    # 2. One session for each place: the first holes of all rows, then the second ones.
     holes = [sum(isinstance(p, Hole) for p in row) for row in rows]
     fillings: list[list[np.ndarray]] = [[] for _ in rows]
     forwards = np.zeros(len(rows), int)
@@ -410,29 +423,6 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
     return Filled(fillings, forwards)
 
 
-def _check_fim(lm: LM, rows: Sequence[Pieces]) -> None:
-    """Refuses holes that a block-causal model cannot fill."""
-    context, begin = lm.model.config.context, len(lm.tokenizer.begin)
-    if lm.tokenizer.fim is None:
-        allowed = (
-            "texts: a block-causal model fills holes in FIM order, and the tokenizer of "
-            f"{lm.name} has no tokens for that"
-        )
-        raise refuse("parts", "a hole", allowed)
-    for i, row in enumerate(rows):
-        fixed = [p.tokens is not None for p in row if isinstance(p, Hole)]
-        if any(fixed) and not all(fixed):
-            allowed = "one kind, for a block-causal model"
-            raise refuse(f"parts[{i}]", "holes of fixed and of open length", allowed)
-        size = begin + 3 + sum(p.room if isinstance(p, Hole) else len(p) for p in row)
-        if size > context:
-            allowed = f"at most the model's context of {context}"
-            raise refuse(f"parts[{i}]", f"{size} tokens in FIM order", allowed)
-    if len({p.tokens is None for row in rows for p in row if isinstance(p, Hole)}) > 1:
-        allowed = "one kind in a call, for a block-causal model"
-        raise refuse("parts", "rows of fixed and of open holes", allowed)
-
-
 def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[int], Hole]:
     """Lays a row out in FIM order.
 
@@ -444,18 +434,10 @@ def fim_prompt(lm: LM, row: Pieces, filled: Sequence[np.ndarray]) -> tuple[list[
     Returns:
         The prompt, and the hole to fill.
     """
-    marks, done = lm.tokenizer.fim, iter(filled)
-    before: list[int] = []
-    behind: list[int] = []
-    hole: Hole | None = None
-    for part in row:
-        if not isinstance(part, Hole):
-            (before if hole is None else behind).extend(part)
-        elif hole is None:
-            ids = next(done, None)
-            if ids is None:
-                hole = part
-            else:
-                before.extend(int(i) for i in ids)
-    assert hole is not None and marks is not None
-    return [*lm.tokenizer.begin, marks.prefix, *before, marks.suffix, *behind, marks.middle], hole
+    marks, holes = lm.tokenizer.fim, [i for i, part in enumerate(row) if isinstance(part, Hole)]
+    at = holes[len(filled)]
+    done: dict[int, Any] = dict(zip(holes, filled, strict=False))
+    before = [int(x) for i, part in enumerate(row[:at]) for x in done.get(i, part)]
+    behind = [x for part in row[at + 1 :] if not isinstance(part, Hole) for x in part]
+    assert marks is not None
+    return [*lm.tokenizer.begin, marks.prefix, *before, marks.suffix, *behind, marks.middle], row[at]

@@ -1,4 +1,4 @@
-"""Checks of the arguments that the public calls share: the model, prompts, seeds, plans, meshes.
+"""Checks of the arguments that the public calls share: the model, prompts and numbers.
 
 Each call runs them first, so that a wrong argument is named before anything is encoded or compiled.
 """
@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh
 
 from mercury_jax import chat
-from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.ranges import AtLeast, check_number
-from mercury_jax.types import LM, PackedPass, Params
+from mercury_jax.config import refuse
+from mercury_jax.decode.registration import AtLeast, check_number
+from mercury_jax.types import LM, PackedPass
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake
 ALLOWED_PROMPTS = "a text (str), a list of messages, or ids (whole numbers)"
@@ -37,7 +36,13 @@ class Prompt(NamedTuple):
 
 
 def encode_prompts(
-    lm: LM, prompt: Any, *, thinking: bool = False, previous: Sequence[Prompt] = (), name: str = "prompt"
+    lm: LM,
+    prompt: Any,
+    *,
+    thinking: bool = False,
+    previous: Sequence[Prompt] = (),
+    begin: bool = True,
+    name: str = "prompt",
 ) -> tuple[list[Prompt], bool]:
     """Checks prompts and encodes them.
 
@@ -48,6 +53,7 @@ def encode_prompts(
             these; a 2-D integer array is a list of rows of ids.
         thinking: Whether the answer to a conversation must begin with its thinking.
         previous: What the prompts continue, one for each, answers included.
+        begin: Whether a text gets the tokens that begin a text; not where it is the middle or the end of one.
         name: The argument that errors name.
 
     Returns:
@@ -57,23 +63,37 @@ def encode_prompts(
         ValueError: For anything else: bytes, floats, empty prompts, ids outside of the vocabulary.
     """
     prompt = _as_numpy(prompt, name)
-    before = lambda i: previous[i] if i < len(previous) else None
-    if isinstance(prompt, np.ndarray):
-        single = prompt.ndim == 1
-    else:
-        first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) > 0 else None
-        single = isinstance(first, Mapping | int | float | np.integer | np.floating) or isinstance(
-            prompt, str
-        )
-        if isinstance(prompt, bytes | bytearray):
-            single = False
-    if single:
+    before = lambda i: previous[i] if i < len(previous) else None if begin else Prompt([], False)
+    binary = isinstance(prompt, bytes | bytearray)
+    first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) > 0 and not binary else None
+    ids_or_chat = isinstance(first, Mapping | int | float | np.integer | np.floating)
+    if isinstance(prompt, str) or ids_or_chat or (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
         return [_encode_one(lm, prompt, name, thinking, before(0))], True
-    if isinstance(prompt, np.ndarray):
-        prompt = list(prompt)
-    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence) or len(prompt) == 0:
+    if binary or not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
         raise refuse(name, prompt, f"{ALLOWED_PROMPTS}, or a non-empty list of these")
     return [_encode_one(lm, p, f"{name}[{i}]", thinking, before(i)) for i, p in enumerate(prompt)], False
+
+
+def prompt_rows(lm: LM, prompt: Any, rows: int, name: str = "prompt", row: str = "prompt") -> list[list[int]]:
+    """Encodes what precedes each row: one prompt for all of them, or a list with one per row.
+
+    Args:
+        lm: As of `encode_prompts`, like `prompt`.
+        prompt: One or several.
+        rows: B.
+        name: The argument that errors name.
+        row: What errors call a row.
+
+    Returns:
+        Ids, one list per row.
+
+    Raises:
+        ValueError: A list of another length, or no prompts.
+    """
+    prompts, single = encode_prompts(lm, prompt, name=name)
+    if not single and len(prompts) != rows:
+        raise refuse(name, f"a list of {len(prompts)}", f"one prompt, or {rows}: one for each {row}")
+    return [list(p.ids) for p in prompts] * (rows if single else 1)
 
 
 def _as_numpy(prompt: Any, name: str) -> Any:
@@ -91,7 +111,7 @@ def _as_numpy(prompt: Any, name: str) -> Any:
 
 
 def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt | None) -> Prompt:
-    """Encodes one prompt; behind a conversation, its last turn is ended first."""
+    """Encodes one prompt; after a conversation, its last turn is ended first."""
     end_turn = [lm.tokenizer.end_turn] if previous is not None and previous.chat else []
     if isinstance(prompt, str):
         if not prompt:
@@ -100,7 +120,11 @@ def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt
         return Prompt([*(lm.tokenizer.begin if previous is None else end_turn), *ids], False)
     if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
         render = lm.tokenizer.follow if end_turn else lm.tokenizer.render
-        messages = [_join_content(i, message) for i, message in enumerate(prompt)]
+        messages: list[Any] = list(prompt)
+        for i, message in enumerate(messages):  # a content of text parts is joined as the server joins it
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, list | tuple):
+                messages[i] = {**message, "content": chat.join_parts(content, f"messages[{i}].content")}
         return Prompt(render(messages, thinking=thinking), True)
     prompt = _as_numpy(prompt, name)
     is_list = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray)
@@ -113,14 +137,6 @@ def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt
         if not 0 <= i < lm.model.config.vocab:
             raise refuse(f"{name} id", i, f"0..{lm.model.config.vocab - 1}")
     return Prompt([*end_turn, *ids], False)
-
-
-def _join_content(index: int, message: Any) -> Any:
-    """A message whose content is one text; a content of text parts is joined as the server joins it."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list | tuple):
-        return message
-    return {**message, "content": chat.join_parts(content, f"messages[{index}].content")}
 
 
 def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:
@@ -137,10 +153,7 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:
     Raises:
         ValueError: It is not a whole number, or a prompt leaves no room for it.
     """
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer):
-        raise refuse("max_tokens", max_tokens, "a whole number from 1 on")
-    if not 1 <= max_tokens <= MAX_TOKENS:
-        raise refuse("max_tokens", max_tokens, f"1..{MAX_TOKENS}")
+    max_tokens = check_whole("max_tokens", max_tokens, 1, MAX_TOKENS)
     context = lm.model.config.context
     for i, prompt in enumerate(prompts):
         size = len(prompt.ids)
@@ -149,24 +162,43 @@ def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:
         if size + max_tokens > context:
             allowed = f"1..{context - size}: the model's context is {context} tokens"
             raise refuse("max_tokens", max_tokens, allowed)
-    return int(max_tokens)
+    return max_tokens
+
+
+def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -> int:
+    """Checks a whole number.
+
+    Args:
+        name: The argument that errors name.
+        value: Of Python or numpy; not a bool.
+        low: Lower end.
+        high: Upper end.
+        allowed: What errors say is allowed; "": the range.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise refuse(name, value, allowed or f"a whole number in {low}..{high}")
+    return int(value)
 
 
 def check_seed(seed: Any) -> int:
-    """Returns the seed as an int; ValueError unless it is a whole number in 0..2**31 - 1.
+    """Returns the seed of a call as an int.
 
     Args:
-        seed: Of the call.
+        seed: A whole number.
 
     Returns:
         The seed.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: It is not a whole number in 0..2**31 - 1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**31:
-        raise refuse("seed", seed, "a whole number in 0..2**31 - 1")
-    return int(seed)
+    return check_whole("seed", seed, 0, 2**31 - 1, "a whole number in 0..2**31 - 1")
 
 
 def check_temperature(value: Any) -> Any:
@@ -186,47 +218,8 @@ def check_logprobs(count: Any) -> int | None:
     Raises:
         ValueError: It is anything else.
     """
-    if count is None:
-        return None
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= 100:
-        raise refuse("logprobs", count, "0..100 alternatives, or None")
-    return int(count)
-
-
-def check_plan(plan: Any) -> Plan:
-    """Returns the plan, or the default one for None; ValueError for anything else.
-
-    Args:
-        plan: Of the call.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: It is anything else.
-    """
-    if plan is None:
-        return Plan()
-    if not isinstance(plan, Plan):
-        raise refuse("plan", plan, "a Plan, such as mj.Plan(block=32, steps=16), or None")
-    return plan
-
-
-def check_mesh(mesh: Any) -> Mesh | None:
-    """Returns the mesh with axes that the compiler shards (`AxisType.Auto`), whatever kind the user's are.
-
-    Raises:
-        ValueError: It is no mesh, or has no axis named data.
-    """
-    if mesh is None:
-        return None
-    if not isinstance(mesh, Mesh):
-        raise refuse("mesh", mesh, "a jax Mesh, such as mj.mesh(data=4), or None")
-    if "data" not in mesh.shape:
-        raise refuse("mesh", f"axes {', '.join(mesh.axis_names)}", "a mesh with an axis named data")
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    allowed = "0..100 alternatives, or None"
+    return None if count is None else check_whole("logprobs", count, 0, 100, allowed)
 
 
 def check_lm(lm: Any) -> None:
@@ -262,15 +255,11 @@ def explain_wrong_params(lm: LM) -> Iterator[None]:
 
 def _check_params(lm: LM) -> None:
     """Raises ValueError if the model cannot be traced with its parameters."""
-
-    def one_pass(params: Params) -> Any:
-        at = jnp.zeros((1, 1), jnp.int32)
-        time = jnp.zeros((1,)) if lm.model.config.timed else None
-        hidden = lm.model.apply(params, PackedPass(at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), time=time))
-        return lm.model.head(params, hidden)
-
+    at = jnp.zeros((1, 1), jnp.int32)
+    time = jnp.zeros((1,)) if lm.model.config.timed else None
+    given = PackedPass(at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), time=time)
     try:
-        jax.eval_shape(one_pass, lm.params)
+        jax.eval_shape(lambda params: lm.model.head(params, lm.model.apply(params, given)), lm.params)
     except Exception as error:  # whatever the architecture raises for parameters that are not its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         count = len(jax.tree.leaves(lm.params))

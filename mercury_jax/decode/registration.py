@@ -1,24 +1,34 @@
 """Registration: the decorators that make rules, logits processors and stopping criteria of functions.
 
-A part with `name=` is registered, which makes it known to `mj.rules` (`mj.processors`, `mj.stopping`), `mercury info`,
-command line and the server. The annotation of a parameter may state its range (`ranges.py`), which is then enforced.
+Registration makes a part known by name to `mj.rules` (`mj.processors`, `mj.stopping`), `mercury info`, the command line
+and the server. A parameter may state its range, once, in its annotation:
+
+    def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9): ...
+
+The check of each value, a line of the docstring and the output of `mercury info` all come from there.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload, runtime_checkable
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from mercury_jax.config import nearest, refuse
-from mercury_jax.decode.ranges import Range, check_number, describe_params, ranges_of
 from mercury_jax.decode.sampler import (
+    KINDS,
     NOISE,
     LogitsProcessor,
     Memory,
+    Param,
     Rule,
     Sampler,
     Static,
@@ -29,11 +39,158 @@ from mercury_jax.decode.sampler import (
 )
 from mercury_jax.types import Key, Proposal, View
 
+
+class Range(NamedTuple):
+    """The numbers that a parameter may be.
+
+    Attributes:
+        low: Lower end.
+        high: Upper end.
+        open_low: Whether `low` itself is excluded.
+        open_high: Whether `high` itself is excluded.
+        integer: Whether only whole numbers are allowed.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    integer: bool = False
+
+    def contains(self, value: Any) -> np.ndarray | np.bool_:
+        """Returns, for each number of `value`, whether it is in the range."""
+        x = np.asarray(value, float)
+        above = x > self.low if self.open_low else x >= self.low
+        below = x < self.high if self.open_high else x <= self.high
+        return above & below & (x == np.floor(x)) if self.integer else above & below
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.integer else "a number"
+        if math.isinf(self.low) and math.isinf(self.high):
+            return f"{kind}, finite" if self.open_high else kind
+        if math.isinf(self.high):
+            start = f"above {self.low:g}" if self.open_low else f"{self.low:g} or more"
+            return f"{kind}, {start}" if self.open_high else f"{kind}, {start}, or infinity"
+        left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{kind} in {left}{self.low:g}, {self.high:g}{right}"
+
+
+def Between(low: float, high: float, *, integer: bool = False) -> Range:
+    """Returns the range [low, high], both ends included.
+
+    Args:
+        low: Lower end.
+        high: Upper end.
+        integer: Whether only whole numbers are allowed.
+
+    Returns:
+        The range.
+    """
+    return Range(low, high, integer=integer)
+
+
+def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Range:
+    """Returns the range [low, inf); `infinite` includes infinity itself.
+
+    Args:
+        low: Lower end, included.
+        integer: Whether only whole numbers are allowed.
+        infinite: Whether infinity is included.
+
+    Returns:
+        The range.
+    """
+    return Range(low, open_high=not infinite, integer=integer)
+
+
+def Above(low: float) -> Range:
+    """Returns the range (low, inf)."""
+    return Range(low, open_low=True, open_high=True)
+
+
+def Finite() -> Range:
+    """Returns the range of all finite numbers."""
+    return Range(open_low=True, open_high=True)
+
+
+# Parameters of the most frequent ranges.
+Probability: TypeAlias = Annotated[Param, Between(0, 1)]
+NonNegative: TypeAlias = Annotated[Param, AtLeast(0)]
+Count: TypeAlias = Annotated[Param, AtLeast(1, integer=True)]
+
+
+def ranges_of(function: Callable[..., Any], names: Iterable[str]) -> dict[str, Range]:
+    """Reads the ranges from a function's annotations.
+
+    Args:
+        function: Parameters annotated `Annotated[..., Range]`, or by an alias of that, state a range.
+        names: Of the parameters to read.
+
+    Returns:
+        The range of each parameter that states one.
+
+    Raises:
+        ValueError: An annotation uses a name that the function's module does not define.
+    """
+    function = inspect.unwrap(function)  # a type checker may wrap it, with other globals
+    annotations, found = getattr(function, "__annotations__", {}), {}
+    for name in annotations.keys() & set(names):
+        holder = types.SimpleNamespace(__annotations__={name: annotations[name]})
+        space = getattr(function, "__globals__", {})
+        try:
+            hint = typing.get_type_hints(holder, globalns=space, include_extras=True)[name]
+        except Exception as error:
+            if "Annotated" not in str(annotations[name]):
+                continue  # the name of a local scope, which states no range
+            allowed = "names that its module defines"
+            raise refuse(f"annotations of {function.__name__}", str(error), allowed) from None
+        ranges = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)]
+        found |= {name: ranges[0]} if ranges else {}
+    return found
+
+
+def check_number(name: str, value: Any, allowed: Range | None) -> Any:
+    """Checks a parameter and converts it to the type of its range.
+
+    Args:
+        name: What the error message calls it, such as "threshold(p=)".
+        value: A number, or an array or list with one number per row. A value that is traced under `jit` passes
+            unchecked.
+        allowed: None for a parameter without a range: any number, infinity included.
+
+    Returns:
+        A float (an int where only whole numbers are allowed), or the array as it was.
+
+    Raises:
+        ValueError: Names the parameter, its value and its range.
+    """
+    description = str(allowed or Range())
+    if value is inspect.Parameter.empty:
+        raise refuse(name, None, f"{description}: it has no default")
+    if isinstance(value, Tracer):
+        return value
+    if isinstance(value, list | tuple) and all(
+        isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool) for v in value
+    ):
+        value = np.asarray(value)
+    # numpy, because jnp would turn a constant into a tracer inside of jit.
+    kind = getattr(np.asarray(value), "dtype", np.dtype(object)).kind
+    if kind not in "iuf" and str(getattr(value, "dtype", "")) != "bfloat16":
+        raise refuse(name, value, f"{description}, or an array with one for each row")
+    numbers = np.asarray(value, float)
+    wrong = np.isnan(numbers) if allowed is None else ~allowed.contains(numbers)
+    if wrong.any():
+        raise refuse(name, float(numbers[wrong].flat[0]) if numbers.ndim else value, description)
+    if allowed is None or numbers.ndim:
+        return value
+    return int(numbers) if allowed.integer and np.isfinite(numbers) else float(numbers)
+
+
 P = ParamSpec("P")
 F_co = TypeVar("F_co", covariant=True)
 
 
-@runtime_checkable
+@typing.runtime_checkable
 class Factory(Protocol[P, F_co]):
     """What the decorators return: call it with parameters to get a rule, processor or stopping criterion.
 
@@ -59,69 +216,68 @@ PROCESSORS: dict[str, Factory[..., LogitsProcessor]] = {}
 STOPPING: dict[str, Factory[..., StoppingCriterion]] = {}
 
 
-def _factory(
-    function: Callable[..., Any],
-    kind: str,
-    make: Callable[[dict[str, Any], str], Any],
-    registry: dict[str, Any],
-    name: str | None,
-    source: str,
-) -> Any:
-    """Makes a factory of a decorated function, and registers it where a name is given.
+def _decorator(
+    part: type, registry: dict[str, Any], name: str | None, source: str, fields: dict[str, Any]
+) -> Callable[[Callable[..., Any]], Any]:
+    """Makes the decorator of one kind of part: it turns a function into a factory of parts, and registers that.
 
     Args:
-        function: Takes the arguments of its kind, then parameters.
-        kind: A key of `ARGUMENTS`.
-        make: Makes the value from the checked parameters and the name.
+        part: `Rule`, `LogitsProcessor` or `StoppingCriterion`.
         registry: Where to register.
-        name: Under which it is registered; None: it is not.
+        name: Under which it is registered; None: the function's, unless another function or an expression made it.
         source: Paper or reference implementation.
+        fields: Of the part, beside its function, parameters and name.
     """
-    parameters = function_parameters(function, kind)
-    names, ranges = [p.name for p in parameters], ranges_of(function)
-    title = name or function_title(function)
 
-    @functools.wraps(function)
-    def factory(*args: Any, **given: Any) -> Any:
-        if len(args) > len(names):
-            raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
-        given = dict(zip(names, args, strict=False)) | given
-        for unknown in sorted(set(given) - set(names)):
-            raise refuse(f"{title}() argument", unknown, nearest(unknown, names) or "none")
-        values = {p.name: given.get(p.name, p.default) for p in parameters}
-        for key, value in values.items():
-            if not isinstance(value, Static):
-                values[key] = check_number(f"{title}({key}=)", value, ranges.get(key))
-        return make(values, title)
+    def decorate(function: Callable[..., Any]) -> Any:
+        parameters = function_parameters(function, KINDS[part])
+        names = [p.name for p in parameters]
+        ranges, title = ranges_of(function, names), name or function_title(function)
 
-    factory.__name__ = title
-    defaults = {p.name: p.default for p in parameters}
-    return _register(factory, defaults, ranges, registry, name, source)
+        @functools.wraps(function)
+        def factory(*args: Any, **values: Any) -> Any:
+            if len(args) > len(names):
+                raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
+            values = dict(zip(names, args, strict=False)) | values
+            for unknown in sorted(set(values) - set(names)):
+                raise refuse(f"{title}() argument", unknown, nearest(unknown, names) or "none")
+            checked = {p.name: values.get(p.name, p.default) for p in parameters}
+            for key, value in checked.items():
+                if not isinstance(value, Static):
+                    checked[key] = check_number(f"{title}({key}=)", value, ranges.get(key))
+            return part(function, checked, title, **fields)
+
+        factory.__name__ = title
+        # "<lambda>", or "outer.<locals>.inner": two of these may differ, and nobody can name them in a command.
+        registered = name is not None or "<" not in getattr(function, "__qualname__", "<")
+        defaults = {p.name: p.default for p in parameters}
+        return _register(factory, defaults, ranges, source, registry if registered else {})
+
+    return decorate
 
 
 def _register(
-    factory: Any,
-    params: dict[str, Any],
-    ranges: dict[str, Range],
-    registry: dict[str, Any],
-    name: str | None,
-    source: str,
+    factory: Any, params: dict[str, Any], ranges: dict[str, Range], source: str, registry: dict[str, Any]
 ) -> Any:
-    """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name."""
+    """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name.
+
+    A function of the same name replaces that of the same module or file: a notebook's cell may run twice, and a module
+    may be imported under two names.
+    """
+    name = factory.__name__
     factory.params, factory.ranges, factory.source = params, ranges, source
-    lines = describe_params(factory.__name__, params, ranges)
-    text = "\n\n".join(
-        x for x in (inspect.cleandoc(factory.__doc__ or ""), source and f"Source: {source}.", lines) if x
-    )
-    factory.__doc__ = text
-    if name is not None:
-        old = registry.get(name)
-        if old is not None and (old.__module__, old.__qualname__) != (
-            factory.__module__,
-            factory.__qualname__,
-        ):
-            raise refuse("name", name, f"a name that is not taken: {old.__module__} defines {name}")
-        registry[name] = factory
+    lines = [f"Ranges of {name}; every parameter may be one number, or one per row:"] if params else []
+    for key, value in params.items():
+        default = "" if value is inspect.Parameter.empty else f"; default {value}"
+        lines.append(f"    {key}: {ranges.get(key, Range())}{default}.")
+    sections = (inspect.cleandoc(factory.__doc__ or ""), source and f"Source: {source}.", "\n".join(lines))
+    factory.__doc__ = "\n\n".join(x for x in sections if x)
+    old = registry.get(name, factory)
+    file = lambda made: getattr(getattr(inspect.unwrap(made), "__code__", None), "co_filename", made)
+    same_home = old.__module__ == factory.__module__ or file(old) == file(factory)
+    if not same_home or old.__qualname__ != factory.__qualname__:
+        raise refuse("name", name, f"a name that is not taken: {old.__module__} defines {name}")
+    registry[name] = factory
     return factory
 
 
@@ -141,7 +297,7 @@ def rule(
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
 def rule(
-    function: Callable[..., Any] | None = None,
+    function: Any = None,
     /,
     *,
     name: str | None = None,
@@ -153,7 +309,8 @@ def rule(
 
     Args:
         function: See `RuleFunction`. Annotate parameters with a range to have them checked.
-        name: Registers the rule under this name. None: it is used as a value only.
+        name: Registers the rule under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
         source: Paper and equation, or reference implementation.
         fields: `init`, `temperature`, `stopping`, `leave_one_out`, `variable_length` and `needs_logits` of `Rule`.
@@ -165,7 +322,7 @@ def rule(
         ValueError: The name is taken by another rule, or `noise` is unknown.
 
     Example:
-        >>> @mj.rule(name="leftmost", noise="absorbing", needs_logits=False)
+        >>> @mj.rule(noise="absorbing", needs_logits=False)
         ... def leftmost(key, view, memory, count: Annotated[Param, AtLeast(1, integer=True)] = 1):
         ...     return mj.accept(view, view.masked & (jnp.cumsum(view.masked) <= count)), memory
     """
@@ -177,10 +334,7 @@ def rule(
         raise refuse("stopping of a rule", stopping, allowed)
     fields["noise"] = NOISE if noise is None else (noise,)
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: Rule(function, params, title, **fields)
-        return _factory(function, "rule", make, RULES, name, source)
-
+    decorate = _decorator(Rule, RULES, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -193,20 +347,16 @@ def logits_processor(
     *, name: str | None = None, source: str = "", needs_logits: bool = True
 ) -> Callable[[Callable[Concatenate[Any, View, P], Any]], Factory[P, LogitsProcessor]]: ...
 def logits_processor(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    source: str = "",
-    needs_logits: bool = True,
+    function: Any = None, /, *, name: str | None = None, source: str = "", **fields: Any
 ) -> Any:
     """Makes a logits processor of `function(logits [L, V], view, <parameters>) -> logits`.
 
     Args:
         function: See `LogitsProcessorFunction`.
-        name: Registers the processor under this name. None: it is used as a value only.
+        name: Registers the processor under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         source: Paper and equation, or reference implementation.
-        needs_logits: False promises that each id's new logit depends on its own old one and the view alone.
+        fields: `needs_logits=False` promises that each id's new logit depends on its own old one and the view alone.
 
     Returns:
         A factory: call it with parameters to get a `LogitsProcessor`.
@@ -214,11 +364,7 @@ def logits_processor(
     Raises:
         ValueError: The name is taken by another processor.
     """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: LogitsProcessor(function, params, title, needs_logits)
-        return _factory(function, "logits processor", make, PROCESSORS, name, source)
-
+    decorate = _decorator(LogitsProcessor, PROCESSORS, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -235,22 +381,17 @@ def stopping_criterion(
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[View, Proposal, Any, P], Any]], Factory[P, StoppingCriterion]]: ...
 def stopping_criterion(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    source: str = "",
-    init: Callable[[jax.Array, int], Memory] = no_memory,
-    needs_logits: bool = True,
+    function: Any = None, /, *, name: str | None = None, source: str = "", **fields: Any
 ) -> Any:
     """Makes a stopping criterion of `function(view, proposal, memory, <parameters>) -> (done, memory)`.
 
     Args:
         function: See `StoppingFunction`.
-        name: Registers the criterion under this name. None: it is used as a value only.
+        name: Registers the criterion under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
         source: Paper and equation, or reference implementation.
-        init: Makes the memory at the start of each block from the canvas [L] and the vocabulary size.
-        needs_logits: False promises that it does not read `view.logits`.
+        fields: `init(canvas [L], vocab)` makes the memory at the start of each block; `needs_logits=False` promises
+            that the function does not read `view.logits`.
 
     Returns:
         A factory: call it with parameters to get a `StoppingCriterion`.
@@ -258,33 +399,27 @@ def stopping_criterion(
     Raises:
         ValueError: The name is taken by another criterion.
     """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        make = lambda params, title: StoppingCriterion(function, params, title, init, needs_logits)
-        return _factory(function, "stopping criterion", make, STOPPING, name, source)
-
+    decorate = _decorator(StoppingCriterion, STOPPING, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
-def sampler_preset(*, name: str, source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
-    """Registers a function that returns a whole `Sampler` beside the rules, under `mj.rules`.
+def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
+    """Registers a function that returns a whole `Sampler` under its name, beside the rules.
 
     Args:
-        name: Under which it is registered.
         source: Paper and equation, or reference implementation.
 
     Returns:
-        A decorator. The parameters that state a range, or have a number as default, are its parameters.
+        A decorator. The function's parameters that state a range are those of the factory.
 
     Raises:
         ValueError: The name is taken.
     """
 
     def decorate(function: Callable[P, Sampler]) -> Factory[P, Sampler]:
-        ranges = ranges_of(function)
-        params = {
-            p.name: p.default for p in inspect.signature(function).parameters.values() if p.name in ranges
-        }
-        return cast(Any, _register(function, params, ranges, RULES, name, source))
+        parameters = inspect.signature(function).parameters
+        ranges = ranges_of(function, parameters)
+        params = {name: p.default for name, p in parameters.items() if name in ranges}
+        return typing.cast(Any, _register(function, params, ranges, source, RULES))
 
     return decorate

@@ -15,27 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import guidance, processors
+from mercury_jax.decode import guidance, inputs, processors
 from mercury_jax.decode.decoder import Session, first_state_program, prefill_program
-from mercury_jax.decode.defaults import Effort, choose_sampler, complete_sampler, find_effort
+from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
-from mercury_jax.decode.inputs import (
-    Prompt,
-    check_logprobs,
-    check_max_tokens,
-    check_mesh,
-    check_plan,
-    check_seed,
-    check_temperature,
-    encode_prompts,
-    explain_wrong_params,
-)
 from mercury_jax.decode.sampler import Sampler, broadcast_params, check_sampler
-from mercury_jax.decode.state import ArrayLike, DecodeConfig, Rows, SamplingParams, State
+from mercury_jax.decode.state import ArrayLike, DecodeConfig, Rows, SamplingParams
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
 from mercury_jax.types import LM
 
@@ -66,7 +55,7 @@ class Request(NamedTuple):
     schema: Any = None
 
     rows: Rows | None = None
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[inputs.Prompt] = ()
     end_thinking: int | None = None  # the id that ends the thinking
     infilling: bool = False  # no id ends the answer
     block: int | None = None  # width of the canvas where the rows fix it, instead of the plan's
@@ -74,16 +63,29 @@ class Request(NamedTuple):
     def checked(self) -> Request:
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
 
+        The axes of the mesh become those that the compiler shards (`AxisType.Auto`), whatever kind the user's are.
+
         Raises:
             ValueError: Names the argument of a wrong type.
         """
         if self.state is not None and not isinstance(self.state, Session):
             raise refuse("state", self.state, "the state of an earlier Output, or None")
+        if not isinstance(self.plan, Plan | None):
+            raise refuse("plan", self.plan, "a Plan, such as mj.Plan(block=32, steps=16), or None")
+        mesh = self.mesh
+        if mesh is not None:
+            if not isinstance(mesh, Mesh):
+                raise refuse("mesh", mesh, "a jax Mesh, such as mj.mesh(data=4), or None")
+            if "data" not in mesh.shape:
+                allowed = "a mesh with an axis named data"
+                raise refuse("mesh", f"axes {', '.join(mesh.axis_names)}", allowed)
+            if any(kind != AxisType.Auto for kind in mesh.axis_types):
+                mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return self._replace(
-            plan=check_plan(self.plan),
-            mesh=check_mesh(self.mesh),
-            temperature=None if self.temperature is None else check_temperature(self.temperature),
-            logprobs=check_logprobs(self.logprobs),
+            plan=self.plan or Plan(),
+            mesh=mesh,
+            temperature=None if self.temperature is None else inputs.check_temperature(self.temperature),
+            logprobs=inputs.check_logprobs(self.logprobs),
         )
 
 
@@ -101,8 +103,8 @@ def encode_request(lm: LM, request: Request) -> Request:
         ValueError: Names the argument that does not fit.
     """
     effort = find_effort(request.effort)
-    prompts = _prompts(lm, request, effort)
-    max_tokens = check_max_tokens(lm, prompts, request.max_tokens)
+    prompts = _prompts(lm, request, thinking=effort is not None and effort.thinking > 0)
+    max_tokens = inputs.check_max_tokens(lm, prompts, request.max_tokens)
     # Room for thinking in each row: of conversations only, and never more than the context leaves.
     thinking = 0 if effort is None else effort.thinking
     left = [lm.model.config.context - len(p.ids) - max_tokens - 1 for p in prompts]
@@ -114,7 +116,7 @@ def encode_request(lm: LM, request: Request) -> Request:
             p._replace(ids=p.ids[:cut]) if p.chat and not budget else p for p, budget in zip(prompts, budgets)
         ]
     return resolve_sampler(lm, request)._replace(
-        rows=rows_of(prompts, max_tokens, check_seed(request.seed), budgets),
+        rows=rows_of(prompts, max_tokens, inputs.check_seed(request.seed), budgets),
         prompts=prompts,
         end_thinking=None if marks is None else marks.close,
     )
@@ -137,12 +139,11 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     return request._replace(sampler=sampler, plan=plan)
 
 
-def _prompts(lm: LM, request: Request, effort: Effort | None) -> list[Prompt]:
-    """The prompts of a request, behind the session that they continue."""
+def _prompts(lm: LM, request: Request, thinking: bool) -> list[inputs.Prompt]:
+    """The prompts of a request, after the session that they continue."""
     session: Session | None = request.state
-    thinking = effort is not None and effort.thinking > 0
     previous = () if session is None else session.prompts
-    prompts, _ = encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
+    prompts, _ = inputs.encode_prompts(lm, request.prompt, thinking=thinking, previous=previous)
     if session is None:
         return prompts
     check_session(lm, session)
@@ -151,7 +152,7 @@ def _prompts(lm: LM, request: Request, effort: Effort | None) -> list[Prompt]:
     if len(prompts) != session.rows:
         raise refuse("prompt", f"{len(prompts)} prompts", f"{session.rows}, one for each row of state")
     pairs = zip(session.tokens, prompts, strict=True)
-    return [Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
+    return [inputs.Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
 
 
 def check_session(lm: LM, session: Session) -> None:
@@ -169,7 +170,10 @@ def check_session(lm: LM, session: Session) -> None:
 
 
 def rows_of(
-    prompts: Sequence[Prompt], max_tokens: int | np.ndarray, seed: int, thinking: Sequence[int] | None = None
+    prompts: Sequence[inputs.Prompt],
+    max_tokens: int | np.ndarray,
+    seed: int,
+    thinking: Sequence[int] | None = None,
 ) -> Rows:
     """Lays prompts out as left-aligned rows.
 
@@ -226,24 +230,24 @@ def start(lm: LM, request: Request) -> Session:
     guided = _guidance(lm, request, len(rows.committed))
     config, sampling, padded = configure(lm, request)
     state = first_state_program(config, sampling, padded)
-    with explain_wrong_params(lm):
+    with inputs.explain_wrong_params(lm):
         if guided is not None:
             weights, negatives = guided
-            more = len(padded.committed) - len(weights)
-            cache = guidance.start(
-                lm.model, lm.params, len(padded.committed), state.tokens.shape[1], padded.committed.tolist(),
-                [*negatives, *[[]] * more], np.pad(weights, (0, more)),
-            )  # fmt: skip
+            (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
+            cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
-        if request.state is not None:
-            state = _reuse_cache(state, request.state.state)
+        if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
+            before = request.state.state
+            write = lambda new, old: new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
+            fit = lambda new, old: jnp.copy(old) if new.shape == old.shape else write(new, old)
+            cache = jax.tree.map(fit, state.cache, before.cache)
+            state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
         width = prefill_width(config, pending)
         if width is not None:
             state = prefill_program(config, lm.params, state, width)
-    return Session(
-        config, sampling, state, len(rows.committed), row_mesh(lm, request.mesh), list(request.prompts)
-    )
+    mesh = row_mesh(lm, request.mesh)
+    return Session(config, sampling, state, len(rows.committed), mesh, list(request.prompts))
 
 
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:
@@ -262,19 +266,18 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     rows, plan, model_config = request.rows, request.plan, lm.model.config
     assert rows is not None
     sampler = complete_sampler(request.sampler, lm.corruption, model_config.autoregressive)
-    sampler = sampler._replace(
-        temperature=check_temperature(
-            sampler.temperature if request.temperature is None else request.temperature
-        )
-    )
+    temperature = sampler.temperature if request.temperature is None else request.temperature
+    sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
     _check_plan_fits(lm, plan, sampler)
+    # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
     region = int((longest - rows.committed).max())  # tokens that a row may write
     width, block = _sizes(lm, plan, sampler, request.block, int(longest.max()), region)
+    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
     bidirectional = model_config.pattern == "bidirectional"
     refresh = plan.refresh
     if refresh is not None and refresh.after is None:
@@ -300,13 +303,15 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         speculative=sampler.speculate is not None,
         logprobs=request.logprobs,
     )
-    # Slots behind a row's last position, where canvases are written; leave-one-out masks come behind the canvas.
+    # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
     behind = width * (2 if rule.leave_one_out else 1)
     slots = behind
     if not bidirectional:
         slots = slots_for(max(int(longest.max()), rows.tokens.shape[1]), behind, model_config.context)
-    padded = _padded(rows, longest, sampler, bucketed_rows(len(rows.committed), request.mesh), slots)
-    count = len(padded.committed)
+    # The rows are padded to a power of two that the mesh's axis `data` divides.
+    ways = 1 if request.mesh is None else request.mesh.shape["data"]
+    count = -(-(1 << (len(rows.committed) - 1).bit_length()) // ways) * ways
+    padded = _padded(rows, longest, sampler, count, slots)
     # Added rows take the parameters of the last one.
     widened = broadcast_params(sampler._replace(speculate=None), len(rows.committed))
     more = count - len(rows.committed)
@@ -314,39 +319,35 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     ids = lambda x: jnp.full((count,), -1 if x is None else x, jnp.int32)
     steps = plan.steps or (1 if config.speculative else 0)
     eos = None if request.infilling else model_config.eos
-    sampling = SamplingParams(
-        widened, jnp.full((count,), steps, jnp.int32), ids(eos), ids(request.end_thinking)
-    )
+    sampling = SamplingParams(widened, ids(steps), ids(eos), ids(request.end_thinking))
     check_parts(config, sampling)
     return config, sampling, padded
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
-    config, rule, draft = lm.model.config, sampler.rule, sampler.speculate
-    bidirectional = config.pattern == "bidirectional"
-    if config.pattern == "block_causal" and plan.block is not None and config.block % plan.block:
+    config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
+    bidirectional = pattern == "bidirectional"
+    if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
     if rule.leave_one_out and config.alignment == "shifted":
         allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
         raise refuse("sampler.rule", rule.name, allowed)
     if plan.refresh is not None and not bidirectional:
-        raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {config.pattern} model is exact")
+        raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
     if plan.revise and not bidirectional:
-        raise refuse(
-            "plan.revise", plan.revise, f"0: a {config.pattern} model encodes its blocks; use edit()"
-        )
+        raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
     if draft is None:
         return
-    if isinstance(draft, bool) or not isinstance(draft, int) or draft < 0:
-        raise refuse("sampler.speculate", draft, "a number of tokens to draft, 0 or more, or None")
+    allowed = "a number of tokens to draft, 0 or more, or None"
+    inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
     if not config.predicts_next:
         allowed = "None: this model's encoding pass does not predict the next token"
         raise refuse("sampler.speculate", draft, allowed)
-    if config.pattern == "block_causal" and draft:
+    if pattern == "block_causal" and draft:
         raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
     if rule.leave_one_out or rule.variable_length:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
@@ -397,7 +398,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
 
     Args:
         tokens: Positions of the longest row.
-        behind: Further slots behind a row's last position, where canvases are written.
+        behind: Further slots after a row's last position, where canvases are written.
         context: The model's; no row is longer.
 
     Returns:
@@ -407,29 +408,14 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind), max(most, tokens + behind))
 
 
-def bucketed_rows(rows: int, mesh: Mesh | None) -> int:
-    """Returns the rows of a batch after padding: a power of two that the mesh's `data` axis divides.
-
-    Args:
-        rows: Of the request.
-        mesh: Whose devices decode rows of their own, or None.
-
-    Returns:
-        B.
-    """
-    ways = 1 if mesh is None else mesh.shape["data"]
-    return -(-(1 << (rows - 1).bit_length()) // ways) * ways
-
-
 def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots: int) -> Rows:
-    """Rows up to `count` with `slots` positions, all fields set; added rows want nothing, so they are done."""
+    """Rows up to `count` with `slots` positions, all fields set; added rows write nothing, so they are done."""
     more = count - len(rows.committed)
     wide = lambda x: np.pad(x, [(0, more), (0, slots - x.shape[1])])
     long = lambda x: np.pad(np.asarray(x), (0, more)).astype(np.int32)
     # A rule of variable length says how short an answer starts; a hole's length is the caller's.
-    first = (
-        sampler.rule.params.get("start") if sampler.rule.variable_length and rows.max_end is None else None
-    )
+    starts_short = sampler.rule.variable_length and rows.max_end is None
+    first = sampler.rule.params.get("start") if starts_short else None
     end = rows.end if first is None else np.minimum(rows.committed + np.asarray(first), rows.end)
     none = np.zeros(len(rows.committed), np.int32)
     return Rows(
@@ -475,18 +461,6 @@ def prefill_width(config: DecodeConfig, pending: int) -> int | None:
     return -(-min(PREFILL, bucket(pending)) // quantum) * quantum
 
 
-def _reuse_cache(state: State, before: State) -> State:
-    """The state with the keys of an earlier one, in a cache of its own size."""
-
-    def fit(new: jax.Array, old: jax.Array) -> jax.Array:
-        if new.shape == old.shape:
-            return jnp.copy(old)
-        return new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
-
-    cache = jax.tree.map(fit, state.cache, before.cache)
-    return state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
-
-
 def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[list[int]]] | None:
     """Guidance weights [B] and the ids of the negative prompts; None without guidance."""
     weight, negative = request.guidance, request.negative
@@ -503,22 +477,19 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
     if negative is None:
         return weights, [[]] * rows
-    prompts, single = encode_prompts(lm, negative)
-    if not single and len(prompts) != rows:
-        raise refuse("negative", f"{len(prompts)} prompts", f"one, or {rows}: one for each prompt")
+    texts = inputs.prompt_rows(lm, negative, rows, "negative")
     room = lm.model.config.context - request.max_tokens
-    for i, prompt in enumerate(prompts):
-        if len(prompt.ids) > room:
+    for i, ids in enumerate(texts):
+        if len(ids) > room:
             allowed = f"at most {room}: context less max_tokens"
-            raise refuse(f"negative[{i}]", f"{len(prompt.ids)} tokens", allowed)
-    ids = [list(p.ids) for p in prompts]
-    return weights, ids * rows if single else ids
+            raise refuse(f"negative[{i}]", f"{len(ids)} tokens", allowed)
+    return weights, texts
 
 
 def continue_request(
     lm: LM, request: Request, replies: Sequence[tuple[int, ...]], which: Sequence[int]
 ) -> Request:
-    """Makes the request that continues answers in which nothing shows, behind their closed thinking.
+    """Makes the request that continues answers in which nothing shows, after their closed thinking.
 
     Args:
         lm: The model.
@@ -531,7 +502,7 @@ def continue_request(
     """
     context, prompts, budgets = lm.model.config.context, [], []
     for i, (prompt, reply) in enumerate(zip(request.prompts, replies, strict=True)):
-        begun, budget = Prompt([*prompt.ids, *reply], True), 0
+        begun, budget = inputs.Prompt([*prompt.ids, *reply], True), 0
         if i in which:
             begun, budget = continuation_prompt(lm.tokenizer, prompt.ids, reply, request.max_tokens, context)
         prompts.append(begun)

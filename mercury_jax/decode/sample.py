@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.config import Plan, refuse
+from mercury_jax.config import Plan
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import Effort
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import Prompts, check_lm
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole
 from mercury_jax.decode.request import (
     Request,
     check_session,
@@ -149,10 +149,8 @@ def sample(
     """
     began = time.perf_counter()
     check_lm(lm)
-    if passes is not None and (
-        isinstance(passes, bool) or not isinstance(passes, int | np.integer) or passes < 1
-    ):
-        raise refuse("passes", passes, "a whole number from 1 on, or None")
+    if passes is not None:
+        passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
@@ -173,7 +171,6 @@ def sample(
     if state is not None:
         cached = np.asarray(state.state.cache_length)[: session.rows]
     if grammars is not None:
-        session = constrained.mark_rows(session, grammars)
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
@@ -230,7 +227,7 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, session.prompts, strict=True)]
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
-    for i in range(count):  # the end of text is just behind an answer that the model ended
+    for i in range(count):  # the end of text is just after an answer that the model ended
         ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
@@ -269,12 +266,11 @@ def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]
 def _continue_empty_answers(
     lm: LM, request: Request, session: Session, out: Output
 ) -> tuple[Output, Session, int]:
-    """Continues conversations whose answer shows no text, behind their thinking; also returns the further passes."""
-    prompts = request.prompts
+    """Continues conversations whose answer shows no text, after their thinking; also returns the further passes."""
+    prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
     which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
     if not which:
         return out, session, 0
-    replies = [tuple(map(int, ids)) for ids in out.tokens]
     for i in which:
         replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
     began = time.perf_counter() - out.seconds

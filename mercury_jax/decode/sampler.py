@@ -2,23 +2,23 @@
 
 Each is a pure function of one row. A decorator turns the function into a factory of values that a `Sampler` holds:
 
-    @mj.rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618")
+    @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
         return accept(view, view.masked & (view.stats.p_sample > p)), memory
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 
-The arguments behind `memory` (of a processor: behind `view`) are parameters. They are leaves of the value's pytree and
-therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part with `name=` is
-registered, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The state machine
-(`denoise.py`) vmaps everything over the rows.
+The arguments after `memory` (of a processor: after `view`) are parameters. They are leaves of the value's pytree and
+therefore traced: changing them, or giving one value per row (an array [B]), never recompiles. A part of a module is
+registered under its name, which makes it known to `mj.rules`, `mercury info`, the command line and the server. The
+state machine (`denoise.py`) vmaps everything over the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -85,47 +85,43 @@ def no_memory(canvas: Int[Array, "L"], vocab: int) -> Memory:
 
 
 # What JAX raises where a function needs the value of an array that is only traced, and what to write instead.
-_TRACING_ERRORS = (
-    (
-        jax.errors.TracerBoolConversionError,
-        "decides by a traced value in Python (if, while, and, or, not)",
-        "jnp.where(condition, a, b), jax.lax.cond, or & | ~",
-    ),
-    (
-        jax.errors.TracerIntegerConversionError,
-        "uses a traced value as a Python int (range, a shape, a list's index)",
-        "arrays of fixed shapes, with jnp.where or a comparison in place of the number",
-    ),
-    (
-        jax.errors.TracerArrayConversionError,
-        "gives a traced value to numpy",
-        "the same function of jax.numpy",
-    ),
-    (
-        jax.errors.NonConcreteBooleanIndexError,
-        "selects by a traced mask, which gives an unknown shape",
-        "jnp.where(mask, a, b)",
-    ),
-    (
-        jax.errors.ConcretizationTypeError,
-        "needs the number behind a traced value",
-        "jax.numpy functions of fixed shapes, jnp.where, jax.lax.cond",
-    ),
-)
+_TRACING_ERRORS = {
+    jax.errors.TracerBoolConversionError: "decides by a traced value in Python (if, while, and, or, not); "
+    "allowed: jnp.where(condition, a, b), jax.lax.cond, or & | ~",
+    jax.errors.TracerIntegerConversionError: "uses a traced value as a Python int (range, a shape, a list's index); "
+    "allowed: arrays of fixed shapes, with jnp.where or a comparison in place of the number",
+    jax.errors.TracerArrayConversionError: "gives a traced value to numpy; allowed: the same function of jax.numpy",
+    jax.errors.NonConcreteBooleanIndexError: "selects by a traced mask, which gives an unknown shape; "
+    "allowed: jnp.where(mask, a, b)",
+    jax.errors.ConcretizationTypeError: "needs the number behind a traced value; "
+    "allowed: jax.numpy functions of fixed shapes, jnp.where, jax.lax.cond",
+}
 
 
-def _call(name: str, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
+def call_part(name: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
     """Calls a user's function; errors of tracing and of shapes become ValueErrors that name it.
 
     A function written by a user is first called inside of a compiled loop, where a Python `if` or a wrong shape would
     end in an error about tracers. Errors of other kinds, such as a NameError, pass as they are.
+
+    Args:
+        name: Of the function, for errors.
+        function: Of a part.
+        args: Its arguments.
+        params: Its parameters; a `Static` stands for the array that it holds.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ValueError: The function fails.
     """
     try:
-        return function(*args, **params)
+        return function(*args, **{k: x.value if isinstance(x, Static) else x for k, x in params.items()})
     except (TypeError, ValueError, IndexError) as error:
-        for kind, what, allowed in _TRACING_ERRORS:
+        for kind, explanation in _TRACING_ERRORS.items():
             if isinstance(error, kind):
-                raise ValueError(f"{name} {what}; allowed: {allowed}") from error
+                raise ValueError(f"{name} {explanation}") from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{name} fails: {lines[0]}") from error
 
@@ -134,10 +130,6 @@ def _pytree(cls: Any) -> Any:
     """Registers a dataclass whose `params` are its only leaves."""
     meta = [field.name for field in dataclasses.fields(cls) if field.name != "params"]
     return jax.tree_util.register_dataclass(cls, data_fields=["params"], meta_fields=meta)
-
-
-def _values(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.value if isinstance(x, Static) else x for name, x in params.items()}
 
 
 @_pytree
@@ -177,7 +169,7 @@ class Rule:
             ValueError: Names the rule and the field with the wrong shape or dtype.
         """
         name = f"the rule {self.name}"
-        returned = _call(name, self.function, key, view, memory, **_values(self.params))
+        returned = call_part(name, self.function, key, view, memory, **self.params)
         if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], Proposal):
             allowed = "(Proposal, memory); mj.accept makes a Proposal"
             raise refuse(f"what {name} returned", _describe(returned), allowed)
@@ -192,18 +184,6 @@ class Rule:
                 allowed = f"whole numbers {list(shape)}, such as int32"
                 raise refuse(f"{field} of the Proposal of {name}", _describe(value), allowed)
         return returned[0], _same_structure(f"memory of {name}", returned[1], memory)
-
-    def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
-        """Returns the memory at the start of a block.
-
-        Args:
-            canvas: Of one row.
-            vocab: V.
-
-        Returns:
-            What `init` makes.
-        """
-        return _call(f"init of the rule {self.name}", self.init, canvas, vocab)
 
 
 @_pytree
@@ -231,7 +211,7 @@ class LogitsProcessor:
             ValueError: Names the processor and what it returned.
         """
         name = f"the logits processor {self.name}"
-        returned = _call(name, self.function, logits, view, **_values(self.params))
+        returned = call_part(name, self.function, logits, view, **self.params)
         if getattr(returned, "shape", None) != logits.shape or returned.dtype != logits.dtype:
             raise refuse(f"what {name} returned", _describe(returned), f"logits {_describe(logits)}")
         return returned
@@ -263,25 +243,13 @@ class StoppingCriterion:
             ValueError: Names the criterion and what it returned.
         """
         name = f"the stopping criterion {self.name}"
-        returned = _call(name, self.function, view, proposal, memory, **_values(self.params))
+        returned = call_part(name, self.function, view, proposal, memory, **self.params)
         if type(returned) is not tuple or len(returned) != 2:
             raise refuse(f"what {name} returned", _describe(returned), "(done, memory)")
         done = jnp.asarray(returned[0]) if isinstance(returned[0], bool) else returned[0]
         if getattr(done, "shape", None) != () or getattr(done, "dtype", None) != jnp.bool_:
             raise refuse(f"done of {name}", _describe(done), "one bool")
         return done, _same_structure(f"memory of {name}", returned[1], memory)
-
-    def first_memory(self, canvas: Int[Array, "L"], vocab: int) -> Memory:
-        """Returns the memory at the start of a block.
-
-        Args:
-            canvas: Of one row.
-            vocab: V.
-
-        Returns:
-            What `init` makes.
-        """
-        return _call(f"init of the stopping criterion {self.name}", self.init, canvas, vocab)
 
 
 def _same_structure(name: str, new: Memory, old: Memory) -> Memory:
@@ -311,7 +279,7 @@ ARGUMENTS = {
 
 
 def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
-    """Returns a function's parameters behind the arguments of its kind.
+    """Returns a function's parameters after the arguments of its kind.
 
     Args:
         function: A user's function.
@@ -331,6 +299,7 @@ def function_parameters(function: Any, kind: str) -> list[inspect.Parameter]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # no function, or one that Python cannot inspect
         raise refuse(f"function of a {kind}", function, f"a function of {wanted}") from None
+    # The first parameters must be the arguments of the kind, in their order; `*args` may stand for them.
     found = list(signature.parameters.values())
     positional = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     count = min(len(positional), len(names))
@@ -404,13 +373,10 @@ class Sampler(_SamplerFields):
         for name, found in lists.items():
             if not isinstance(found, tuple | list):
                 raise refuse(f"sampler.{name}", getattr(found, "name", found), allowed)
-            checked = (
-                _check_part(f"sampler.{name}[{i}]", x, LogitsProcessor, allowed) for i, x in enumerate(found)
-            )
-            lists[name] = tuple(checked)
-        return super().__new__(
-            cls, rule, tuple(lists["processors"]), stopping, temperature, tuple(lists["allow"]), speculate
-        )
+            check = lambda i, x, name=name: _check_part(f"sampler.{name}[{i}]", x, LogitsProcessor, allowed)
+            lists[name] = tuple(check(i, x) for i, x in enumerate(found))
+        processors, allow = lists.values()
+        return super().__new__(cls, rule, tuple(processors), stopping, temperature, tuple(allow), speculate)
 
     @property
     def parts(self) -> tuple[Rule | LogitsProcessor | StoppingCriterion, ...]:
@@ -494,9 +460,8 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
         raise refuse(field, f"{part.__name__} without its call", f"{part.__name__}()")
     if kind is Rule and callable(part) and not isinstance(part, type):
         if parameters := [p for p in function_parameters(part, "rule") if p.default is p.empty]:
-            raise refuse(
-                field, f"a function with the parameter {parameters[0].name}", "one without; see mj.rule"
-            )
+            found = f"a function with the parameter {parameters[0].name}"
+            raise refuse(field, found, "one without; see mj.rule")
         return Rule(part, {}, function_title(part))
     raise refuse(field, part, allowed)
 

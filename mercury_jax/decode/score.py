@@ -12,16 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.config import at_least, refuse
-from mercury_jax.decode.inputs import (
-    Ids,
-    Prompt,
-    Prompts,
-    check_lm,
-    check_seed,
-    encode_prompts,
-    explain_wrong_params,
-)
+from mercury_jax.config import refuse
+from mercury_jax.decode import inputs
 from mercury_jax.decode.request import QUANTUM, bucket
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
@@ -45,6 +37,11 @@ class Score(NamedTuple):
         return -self.log_p / self.tokens
 
 
+def _first_score(scores: Score) -> Score:
+    """The score of the first row, as numbers."""
+    return Score(float(scores.log_p[0]), float(scores.se[0]), int(scores.tokens[0]), scores.samples)  # type: ignore
+
+
 class MaskedDocument(NamedTuple):
     """A document, and the masked canvases that are drawn from it to score it."""
 
@@ -53,7 +50,9 @@ class MaskedDocument(NamedTuple):
     weight: np.ndarray  # [N, T] of their cross-entropies
 
 
-def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, seed: int = 0) -> Score:
+def score(
+    lm: LM, prompt: inputs.Prompts, completion: inputs.Prompts, *, samples: int = 32, seed: int = 0
+) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
     k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
@@ -78,21 +77,17 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
-    check_lm(lm)
+    inputs.check_lm(lm)
     causal = lm.model.config.autoregressive
     if lm.corruption.mask is None and not causal:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
-    if not isinstance(samples, int) or isinstance(samples, bool):
-        raise refuse("samples", samples, "a whole number from 1 on")
-    at_least(1, samples=samples)
+    samples = inputs.check_whole("samples", samples, 1, inputs.MAX_TOKENS)
     pairs, single = _pairs(lm, prompt, completion)
-    seed, documents = check_seed(seed), []
+    seed, documents = inputs.check_seed(seed), []
     tokens = np.array([len(after) for _, after in pairs])
     if causal:
-        log_p = -next_token_nats(lm, pairs)
-        if single:
-            return Score(float(log_p[0]), 0.0, int(tokens[0]), 0)
-        return Score(log_p, np.zeros(len(pairs)), tokens, 0)
+        scores = Score(-next_token_nats(lm, pairs), np.zeros(len(pairs)), tokens, 0)
+        return _first_score(scores) if single else scores
     for i, (before, after) in enumerate(pairs):
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), all_clean=False)
         masks = draw_masks(laid, samples, np.random.default_rng((seed + i) % 2**31))
@@ -101,24 +96,28 @@ def score(lm: LM, prompt: Prompts, completion: Prompts, *, samples: int = 32, se
     error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Canvases of one token, which is masked in every sample.
     exact = [bool((d.masked & (d.weight == 1.0))[:, d.laid.editable].all()) for d in documents]
-    log_p, se = -nats.mean(axis=1), np.where(exact, 0.0, error)
-    if single:
-        return Score(float(log_p[0]), float(se[0]), int(tokens[0]), samples)
-    return Score(log_p, se, tokens, samples)
+    scores = Score(-nats.mean(axis=1), np.where(exact, 0.0, error), tokens, samples)
+    return _first_score(scores) if single else scores
 
 
 def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], list[int]]], bool]:
     """The ids of prompt and answer of each row, and whether a single one of each was given."""
-    before, one_prompt = _prompts(lm, prompt)
+    # Here a prompt may be an empty text: the tokens that begin a text.
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(texts, list | tuple) and "" in [t for t in texts if isinstance(t, str)]:
+        empty = inputs.Prompt(list(lm.tokenizer.begin), False)
+        encode = lambda t: empty if isinstance(t, str) and not t else inputs.encode_prompts(lm, [t])[0][0]
+        prompts = [encode(t) for t in texts]
+        before, one_prompt = [p.ids for p in prompts], isinstance(prompt, str)
+    else:
+        prompts, one_prompt = inputs.encode_prompts(lm, prompt)
+        before = [p.ids for p in prompts]
     # An answer continues its prompt: no begin-of-text token comes between them.
-    listed = isinstance(completion, Sequence | np.ndarray | jax.Array) and not isinstance(completion, str)
-    previous = [Prompt([], False)] * (max(len(completion), 1) if listed else 1)
-    after, one_answer = encode_prompts(lm, completion, previous=previous, name="completion")
+    after, one_answer = inputs.encode_prompts(lm, completion, begin=False, name="completion")
     for i, answer in enumerate(after):
         if answer.chat:
-            raise refuse(
-                "completion" if one_answer else f"completion[{i}]", "a conversation", "a text, or ids"
-            )
+            name = "completion" if one_answer else f"completion[{i}]"
+            raise refuse(name, "a conversation", "a text, or ids")
     if not one_prompt and (one_answer or len(before) != len(after)):
         answers = "one answer" if one_answer else f"{len(after)} answers"
         allowed = f"a list of {len(before)}, one for each prompt; or one prompt with any number of answers"
@@ -131,21 +130,6 @@ def _pairs(lm: LM, prompt: Any, completion: Any) -> tuple[list[tuple[list[int], 
             name = "prompt and completion" if one_answer else f"prompt and completion of row {i}"
             raise refuse(name, f"{len(b) + len(a)} tokens", f"at most {context}, the context")
     return pairs, one_prompt and one_answer
-
-
-def _prompts(lm: LM, prompt: Any) -> tuple[list[list[int]], bool]:
-    """The ids of each prompt, and whether a single one was given; here a prompt may be an empty text."""
-    empty = list(lm.tokenizer.begin)
-    if isinstance(prompt, str) and not prompt:
-        return [empty], True
-    if isinstance(prompt, list | tuple) and any(isinstance(p, str) and not p for p in prompt):
-        rows = [
-            empty if isinstance(p, str) and not p else encode_prompts(lm, [p], name="prompt")[0][0].ids
-            for p in prompt
-        ]
-        return rows, False
-    prompts, single = encode_prompts(lm, prompt)
-    return [p.ids for p in prompts], single
 
 
 def draw_masks(
@@ -168,6 +152,7 @@ def draw_masks(
     weight = np.zeros((samples, len(canvas)))
     for c in np.unique(canvas[canvas >= 0]):
         at = np.flatnonzero(canvas == c)
+        # Stratified: one offset for all samples, which divide [0, 1) evenly.
         u = (rng.random() + rng.permutation(samples) / samples) % 1.0
         k = 1 + np.floor(len(at) * u).astype(int)
         rank = rng.random((samples, len(at))).argsort(axis=1).argsort(axis=1)
@@ -222,21 +207,13 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
         end = len(before) + len(after)
         text[row, :end] = [*before, *after]
         scored[row, len(before) - 1 : end - 1] = True
-    rows = min(ROWS_PER_PASS, len(pairs))
-    positions = np.arange(size, dtype=np.int32)
-    causal = np.stack(
-        [np.zeros_like(positions), positions + 1], axis=-1
-    )  # [T, 2] keys up to the position itself
+    # Plain causal attention, as key ranges.
+    at = np.arange(size, dtype=np.int32)
+    causal = np.stack([np.zeros_like(at), at + 1], axis=-1)  # [T, 2] keys up to the position itself
     ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
-    fixed = [jnp.broadcast_to(x, (rows, *x.shape)) for x in (positions, ranges)]
-    out = []
-    for i in range(0, len(pairs), rows):
-        at = np.minimum(np.arange(i, i + rows), len(pairs) - 1)  # the last pass repeats the last row
-        given, target = jnp.asarray(text[at, :-1]), jnp.asarray(text[at, 1:])
-        with explain_wrong_params(lm):
-            ce = _cross_entropy(lm.model, lm.corruption.forbidden, lm.params, given, target, *fixed, None)
-        out.append(np.where(scored[at], np.asarray(ce), 0.0).sum(axis=1, dtype=np.float64))
-    return np.concatenate(out)[: len(pairs)]
+    shared = np.zeros(len(pairs), int)  # all rows have the same positions and ranges
+    ce = _batched_cross_entropy(lm, text[:, :-1], text[:, 1:], at[None], ranges[None], shared, None)
+    return np.where(scored, ce, 0.0).sum(axis=1, dtype=np.float64)
 
 
 def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QUANTUM) -> np.ndarray:
@@ -254,31 +231,47 @@ def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QU
     assert lm.corruption.mask is not None
     samples, width = len(documents[0].masked), max(d.masked.shape[1] for d in documents)
     size, count = bucket(width, quantum), len(documents) * samples
-    rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
     pad = lambda x: np.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
-    fixed = [
-        np.stack([pad(x) for x in xs])
-        for xs in zip(*((d.laid.tokens, d.laid.positions, d.laid.ranges) for d in documents))
-    ]
+    stacked = lambda name: np.stack([pad(getattr(d.laid, name)) for d in documents])
+    tokens, positions, ranges = stacked("tokens"), stacked("positions"), stacked("ranges")
     wide = lambda x: np.pad(x, [(0, 0), (0, size - x.shape[1])])  # [N, T] -> [N, size]
-    noised = np.stack([wide(np.where(d.masked, lm.corruption.mask, d.laid.tokens)) for d in documents])
-    weight = np.stack([wide(d.masked * d.weight) for d in documents]).reshape(count, size)
+    flat = lambda rows: np.stack([wide(x) for x in rows]).reshape(count, size)
+    noised = flat(np.where(d.masked, lm.corruption.mask, d.laid.tokens) for d in documents)
+    weight = flat(d.masked * d.weight for d in documents)
     time = None
     if lm.model.config.timed:
-        time = np.stack([wide(canvas_times(d.laid.canvas, d.weight)) for d in documents]).reshape(count, size)
-    noised, out = noised.reshape(count, size), []
+        time = flat(canvas_times(d.laid.canvas, d.weight) for d in documents)
+    document = np.arange(count) // samples  # of each canvas
+    ce = _batched_cross_entropy(lm, noised, tokens[document], positions, ranges, document, time)
+    nats = np.where(weight > 0, ce * weight, 0.0)  # padding may hold any number
+    return nats.sum(axis=1, dtype=np.float64).reshape(len(documents), samples)
+
+
+def _batched_cross_entropy(
+    lm: LM,
+    xt: np.ndarray,
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    ranges: np.ndarray,
+    layout: np.ndarray,
+    time: np.ndarray | None,
+) -> np.ndarray:
+    """Cross-entropies [B, T] of rows in passes of one shape; row b has positions and ranges number layout[b]."""
+    count, out = len(xt), []
+    rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
     for i in range(0, count, rows):
-        # The last pass repeats its last canvas up to the same number of rows.
-        at = np.minimum(np.arange(i, i + rows), count - 1)
-        time_at = None if time is None else jnp.asarray(time[at])
-        with explain_wrong_params(lm):
-            ce = _cross_entropy(
-                lm.model, lm.corruption.forbidden, lm.params, jnp.asarray(noised[at]),
-                *(jnp.asarray(x[at // samples]) for x in fixed), time_at,
-            )  # fmt: skip
-        scored = np.where(weight[at] > 0, np.asarray(ce) * weight[at], 0.0)  # padding may hold any number
-        out.append(scored.sum(axis=1, dtype=np.float64))
-    return np.concatenate(out)[:count].reshape(len(documents), samples)
+        at = np.minimum(np.arange(i, i + rows), count - 1)  # the last pass repeats its last row
+        arrays = (
+            xt[at],
+            tokens[at],
+            positions[layout[at]],
+            ranges[layout[at]],
+            None if time is None else time[at],
+        )
+        with inputs.explain_wrong_params(lm):
+            given = jax.tree.map(jnp.asarray, arrays)
+            out.append(np.asarray(_cross_entropy(lm.model, lm.corruption.forbidden, lm.params, *given)))
+    return np.concatenate(out)[:count]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -301,8 +294,8 @@ def _cross_entropy(
 
 def logits(
     lm: LM,
-    canvas: Ids | Sequence[Ids],
-    prompt: Prompts | None = None,
+    canvas: inputs.Ids | Sequence[inputs.Ids],
+    prompt: inputs.Prompts | None = None,
     *,
     time: float | Sequence[float] | np.ndarray | None = None,
 ) -> Float[Array, "B L V"]:
@@ -318,42 +311,27 @@ def logits(
 
     Returns:
         Logits aligned with the canvas, [B, L, V], at least fp32. Of an autoregressive model: logits of the token
-        behind each one of the canvas, which sees only what precedes it.
+        after each one of the canvas, which sees only what precedes it.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit.
     """
-    check_lm(lm)
+    inputs.check_lm(lm)
     ids = _canvas_ids(lm, canvas)
     rows, length = ids.shape
-    prompts, single = ([Prompt([], False)], True) if prompt is None else encode_prompts(lm, prompt)
-    if not single and len(prompts) != rows:
-        raise refuse(
-            "prompt", f"a list of {len(prompts)}", f"one prompt, or {rows}: one for each row of canvas"
-        )
-    before = [p.ids for p in prompts] * (rows if single else 1)
+    before = [[]] * rows if prompt is None else inputs.prompt_rows(lm, prompt, rows, row="row of canvas")
     sizes = np.array([len(prefix) for prefix in before])
     if sizes.max() + length > lm.model.config.context:
-        raise refuse(
-            "canvas", ids.shape, f"with its prompt at most {lm.model.config.context} tokens, the context"
-        )
+        allowed = f"with its prompt at most {lm.model.config.context} tokens, the context"
+        raise refuse("canvas", ids.shape, allowed)
     text = np.zeros((rows, int(sizes.max()) + length), np.int32)
     for row, prefix, tokens in zip(text, before, ids, strict=True):
         row[: len(prefix) + length] = [*prefix, *tokens]
     known = np.asarray(lm.model.encodable(jnp.asarray(sizes, jnp.int32)))
     widths = int(known.max()), int((sizes - known).max()) + length
-    times = _times(lm, ids, time)
-    with explain_wrong_params(lm):
-        return _pass(
-            lm.model,
-            widths,
-            length,
-            lm.params,
-            jnp.asarray(text),
-            jnp.asarray(sizes, jnp.int32),
-            jnp.asarray(known),
-            times,
-        )
+    times, (sizes, known) = _times(lm, ids, time), (jnp.asarray(x, jnp.int32) for x in (sizes, known))
+    with inputs.explain_wrong_params(lm):
+        return _pass(lm.model, widths, length, lm.params, jnp.asarray(text), sizes, known, times)
 
 
 def _canvas_ids(lm: LM, canvas: Any) -> np.ndarray:
@@ -404,9 +382,8 @@ def _pass(
     widths: tokens of the encoding pass and of the denoising one, as the longest rows need.
     """
     rows, size = text.shape
-    cut = lambda start, width: jnp.take_along_axis(
-        text, jnp.minimum(start[:, None] + jnp.arange(width), size - 1), axis=1
-    )
+    places = lambda start, width: jnp.minimum(start[:, None] + jnp.arange(width), size - 1)
+    cut = lambda start, width: jnp.take_along_axis(text, places(start, width), axis=1)
     cache, zero = model.empty_cache(rows, size), jnp.zeros((rows,), jnp.int32)
     if widths[0]:
         everyone = jnp.ones((rows,), bool)

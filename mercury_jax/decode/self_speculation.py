@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.denoise import select_rows
 from mercury_jax.decode.state import (
     DecodeConfig,
     Frame,
@@ -26,10 +25,10 @@ from mercury_jax.decode.state import (
     close_thinking,
     ends_text,
     position_uniforms,
+    update_rows,
 )
 from mercury_jax.decode.token_stats import LogprobBuffer, draw, update_logprobs, write_at
-from mercury_jax.decode.view import forbid_empty_answer, process_logits, token_counts
-from mercury_jax.types import View
+from mercury_jax.decode.view import process_logits, row_view
 
 
 def verify(
@@ -47,7 +46,7 @@ def verify(
         config: Static sizes.
         state: Before the pass.
         sampling: Of each row.
-        logits: Of the causal pass; logits[:, j] predicts the token behind canvas position j.
+        logits: Of the causal pass; logits[:, j] predicts the token after canvas position j.
         rows: Which rows verify.
         moved: The state after the denoising step of the other rows.
         frame: That step's frame.
@@ -55,12 +54,9 @@ def verify(
     Returns:
         The next state and frame, of both kinds of rows.
     """
-    small = state._replace(cache=(), self_cond=())
-    changes, count, drawn = jax.vmap(functools.partial(verify_row, config))(small, logits, sampling)
-    moved = moved._replace(
-        **{name: select_rows(rows, new, getattr(moved, name)) for name, new in changes.items()},
-        nfe=moved.nfe + rows,
-    )
+    row = functools.partial(verify_row, config)
+    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, sampling)
+    moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
     shown = Frame(
         start=state.cache_length + 1,
         used=jnp.where(rows, jnp.minimum(count, moved.end - state.cache_length - 1), 0),
@@ -69,7 +65,7 @@ def verify(
         confidence=jax.nn.softmax(logits, axis=-1).max(-1).astype(frame.confidence.dtype),
         done=moved.done,
     )
-    return moved, select_rows(rows, shown, frame)
+    return moved, update_rows(frame, rows, shown._asdict())
 
 
 def verify_row(
@@ -80,21 +76,39 @@ def verify_row(
     Args:
         config: Static sizes.
         row: One row of a state.
-        logits: logits[j] predicts the token behind canvas position j.
+        logits: logits[j] predicts the token after canvas position j.
         params: Of the row.
 
     Returns:
         The fields of the state that change, how many tokens are accepted, and the drawn tokens.
     """
     at = row.cache_length + 1 + jnp.arange(config.width, dtype=jnp.int32)  # what each logit predicts
-    view = _view(config, row, forbid_empty_answer(config, row, logits, at, params), at, params)
-    processed = process_logits(config, params.sampler, view)
+    # 1. Processors see the draft as if it were decided text, at time 0.
+    canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.end
+    zero, one = jnp.zeros(()), jnp.ones(())
+    view = row_view(
+        config, row, params, canvas=canvas, answer=canvas, editable=editable, masked=jnp.zeros_like(editable),
+        used=row.used, growth=jnp.zeros_like(row.used), noise=canvas, t=zero, s=zero, alpha_t=one, alpha_s=one,
+        steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
+    )  # fmt: skip
+    processed = process_logits(config, row, view, at, logits, params)
     temperature = jnp.asarray(params.sampler.temperature, jnp.float32)
     drawn = draw(processed, position_uniforms(row.key, at), temperature)
-    count, ended = _agreement(config, row, drawn, params)
+    # 2. How many drawn tokens are accepted: those that agree with the draft and one more, up to the end of the row,
+    # and not beyond a token that ends the text.
+    place = jnp.arange(config.width)
+    draft = jnp.concatenate([row.answer[1:], jnp.full((1,), -1, jnp.int32)])
+    agrees = (drawn == draft) & (place < row.used - 1)
+    count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.end - row.committed)
+    ends = ends_text(config, drawn, params)
+    ends |= (row.answer_budget > 0) & (params.end_thinking >= 0) & (drawn == params.end_thinking)
+    first_end = jnp.min(jnp.where(ends, place, config.width))
+    ended = first_end < count
+    count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
+    # 3. The row after them.
     committed = row.committed + count
     end = jnp.where(ended, committed - 1, row.end)  # the end of text itself is not part of the text
-    new = jnp.arange(config.width) < count
+    new = place < count
     old = jax.lax.dynamic_slice_in_dim(row.tokens, row.committed, config.width)
     inside = (at < row.end + 1) & (at <= row.cache_length + row.used)
     is_nan = jnp.any(jnp.isnan(processed.sum(-1)) & inside)
@@ -109,39 +123,9 @@ def verify_row(
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
     )
     changes |= close_thinking(row, changes, params)
-    # Behind a closed thinking the canvas is led by the closing token, which is not encoded yet.
+    # After a closed thinking the canvas is led by the closing token, which is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):
         changes["logprobs"] = update_logprobs(row.logprobs, logits, drawn, new, row.committed)
     return changes, count, drawn
-
-
-def _agreement(
-    config: DecodeConfig, row: State, drawn: Int[Array, "W"], params: SamplingParams
-) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-    """How many drawn tokens are accepted, and whether the last of them ends the text."""
-    width = drawn.shape[0]
-    draft = jnp.concatenate([row.answer[1:], jnp.full((1,), -1, jnp.int32)])
-    agrees = (drawn == draft) & (jnp.arange(width) < row.used - 1)
-    count = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1
-    count = jnp.minimum(count, row.end - row.committed)
-    ends = ends_text(config, drawn, params)
-    ends |= (row.answer_budget > 0) & (params.end_thinking >= 0) & (drawn == params.end_thinking)
-    first = jnp.min(jnp.where(ends, jnp.arange(width), width))
-    return jnp.minimum(count, first + 1).astype(jnp.int32), first < count
-
-
-def _view(config: DecodeConfig, row: State, logits: Array, at: Array, params: SamplingParams) -> View:
-    """What a logits processor sees of the predictions: the draft as if it were decided text, at time 0."""
-    output_counts, prompt_counts = token_counts(row, config.model.config.vocab)
-    canvas = jnp.concatenate([row.answer[1:], row.answer[-1:]])
-    inside = at < row.end
-    zero, one = jnp.zeros(()), jnp.ones(())
-    return View(
-        canvas=canvas, answer=canvas, stats=None, leave_one_out=None, logits=logits,  # type: ignore[arg-type]
-        editable=inside, masked=jnp.zeros_like(inside), used=row.used, growth=jnp.zeros_like(row.used), noise=canvas,
-        t=zero, s=zero, alpha_t=one, alpha_s=one, step=row.step, steps=jnp.ones_like(row.step),
-        eos=jnp.where(row.answer_budget > 0, params.end_thinking, params.eos), position=at[0] - row.prompt,
-        output_counts=output_counts, prompt_counts=prompt_counts,
-    )  # fmt: skip

@@ -1,14 +1,15 @@
 """The state of decoding: what is static, what varies per row, and what changes from pass to pass.
 
 A batch holds rows that are at different points. A row's tokens are left-aligned; its canvas holds the W positions
-behind what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
+after what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
 stays editable before it. `decoder.py` advances a `State`, `request.py` makes the first one.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
-from mercury_jax.decode.sampler import Memory, Sampler
-from mercury_jax.decode.token_stats import LogprobBuffer, empty_logprobs, slice_at
+from mercury_jax.decode.sampler import Memory, Sampler, call_part
+from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
 from mercury_jax.noise import Corruption
 from mercury_jax.types import Cache, Key, Model, SelfCond
 
@@ -32,9 +33,7 @@ class DecodeConfig(NamedTuple):
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
     refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = (
-        False  # each pass also predicts every position by a mask that does not see its token
-    )
+    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
@@ -75,7 +74,7 @@ class Rows(NamedTuple):
     draft: Bool[ArrayLike, "B S"] | None = None  # tokens that a canvas starts from, instead of noise
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
-    answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer behind the thinking
+    answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
 class State(NamedTuple):
@@ -104,6 +103,10 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+
+    def without_cache(self) -> State:
+        """Returns what one row's own step may look at: cheap to take apart by rows."""
+        return self._replace(cache=(), self_cond=())
 
 
 class Frame(NamedTuple):
@@ -134,6 +137,8 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
     blank = jnp.zeros((count, config.width), jnp.int32)
     self_cond = jax.eval_shape(lambda: config.model.condition(None, jnp.zeros((count, config.width, 1))))
     committed, end = int32(rows.committed), int32(rows.end)
+    top = jnp.zeros((count, slots, config.logprobs or 0))
+    logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -157,7 +162,7 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
         unverified=jnp.zeros((count,), bool),
         nfe=zeros,
         nan_step=zeros - 1,
-        logprobs=() if config.logprobs is None else empty_logprobs(count, slots, config.logprobs),
+        logprobs=() if config.logprobs is None else logprobs,
     )
 
 
@@ -175,6 +180,25 @@ def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:
     return jax.tree.map(lambda old, new: old.at[slot].set(new[0]), state, row)
 
 
+Record = TypeVar("Record", State, Frame)
+
+
+def update_rows(record: Record, rows: Bool[Array, "B"], changes: Mapping[str, Any]) -> Record:
+    """Changes some rows of a state or frame. Only for small fields: never the cache.
+
+    Args:
+        record: Every leaf has the batch axis first.
+        rows: Which rows change.
+        changes: New values of fields, for all rows.
+
+    Returns:
+        The record with the new values in these rows.
+    """
+    pick = lambda new, old: jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    updated = {name: jax.tree.map(pick, x, getattr(record, name)) for name, x in changes.items()}
+    return record._replace(**updated)
+
+
 def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]) -> tuple[Memory, Memory]:
     """Makes one row's memories of the rule and of the stopping criterion, at the start of a block.
 
@@ -186,9 +210,10 @@ def first_memory(config: DecodeConfig, sampler: Sampler, canvas: Int[Array, "L"]
     Returns:
         Both memories.
     """
-    assert sampler.stopping is not None
-    vocab = config.model.config.vocab
-    return sampler.rule.first_memory(canvas, vocab), sampler.stopping.first_memory(canvas, vocab)
+    rule, stopping, vocab = sampler.rule, sampler.stopping, config.model.config.vocab
+    assert stopping is not None
+    memory = call_part(f"init of the rule {rule.name}", rule.init, canvas, vocab)
+    return memory, call_part(f"init of the stopping criterion {stopping.name}", stopping.init, canvas, vocab)
 
 
 def step_key(key: Key, committed: Int[Array, ""], step: Int[Array, ""]) -> Key:
@@ -258,6 +283,7 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
+    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens.
     end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), row.committed + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))

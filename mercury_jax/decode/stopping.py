@@ -6,20 +6,19 @@ when its steps are used up, or when an end of text is decided with no open posit
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.ranges import AtLeast
-from mercury_jax.decode.registration import STOPPING, stopping_criterion
+from mercury_jax.decode.registration import STOPPING, AtLeast, NonNegative, stopping_criterion
 from mercury_jax.decode.sampler import Memory, Param, StoppingCriterion
 from mercury_jax.types import Proposal, View
 
 ALL = STOPPING
 
 
-@stopping_criterion(name="filled", needs_logits=False)
+@stopping_criterion(needs_logits=False)
 def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
     """Stops when no mask is left: the default of masked decoding, where another pass would change nothing.
 
@@ -35,7 +34,7 @@ def filled(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, 
     return ~jnp.any(used & (proposal.canvas == view.noise)), memory
 
 
-@stopping_criterion(name="never", needs_logits=False)
+@stopping_criterion(needs_logits=False)
 def never(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, ""], Memory]:
     """Uses every step.
 
@@ -50,13 +49,8 @@ def never(view: View, proposal: Proposal, memory: Memory) -> tuple[Bool[Array, "
     return jnp.asarray(False), memory
 
 
-def _no_answer(canvas: Int[Array, "L"], vocab: int) -> tuple[Int[Array, "L"], Int[Array, ""]]:
-    return jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)
-
-
 @stopping_criterion(
-    name="steady",
-    init=_no_answer,
+    init=lambda canvas, vocab: (jnp.full_like(canvas, -1), jnp.asarray(0, jnp.int32)),
     needs_logits=False,
     source="DiffusionGemma, the stable-and-confident criterion of its transformers and vLLM implementations",
 )
@@ -64,7 +58,7 @@ def steady(
     view: View,
     proposal: Proposal,
     memory: tuple[Int[Array, "L"], Int[Array, ""]],
-    entropy: Annotated[Param, AtLeast(0)] = 0.005,
+    entropy: NonNegative = 0.005,
     patience: Annotated[Param, AtLeast(0, integer=True)] = 1,
 ) -> tuple[Bool[Array, ""], tuple[Int[Array, "L"], Int[Array, ""]]]:
     """Stops when the answer has not changed for `patience` steps and its mean entropy is below `entropy`.
@@ -94,7 +88,6 @@ Counts = tuple[Int[Array, ""], Int[Array, ""]]
 
 
 @stopping_criterion(
-    name="fixed_point",
     init=_two_counts,
     needs_logits=False,
     source="LLaDA2.1, arXiv 2602.08676, which has patience 1 and limit 16",
@@ -128,17 +121,9 @@ def fixed_point(
     return done & ((unchanged >= patience) | (full >= limit)), (unchanged, full)
 
 
-@stopping_criterion(
-    name="stalled",
-    init=_two_counts,
-    needs_logits=False,
-    source="GIDD's self-correction, arXiv 2503.04482",
-)
+@stopping_criterion(init=_two_counts, needs_logits=False, source="GIDD's self-correction, arXiv 2503.04482")
 def stalled(
-    view: View,
-    proposal: Proposal,
-    memory: Counts,
-    patience: Annotated[Param, AtLeast(0, integer=True)] = 32,
+    view: View, proposal: Proposal, memory: Counts, patience: Annotated[Param, AtLeast(0, integer=True)] = 32
 ) -> tuple[Bool[Array, ""], Counts]:
     """Stops when no mask is left and nothing changed, or agreement with the argmax has stopped rising.
 
@@ -166,3 +151,9 @@ def stalled(
 def after_sixteen_edits() -> StoppingCriterion:
     """Returns `fixed_point(patience=1, limit=16)`, the criterion of LLaDA2.1's and LLaDA2.2's editing."""
     return fixed_point(patience=1, limit=16)
+
+
+def __getattr__(name: str) -> Any:
+    if name in STOPPING:
+        return STOPPING[name]
+    raise AttributeError(f"no stopping criterion is called {name!r}; there are {', '.join(STOPPING)}")

@@ -12,7 +12,7 @@ import numpy as np
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import Effort
-from mercury_jax.decode.inputs import Prompts, check_lm, encode_prompts
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole, encode_prompts
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
 from mercury_jax.decode.sample import decode_answer
 from mercury_jax.decode.sampler import SamplerLike
@@ -81,8 +81,7 @@ def stream(
     _, single = encode_prompts(lm, prompt)
     if not single:
         raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise refuse("every", every, "1 or more passes")
+    every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
     request = encode_request(lm, Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, state=state,
@@ -145,23 +144,21 @@ class AnswerBuffer:
         """
         denoising = [i for i in range(made) if frames.used[i, 0] > 0]
         for i in denoising:
-            self._add(jax.tree.map(lambda x, i=i: x[i, 0], frames))
+            frame: Frame = jax.tree.map(lambda x, i=i: x[i, 0], frames)
+            at = int(frame.start) - self.prompt + np.arange(int(frame.used))
+            inside = (at >= 0) & (at < len(self.tokens))
+            at, here = at[inside], np.flatnonzero(inside)
+            self.start = int(at[0]) if len(at) else self.start
+            # A thinking that has used up its budget is closed between two frames.
+            self.tokens[self.end : self.start] = self.close
+            self.accepted[: self.start], self.confidence[: self.start] = True, 1.0
+            self.tokens[at], self.accepted[at] = frame.answer[here], frame.accepted[here]
+            self.confidence[at] = frame.confidence[here]
+            # Not the furthest end so far: a rejected draft, or a deletion, takes tokens back.
+            self.end = int(at[-1]) + 1 if len(at) else self.end
+            self.step += 1
         self.done = self.done or (made > 0 and bool(frames.done[made - 1, 0]))
         return bool(denoising)
-
-    def _add(self, frame: Frame) -> None:
-        at = int(frame.start) - self.prompt + np.arange(int(frame.used))
-        inside = (at >= 0) & (at < len(self.tokens))
-        at, here = at[inside], np.flatnonzero(inside)
-        self.start = int(at[0]) if len(at) else self.start
-        # A thinking that has used up its budget is closed between two frames.
-        self.tokens[self.end : self.start] = self.close
-        self.accepted[: self.start], self.confidence[: self.start] = True, 1.0
-        self.tokens[at] = frame.answer[here]
-        self.accepted[at], self.confidence[at] = frame.accepted[here], frame.confidence[here]
-        # Not the furthest end so far: a rejected draft, or a deletion, takes tokens back.
-        self.end = int(at[-1]) + 1 if len(at) else self.end
-        self.step += 1
 
 
 def _output(lm: LM, buffer: AnswerBuffer, chat: bool, before: tuple[int, ...], steps: int) -> StreamOutput:

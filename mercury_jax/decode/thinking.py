@@ -1,7 +1,7 @@
 """Conversations that think first: where a thinking ends, and answers that would otherwise be empty.
 
-A chat model may end its text inside its thinking, right behind it, or before it has written anything that shows.
-`sample`, `stream` and the server then continue generation behind a closed thinking, with the first token of the
+A chat model may end its text inside its thinking, right after it, or before it has written anything that shows.
+`sample`, `stream` and the server then continue generation after a closed thinking, with the first token of the
 answer restricted to ids that show text. That works for any weights.
 """
 
@@ -78,7 +78,7 @@ def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Itera
 def continuation_prompt(
     tokenizer: AnyTokenizer, prompt: Iterable[int], thinking: tuple[int, ...], max_tokens: int, context: int
 ) -> tuple[Prompt, int]:
-    """Makes room for an answer behind a closed thinking, also where the thinking has filled the context.
+    """Makes room for an answer after a closed thinking, also where the thinking has filled the context.
 
     Args:
         tokenizer: Its thinking marks count.
@@ -94,6 +94,7 @@ def continuation_prompt(
     """
     prompt = tuple(prompt)
     left = context - len(prompt)
+    # Thinking that filled the context gives a quarter of it back to the answer.
     answer = min(max_tokens, max(left - len(thinking), left // 4, 1))
     kept = thinking[: left - answer]
     marks = tokenizer.thinking

@@ -75,11 +75,13 @@ def search_cdf(weights: Float[Array, "*s V"], uniforms: Float[Array, "*s"]) -> I
         The ids; their weight is never 0.
     """
     *shape, vocab = weights.shape
+    # 1. Find the block: the first whose cumulative weight exceeds the target.
     size = min(SEARCH_BLOCK, vocab)
     blocks = jnp.pad(weights, [(0, 0)] * len(shape) + [(0, -vocab % size)]).reshape(*shape, -1, size)
     ends = jnp.cumsum(blocks.sum(-1), axis=-1)  # [*s, blocks]
     target = uniforms[..., None] * ends[..., -1:]
     block = jnp.minimum((ends <= target).sum(-1, keepdims=True), ends.shape[-1] - 1)
+    # 2. Find the place in the block, by what the target exceeds the blocks before.
     inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]  # [*s, size]
     before = jnp.take_along_axis(ends, block, axis=-1) - inside.sum(-1, keepdims=True)
     sums = jnp.cumsum(inside, axis=-1)
@@ -102,6 +104,7 @@ def token_stats(
     Returns:
         The statistics [L].
     """
+    # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) - sum(e * (logit - best)) / sum(e).
     best = logits.max(axis=-1, keepdims=True)
     argmax = logits.argmax(axis=-1).astype(jnp.int32)
     # Sums of e and of e * (logits - best): on a CPU 25 times faster than exp(log_softmax) and top_k.
@@ -128,21 +131,6 @@ class LogprobBuffer(NamedTuple):
     chosen: Float[Array, "B S"]  # of the emitted token
     top_ids: Int[Array, "B S k"]
     top: Float[Array, "B S k"]
-
-
-def empty_logprobs(rows: int, slots: int, alternatives: int) -> LogprobBuffer:
-    """Makes log-probabilities [B, S] of zeros with k = `alternatives`.
-
-    Args:
-        rows: B.
-        slots: S.
-        alternatives: k.
-
-    Returns:
-        The buffer.
-    """
-    shape = (rows, slots, alternatives)
-    return LogprobBuffer(jnp.zeros((rows, slots)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
 def update_logprobs(

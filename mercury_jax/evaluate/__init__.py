@@ -4,12 +4,13 @@
     report = evaluate.run(lm, "sudoku4", limit=100)
     print(report)                        # 93 of 100 right, ...
 
-`compare` runs one task by several decoding rules; `python -m mercury_jax.evaluate.card` writes the card
-of a model.
+runner   the tasks by name; `run` evaluates one, `compare` by several decoding rules
+report   what an evaluation leaves: summary, rows, tables, plots
+code     the code tasks: a bound on the bits per byte, and infilling
+card     the card of a model, `python -m mercury_jax.evaluate.card`
 """
 
-from mercury_jax.evaluate.report import Report, plot, table, wilson
-from mercury_jax.evaluate.runner import compare, run
-from mercury_jax.evaluate.tasks import TASKS, Task
+from mercury_jax.evaluate.report import EvalReport, plot, table, wilson
+from mercury_jax.evaluate.runner import TASKS, Evaluation, compare, find, run
 
-__all__ = ["TASKS", "Report", "Task", "compare", "plot", "run", "table", "wilson"]
+__all__ = ["TASKS", "EvalReport", "Evaluation", "compare", "find", "plot", "run", "table", "wilson"]

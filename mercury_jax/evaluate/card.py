@@ -2,8 +2,8 @@
 
     python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out DIR/README.md
 
-Every task with questions is answered one token a step and by the model's own rule, which `sample` uses where none is
-named; the summaries go to `evaluation.json` beside the card.
+Every task with questions is answered one token per step and by the model's own rule, which `mj.sample` uses where
+none is named; the summaries go to `evaluation.json` beside the card.
 """
 
 from __future__ import annotations
@@ -25,26 +25,58 @@ from mercury_jax.evaluate.report import Summary, line, table
 from mercury_jax.evaluate.runner import ONE_A_STEP, compare, run
 from mercury_jax.types import LM
 
-MOST_SHARE, MOST_POINTS = 1 / 3, 2.0  # of the forwards, and of accuracy lost: what a parallel rule is to keep
+MAX_SHARE, MAX_POINTS = 1 / 3, 2.0  # of the forwards, and of accuracy lost: what is asked of a parallel rule
 
 
-class Item(NamedTuple):
-    """A measurement: a task on its held-out side, or on a file of the planning folder."""
+class Measurement(NamedTuple):
+    """One line of the suite.
+
+    Attributes:
+        task: Name of the task.
+        file: A file of the planning folder; None: the held-out questions.
+        limit: Most questions; None: the task's own number, or the whole file.
+    """
 
     task: str
     file: str | None = None
-    limit: int | None = None  # None: the task's own, or the whole file
+    limit: int | None = None
+
+    def path(self, planning: str | Path | None) -> Path | None:
+        """The file in the planning folder; None without one.
+
+        Raises:
+            ValueError: The folder does not have it.
+        """
+        if self.file is None or planning is None:
+            return None
+        path = Path(planning) / self.file
+        if not path.is_file():
+            files = ", ".join(item.file for item in SUITE if item.file)
+            raise refuse("planning", str(planning), f"a folder with {files}")
+        return path
 
 
 SUITE = (
-    Item("sudoku4", None, 256),
-    Item("sudoku4", "sudoku_4x4_4.jsonl"),
-    Item("sudoku4", "sudoku_4x4_8.jsonl"),
-    Item("add3", None, 256),
-    Item("countdown3", None, 128),
-    Item("countdown3", "cd3_test.jsonl", 300),
-    Item("code-infill", None, 64),
-    Item("code-bpb", None, 768),
+    Measurement("sudoku4", None, 256),
+    Measurement("sudoku4", "sudoku_4x4_4.jsonl"),
+    Measurement("sudoku4", "sudoku_4x4_8.jsonl"),
+    Measurement("add3", None, 256),
+    Measurement("countdown3", None, 128),
+    Measurement("countdown3", "cd3_test.jsonl", 300),
+    Measurement("code-infill", None, 64),
+    Measurement("code-bpb", None, 768),
+)
+
+HOW_MEASURED = (
+    "Measured on {hardware}. Each question is asked once; an answer is right "
+    "if the task's own check accepts it. Held-out questions were drawn from the side of the "
+    "task's split that training never sees; the problems of the planning files are all on that side (Sudokus "
+    "up to a renaming of their digits: a rotated one may have been trained on). "
+    "Intervals are Wilson's, 95%. Forwards and tokens are means "
+    "per answer: forwards are denoiser passes (encoding the prompt not counted), tokens those of the answer with "
+    f"its thinking. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the "
+    "text behind an answer too, so it may need more passes than the answer has tokens. The other rule is the "
+    "model's default, which `sample` uses where none is named; no test question had a part in choosing it."
 )
 
 
@@ -55,7 +87,7 @@ def measure(
     say: Callable[[str], None] = print,
     learnt: Collection[str] | None = None,
 ) -> list[Summary]:
-    """Everything in `SUITE`; without a planning folder, without its files.
+    """Measures everything in `SUITE`; without a planning folder, without its files.
 
     Args:
         lm: The model.
@@ -70,23 +102,21 @@ def measure(
     suite = [item for item in SUITE if learnt is None or item.task in learnt]
     if limit is not None:
         at_least(1, limit=limit)
-    if planning is not None:
-        for item in suite:
-            _file(planning, item)  # a missing file is refused now, not after minutes
+    # A missing file is refused now, not after minutes.
+    files = {item: item.path(planning) for item in suite if planning is not None or item.file is None}
     found: list[Summary] = []
-    for item in suite:
-        if item.file and planning is None:
-            continue
-        most = min(x for x in (item.limit, limit, 10**9) if x is not None)
-        asked: dict[str, Any] = {"file": _file(planning, item), "limit": most}
+    for item, file in files.items():
+        limits = [x for x in (item.limit, limit) if x is not None]
+        options: dict[str, Any] = {"file": file, "limit": min(limits) if limits else None}
         if item.task == "code-bpb":
-            new = [run(lm, item.task, **asked).summary]
+            new = [run(lm, item.task, **options).summary]
         else:
-            new = compare(lm, item.task, **asked)
-        # The limit as it was asked for: what the command needs, where a file has fewer lines.
-        found += [{**s, "limit": most if most < 10**9 else None} for s in new]
+            new = compare(lm, item.task, **options)
+        # The limit of the call: what the command needs, where a file has fewer lines.
+        new = [{**summary, "limit": options["limit"]} for summary in new]
         for summary in new:
             say(line(summary))
+        found += new
     return found
 
 
@@ -99,15 +129,6 @@ def learnt_tasks(recipe: Mapping[str, Any]) -> set[str] | None:
     return code | {s["name"] for s in sources if s["kind"] == "generated"}
 
 
-def _file(planning: str | Path | None, item: Item) -> Path | None:
-    if item.file is None or planning is None:
-        return None
-    path = Path(planning) / item.file
-    if not path.is_file():
-        raise refuse("planning", str(planning), f"a folder with {', '.join(i.file for i in SUITE if i.file)}")
-    return path
-
-
 def card(
     lm: LM,
     summaries: Sequence[Mapping[str, Any]],
@@ -117,17 +138,36 @@ def card(
     trained_on: str = "",
     evaluated_on: str = "",
 ) -> str:
-    """Markdown. recipe: a run's `config.json`; trained: what `training` read of it; *_on: hardware in words."""
+    """Writes the card.
+
+    Args:
+        lm: The model.
+        summaries: What `measure` returns.
+        recipe: `config.json` of a run.
+        trained: What `read_run` reads of the run.
+        trained_on: The hardware in words; "" for not recorded.
+        evaluated_on: The hardware in words.
+
+    Returns:
+        Markdown.
+    """
+    c = lm.model.config
     parts = [
         f"# {lm.name}",
-        _model(lm),
+        f"A diffusion language model of {lm.parameters / 1e6:.2f}M parameters: {c.layers} layers of width "
+        f"{c.width}, pattern `{c.pattern}`, canvases of {c.block} tokens, a vocabulary of {c.vocab}.",
         "## Training",
-        "\n".join(f"- {x}" for x in _training(lm.card, recipe or {}, trained or {}, trained_on)),
+        "\n".join(f"- {x}" for x in _training_lines(lm.card, recipe or {}, trained or {}, trained_on)),
         "## What it reaches",
-        _reading(evaluated_on),
+        HOW_MEASURED.format(hardware=evaluated_on or "hardware that was not recorded"),
         table(summaries),
-        "\n".join(f"- {_claim(s)}" for s in summaries if "points" in s),
-        "\n".join(f"- {line(s)}: {_nelbo(s)}" for s in summaries if "bits_per_byte" in s),
+        "\n".join(f"- {_comparison(s)}" for s in summaries if "points" in s),
+        "\n".join(
+            f"- {line(s)}: an upper bound over {s['n']} chunks of at most {s['row']} positions laid out, "
+            f"{s['tokens']} tokens"
+            for s in summaries
+            if "bits_per_byte" in s
+        ),
         "## Commands",
         "Each figure alone, with its seed; the files are those of the planning test sets. The whole card: "
         "`python -m mercury_jax.evaluate.card --model DIR --run DIR --planning DIR --out README.md`.",
@@ -136,24 +176,22 @@ def card(
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def _model(lm: LM) -> str:
-    c = lm.model.config
-    return (
-        f"A diffusion language model of {lm.parameters / 1e6:.2f}M parameters: {c.layers} layers of width "
-        f"{c.width}, pattern `{c.pattern}`, canvases of {c.block} tokens, a vocabulary of {c.vocab}."
-    )
-
-
-def _training(
+def _training_lines(
     about: Mapping[str, Any], recipe: Mapping[str, Any], trained: Mapping[str, Any], hardware: str
 ) -> list[str]:
     """From the model's own card (recipe, seed) and from the run's folder."""
     lines = []
     if "recipe" in about:
-        lines.append(
-            f"recipe: `{about['recipe']}`, seed {about.get('seed', 0)}: `mercury train {about['recipe']}`"
-        )
-    lines += [f"data: {_mixture(recipe['data'])}"] if "data" in recipe else []
+        name = about["recipe"]
+        lines.append(f"recipe: `{name}`, seed {about.get('seed', 0)}: `mercury train {name}`")
+    if "data" in recipe:
+        sources, shares = recipe["data"]["sources"], []
+        total = sum(weight for _, weight in sources)
+        for source, weight in sources:
+            name = source.get("name") or Path(source.get("where", "")).name or source["kind"]
+            thinking = " with its derivation" * bool(source.get("thinking"))
+            shares.append(f"{100 * weight / total:.0f}% {name}{thinking}")
+        lines.append(f"data: {', '.join(shares)}")
     if "step" in trained:
         lines.append(
             f"steps: {trained['step']} of {recipe.get('batch')} rows of {recipe.get('row')} positions, "
@@ -163,45 +201,14 @@ def _training(
     return [*lines, f"hardware: {hardware or 'not recorded'}"]
 
 
-def _mixture(data: Mapping[str, Any]) -> str:
-    total = sum(weight for _, weight in data["sources"])
-    shares = []
-    for source, weight in data["sources"]:
-        name = source.get("name") or Path(source.get("where", "")).name or source["kind"]
-        shares.append(
-            f"{100 * weight / total:.0f}% {name}{' with its derivation' * bool(source.get('thinking'))}"
-        )
-    return ", ".join(shares)
-
-
-def _reading(hardware: str) -> str:
-    return (
-        f"Measured on {hardware or 'hardware that was not recorded'}. Each question is asked once; an answer is right "
-        "where the generator's own check accepts it. Held-out questions were drawn from the side of the "
-        "generator's split that training never sees; the problems of the planning files are all on that side (Sudokus "
-        "up to a renaming of their digits: a rotated one may have been trained on). "
-        "Intervals are Wilson's, 95%. Forwards and tokens are means "
-        "an answer: forwards are denoiser passes (encoding the prompt not counted), tokens what was said, thinking "
-        f"included. `{ONE_A_STEP}` accepts the most confident token of the canvas in each pass, the end of the text "
-        "behind an answer too, so it may need more passes than the answer has tokens. The other rule is the model's "
-        "default, which `sample` uses where none is named; no test question had a part in choosing it."
-    )
-
-
-def _claim(s: Mapping[str, Any]) -> str:
-    kept = s["forwards_share"] <= MOST_SHARE and s["points"] >= -MOST_POINTS
-    verdict = "within" if kept else "outside of"
+def _comparison(s: Mapping[str, Any]) -> str:
+    good = s["forwards_share"] <= MAX_SHARE and s["points"] >= -MAX_POINTS
+    verdict = "within" if good else "outside of"
     return (
         f"{s['task']}, {s['data']}: {s['rule']} takes {100 * s['forwards_share']:.0f}% of the forwards of "
         f"{ONE_A_STEP} ({s['forwards'] / max(s['tokens'], 1e-9):.2f} for each token of the answer), at "
         f"{s['points']:+.1f} points of accuracy (paired, 95% {s['points_low']:+.1f} to {s['points_high']:+.1f}, "
         f"n = {s['n']}): {verdict} a third of the forwards and 2 points"
-    )
-
-
-def _nelbo(s: Mapping[str, Any]) -> str:
-    return (
-        f"an upper bound over {s['n']} chunks of at most {s['row']} positions laid out, {s['tokens']} tokens"
     )
 
 
@@ -214,8 +221,12 @@ def command(s: Mapping[str, Any]) -> str:
     return " ".join([*words, f"--seed {s['seed']}", "--json"])
 
 
-def training(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(resolved recipe, {"step", "tokens", "seconds"}) of a training run's folder."""
+def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a training run's folder as (resolved recipe, {"step", "tokens", "seconds"}).
+
+    Raises:
+        ValueError: It is no such folder.
+    """
     try:
         recipe = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
@@ -227,8 +238,8 @@ def training(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not rows:
         return recipe, {}
     # A row's speed is that of the steps since the row before it; evaluation is not in it.
-    made = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *rows], rows)]
-    seconds = sum(n / r["tokens_per_second"] for n, r in zip(made, rows) if r.get("tokens_per_second"))
+    tokens = [b["tokens"] - a["tokens"] for a, b in zip([{"tokens": 0}, *rows], rows)]
+    seconds = sum(n / r["tokens_per_second"] for n, r in zip(tokens, rows) if r.get("tokens_per_second"))
     return recipe, {"step": rows[-1]["step"], "tokens": rows[-1]["tokens"], "seconds": seconds}
 
 
@@ -247,22 +258,21 @@ def main(
     limit: int | None = None,
     trained_on: str = "",
 ) -> None:
-    """Measure a model and write its card.
+    """Measures a model and writes its card.
 
     Args:
-        model: folder that `train` or `hub.save` wrote.
-        out: the card, a Markdown file; `evaluation.json` goes beside it.
-        run: folder of the training run, for its data, steps and time.
-        planning: folder with sudoku_4x4_4.jsonl, sudoku_4x4_8.jsonl and cd3_test.jsonl.
-        limit: at most so many questions of each task (for a quick look).
-        trained_on: the hardware that it was trained on, in words.
+        model: Folder that `train` or `hub.save` wrote.
+        out: The card, a Markdown file; `evaluation.json` goes beside it.
+        run: Folder of the training run, for its data, steps and time.
+        planning: Folder with sudoku_4x4_4.jsonl, sudoku_4x4_8.jsonl and cd3_test.jsonl.
+        limit: Most questions of each task (for a quick look).
+        trained_on: The hardware that it was trained on, in words.
     """
-    recipe, trained = training(run) if run else ({}, {})
+    recipe, trained = read_run(run) if run else ({}, {})
     lm = hub.load(model)
     began = time.perf_counter()
-    found = measure(
-        lm, planning, limit, lambda text: print(text, file=sys.stderr, flush=True), learnt_tasks(recipe)
-    )
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    found = measure(lm, planning, limit, say, learnt_tasks(recipe))
     text = card(lm, found, recipe=recipe, trained=trained, trained_on=trained_on, evaluated_on=hardware())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The code tasks, on held-out files of Python's standard library: a bound on bits per byte, and filling."""
+"""The code tasks, on held-out files of Python's standard library: a bound on the bits per byte, and infilling."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -13,143 +14,305 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import refuse
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import defaults, infill as infilling
 from mercury_jax.decode.score import canvas_times
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.evaluate.report import Report, Z
-from mercury_jax.evaluate.tasks import Settings, Task, refuse_unused
-from mercury_jax.train.data import packing, sources, streams
+from mercury_jax.evaluate.report import EvalReport, EvalSettings, Z, rule_name, summarise
+from mercury_jax.noise import Corruption
+from mercury_jax.train.data import packing, sources
 from mercury_jax.types import LM, Batch, LaidOutDocument, Model, PackedPass, Params
 
+NO_FILES = "an interpreter that comes with its library's source"
+
+# --- bits per byte
+
+CHUNKS = 768  # of an evaluation, unless another number is given
 ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as our recipes train
-ROWS = 32  # chunks of one pass: more logits at once only cost memory
+MAX_ROWS = 32  # chunks of one pass: more logits at once only cost memory
 GOLDEN = 0.6180339887498949
 
 
-class Cost(NamedTuple):
-    """Of each chunk [N]: the bound in nats, and what it is spread over."""
-
-    nats: np.ndarray
-    tokens: np.ndarray
-    bytes: np.ndarray
-
-
-def bits_per_byte(lm: LM, task: Task, settings: Settings) -> Report:
+def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
     """An upper bound on the bits that a byte of held-out code costs, with its standard error.
 
-    A sample of chunks, cut and laid out as training cuts them: up to `6 block` positions, clean tokens and
-    canvases together, beginning anywhere in a file. The first 0 to block - 1 tokens of a chunk are given
-    and not scored. Every canvas behind them is scored whole, conditional on what stands before it in its
-    chunk and on nothing else; so the context is some hundred tokens for a block of 32, and a model that
-    could use more of the file gets no credit for it. End-of-text tokens that fill the last canvas of a file
-    are paid for, and count no bytes.
+    A sample of chunks, cut and laid out as training cuts them: up to `6 block` positions, clean tokens and canvases
+    together, beginning anywhere in a file. The first 0 to block - 1 tokens of a chunk are given and not scored. Every
+    canvas behind them is scored whole, conditional on what stands before it in its chunk and on nothing else; so the
+    context is some hundred tokens for a block of 32, and a model that could use more of the file gets no credit for it.
+    End-of-text tokens that fill the last canvas of a file are paid for, and count no bytes.
 
     Of a canvas with m tokens, k are masked, k uniform in 1..m and spread evenly over all canvases, and their
-    cross-entropies are summed with weight m / k: the any-order form of the NELBO (LLaDA, arXiv 2502.09992,
-    eq. 6), unbiased. Ids that the model may never emit have no probability. The standard error is over
-    chunks, so it has both the masks and the choice of chunks in it, not the choice of files.
+    cross-entropies are summed with weight m / k: the any-order form of the NELBO (LLaDA, arXiv 2502.09992, eq. 6),
+    unbiased. Ids that the model may never emit have no probability. The standard error is over chunks, so it has both
+    the masks and the choice of chunks in it, not the choice of files.
+
+    Args:
+        lm: The model.
+        settings: Number of chunks, seed and rows per pass.
+
+    Returns:
+        The bound with its interval, and one row per chunk.
+
+    Raises:
+        ValueError: The model was not trained on masks.
     """
-    refuse_unused(task, settings, "sampler", "plan", "max_tokens")
     if lm.corruption.mask is None:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
     began = time.perf_counter()
-    laid = chunks(lm, settings.limit or task.limit, settings.seed)
-    cost = costs(lm, laid, settings)
-    bits, se = ratio(cost.nats / math.log(2), cost.bytes)
-    return Report(
-        {
-            "task": task.name,
-            "data": "held-out files",
-            "n": len(laid),
-            "bits_per_byte": bits,
-            "se": se,
-            "low": bits - Z * se,
-            "high": bits + Z * se,
-            "bytes": int(cost.bytes.sum()),
-            "tokens": int(cost.tokens.sum()),
-            "nats_per_token": float(cost.nats.sum() / cost.tokens.sum()),
-            "block": lm.model.config.block,
-            "row": ROW * lm.model.config.block,
-            "seed": settings.seed,
-            "seconds": time.perf_counter() - began,
-        },
-        [{"nats": float(n), "tokens": int(t), "bytes": int(b)} for n, t, b in zip(*cost)],
-    )
+    laid = chunks(lm, settings.limit or CHUNKS, settings.seed)
+    nats = _chunk_nats(lm, laid, settings)
+    scored = [x.tokens[x.editable] for x in laid]
+    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])  # bytes of each id
+    tokens, size = np.array([len(x) for x in scored]), np.array([lengths[x].sum() for x in scored])
+    bits, se = ratio(nats / math.log(2), size)
+    summary = {
+        "task": "code-bpb",
+        "data": "held-out files",
+        "n": len(laid),
+        "bits_per_byte": bits,
+        "se": se,
+        "low": bits - Z * se,
+        "high": bits + Z * se,
+        "bytes": int(size.sum()),
+        "tokens": int(tokens.sum()),
+        "nats_per_token": float(nats.sum() / tokens.sum()),
+        "block": lm.model.config.block,
+        "row": ROW * lm.model.config.block,
+        "seed": settings.seed,
+        "seconds": time.perf_counter() - began,
+    }
+    costs = zip(nats, tokens, size)
+    return EvalReport(summary, [{"nats": float(n), "tokens": int(t), "bytes": int(b)} for n, t, b in costs])
 
 
 def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
-    """At most `limit` chunks of the held-out files: a random part of one pass over them all."""
+    """Draws chunks of the held-out files: a random part of one pass over them all.
+
+    Args:
+        lm: Its tokenizer and layout.
+        limit: Most chunks.
+        seed: Equal seeds give equal chunks.
+
+    Returns:
+        The chunks, laid out.
+
+    Raises:
+        ValueError: The interpreter has no source files.
+    """
+    layout = functools.partial(lm.model.layout, all_clean=False)
     row = ROW * lm.model.config.block
-    setting = streams.Setting(
-        lm.tokenizer, functools.partial(lm.model.layout, all_clean=False), row, (seed,), "test"
-    )
-    stream = streams.stream(sources.stdlib(), setting)
+    settings = packing.StreamSettings(lm.tokenizer, layout, row, (seed,), "test")
+    stream = sources.stdlib().open(settings)
     if stream is None:
-        raise refuse("code-bpb", "no held-out file", "an interpreter that comes with its library's source")
+        raise refuse("code-bpb", "no held-out file", NO_FILES)
     return [stream.at(i) for i in range(min(limit, stream.size))]
 
 
-def costs(lm: LM, laid: Sequence[LaidOutDocument], settings: Settings) -> Cost:
+def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings) -> Float[np.ndarray, "N"]:
     """The bound for every chunk, in passes of one fixed shape."""
     rng = np.random.default_rng((settings.seed, 1))
-    lengths, rows = lm.tokenizer.byte_lengths(), min(ROWS, settings.batch, len(laid))
-    row = ROW * lm.model.config.block
+    rows, row = min(MAX_ROWS, settings.batch, len(laid)), ROW * lm.model.config.block
     start, nats = rng.random(), []
     for at in range(0, len(laid), rows):
-        part = [packing.Row(laid=[x]) for x in laid[at : at + rows]]
-        batch = packing.batch(part + [packing.Row()] * (rows - len(part)), row, lm.tokenizer.pad)
-        hidden, weight, start = masked(batch, start, rng)
+        part = [packing.PackedRow(laid=[x]) for x in laid[at : at + rows]]
+        empty = [packing.PackedRow()] * (rows - len(part))
+        batch = packing.pack(part + empty, row, lm.tokenizer.pad)
+        masked, weight, start = draw_masks(batch, start, rng)
         # In float64: thousands of weighted terms are summed.
-        told = canvas_times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
-        ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, hidden, told), np.float64)
-        nats.append((ce * weight * hidden).sum(axis=1)[: len(part)])
+        times = canvas_times(np.asarray(batch.canvas), weight) if lm.model.config.timed else None
+        ce = np.asarray(_cross_entropy(lm.model, lm.corruption, lm.params, batch, masked, times), np.float64)
+        nats.append((ce * weight * masked).sum(axis=1)[: len(part)])
         settings.progress(at + len(part), len(laid))
-    scored = [x.tokens[x.editable] for x in laid]
-    return Cost(
-        np.concatenate(nats), np.array([len(x) for x in scored]), np.array([lengths[x].sum() for x in scored])
-    )
+    return np.concatenate(nats)
 
 
-def masked(
+def draw_masks(
     batch: Batch, start: float, rng: np.random.Generator
 ) -> tuple[Bool[np.ndarray, "B T"], Float[np.ndarray, "B T"], float]:
-    """(which positions to mask, their weights m / k, where to go on): one k for each canvas.
+    """Draws for each canvas how many of its m tokens are masked, k, and which.
 
-    k = 1 + floor(m frac(start + i * golden ratio)) over the canvases i: each k is uniform in 1..m,
-    and any run of canvases has them spread evenly.
+    k = 1 + floor(m frac(start + i * golden ratio)) over the canvases i: each k is uniform in 1..m, and any run of
+    canvases has them spread evenly.
+
+    Args:
+        batch: Packed rows.
+        start: Where in the sequence of k to begin.
+        rng: Draws which tokens.
+
+    Returns:
+        Positions to mask, their weights m / k, and where the sequence continues.
     """
-    hidden, weight = np.zeros(batch.tokens.shape, bool), np.zeros(batch.tokens.shape)
+    masked, weight = np.zeros(batch.tokens.shape, bool), np.zeros(batch.tokens.shape)
     for b, canvas in enumerate(np.where(batch.editable, batch.canvas, -1)):
         for c in np.unique(canvas[canvas >= 0]):
             at = np.flatnonzero(canvas == c)
             start = (start + GOLDEN) % 1.0
             k = 1 + int(len(at) * start)
-            hidden[b, rng.permutation(at)[:k]] = True
+            masked[b, rng.permutation(at)[:k]] = True
             weight[b, at] = len(at) / k
-    return hidden, weight, start
+    return masked, weight, start
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross_entropy(
     model: Model,
-    corruption: Any,
+    corruption: Corruption,
     params: Params,
     batch: Batch,
-    hidden: Bool[Array, "B T"],
+    masked: Bool[Array, "B T"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    xt = jnp.where(hidden, corruption.mask, batch.tokens)
+    assert corruption.mask is not None  # `bits_per_byte` refuses noise without masks
+    xt = jnp.where(masked, corruption.mask, batch.tokens)
     logits = model.head(params, model.apply(params, PackedPass(xt, batch.positions, batch.ranges, time=time)))
     logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
     # Where nothing is masked the token may be one that is never emitted (padding): 0, not 1e30.
-    return jnp.where(hidden, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
+    return jnp.where(masked, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
 
 
 def ratio(cost: Float[np.ndarray, "N"], size: Int[np.ndarray, "N"]) -> tuple[float, float]:
-    """sum(cost) / sum(size) with the standard error of a ratio of two sums over the same N chunks."""
+    """Divides two sums over the same N chunks.
+
+    Args:
+        cost: The numerators.
+        size: The denominators.
+
+    Returns:
+        (sum(cost) / sum(size), its standard error); the error is infinite for one chunk.
+    """
     n, r = len(cost), float(cost.sum() / size.sum())
     if n < 2:
         return r, math.inf
     rest = cost - r * size
     return r, math.sqrt(n / (n - 1) * float((rest**2).sum())) / float(size.sum())
+
+
+# --- infilling
+
+HOLES = 64  # of an evaluation, unless another number is given
+
+
+class HiddenText(NamedTuple):
+    """A part of a line of a file, or a whole line, with the text on either side.
+
+    Attributes:
+        path: The file.
+        before: Two blocks of tokens before the hole.
+        target: What is hidden.
+        after: The text behind it, one block together with the hole.
+        tokens: Tokens of the target.
+        whole: It is a whole line.
+    """
+
+    path: str
+    before: str
+    target: str
+    after: str
+    tokens: int
+    whole: bool
+
+
+def infill_lines(lm: LM, settings: EvalSettings) -> EvalReport:
+    """How often a hidden part of a line is restored exactly, its number of tokens given.
+
+    Half of the holes are whole lines, half are spans within a line. The model sees two blocks of text before the hole
+    and one block of hole and text behind it together, as a causal encoder was trained to.
+
+    Args:
+        lm: The model.
+        settings: Number of holes, seed, and how they are decoded.
+
+    Returns:
+        Accuracy and cost, with one row per hole.
+    """
+    began, timed = time.perf_counter(), list[tuple[int, int, float]]()
+    rows: list[dict[str, Any]] = []
+    sampler = defaults.default_sampler(lm) if settings.sampler is None else settings.sampler
+    named, plan = rule_name(lm, sampler), settings.plan or Plan()
+    found = draw_holes(lm, settings.limit or HOLES, settings.seed)
+    size = min(settings.batch, len(found))
+    for at in range(0, len(found), size):
+        part = found[at : at + size]
+        filled = part + part[-1:] * (size - len(part))
+        out = infilling.infill(
+            lm, [[hole.before, infilling.Hole(hole.tokens), hole.after] for hole in filled],
+            seed=(settings.seed + at) % 2**31, sampler=sampler, plan=plan,
+        )  # fmt: skip
+        for i, hole in enumerate(part):
+            prediction = out.fillings[i][0]
+            rows.append({
+                "input": f"{hole.before}<hole>{hole.after}",
+                "output": hole.target,
+                "prediction": prediction,
+                "correct": prediction == hole.target,
+                "forwards": int(out.forwards[i]),
+                "tokens": hole.tokens,
+                "whole": hole.whole,
+                "path": hole.path,
+            })  # fmt: skip
+        timed.append((len(part), sum(hole.tokens for hole in part), out.seconds))
+        settings.progress(len(rows), len(found))
+    summary = {"task": "code-infill", "data": "held-out files", "rule": named, "steps": plan.steps}
+    summary |= {"seed": settings.seed, "batch": settings.batch}
+    summary |= summarise(rows, timed, time.perf_counter() - began)
+    for name, whole in (("right_lines", True), ("right_spans", False)):
+        summary[name] = sum(row["correct"] for row in rows if row["whole"] == whole)
+    return EvalReport(summary, rows)
+
+
+def draw_holes(lm: LM, n: int, seed: int) -> list[HiddenText]:
+    """Draws holes in the held-out files, whole lines and spans in turn.
+
+    Args:
+        lm: Its tokenizer and block.
+        n: Number of holes.
+        seed: Equal seeds and tokenizers give equal holes.
+
+    Returns:
+        `n` holes.
+
+    Raises:
+        ValueError: The files have no such holes for this tokenizer.
+    """
+    rng, block = np.random.default_rng((seed, 2)), lm.model.config.block
+    docs = [(path, lm.tokenizer.encode(text)) for path, text in sources.stdlib_files("test")]
+    docs = [(path, ids) for path, ids in docs if len(ids) > 4 * block]
+    if not docs:
+        raise refuse("code-infill", "no held-out file", NO_FILES)
+    share = np.array([len(ids) for _, ids in docs], float)
+    found: list[HiddenText] = []
+    for _ in range(200 * n):
+        path, ids = docs[rng.choice(len(docs), p=share / share.sum())]
+        hole = _draw_hole(lm, path, ids, len(found) % 2 == 0, rng)
+        found += [hole] if hole else []
+        if len(found) == n:
+            return found
+    raise refuse("limit", n, f"1..{len(found)}, what the held-out files have for this tokenizer")
+
+
+def _draw_hole(lm: LM, path: str, ids: list[int], whole: bool, rng: np.random.Generator) -> HiddenText | None:
+    """A hole near a random place; None where no line there fits, or where cutting changes the tokens."""
+    block, tok = lm.model.config.block, lm.tokenizer
+    at = int(rng.integers(2 * block, len(ids) - block))
+    ends = [at + i for i, token in enumerate(ids[at : at + 2 * block]) if b"\n" in tok.pieces[token]]
+    # Lines that begin after `at`, without their line ends, of two tokens up to half a block.
+    lines = (
+        (end + 1, stop)
+        for end, stop in pairwise(ends)
+        if 2 <= stop - end - 1 <= block // 2 and end + 1 + block <= len(ids)
+    )
+    start, stop = next(lines, (0, 0))
+    if not stop:
+        return None
+    if not whole:
+        n = int(rng.integers(1, stop - start + 1))
+        start = start + int(rng.integers(0, stop - start - n + 1))
+        stop = start + n
+    cut = [ids[start - 2 * block : start], ids[start:stop], ids[stop : start + block]]
+    before, target, after = map(tok.decode, cut)
+    # Cut inside a character or a merge, the pieces have other tokens than the file: leave those out.
+    if not target.strip() or [tok.encode(x) for x in (before, target, after)] != cut:
+        return None
+    return HiddenText(path, before, target, after, stop - start, whole)

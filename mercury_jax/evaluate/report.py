@@ -1,24 +1,59 @@
-"""What an evaluation leaves: a summary with its interval, the rows behind it, tables and plots."""
+"""What an evaluation is given and what it leaves: settings, a summary with its interval, rows, tables and plots."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mercury_jax import install
-from mercury_jax.config import refuse
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import defaults
+from mercury_jax.decode.sampler import SamplerLike
+from mercury_jax.tasks import Split
+from mercury_jax.types import LM
 
 Z = 1.959963984540054  # of a two-sided 95% interval
 
-Summary = dict[str, Any]
+Summary = dict[str, Any]  # one JSON object
+
+
+class EvalSettings(NamedTuple):
+    """The arguments of `runner.run`, checked.
+
+    Attributes:
+        file: Questions instead of the held-out ones.
+        split: "test" for figures, "validation" for choosing settings.
+        limit: Most questions; None: the task's own number, or a whole file.
+        sampler: A rule or a sampler; None: the model's own.
+        plan: How blocks are decoded; None: the default.
+        batch: Rows that are decoded together.
+        seed: Draws the questions, and the tokens where the sampler is random.
+        max_tokens: Most tokens of an answer; None: the task's own.
+        progress: progress(done, of), called after every batch.
+    """
+
+    file: Path | None
+    split: Split
+    limit: int | None
+    sampler: SamplerLike | None
+    plan: Plan | None
+    batch: int
+    seed: int
+    max_tokens: int | None
+    progress: Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Report:
-    """summary: one JSON-ready object. rows: one for each question, in the order of the questions."""
+class EvalReport:
+    """The result of an evaluation; `str()` gives one sentence.
+
+    Attributes:
+        summary: One JSON object.
+        rows: One for each question, in the order of the questions.
+    """
 
     summary: Summary
     rows: list[dict[str, Any]] = field(repr=False)
@@ -27,10 +62,38 @@ class Report:
         return line(self.summary)
 
 
+def rule_name(lm: LM, sampler: SamplerLike) -> str:
+    """Names a rule with its parameters: `threshold(p=0.9)`; parameters that are arrays are left out.
+
+    Args:
+        lm: The model that is decoded.
+        sampler: A rule or a sampler.
+
+    Returns:
+        The name.
+    """
+    rule = defaults.complete_sampler(sampler, lm.corruption).rule
+    values = ", ".join(f"{k}={v}" for k, v in rule.params.items() if isinstance(v, int | float))
+    return f"{rule.name}({values})" if values else rule.name
+
+
+# --- statistics
+
+
 def wilson(correct: int, n: int) -> tuple[float, float]:
-    """The 95% score interval of a share of `correct` in `n` (Wilson 1927).
+    """The 95% score interval of a share (Wilson 1927).
 
     Unlike p +- z se it stays within 0..1 and does not collapse at 0 or n right answers.
+
+    Args:
+        correct: Right answers.
+        n: All answers.
+
+    Returns:
+        (low, high).
+
+    Raises:
+        ValueError: `n` is below 1, or `correct` not in 0..n.
     """
     if n < 1:
         raise refuse("n", n, "1 or more")
@@ -43,10 +106,20 @@ def wilson(correct: int, n: int) -> tuple[float, float]:
 
 
 def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, float]:
-    """(mean, low, high) of accuracy(other) - accuracy(first) on the same questions, 95%.
+    """The difference of two accuracies on the same questions, with its 95% interval.
 
-    From the differences question by question: much narrower than two separate intervals suggest. The 0.5
-    added to both kinds of change keeps the interval open where no answer changed.
+    From the differences question by question: much narrower than two separate intervals suggest. The 0.5 that is added
+    to both kinds of change keeps the interval open where no answer changed.
+
+    Args:
+        first: Whether each answer is right.
+        other: The same for the other answers.
+
+    Returns:
+        (mean, low, high) of accuracy(other) - accuracy(first).
+
+    Raises:
+        ValueError: There are no answers, or not equally many.
     """
     n = len(first)
     if not n or n != len(other):
@@ -59,14 +132,19 @@ def paired(first: Sequence[bool], other: Sequence[bool]) -> tuple[float, float, 
     return mean, mean - half, mean + half
 
 
-def counted(
+def summarise(
     rows: Sequence[Mapping[str, Any]], timed: Sequence[tuple[int, int, float]], seconds: float
 ) -> Summary:
-    """The figures of answered rows; timed: (rows, tokens, seconds) of each batch.
+    """Sums up answered questions.
 
-    forwards and tokens are means an answer; the passes that encode prompts do not count as forwards.
-    seconds is all of the time; tokens_per_second leaves out the first batch where there are others, as
-    that one compiles.
+    Args:
+        rows: One for each question, with `correct`, `forwards` and `tokens`.
+        timed: (rows, tokens, seconds) of each batch.
+        seconds: All of the time.
+
+    Returns:
+        Accuracy with its interval. forwards and tokens are means per answer; passes that encode prompts do not count as
+        forwards. tokens_per_second leaves out the first batch if there are others, as that one compiles.
     """
     n, correct = len(rows), sum(row["correct"] for row in rows)
     forwards, tokens = (sum(row[name] for row in rows) for name in ("forwards", "tokens"))
@@ -86,29 +164,30 @@ def counted(
     }
 
 
+# --- for people
+
+
 def line(summary: Mapping[str, Any]) -> str:
-    """A summary as one sentence for people."""
-    if "bits_per_byte" in summary:
-        interval = f"95% {summary['low']:.3f}..{summary['high']:.3f}"
-        return f"{summary['task']}: {summary['bits_per_byte']:.3f} bits per byte ({interval}, {summary['bytes']} bytes)"
-    share = f"{summary['correct']} of {summary['n']} right"
-    interval = f"{_percent(summary['accuracy'])}, 95% {_percent(summary['low'])}..{_percent(summary['high'])}"
-    cost = (
-        f"{summary['forwards']:.1f} forwards an answer, {summary['tokens_per_forward']:.2f} tokens a forward"
-    )
-    return f"{summary['task']} ({summary['data']}, {summary['rule']}): {share} ({interval}), {cost}"
+    """A summary as one sentence."""
+    s = summary
+    if "bits_per_byte" in s:
+        interval = f"95% {s['low']:.3f}..{s['high']:.3f}"
+        return f"{s['task']}: {s['bits_per_byte']:.3f} bits per byte ({interval}, {s['bytes']} bytes)"
+    interval = f"{s['accuracy']:.1%}, 95% {s['low']:.1%}..{s['high']:.1%}"
+    cost = f"{s['forwards']:.1f} forwards an answer, {s['tokens_per_forward']:.2f} tokens a forward"
+    return f"{s['task']} ({s['data']}, {s['rule']}): {s['correct']} of {s['n']} right ({interval}), {cost}"
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: one line for each summary of a task with right and wrong answers."""
+    """A Markdown table: one line for each summary of a task with right and wrong answers."""
     head = "| task | questions | rule | right | of | accuracy | 95% interval | forwards | tokens | tokens/forward |"
     lines = [head, "|" + "---|" * 10]
     for s in summaries:
         if "accuracy" not in s:
             continue
         cells = (
-            s["task"], s["data"], s["rule"], s["correct"], s["n"], _percent(s["accuracy"]),
-            f"{_percent(s['low'])} to {_percent(s['high'])}", f"{s['forwards']:.1f}", f"{s['tokens']:.1f}",
+            s["task"], s["data"], s["rule"], s["correct"], s["n"], f"{s['accuracy']:.1%}",
+            f"{s['low']:.1%} to {s['high']:.1%}", f"{s['forwards']:.1f}", f"{s['tokens']:.1f}",
             f"{s['tokens_per_forward']:.2f}",
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -116,7 +195,18 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Accuracy against forwards an answer, with intervals; one line a task and source of questions."""
+    """Plots accuracy against forwards per answer, with intervals; one line per task and source of questions.
+
+    Args:
+        summaries: Those without an accuracy are left out.
+        path: The image.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: There is nothing to plot, or matplotlib is missing.
+    """
     shown = [s for s in summaries if "accuracy" in s]
     if not shown:
         raise refuse("summaries", len(summaries), "at least one with an accuracy")
@@ -124,28 +214,20 @@ def plot(summaries: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise refuse(
-            "plot", str(path), f"any, once matplotlib is installed: {install.command('plot')}"
-        ) from None
+        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
+        raise refuse("plot", str(path), allowed) from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: it would choose a window system
     axes = figure.add_subplot()
     for task, data in dict.fromkeys((s["task"], s["data"]) for s in shown):
-        _draw(axes, f"{task}, {data}", [s for s in shown if (s["task"], s["data"]) == (task, data)])
+        points = [s for s in shown if (s["task"], s["data"]) == (task, data)]
+        points.sort(key=lambda s: s["forwards"])
+        # A Wilson interval is not centred; at 0 and n rounding may put the share just outside of it.
+        low = [max(s["accuracy"] - s["low"], 0.0) for s in points]
+        high = [max(s["high"] - s["accuracy"], 0.0) for s in points]
+        x, y = [s["forwards"] for s in points], [s["accuracy"] for s in points]
+        axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=f"{task}, {data}")
     axes.set(xlabel="forwards an answer", ylabel="accuracy (95% interval)", ylim=(-0.03, 1.03), xscale="log")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     return Path(path)
-
-
-def _draw(axes: Any, label: str, summaries: Sequence[Mapping[str, Any]]) -> None:
-    points = sorted(summaries, key=lambda s: s["forwards"])
-    x, y = [s["forwards"] for s in points], [s["accuracy"] for s in points]
-    # A Wilson interval is not centred; at 0 and n rounding may put the share a hair outside of it.
-    low = [max(s["accuracy"] - s["low"], 0.0) for s in points]
-    high = [max(s["high"] - s["accuracy"], 0.0) for s in points]
-    axes.errorbar(x, y, yerr=(low, high), marker="o", capsize=3, label=label)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"

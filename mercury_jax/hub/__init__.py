@@ -1,31 +1,22 @@
 """Models on disk and on the Hugging Face hub: load, describe, convert and save them. Nothing in a file is executed.
 
-    load.py              `load`, `config_of`; opening a checkpoint
+    load.py              `load`, `config_of`, `info`; opening a checkpoint
     export.py            `convert`, `save`, `save_hf`
-    info.py              `info`
     folder.py            files of a checkpoint folder in Hugging Face's layout, and downloading one
     params.py            parameters: their memory, and their way from tensors onto devices
-    family.py            what a checkpoint family is; families/ has one file each
+    family.py            what a checkpoint family is, and `register`; families/ has one file each
     tokenizer.py         tokenizers of checkpoints, from the files that tokenizer_files.py reads
-    special_tokens.py    control tokens that user text cannot produce
     chat_template.py     chat templates, in the sandbox of template_sandbox.py
 
-A new family is one file in families/ and one entry of `families.FAMILIES`.
+A new family is one file in families/, which passes its `Family` to `register`.
 """
 
+from mercury_jax.hub import families as _families  # noqa: F401  every family registers itself
 from mercury_jax.hub.export import convert, save, save_hf
-from mercury_jax.hub.info import info
-from mercury_jax.hub.load import NANO, config_of, folder_of, is_native, load, takes_mask
+from mercury_jax.hub.family import register
+from mercury_jax.hub.load import NANO, config_of, folder_of, info, is_native, load, takes_mask
 
 __all__ = [
-    "NANO",
-    "config_of",
-    "convert",
-    "folder_of",
-    "info",
-    "is_native",
-    "load",
-    "save",
-    "save_hf",
+    "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_hf",
     "takes_mask",
-]
+]  # fmt: skip

@@ -2,23 +2,25 @@
 
 `ChatTemplate` renders a jinja2 template as transformers' `apply_chat_template` does
 (https://huggingface.co/docs/transformers/chat_templating), in the sandbox of `template_sandbox.py`. The text that it
-returns knows which characters the template wrote (`special_tokens.TracedText`); `tokenizer.HFTokenizer` encodes it.
-Whatever a template does wrong is a ValueError that says what.
+returns knows which characters the template wrote (`TracedText`); `tokenizer.HFTokenizer` encodes it. Whatever a
+template does wrong is a ValueError that says what. This module needs jinja2; the tokenizer imports it when it first
+renders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
-from mercury_jax import install
 from mercury_jax.chat import check_message
 from mercury_jax.config import refuse
-from mercury_jax.hub.special_tokens import joined, own
+from mercury_jax.hub.template_sandbox import Sandbox, TracedText, joined, own
 from mercury_jax.tokenizer import Messages, valid
+
+T = TypeVar("T")
 
 MAX_DEPTH = 48  # lists within lists in the data that a template is given
 # Names under which a message may have its thinking.
@@ -71,10 +73,11 @@ class ChatTemplate:
 
     @cached_property
     def _code(self) -> CodeType:
-        compile_template, _ = _sandbox()
-        return _explained(lambda: compile_template(self.source))
+        return _explained(lambda: Sandbox().compile(self.source))
 
-    def render(self, messages: Messages, names: Mapping[str, str] | None = None, **variables: Any) -> str:
+    def render(
+        self, messages: Messages, names: Mapping[str, str] | None = None, **variables: Any
+    ) -> TracedText:
         """Renders a conversation.
 
         Args:
@@ -83,7 +86,7 @@ class ChatTemplate:
             **variables: What else it may read, plain data (`tools`, `add_generation_prompt`).
 
         Returns:
-            The text, a `TracedText`.
+            The text, which knows which of its characters the template wrote.
 
         Raises:
             ValueError: A message is malformed, or the template failed, left its sandbox, or exceeded its limits.
@@ -92,38 +95,28 @@ class ChatTemplate:
             raise ValueError(f"messages: {messages!r}; must be a list of at least one message")
         for i, message in enumerate(messages):
             check_message(message, f"messages[{i}]")
-        copy = _PlainData(self.limits.data).copy
-        conversation = copy(list(messages), "messages")
-        for message in conversation:
+        copied: dict[str, Any] = _plain({"messages": list(messages), **variables}, self.limits.data)
+        for message in copied["messages"]:
             message["role"] = own(message["role"])
             thinking = next((message[k] for k in THINKING_KEYS if message.get(k) is not None), None)
             if thinking is not None:  # as transformers does: templates differ in the name that they read
                 message |= {"thinking": thinking} | message | {"reasoning_content": thinking}
-        given: dict[str, Any] = {"messages": conversation}
-        given |= {name: copy(value, name) for name, value in variables.items()}
-        given |= {name: own(value) for name, value in (names or {}).items()}
-        return _explained(lambda: self._run(given))
+        copied |= {name: own(value) for name, value in (names or {}).items()}
 
-    def _run(self, given: Mapping[str, Any]) -> str:
-        most, parts = self.limits, []
-        left, (_, render) = most.output, _sandbox()
-        for part in render(self._code, given, steps=most.steps, units=most.units, seconds=most.seconds):
-            parts.append(part)
-            left -= len(part)
-            if left < 0:
-                raise ValueError("writes too much text")
-        return valid(joined(parts), "its text")
+        def run() -> TracedText:
+            most, parts, size = self.limits, [], 0
+            sandbox = Sandbox(most.steps, most.units, most.seconds)
+            template = sandbox.template_class.from_code(sandbox, self._code, sandbox.globals)
+            for part in template.root_render_func(template.new_context(copied)):
+                parts.append(part)
+                size += len(part)
+                if size > most.output:
+                    raise ValueError("writes too much text")
+            text = joined(parts)
+            valid(text, "its text")
+            return text if isinstance(text, TracedText) else TracedText(text, bytes(len(text)))
 
-
-def _sandbox() -> tuple[Callable[[str], CodeType], Callable[..., Iterator[str]]]:
-    """(compile_template, render_template); jinja2 is imported when there is a template to compile."""
-    try:
-        from mercury_jax.hub.template_sandbox import compile_template, render_template
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "jinja2":
-            raise
-        raise refuse("chat_template", "jinja2 is not installed", install.command("hub")) from error
-    return compile_template, render_template
+        return _explained(run)
 
 
 _EXPLANATIONS = {
@@ -137,7 +130,7 @@ _EXPLANATIONS = {
 }
 
 
-def _explained(run: Callable[[], Any]) -> Any:
+def _explained(run: Callable[[], T]) -> T:
     """Returns `run()`, or raises a ValueError that says what the template did; foreign code may raise anything."""
     try:
         return run()
@@ -149,17 +142,19 @@ def _explained(run: Callable[[], Any]) -> Any:
         raise ValueError(f"chat_template: {_EXPLANATIONS.get(kind, '')}{words}") from error
 
 
-class _PlainData:
-    """Copies data for a template and counts its size; nothing but these copies reaches a template."""
+def _plain(data: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Copies JSON-like data for a template; nothing but these copies reaches it.
 
-    def __init__(self, limit: int):
-        self.limit, self.total = limit, 0
+    A ValueError names the part that is something else, too deep, or with which the whole is larger than `limit`
+    characters and items.
+    """
+    total = 0
 
-    def copy(self, value: Any, name: str, depth: int = 0) -> Any:
-        """Returns a copy of JSON-like data; ValueError names the part that is something else, too large or too deep."""
-        self.total += 1 + (len(value) if isinstance(value, str) else 0)
-        if self.total > self.limit:
-            raise refuse("messages", f"more than {self.limit} characters", "fewer, for a chat template")
+    def copy(value: Any, name: str, depth: int) -> Any:
+        nonlocal total
+        total += 1 + (len(value) if isinstance(value, str) else 0)
+        if total > limit:
+            raise refuse("messages", f"more than {limit} characters", "fewer, for a chat template")
         if depth > MAX_DEPTH:
             raise refuse(name, "lists within lists", f"at most {MAX_DEPTH} levels")
         if value is None or type(value) in (bool, int, float):
@@ -167,23 +162,9 @@ class _PlainData:
         if isinstance(value, str):
             return str.__str__(valid(value, name))
         if isinstance(value, Mapping):
-            inner = lambda k: f"{name}.{k}"
-            return {
-                self.copy(k, name, depth + 1): self.copy(v, inner(k), depth + 1) for k, v in value.items()
-            }
+            return {copy(k, name, depth + 1): copy(v, f"{name}.{k}", depth + 1) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self.copy(v, f"{name}[{i}]", depth + 1) for i, v in enumerate(value)]
+            return [copy(v, f"{name}[{i}]", depth + 1) for i, v in enumerate(value)]
         raise refuse(name, type(value).__name__, "plain data, as in JSON")
 
-
-def strings_in(value: Any) -> Iterator[str]:
-    """Yields every text in plain data, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield from strings_in(key)
-            yield from strings_in(inside)
-    elif isinstance(value, list | tuple):
-        for inside in value:
-            yield from strings_in(inside)
+    return {name: copy(value, name, 0) for name, value in data.items()}

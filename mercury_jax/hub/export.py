@@ -1,41 +1,35 @@
 """Writing a model: as a folder of ours (`save`), or as a checkpoint for transformers, vLLM and SGLang (`save_hf`).
 
-`convert` does one after loading the other.
+`convert` loads one layout and writes the other. `write_folder` writes the files of Hugging Face's layout that
+`folder.py` reads, one tensor in memory at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from numpy.typing import DTypeLike
 
 from mercury_jax import checkpoint, models
+from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.tensors import LazyTensor
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse, to_dict
-from mercury_jax.hub.families import named_family, writers
-from mercury_jax.hub.family import Family, TensorSource
-from mercury_jax.hub.folder import CONFIG, SHARD, find, read_json, write_folder
-from mercury_jax.hub.load import (
-    HEAD,
-    Opened,
-    check_mask,
-    folder_of,
-    is_native,
-    load_native,
-    load_opened,
-    native_noise,
-    open_folder,
-)
-from mercury_jax.hub.params import insert, to_theirs
+from mercury_jax.hub.family import Family, families
+from mercury_jax.hub.folder import CONFIG, INDEX, SINGLE, Folder, find, read_json
+from mercury_jax.hub.load import HEAD, Opened, check_mask, load_opened, open_checkpoint
+from mercury_jax.hub.params import TensorSource, to_theirs
 from mercury_jax.hub.tokenizer_files import own_files
 from mercury_jax.models.weight_quant import check_not_quantised
-from mercury_jax.sharding import path_name
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.types import LM, Params
 
@@ -44,6 +38,7 @@ EXPORTABLE = (
     "with a mask (SDAR; recipe nano_sdar), bidirectional (tiny-A2D; recipe nano_bidirectional). Without a mask: "
     "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe nano_qwen3)"
 )
+SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 # Files of a checkpoint that are copied when it is written again.
 BESIDE = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "README.md")
 
@@ -81,16 +76,12 @@ def convert(
     """
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
-    folder = folder_of(source)
-    check_mask(folder, mask)
-    if is_native(folder):
-        lm, noise, opened = load_native(folder, mask=mask, as_stored=True), native_noise(folder), None
-    else:
-        opened = open_folder(folder, mask=mask)
-        lm, noise = load_opened(opened, progress=progress), opened.noise
+    opened = open_checkpoint(source, mask=mask, verify=True)
+    check_mask(opened, mask)
+    lm = load_opened(opened, progress=progress)
     if to == "ours":
-        return save(out, lm, noise, dtype=dtype, overwrite=False)
-    if opened is not None and (family is None or named_family(family) is opened.family):
+        return save(out, lm, opened.noise, dtype=dtype, overwrite=False)
+    if opened.family is not None and (family is None or named_family(family) is opened.family):
         return _save_again(out, lm, opened, dtype)
     return save_hf(out, lm, family=family, dtype=dtype)
 
@@ -162,41 +153,37 @@ def save_hf(
     """
     check_not_quantised(lm.params)
     config, params = _multiplied_out(lm.model.config, lm.params)
-    chosen = _chosen_family(config, family or lm.card.get("family"), strict=family is not None)
+    chosen = _chosen_family(config, family, lm.card.get("family"))
     assert chosen.export is not None
     arrays = lazy_tensors(chosen.names(config), params, dtype)
     return write_folder(folder, chosen.export(config), arrays, shard=shard, extra=_tokenizer_files(lm))
 
 
-def _save_again(folder: str | Path, lm: LM, opened: Opened, dtype: str | None) -> Path:
+def _save_again(out: str | Path, lm: LM, opened: Opened, dtype: str | None) -> Path:
     """Writes a model as the checkpoint that it was loaded from, with everything that the model does not read.
 
     config.json stays as it is; unread tensors are copied one at a time, in the dtype in which they are stored.
     """
-    read = lazy_tensors(opened.family.names(opened.config), lm.params, dtype)
+    folder, family = opened.folder, opened.family
+    assert isinstance(folder, Folder) and family is not None
+    arrays = lazy_tensors(family.names(opened.config), lm.params, dtype)
     # Under a tied head a copy of the embedding is redundant, and in another dtype it would no longer be equal.
-    skip = {tensor.name for tensor in read} | ({HEAD} if opened.config.tied else set())
-    carried = [
-        LazyTensor(name, entry.shape, entry.dtype, functools.partial(opened.folder.read, name))
-        for name, (_, entry) in opened.folder.tensors.items()
+    skip = {tensor.name for tensor in arrays} | ({HEAD} if opened.config.tied else set())
+    arrays += [
+        LazyTensor(name, entry.shape, entry.dtype, functools.partial(folder.read, name))
+        for name, entry in folder.tensors.items()
         if name not in skip
     ]
-    beside = {name: find(opened.folder.path, name) for name in BESIDE}
+    beside = {name: find(folder.path, name) for name in BESIDE}
     extra = {name: path.read_bytes() for name, path in beside.items() if path is not None}
-    about = read_json(opened.folder.path, CONFIG)
-    if (mask := opened.folder.config.get("mask_token_id")) is not None:  # which may have been an argument
+    about = read_json(folder.path, CONFIG)
+    if (mask := folder.config.get("mask_token_id")) is not None:  # which may have been an argument
         about["mask_token_id"] = mask
-    if dtype is not None:
-        about = _with_dtype(about, np.dtype(dtype).name)
-    return write_folder(folder, about, [*read, *carried], extra=extra | _tokenizer_files(lm))
-
-
-def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json with another dtype under either name of the key, also in its text model's config."""
-    found = {k: name if k in ("dtype", "torch_dtype") else v for k, v in config.items()}
-    if isinstance(config.get("text_config"), Mapping):
-        found["text_config"] = _with_dtype(config["text_config"], name)
-    return found
+    if dtype is not None:  # under either name of the key, also in the config of a text model
+        for part in (about, about.get("text_config")):
+            if isinstance(part, dict):
+                part |= {key: np.dtype(dtype).name for key in ("dtype", "torch_dtype") if key in part}
+    return write_folder(out, about, arrays, extra=extra | _tokenizer_files(lm))
 
 
 def _tokenizer_files(lm: LM) -> dict[str, bytes]:
@@ -204,9 +191,38 @@ def _tokenizer_files(lm: LM) -> dict[str, bytes]:
     return dict(own_files(tok) if isinstance(tok, Tokenizer) else tok.files)
 
 
-def _chosen_family(config: ModelConfig, wanted: str | None, strict: bool) -> Family:
+def named_family(name: str) -> Family:
+    """Finds a family by its name or an architecture, whatever the capitals, spaces and dashes.
+
+    Raises:
+        ValueError: There is no such family; the message lists all.
+    """
+    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())
+    for family in families():
+        if plain(name) in map(plain, (family.name, *family.architectures)):
+            return family
+    raise refuse("family", name, ", ".join(family.name for family in families()))
+
+
+def writers(config: ModelConfig) -> list[Family]:
+    """Returns the families whose config.json can say all that our config does."""
+    able = []
+    # The block size of a bidirectional model is not part of its config.json.
+    free = {"block": config.block} if config.pattern == "bidirectional" else {}
+    for family in families():
+        try:
+            if family.export is not None:
+                again = family.read(family.export(config))
+                able += [family] if dataclasses.replace(again, **free) == config else []
+        except (ValueError, AssertionError, TypeError):
+            continue
+    return able
+
+
+def _chosen_family(config: ModelConfig, wanted: str | None, own: str | None) -> Family:
+    """The family that is wanted, else that of the model's card if it can hold the model, else the first that can."""
     able = writers(config)
-    if wanted is not None and (strict or any(f.name == wanted for f in able)):
+    if wanted is not None:
         found = named_family(wanted)
         if found in able:
             return found
@@ -215,26 +231,26 @@ def _chosen_family(config: ModelConfig, wanted: str | None, strict: bool) -> Fam
     if not able:
         about = (
             f"{config.pattern} (block {config.block}), {models.kind(config)}, alignment {config.alignment}, "
+            f"qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, predicts_next {config.predicts_next}"
         )
-        about += f"qk_norm {config.qk_norm}, qkv_bias {config.qkv_bias}, predicts_next {config.predicts_next}"
         raise refuse("model", about, EXPORTABLE)
-    return able[0]
+    return next((f for f in able if f.name == own), able[0])
 
 
 def _multiplied_out(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
     """Our own build as other libraries have it, with the same logits: norms scale by `scale`, embeddings by 1."""
     if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
         return config, params
-    flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat: dict[str, Any] = flatten_dict(params, sep="/")
     if config.scale_embed:
         if config.tied:
             flat["head"] = flat["embed"].T
         flat["embed"] = flat["embed"] * config.width**0.5
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        insert(tree, path, 1.0 + leaf if config.zero_centred and path.endswith("/scale") else leaf)
+    if config.zero_centred:
+        flat = {path: 1.0 + leaf if path.endswith("/scale") else leaf for path, leaf in flat.items()}
     tied = config.tied and not config.scale_embed
-    return dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied), tree
+    config = dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied)
+    return config, unflatten_dict(flat, sep="/")
 
 
 def lazy_tensors(
@@ -250,7 +266,7 @@ def lazy_tensors(
     Returns:
         The tensors.
     """
-    flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat: dict[str, Any] = flatten_dict(params, sep="/")
     paths: dict[str, list[str]] = {}  # of our parameters, for each tensor; several if they are rows of it
     shapes: dict[str, tuple[int, ...]] = {}
     for path, source in names.items():
@@ -264,10 +280,79 @@ def lazy_tensors(
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def make(name: str) -> np.ndarray:
-        parts = [((names[p].rows or (0,))[0], to_theirs(names[p], host(p))[name]) for p in paths[name]]
-        if len(parts) == 1:
-            return parts[0][1]
-        return np.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], axis=0)
+        parts = {(names[p].rows or (0,))[0]: to_theirs(names[p], host(p))[name] for p in paths[name]}
+        ordered = [parts[row] for row in sorted(parts)]
+        return ordered[0] if len(ordered) == 1 else np.concatenate(ordered, axis=0)
 
     kind = lambda name: np.dtype(dtype or flat[paths[name][0]].dtype)
     return [LazyTensor(name, shapes[name], kind(name), functools.partial(make, name)) for name in paths]
+
+
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    arrays: Iterable[LazyTensor],
+    *,
+    shard: int = SHARD,
+    extra: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Writes a checkpoint that transformers reads, with one tensor in memory at a time.
+
+    The folder appears when it is complete.
+
+    Args:
+        folder: A new or empty folder.
+        config: config.json.
+        arrays: The tensors.
+        shard: Most bytes of tensors in one file; a larger tensor has a file of its own.
+        extra: Contents of other files by name, such as the tokenizer's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The folder has files, or a tensor is not as announced.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise refuse("folder", str(folder), "a new or empty folder")
+    shards: list[list[LazyTensor]] = [[]]
+    names, size = set[str](), 0
+    for tensor in arrays:
+        if tensor.name in names:
+            raise refuse("name of a tensor", tensor.name, "each name once")
+        names.add(tensor.name)
+        if shards[-1] and size + tensor.nbytes > shard:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(shards)
+    files = (
+        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
+    )
+    # JSON as transformers writes it, down to the order of the keys.
+    write = lambda value: (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    contents = {CONFIG: write(config), **(extra or {})}
+    if count > 1:
+        every = [tensor for part in shards for tensor in part]
+        total = {
+            "total_size": sum(t.nbytes for t in every), "total_parameters": sum(math.prod(t.shape) for t in every)
+        }  # fmt: skip
+        weight_map = {tensor.name: file for file, part in zip(files, shards) for tensor in part}
+        contents[INDEX] = write({"metadata": total, "weight_map": weight_map})
+    work = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        for file, part in zip(files, shards, strict=True):
+            tensors.write(work / file, part, {"format": "pt"})  # transformers wants to see this
+        for name, data in contents.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            manifest.write_synced(work / name, data)
+        manifest.sync_folder(work)
+        work.rename(folder)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return folder

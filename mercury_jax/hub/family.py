@@ -1,10 +1,15 @@
-"""What a checkpoint family is: the keys of its config.json, the names of its tensors, and how both become ours.
+"""What a checkpoint family is, the registry of families, and the conversion that most of them share.
 
-A family is one file in `families/`, and one entry in the list `families.FAMILIES`.
+A family is one file in `families/`. It describes the checkpoints in a `Family` and passes that to `register`; `load`,
+`info`, `convert` and the documentation find it there. Code outside of this package can register its own in the same
+way.
 
 Reading config.json fails closed: a key that nobody reads may change the arithmetic (YaRN's `mscale` moves logits by
 more than 1). So every family has a table of keys (`ConfigKeys`), and whatever is in config.json and not in the table
 is refused by name. Values must have the types that transformers 5 asks for; the string "false" would otherwise be true.
+
+`decoder_config` and `tensor_names` convert checkpoints built as Llama and Qwen are, from which many diffusion models
+are made; `families/qwen_llama.py` writes such a config.json.
 """
 
 from __future__ import annotations
@@ -12,85 +17,108 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, get_args
 
-from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, refuse
+from mercury_jax.config import ComputeType, Experts, ModelConfig, NoiseConfig, RopeScaling, refuse
+from mercury_jax.hub.params import TensorSource
 
 Json = Mapping[str, Any]
-Types = tuple[type, ...]
+# Types of values in JSON as the tables name them, and in words.
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"),
+    "number": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "text": ((str,), "a string"),
+    "list": ((list,), "a list"),
+    "null": ((type(None),), "null"),
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
-INT: Types = (int,)
-NUMBER: Types = (int, float)
-BOOL: Types = (bool,)
-TEXT: Types = (str,)
-LIST: Types = (list,)
-NULL: Types = (type(None),)
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list"}
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
-
-class ConfigKeys(NamedTuple):
+@dataclass(frozen=True)
+class ConfigKeys:
     """The keys that may occur in one object of a config.json.
 
+    In each of the four tables one entry may name several keys, with spaces between them.
+
     Attributes:
-        used: Keys that our config is made from, and the types of their values; null only where listed.
+        used: Keys that our config is made from, and the types of their values: int, number, bool, text, list and
+            null, with spaces between them.
         only: Keys that would change the arithmetic, and the values under which it is the one that we build.
         unused: Keys that change no logit, whatever their value, and why.
-        nested: Keys whose value is an object or null: the table of that object, as a function of it.
+        nested: Keys whose value is an object or null: the table of that object, or a function of the object to it.
     """
 
-    used: Mapping[str, Types] = _NONE
-    only: Mapping[str, tuple[Any, ...]] = _NONE
-    unused: Mapping[str, str] = _NONE
-    nested: Mapping[str, Callable[[Json], ConfigKeys]] = _NONE
+    used: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    nested: Mapping[str, ConfigKeys | Callable[[Json], ConfigKeys]] = field(default_factory=dict)
 
-    def plus(self, other: ConfigKeys) -> ConfigKeys:
-        """Returns both tables as one; where they disagree about a key, `other` counts."""
-        mine = [{k: v for k, v in table.items() if k not in other.names} for table in self]
-        return ConfigKeys(*({**a, **b} for a, b in zip(mine, other)))
+    def __post_init__(self) -> None:
+        for table in fields(self):
+            entries = getattr(self, table.name).items()
+            each = {name: value for names, value in entries for name in names.split()}
+            object.__setattr__(self, table.name, each)
 
-    @property
-    def names(self) -> set[str]:
-        """All keys of the table."""
-        return {name for table in self for name in table}
+    def plus(self, *others: ConfigKeys, **tables: Mapping[str, Any]) -> ConfigKeys:
+        """Merges tables; where they disagree about a key, the last one counts.
 
+        Args:
+            *others: Further tables.
+            **tables: The tables of one more, by the names of the attributes.
 
-def check_keys(keys: ConfigKeys, config: Json, file: str, path: str = "") -> None:
-    """Refuses the first key of a config.json that the table does not allow.
+        Returns:
+            All of them as one.
+        """
+        merged = vars(self)
+        for other in (*others, ConfigKeys(**tables)):
+            known = {name for table in vars(other).values() for name in table}
+            earlier = {
+                kind: {k: v for k, v in table.items() if k not in known} for kind, table in merged.items()
+            }
+            merged = {kind: earlier[kind] | table for kind, table in vars(other).items()}
+        return ConfigKeys(**merged)
 
-    Args:
-        keys: The table of the family.
-        config: The object that was read.
-        file: Its name, for the message.
-        path: Keys that lead to the object, each followed by a dot.
+    def check(self, config: Json, file: str, path: str = "") -> None:
+        """Refuses the first key of a config.json that the table does not allow.
 
-    Raises:
-        ValueError: Names the file, the key with its path, the value, and what is supported.
-    """
-    for key, value in config.items():
-        where, shown = f"{file}: {path}{key}", value if len(repr(value)) <= 80 else str(value)[:80] + "..."
-        if key in keys.nested:
-            if value is not None and not isinstance(value, Mapping):
-                raise refuse(where, shown, "an object, or null")
-            if value is not None:
-                check_keys(keys.nested[key](value), value, file, f"{path}{key}.")
-        elif key in keys.used:
-            types = keys.used[key]
-            if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
-                words = [
-                    _TYPE_NAMES[t] for t in types if t in _TYPE_NAMES and not (t is int and float in types)
-                ]
-                null = ", or null" if type(None) in types else ""
-                raise refuse(where, shown, f"a value: {' or '.join(words)}{null}")
-        elif key in keys.only:
-            same = lambda one, value=value: value == one and isinstance(value, bool) == isinstance(one, bool)
-            if not any(map(same, keys.only[key])):
-                raise refuse(where, shown, ", ".join(map(repr, keys.only[key])))
-        elif key not in keys.unused:
-            known = ", ".join(sorted({*keys.used, *keys.only, *keys.nested}))
-            allowed = f"a key that this release knows to read ({known}) or to have no effect"
-            raise refuse(where, shown, f"{allowed}; delete the key if no logit depends on it")
+        Args:
+            config: The object that was read.
+            file: Its name, for the message.
+            path: Keys that lead to the object, each followed by a dot.
+
+        Raises:
+            ValueError: Names the file, the key with its path, the value, and what is supported.
+        """
+        for key, value in config.items():
+            where = f"{file}: {path}{key}"
+            shown = value if len(repr(value)) <= 80 else str(value)[:80] + "..."
+            if key in self.nested:
+                if value is not None and not isinstance(value, Mapping):
+                    raise refuse(where, shown, "an object, or null")
+                if value is not None:
+                    inner = self.nested[key]
+                    inner = inner if isinstance(inner, ConfigKeys) else inner(value)
+                    inner.check(value, file, f"{path}{key}.")
+            elif key in self.used:
+                names = self.used[key].split()
+                types = tuple(kind for name in names for kind in _TYPES[name][0])
+                # True is an int in Python, but not in a config.json.
+                if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
+                    words = [_TYPES[name][1] for name in names if name != "null"]
+                    null = ", or null" if "null" in names else ""
+                    raise refuse(where, shown, f"a value: {' or '.join(words)}{null}")
+            elif key in self.only:
+                if not any(
+                    value == one and isinstance(value, bool) == isinstance(one, bool)
+                    for one in self.only[key]
+                ):
+                    raise refuse(where, shown, ", ".join(map(repr, self.only[key])))
+            elif key not in self.unused:
+                known = ", ".join(sorted({*self.used, *self.only, *self.nested}))
+                allowed = f"a key that this release knows to read ({known}) or to have no effect"
+                raise refuse(where, shown, f"{allowed}; delete the key if no logit depends on it")
 
 
 def need(config: Json, *keys: str) -> Any:
@@ -105,14 +133,6 @@ def need(config: Json, *keys: str) -> Any:
     raise refuse(f"config.json: {keys[0]}", None, "a value: this family cannot be built without it")
 
 
-def special_ids(config: Json) -> dict[str, Any]:
-    """Returns mask, pad, eos and further ends; without padding, `eos` pads."""
-    ends = listed_ids(config.get("eos_token_id")) or [0]
-    pad = config.get("pad_token_id")
-    pad = ends[0] if pad is None or pad < 0 else pad
-    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]))
-
-
 def listed_ids(value: Any) -> list[int]:
     """Returns `eos_token_id` as a list: it is one id, several, or none.
 
@@ -125,66 +145,318 @@ def listed_ids(value: Any) -> list[int]:
     return found
 
 
-def dtype_of(config: Json) -> Any:
-    """Returns the dtype that the checkpoint names, under either name of the key.
+def common_fields(config: Json) -> dict[str, Any]:
+    """Converts what every config.json has: special ids and the dtype, under either name of its key.
+
+    Args:
+        config: config.json.
+
+    Returns:
+        mask, pad, eos and ends (without a padding id, `eos` pads), and dtype.
 
     Raises:
-        ValueError: We cannot compute in this dtype.
+        ValueError: We cannot compute in this dtype, or an id is no integer.
     """
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in get_args(ComputeType):
-        raise refuse("config.json: dtype", name, ", ".join(get_args(ComputeType)))
-    return name
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in get_args(ComputeType):
+        raise refuse("config.json: dtype", dtype, ", ".join(get_args(ComputeType)))
+    ends = listed_ids(config.get("eos_token_id")) or [0]
+    pad = config.get("pad_token_id")
+    pad = ends[0] if pad is None or pad < 0 else pad
+    return dict(mask=config.get("mask_token_id"), pad=pad, eos=ends[0], ends=tuple(ends[1:]), dtype=dtype)
 
 
-class TensorSource(NamedTuple):
-    """Where one of our parameters is in the files of a family.
+# Keys that transformers writes into the config.json of any model, and keys that others are known to add.
+COMMON = ConfigKeys(
+    used={
+        "architectures": "list", "eos_token_id": "int list null", "pad_token_id mask_token_id": "int null",
+        "dtype torch_dtype": "text null",
+    },
+    only={
+        "is_encoder_decoder add_cross_attention": (False,), "pruned_heads": ({}, None), "quantization_config": (None,)
+    },
+    unused={
+        "model_type transformers_version auto_map _name_or_path name_or_path _commit_hash tokenizer_class "
+        "trust_remote_code unsloth_fixed unsloth_version":
+            "says who wrote the file, or where the code of the reference is",
+        "bos_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id prefix":
+            "the ids are in the tokenizer, and no logit depends on them",
+        "use_cache return_dict output_hidden_states output_attentions torchscript use_bfloat16 attn_implementation "
+        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal experts_implementation "
+        "_experts_implementation_internal chunk_size_feed_forward is_decoder tie_encoder_decoder "
+        "cross_attention_hidden_size tf_legacy_loss flash_attention use_flash_attn _flash_attn_2_enabled":
+            "how the reference computes or returns the same numbers",
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params":
+            "of a classifier, or of another head that is not read",
+        "initializer_range attention_dropout hidden_dropout embedding_dropout residual_dropout output_dropout dropout "
+        "router_aux_loss_coef output_router_logits gradient_checkpointing":
+            "training only",
+        "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+        "encoder_repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+        "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+        "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
+        "target_lookbehind generation_config":
+            "a default of generation; sampling parameters are arguments here",
+    },
+)  # fmt: skip
 
-    Attributes:
-        name: The tensor's name; with "{e}" where each expert has a tensor of its own. Several names are concatenated
-            along our last axis (gate and up).
-        inputs: 0 for the same order of axes. k > 0 for the weight [out, in] of a torch Linear, whose inputs are our
-            first k axes (behind that of the experts).
-        experts: Ours is stacked from this many experts; without "{e}" in the name the file's tensor is stacked, too.
-        fold: The file has this many of our last axes as one (biases of heads).
-        rows: (a, b, c) where ours are rows [a, b) of a tensor of c rows (fused queries, keys and values).
+
+# --- checkpoints built as Llama and Qwen are: keys of config.json
+
+# No parameters: rotary frequencies follow from the config, and a tied head repeats the embedding.
+IGNORED = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
+# rope_parameters (rope_scaling before transformers 5) by type
+_ROPE = ConfigKeys(
+    used={"rope_type type": "text", "rope_theta": "number"},
+    only={"partial_rotary_factor": (1, 1.0)},
+)
+_LENGTH = {"factor": "number", "original_max_position_embeddings": "int"}
+ROPES: dict[str, ConfigKeys] = {
+    "default": _ROPE,
+    "linear": _ROPE.plus(used={"factor": "number"}),
+    "dynamic": _ROPE.plus(used={"factor": "number"}),
+    "llama3": _ROPE.plus(used={**_LENGTH, "low_freq_factor high_freq_factor": "number"}),
+    "yarn": _ROPE.plus(
+        used={
+            **_LENGTH, "attention_factor beta_fast beta_slow mscale mscale_all_dim": "number null",
+            "truncate": "bool",
+        }
+    ),
+    "longrope": _ROPE.plus(
+        used={
+            **_LENGTH, "factor attention_factor": "number null", "short_factor long_factor": "list",
+        }
+    ),
+}  # fmt: skip
+
+
+def _rope_keys(found: Json) -> ConfigKeys:
+    """The table of `rope_parameters`, which depends on its type."""
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind not in ROPES:
+        raise refuse("config.json: rope_scaling", kind, ", ".join(ROPES))
+    return ROPES[kind]
+
+
+KEYS = COMMON.plus(
+    used={
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+        "max_position_embeddings": "int",
+        "num_key_value_heads head_dim original_max_position_embeddings": "int null",
+        "rms_norm_eps rope_theta": "number", "tie_word_embeddings": "bool",
+    },
+    only={
+        "hidden_act": ("silu", "swish"), "partial_rotary_factor": (1, 1.0, None), "mlp_bias": (False,),
+    },
+    nested={"rope_parameters": _rope_keys, "rope_scaling": _rope_keys}
+)  # fmt: skip
+NO_WINDOW = ConfigKeys(  # of a model without sliding windows; one may be named there and not used
+    used={"layer_types": "list null"},
+    only={"use_sliding_window": (False, None)},
+    unused={"sliding_window max_window_layers": "use_sliding_window is false"},
+)
+WINDOW = ConfigKeys(
+    used={
+        "use_sliding_window": "bool", "sliding_window": "int null", "max_window_layers": "int",
+        "layer_types": "list null",
+    }
+)  # fmt: skip
+NO_BIAS = ConfigKeys(only={"attention_bias": (False,)})
+BIAS = ConfigKeys(used={"attention_bias": "bool"})
+
+# Qwen2's class, and diffusion models made from it.
+QWEN2_KEYS = KEYS.plus(
+    NO_WINDOW,
+    unused={
+        "attention_bias": "queries, keys and values have biases, by the class",
+    },
+)
+
+
+# --- config.json -> our config
+
+
+def decoder_config(config: Json, *, default_mask: int | None = None, **ours: Any) -> ModelConfig:
+    """Converts a config.json of this kind.
+
+    Args:
+        config: config.json.
+        default_mask: The mask id where config.json names none.
+        **ours: Fields of `ModelConfig` that the family adds or overrides.
+
+    Returns:
+        Our config.
+
+    Raises:
+        ValueError: A value is missing or not supported.
     """
+    heads, width = need(config, "num_attention_heads"), need(config, "hidden_size")
+    if heads < 1:
+        raise refuse("config.json: num_attention_heads", heads, "1 or more")
+    theta, scaling = _rope_of(config)
+    # Rotary embeddings whose frequencies change with the length are only built up to the original context.
+    context = config.get("max_position_embeddings", 2048)
+    context = min(context, scaling.original) if scaling is not None and scaling.bounded else context
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+    bias = bool(config.get("attention_bias", False))
+    fields = dict(
+        vocab=need(config, "vocab_size"), width=width, layers=need(config, "num_hidden_layers"), heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads, head_dim=width // heads if head_dim is None else head_dim,
+        ffn=need(config, "intermediate_size"), rope_theta=theta, rope_scaling=scaling, qk_norm=False,
+        qkv_bias=bias, out_bias=bias, mlp_bias=config.get("mlp_bias", False),
+        tied=config.get("tie_word_embeddings", False), zero_centred=False, scale_embed=False,
+        norm_eps=config.get("rms_norm_eps", 1e-6), context=context, **_window_fields(config),
+        **common_fields({"mask_token_id": default_mask, **config}),
+    )  # fmt: skip
+    return ModelConfig(**(fields | ours))
 
-    name: str | tuple[str, ...]
-    inputs: int = 0
-    experts: int = 0
-    fold: int = 0
-    rows: tuple[int, int, int] | None = None
 
-    @property
-    def parts(self) -> int:
-        """How many tensors, or stacks of experts, are concatenated."""
-        return 1 if isinstance(self.name, str) else len(self.name)
+def _window_fields(config: Json) -> dict[str, Any]:
+    """Layers with a sliding window: those of `layer_types`, or without it all from `max_window_layers` on."""
+    layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        full = range(layers if window is None else min(max(first, 0), layers))
+    else:
+        check_layer_types(kinds, layers)
+        full = [i for i in range(layers) if kinds[i] == FULL]
+        if window is None and len(full) < layers:
+            raise refuse("config.json: layer_types", SLIDING, f"{FULL}: no sliding window is used")
+    return {} if window is None or len(full) == layers else dict(window=window, global_layers=tuple(full))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors that this parameter is made from; experts vary fastest."""
-        parts = (self.name,) if isinstance(self.name, str) else self.name
-        each = range(self.experts) if any("{e}" in p for p in parts) else range(1)
-        return tuple(p.replace("{e}", str(e)) for p in parts for e in each)
 
-    @property
-    def per_expert(self) -> bool:
-        """Whether each expert has tensors of its own."""
-        return len(self.names) > self.parts
+def check_layer_types(kinds: list[str], layers: int) -> None:
+    """Checks `layer_types`.
 
-    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the file's tensors by name, for a parameter of `shape`."""
-        lead, rest = (shape[:1], shape[1:]) if self.experts else ((), shape)
-        if self.inputs:
-            inputs, outputs = rest[: self.inputs], rest[self.inputs :]
-            theirs = (math.prod(outputs) // self.parts, math.prod(inputs))
+    Args:
+        kinds: One kind of attention a layer.
+        layers: The number of layers.
+
+    Raises:
+        ValueError: The list has another length, or a kind that we do not build.
+    """
+    if len(kinds) != layers:
+        raise refuse("config.json: layer_types", f"{len(kinds)} entries", f"{layers}, one a layer")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise refuse("config.json: layer_types", kind, f"{FULL}, {SLIDING}")
+
+
+def _rope_of(config: Json) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling` before transformers 5."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise refuse("config.json: rope_scaling", config["rope_scaling"], "null beside rope_parameters")
+    theta = float(found.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if not theta > 1:
+        raise refuse("config.json: rope_theta", theta, "more than 1")
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    longest = config.get("max_position_embeddings", 2048)
+    factor = 0.0 if kind == "longrope" else float(need(found, "factor"))
+    if kind == "linear":
+        return theta, RopeScaling(kind=kind, factor=factor)
+    if kind == "dynamic":
+        return theta, RopeScaling(kind=kind, factor=factor, original=need(config, "max_position_embeddings"))
+    # A length beside rope_parameters, as in Phi 3, overrides the one within.
+    original = config.get("original_max_position_embeddings")
+    original = found.get("original_max_position_embeddings", longest) if original is None else original
+    if original < 2:
+        raise refuse("config.json: original_max_position_embeddings", original, "2 or more")
+    if kind == "llama3":
+        low, high = float(need(found, "low_freq_factor")), float(need(found, "high_freq_factor"))
+        return theta, RopeScaling(kind=kind, factor=factor, original=original, low=low, high=high)
+    attention = found.get("attention_factor")
+    if kind == "yarn":
+        if attention is None:  # DeepSeek's ratio of two scales, or YaRN's 0.1 ln(factor) + 1
+            scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+            top, bottom = found.get("mscale"), found.get("mscale_all_dim")
+            attention = scale(top) / scale(bottom) if top and bottom else scale(1.0)
+        return theta, RopeScaling(
+            kind=kind, factor=factor, original=original, fast=float(found.get("beta_fast") or 32),
+            slow=float(found.get("beta_slow") or 1), attention=float(attention), truncate=found.get("truncate", True),
+        )  # fmt: skip
+    short, long = (tuple(map(float, need(found, f"{name}_factor"))) for name in ("short", "long"))
+    if attention is None:
+        stretch = longest / original if found.get("factor") is None else found["factor"]
+        attention = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return theta, RopeScaling(
+        kind=kind, factor=longest / original, original=original, attention=float(attention), short=short, long=long
+    )  # fmt: skip
+
+
+# --- tensor names
+
+
+def tensor_names(c: ModelConfig) -> dict[str, TensorSource]:
+    """Returns where each parameter is, by its path."""
+    sources = {
+        "embed": TensorSource("model.embed_tokens.weight"),
+        "norm/scale": TensorSource("model.norm.weight"),
+    }
+    if not c.tied:
+        sources["head"] = TensorSource("lm_head.weight", 1)
+    for i in range(c.layers):
+        ours, theirs = f"block_{i}/", f"model.layers.{i}."
+        sources[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}input_layernorm.weight")
+        sources[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}post_attention_layernorm.weight")
+        mine, attention = f"{ours}attention/", f"{theirs}self_attn."
+        for p in "qkv":
+            sources[f"{mine}{p}/w"] = TensorSource(f"{attention}{p}_proj.weight", 1)
+            if c.qkv_bias:
+                sources[f"{mine}{p}/b"] = TensorSource(f"{attention}{p}_proj.bias", fold=2)
+            if c.qk_norm and p != "v":
+                sources[f"{mine}{p}_norm/scale"] = TensorSource(f"{attention}{p}_norm.weight")
+        sources[f"{mine}o/w"] = TensorSource(f"{attention}o_proj.weight", 2)
+        if c.out_bias:
+            sources[f"{mine}o/b"] = TensorSource(f"{attention}o_proj.bias")
+        if c.experts is None or i in c.experts.dense:
+            sources |= mlp_names(f"{ours}mlp/", f"{theirs}mlp.", c.mlp_bias)
         else:
-            theirs = (*rest[: -self.fold], math.prod(rest[-self.fold :])) if self.fold else rest
-        if self.rows is not None:
-            theirs = (self.rows[2], *theirs[1:])
-        stacked = lead and not self.per_expert
-        return dict.fromkeys(self.names, (*lead, *theirs) if stacked else theirs)
+            sources |= expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
+    return sources
+
+
+def mlp_names(ours: str, theirs: str, bias: bool = False) -> dict[str, TensorSource]:
+    """Returns where gate, up and down of a dense layer are.
+
+    Args:
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+        bias: Whether they have biases.
+
+    Returns:
+        Sources by path.
+    """
+    parts = ("gate", "up", "down")
+    sources = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
+    return sources | ({f"{ours}{p}/b": TensorSource(f"{theirs}{p}_proj.bias") for p in parts} if bias else {})
+
+
+def expert_names(e: Experts, ours: str, theirs: str) -> dict[str, TensorSource]:
+    """Returns where the router and gate, up and down of each expert are.
+
+    Args:
+        e: The experts.
+        ours: Precedes the names of our parameters.
+        theirs: Precedes the names of the file's tensors.
+
+    Returns:
+        Sources by path.
+    """
+    each = f"{theirs}experts.{{e}}."
+    return {
+        f"{ours}router": TensorSource(f"{theirs}gate.weight", 1),
+        f"{ours}gate_up": TensorSource((f"{each}gate_proj.weight", f"{each}up_proj.weight"), 1, e.count),
+        f"{ours}down": TensorSource(f"{each}down_proj.weight", 1, e.count),
+    }
+
+
+# --- families and their registry
 
 
 class Family(NamedTuple):
@@ -196,15 +468,17 @@ class Family(NamedTuple):
         checkpoints: Ids on the Hugging Face hub.
         keys: What may occur in their config.json; a function of it where its classes differ.
         config: Their config.json -> our config; ValueError for what we do not build. `read` also checks keys.
+        noise: How it was trained, or a function of config.json; None for an autoregressive model.
         names: Our config -> where each parameter is, by its path ("block_0/attention/q/w").
-        noise: How it was trained; None for an autoregressive model.
         block: Block sizes of its published models, for tables.
         about: One line, for tables.
-        ignored: Regular expressions of tensors that are not read.
+        ignored: Regular expressions of tensors that are not read, or a function of our config.
         fits: Whether the rest of a config.json belongs to this family.
         export: Our config -> their config.json; None where we cannot write the family.
         licence: Of its published models.
         decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
+        rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
+            architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
     """
 
     name: str
@@ -212,15 +486,16 @@ class Family(NamedTuple):
     checkpoints: tuple[str, ...]
     keys: ConfigKeys | Callable[[Json], ConfigKeys]
     config: Callable[[Json], ModelConfig]
-    names: Callable[[ModelConfig], dict[str, TensorSource]]
     noise: NoiseConfig | Callable[[Json], NoiseConfig] | None
+    names: Callable[[ModelConfig], dict[str, TensorSource]] = tensor_names
     about: str = ""
     block: str = "any"
-    ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = ()
+    ignored: tuple[str, ...] | Callable[[ModelConfig], tuple[str, ...]] = IGNORED
     fits: Callable[[Json], bool] = lambda config: True
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
     licence: str = "see the checkpoint"
     decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
+    rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:
         """Converts a config.json to our config.
@@ -235,8 +510,8 @@ class Family(NamedTuple):
         Raises:
             ValueError: A key is unknown to the family, or a value is not supported.
         """
-        keys = self.keys(config) if callable(self.keys) else self.keys
-        check_keys(keys, config, f"{file} ({self.name})")
+        keys = self.keys if isinstance(self.keys, ConfigKeys) else self.keys(config)
+        keys.check(config, f"{file} ({self.name})")
         return self.config(config)
 
     def uses(self, tensor: str, config: ModelConfig) -> bool:
@@ -253,47 +528,59 @@ class Family(NamedTuple):
         return not any(re.search(pattern, tensor) for pattern in patterns)
 
 
-# Keys that transformers writes into the config.json of any model, and keys that others are known to add.
-COMMON = ConfigKeys(
-    used={
-        "architectures": LIST, "eos_token_id": INT + LIST + NULL, "pad_token_id": INT + NULL,
-        "mask_token_id": INT + NULL, "dtype": TEXT + NULL, "torch_dtype": TEXT + NULL,
-    },
-    only={
-        "is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({}, None),
-        "quantization_config": (None,),
-    },
-    unused={
-        **dict.fromkeys((
-            "model_type", "transformers_version", "auto_map", "_name_or_path", "name_or_path", "_commit_hash",
-            "tokenizer_class", "trust_remote_code", "unsloth_fixed", "unsloth_version",
-        ), "says who wrote the file, or where the code of the reference is"),
-        **dict.fromkeys((
-            "bos_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "prefix",
-        ), "the ids are in the tokenizer, and no logit depends on them"),
-        **dict.fromkeys((
-            "use_cache", "return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_bfloat16",
-            "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "experts_implementation",
-            "_attn_implementation_internal", "_experts_implementation_internal", "chunk_size_feed_forward",
-            "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size", "tf_legacy_loss", "flash_attention",
-            "use_flash_attn", "_flash_attn_2_enabled",
-        ), "how the reference computes or returns the same numbers"),
-        **dict.fromkeys((
-            "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-        ), "of a classifier, or of another head that is not read"),
-        **dict.fromkeys((
-            "initializer_range", "attention_dropout", "hidden_dropout", "embedding_dropout", "residual_dropout",
-            "output_dropout", "dropout", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
-        ), "training only"),
-        **dict.fromkeys((
-            "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping", "num_beams",
-            "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p", "typical_p",
-            "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
-            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-            "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-            "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-            "assistant_confidence_threshold", "assistant_lookbehind", "num_assistant_tokens",
-            "num_assistant_tokens_schedule", "target_lookbehind", "generation_config",
-        ), "a default of generation; sampling parameters are arguments here"),
-    },
-)  # fmt: skip
+# --- the registry
+
+_REGISTERED: list[Family] = []
+
+
+def register(*found: Family) -> None:
+    """Adds families; those of this package are added when `mercury_jax.hub` is imported.
+
+    Args:
+        *found: The families.
+
+    Raises:
+        ValueError: Another family has the name.
+
+    Example:
+        >>> hub.register(DREAM._replace(name="Mine", architectures=("MyModel",), checkpoints=()))
+    """
+    for family in found:
+        if any(family.name == other.name for other in _REGISTERED):
+            raise refuse("name of a family", family.name, "a name that no other family has")
+        _REGISTERED.append(family)
+    _REGISTERED.sort(key=lambda family: family.rank)
+
+
+def families() -> tuple[Family, ...]:
+    """Returns all families, in the order in which they are tried."""
+    return tuple(_REGISTERED)
+
+
+def family_of(config: Json) -> tuple[Family, list[str]]:
+    """Finds the family of a config.json.
+
+    `architectures` decides, with what else the config contains: `model_type` alone is wrong (LLaDA-MoE says llada).
+
+    Args:
+        config: config.json.
+
+    Returns:
+        (the family, notes about other families that the same config.json would fit if it named a mask).
+
+    Raises:
+        ValueError: No family has the architecture.
+    """
+    named = config.get("architectures") or []
+    named = named if isinstance(named, list) and all(isinstance(x, str) for x in named) else []
+    able = [family for family in _REGISTERED if set(named) & set(family.architectures)]
+    found = next((family for family in able if family.fits(config)), None)
+    if found is None:
+        known = ", ".join(name for family in _REGISTERED for name in family.architectures)
+        raise refuse("config.json: architectures", named, known)
+    return found, [
+        f"config.json fits {other.name} as well, which is {other.about}, and names no mask: read as {found.name}; "
+        f"pass mask= (--mask) to read it as {other.name}"
+        for other in able
+        if other is not found and other.fits({**config, "mask_token_id": 0}) and not other.fits(config)
+    ]

@@ -1,4 +1,4 @@
-"""Checkpoint folders in Hugging Face's layout: finding, reading and writing their files.
+"""Checkpoint folders in Hugging Face's layout: downloading them, finding their files, reading their headers.
 
     config.json
     model.safetensors                   or, in several files:
@@ -12,11 +12,9 @@ symbolic link says. Every header is checked before its tensors are listed.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,25 +22,17 @@ import numpy as np
 
 from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError, manifest, tensors
-from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
+from mercury_jax.checkpoint.tensors import TensorEntry
 from mercury_jax.config import refuse
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_JSON = 32_000_000  # bytes of a JSON file; an index of 100,000 tensors has about 10 million
-SHARD = 5_000_000_000  # bytes of tensors in one file that we write, as in transformers
 _BARE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}\.safetensors")
 # What a model needs, and nothing that could run: no pickle, no code.
 _DOWNLOADED = [
     "*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md", "additional_chat_templates/*"
 ]  # fmt: skip
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a folder: its file, and its place in that file."""
-
-    file: Path
-    entry: TensorEntry
 
 
 class Folder(NamedTuple):
@@ -51,13 +41,15 @@ class Folder(NamedTuple):
     Attributes:
         path: The folder.
         config: config.json.
-        tensors: Its tensors by name.
+        tensors: Dtype and shape of its tensors, by name.
+        files: The file of each tensor, by name.
         notes: What was ignored, for the user.
     """
 
     path: Path
     config: dict[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, Path]
     notes: list[str]
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
@@ -75,7 +67,7 @@ class Folder(NamedTuple):
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {_short(name)}")
-        return tensors.read(*self.tensors[name], rows)
+        return tensors.read(self.files[name], self.tensors[name], rows)
 
 
 def download(source: str) -> Path:
@@ -128,7 +120,7 @@ def scan(folder: str | Path) -> Folder:
     if config.get("auto_map"):
         code = str(config["auto_map"])[:200]
         notes.append(f"{CONFIG}: auto_map names code to run ({code}); it is ignored, our own is used")
-    return Folder(folder, config, _find_tensors(folder), notes)
+    return Folder(folder, config, *_find_tensors(folder), notes)
 
 
 def find(folder: str | Path, name: str) -> Path | None:
@@ -155,7 +147,8 @@ def find(folder: str | Path, name: str) -> Path | None:
         root, real = folder.resolve(strict=True), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # a loop was a RuntimeError until Python 3.13
         raise CheckpointError(f"{path} is a symbolic link that leads nowhere: {error}") from None
-    if not any(real.is_relative_to(place) for place in manifest.allowed_roots(root)):
+    inside = real.is_relative_to(root) or any(real.is_relative_to(r) for r in manifest.allowed_roots(root))
+    if not inside:
         allowed = "a file of the folder; copy the file there to use it"
         raise CheckpointError(f"{path} is a symbolic link to {str(real)!r}; allowed: {allowed}")
     if not real.is_file():
@@ -182,37 +175,29 @@ def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[
         return {}
     if real is None:
         raise CheckpointError(f"{path} is missing: the folder is no checkpoint in Hugging Face's layout")
+    if (size := real.stat().st_size) > MAX_JSON:
+        raise _wrong(path, "size of the file", size, f"{MAX_JSON} bytes at most")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    def no_constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no JSON")
+
     try:
-        with real.open("rb") as file:
-            data = file.read(MAX_JSON + 1)
-        if len(data) > MAX_JSON:
-            _wrong(path, "size of the file", real.stat().st_size, f"{MAX_JSON} bytes at most")
-        about = _JSON.decode(data.decode("utf-8"))
+        data = real.read_bytes()
+        about = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=no_constant)
         if b"\\u" in data:
             json.dumps(about, ensure_ascii=False).encode()  # fails for a lone surrogate
-    except CheckpointError:
-        raise
     except RecursionError:
         raise CheckpointError(f"{path} is not readable as JSON: it is nested too deeply") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from None
     if not isinstance(about, dict):
-        _wrong(path, "its value", about, "a JSON object")
+        raise _wrong(path, "its value", about, "a JSON object")
     return about
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 def _short(value: object) -> str:
@@ -220,134 +205,47 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _wrong(where: object, field: str, value: object, allowed: str) -> NoReturn:
-    raise CheckpointError(f"{where}: {field} is {_short(value)}; allowed: {allowed}")
+def _wrong(where: Path, field: str, value: object, allowed: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {field} is {_short(value)}; allowed: {allowed}")
 
 
-def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _find_tensors(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Path]]:
+    """The tensors and the file of each; an index must agree with the headers of the files that it names."""
     if single := find(folder, SINGLE):
-        return {name: StoredTensor(single, entry) for name, entry in tensors.header(single).items()}
-    if find(folder, INDEX):
-        return _indexed_tensors(folder)
-    names = sorted(p.name for p in folder.iterdir())
-    pickles = [n for n in names if n.lower().endswith(PICKLES)]
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has weights in pickle files only ({', '.join(pickles[:5])}), and reading a pickle runs code; "
-            f"allowed: {SINGLE}; convert to safetensors where you trust the files"
-        )
-    others = [n for n in names if n.endswith(".safetensors")]
-    has = f"; it has {', '.join(others[:5])}" if others else ""
-    raise CheckpointError(f"{folder} has no weights; allowed: {SINGLE}, or {INDEX} and its files{has}")
-
-
-def _indexed_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all files that the index names; the index must agree with their headers."""
+        entries = tensors.header(single)
+        return entries, dict.fromkeys(entries, single)
+    if not find(folder, INDEX):
+        names = sorted(p.name for p in folder.iterdir())
+        if pickles := [n for n in names if n.lower().endswith(PICKLES)]:
+            raise CheckpointError(
+                f"{folder} has weights in pickle files only ({', '.join(pickles[:5])}), and reading a pickle runs "
+                f"code; allowed: {SINGLE}; convert to safetensors where you trust the files"
+            )
+        others = [n for n in names if n.endswith(".safetensors")]
+        has = f"; it has {', '.join(others[:5])}" if others else ""
+        raise CheckpointError(f"{folder} has no weights; allowed: {SINGLE}, or {INDEX} and its files{has}")
     index = folder / INDEX
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        _wrong(index, "weight_map", weight_map, "an object of tensors and their files")
+        raise _wrong(index, "weight_map", weight_map, "an object of tensors and their files")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _BARE_NAME.fullmatch(file):
             allowed = "the bare name of a .safetensors file in the folder"
-            _wrong(index, f"file of tensor {_short(name)}", file, allowed)
-    found: dict[str, StoredTensor] = {}
+            raise _wrong(index, f"file of tensor {_short(name)}", file, allowed)
+    entries, files = dict[str, TensorEntry](), dict[str, Path]()
     for file in sorted(set(weight_map.values())):
         real = find(folder, file)
         if real is None:
             raise CheckpointError(f"{folder / file} is missing: {INDEX} names it")
         for name, entry in tensors.header(real).items():
-            if name in found:
-                _wrong(folder / file, "tensor", name, "each tensor once; another file has it too")
-            found[name] = StoredTensor(real, entry)
+            if name in entries:
+                raise _wrong(folder / file, "tensor", name, "each tensor once; another file has it too")
             if weight_map.get(name, file) != file:
-                _wrong(folder / file, "tensor", name, f"this one in {weight_map[name]}, as {INDEX} says")
+                raise _wrong(
+                    folder / file, "tensor", name, f"this one in {weight_map[name]}, as {INDEX} says"
+                )
+            entries[name], files[name] = entry, real
     for name, file in weight_map.items():
-        if name not in found:
+        if name not in entries:
             raise CheckpointError(f"{folder / file} has no tensor {_short(name)}: {INDEX} says that it has")
-    return found
-
-
-def write_folder(
-    folder: str | Path,
-    config: Mapping[str, Any],
-    arrays: Iterable[LazyTensor],
-    *,
-    shard: int = SHARD,
-    extra: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Writes a checkpoint that transformers reads, with one tensor in memory at a time.
-
-    The folder appears when it is complete.
-
-    Args:
-        folder: A new or empty folder.
-        config: config.json.
-        arrays: The tensors.
-        shard: Most bytes of tensors in one file; a larger tensor has a file of its own.
-        extra: Contents of other files by name, such as the tokenizer's.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: The folder has files, or a tensor is not as announced.
-    """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise refuse("folder", str(folder), "a new or empty folder")
-    work = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        for name, data in {CONFIG: _json_bytes(config), **(extra or {})}.items():
-            _write_file(work / name, data)
-        _write_shards(work, list(arrays), shard)
-        manifest.sync_folder(work)
-        work.rename(folder)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return folder
-
-
-def _write_shards(folder: Path, arrays: list[LazyTensor], limit: int) -> None:
-    shards: list[list[LazyTensor]] = [[]]
-    size = 0
-    for tensor in arrays:
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    count = len(shards)
-    files = (
-        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [SINGLE]
-    )
-    weight_map: dict[str, str] = {}
-    for file, shard in zip(files, shards):
-        for tensor in shard:
-            if weight_map.setdefault(tensor.name, file) != file:
-                raise refuse("name of a tensor", tensor.name, "each name once")
-    for file, shard in zip(files, shards):
-        tensors.write(folder / file, shard, {"format": "pt"})  # transformers wants to see this
-    if count > 1:
-        total = {
-            "total_size": sum(t.nbytes for t in arrays),
-            "total_parameters": sum(math.prod(t.shape) for t in arrays),
-        }
-        _write_file(folder / INDEX, _json_bytes({"metadata": total, "weight_map": weight_map}))
-
-
-def _json_bytes(about: Mapping[str, Any]) -> bytes:
-    """JSON as transformers writes it, down to the order of the keys."""
-    return (json.dumps(about, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """Writes and flushes to the disk, so that no later rename can overtake the contents."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return entries, files

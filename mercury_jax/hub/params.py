@@ -1,87 +1,94 @@
-"""Parameters of a model: their shapes, the memory they need, and reading them onto the devices that hold them.
+"""Parameters of a model: their shapes, their place in the files of a checkpoint, the memory they need, and reading them
+onto the devices that hold them.
 
-Parameters are named by their path in the tree, such as "block_0/attention/q/w". They are read, quantised if asked for,
-and placed one at a time, so host memory holds one of them.
+Parameters are named by their path in the tree, such as "block_0/attention/q/w". They are read, quantised and placed one
+at a time, so host memory holds one of them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import DTypeLike
 
-from mercury_jax.checkpoint import CheckpointError
-from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.hub.family import Family, TensorSource
+from mercury_jax.config import refuse
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
-from mercury_jax.sharding import AXES, partition_spec, path_name
+from mercury_jax.sharding import AXES, partition_spec
 from mercury_jax.types import Model, Params
 
-Shapes = Mapping[str, tuple[int, ...]]
 QUANTISED = ("w", "gate_up", "down")  # last names of the matrices that int8 and fp8 apply to
 
 
-def shapes_of(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
+@functools.lru_cache(maxsize=4)  # a trace of the whole model, which loading it needs more than once
+def shapes_of(model: Model) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a model's parameters by path; nothing is computed."""
     tree = jax.eval_shape(model.init, jax.random.key(0))
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def insert(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Sets tree["a"]["b"] = value for the path "a/b".
-
-    Args:
-        tree: Nested dict; missing levels are added.
-        path: The parameter's path.
-        value: What to put there.
-    """
-    *stems, last = path.split("/")
-    for stem in stems:
-        tree = tree.setdefault(stem, {})
-    tree[last] = value
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return MappingProxyType({name(path): leaf for path, leaf in leaves})
 
 
 # --- from the tensors of a checkpoint to ours, and back
 
 
-def check_tensors(where: str, family: Family, config: ModelConfig, ours: Shapes, theirs: Shapes) -> None:
-    """Checks names and shapes of a checkpoint's tensors before any is read.
+class TensorSource(NamedTuple):
+    """Where one of our parameters is in the files of a family.
 
-    Args:
-        where: The checkpoint's path, for messages.
-        family: Its family.
-        config: Our config of it.
-        ours: Shapes of our parameters by path.
-        theirs: Shapes of its tensors by name.
-
-    Raises:
-        CheckpointError: Names a tensor that is missing, has another shape, or that the family does not have.
-        ValueError: The family's table of names does not fit the model.
+    Attributes:
+        name: The tensor's name; with "{e}" where each expert has a tensor of its own. Several names are concatenated
+            along our last axis (gate and up).
+        inputs: 0 for the same order of axes. k > 0 for the weight [out, in] of a torch Linear, whose inputs are our
+            first k axes (after that of the experts).
+        experts: Ours is stacked from this many experts; without "{e}" in the name the file's tensor is stacked, too.
+        fold: The file has this many of our last axes as one (biases of heads).
+        rows: (a, b, c) where ours are rows [a, b) of a tensor of c rows (fused queries, keys and values).
     """
-    names = family.names(config)
-    if set(names) != set(ours):
-        odd = sorted(set(names) ^ set(ours))[0]
-        allowed = "a name in both the model and the family's table"
-        raise refuse(f"{family.name}: parameter", odd, allowed)
-    more = lambda found: f", and {len(found) - 1} more" if len(found) > 1 else ""
-    wanted = {
-        name: shape for path, source in names.items() for name, shape in source.shapes(ours[path]).items()
-    }
-    if missing := sorted(set(wanted) - set(theirs)):
-        raise CheckpointError(f"{where}: tensor {missing[0]!r} is missing" + more(missing))
-    if surplus := sorted(name for name in theirs if name not in wanted and family.uses(name, config)):
-        raise CheckpointError(f"{where}: tensor {surplus[0]!r} has no place in {family.name}" + more(surplus))
-    for name, shape in wanted.items():
-        if tuple(theirs[name]) != shape:
-            error = refuse(f"shape of {name}", tuple(theirs[name]), f"{shape}, by config.json")
-            raise CheckpointError(f"{where}: {error}")
+
+    name: str | tuple[str, ...]
+    inputs: int = 0
+    experts: int = 0
+    fold: int = 0
+    rows: tuple[int, int, int] | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many tensors, or stacks of experts, are concatenated."""
+        return 1 if isinstance(self.name, str) else len(self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors that this parameter is made from; experts vary fastest."""
+        parts = (self.name,) if isinstance(self.name, str) else self.name
+        each = range(self.experts) if any("{e}" in p for p in parts) else range(1)
+        return tuple(p.replace("{e}", str(e)) for p in parts for e in each)
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return bool(self.experts) and "{e}" in "".join(self.name)
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the file's tensors by name, for a parameter of `shape`."""
+        lead, rest = (shape[:1], shape[1:]) if self.experts else ((), shape)
+        if self.inputs:
+            inputs, outputs = rest[: self.inputs], rest[self.inputs :]
+            theirs = (math.prod(outputs) // self.parts, math.prod(inputs))
+        else:
+            theirs = (*rest[: -self.fold], math.prod(rest[-self.fold :])) if self.fold else rest
+        if self.rows is not None:
+            theirs = (self.rows[2], *theirs[1:])
+        stacked = lead and not self.per_expert
+        return dict.fromkeys(self.names, (*lead, *theirs) if stacked else theirs)
 
 
 def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -95,27 +102,22 @@ def to_ours(source: TensorSource, shape: tuple[int, ...], read: Callable[[str], 
     Returns:
         The array; a view of what was read where the layout allows.
     """
-    if not source.per_expert:
-        return _combined(source, shape, [read(name) for name in source.names])
-    # One expert at a time: [experts, ...] is filled without a second copy of all experts.
-    count, out = source.experts, None
-    one = source._replace(experts=0)
-    for e in range(count):
-        parts = [read(source.names[p * count + e]) for p in range(source.parts)]
-        expert = _combined(one, shape[1:], parts)
-        out = np.empty(shape, expert.dtype) if out is None else out
-        out[e] = expert
-    assert out is not None
-    return out
-
-
-def _combined(source: TensorSource, shape: tuple[int, ...], parts: list[np.ndarray]) -> np.ndarray:
+    if source.per_expert:
+        # One expert at a time: [experts, ...] is filled without a second copy of all experts.
+        count, stacked = source.experts, None
+        for e in range(count):
+            one = source._replace(name=source.names[e::count], experts=0)
+            expert = to_ours(one, shape[1:], read)
+            stacked = np.empty(shape, expert.dtype) if stacked is None else stacked
+            stacked[e] = expert
+        assert stacked is not None
+        return stacked
+    parts = [read(name) for name in source.names]
     if source.rows is not None:
         parts = [part[source.rows[0] : source.rows[1]] for part in parts]
     if source.inputs:
         parts = [np.swapaxes(part, -1, -2) for part in parts]  # [out, in] -> [in, out]
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    return whole.reshape(shape)
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)).reshape(shape)
 
 
 def to_theirs(source: TensorSource, ours: np.ndarray) -> dict[str, np.ndarray]:
@@ -167,7 +169,7 @@ def load_params(
     Returns:
         The tree of parameters.
     """
-    tree: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for path in shapes_of(model):
         host, matrix = read(path), quantised_axes(path)
         if quantise is not None and matrix is not None:
@@ -180,20 +182,10 @@ def load_params(
         else:
             value = _placed(host if dtype is None else host.astype(dtype, copy=False), path, model, mesh)
         # Wait for the copy: while it is in progress it keeps the host's array alive.
-        insert(tree, path, jax.block_until_ready(value))
+        params[path] = jax.block_until_ready(value)
         del host
         progress(sum(x.nbytes for x in jax.tree.leaves(value)))
-    return tree
-
-
-def check_quantise(quantise: str | None) -> None:
-    """Checks the argument `quantise`.
-
-    Raises:
-        ValueError: It is neither a kind of quantisation nor None.
-    """
-    if quantise is not None and quantise not in WEIGHT_KINDS:
-        raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
+    return unflatten_dict(params, sep="/")
 
 
 def quantised_axes(path: str) -> tuple[int, int] | None:
@@ -225,50 +217,36 @@ class MemoryNeed(NamedTuple):
 
     params: int
     cache: int
-    axis: str = ""
+    axis: str
 
 
-def per_device(
-    model: Model, mesh: Mesh | AbstractMesh, dtype: DTypeLike, quantise: str | None = None, rows: int = 1
-) -> MemoryNeed:
-    """Computes what parameters and KV cache need on each device.
+def param_bytes(
+    model: Model, mesh: Mesh | AbstractMesh | None, dtype: DTypeLike, quantise: str | None = None
+) -> int:
+    """Computes the bytes that the parameters need on each device.
 
     Args:
         model: The model.
-        mesh: Only its shape is used.
+        mesh: Only its shape is used; None: one device.
         dtype: Of parameters that are not quantised.
         quantise: "int8", "fp8" or None.
-        rows: Rows of the cache, each with the model's whole context.
 
     Returns:
         Bytes.
     """
     total = 0
     for path, like in shapes_of(model).items():
-        # A dimension may be split along several axes.
-        axes = jax.tree.leaves(tuple(partition_spec(path, like.shape, model.shardings, mesh)))
-        size = math.prod(like.shape) // math.prod(mesh.shape[axis] for axis in axes)
+        size = math.prod(like.shape)
+        if mesh is not None:  # a dimension may be split along several axes
+            spec = partition_spec(path, like.shape, model.shardings, mesh)
+            size //= math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(spec)))
         matrix = None if quantise is None else quantised_axes(path)
         if matrix is None:
             total += size * jnp.dtype(dtype).itemsize
         else:  # one byte each, and fp32 scales, all of them on every device
             inputs, batch = matrix
             total += size + 4 * math.prod(like.shape[:batch]) * math.prod(like.shape[batch + inputs :])
-    cache = jax.eval_shape(lambda: model.empty_cache(rows, model.config.context))
-    return MemoryNeed(total, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)))
-
-
-def abstract_mesh(devices: int, axis: str = "tensor") -> AbstractMesh:
-    """Makes a mesh without devices, for computing sizes.
-
-    Args:
-        devices: How many it stands for.
-        axis: The axis along which they lie.
-
-    Returns:
-        The mesh.
-    """
-    return AbstractMesh(tuple(devices if name == axis else 1 for name in AXES), AXES)
+    return total
 
 
 def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> dict[int, MemoryNeed]:
@@ -282,19 +260,33 @@ def memory_plan(model: Model, dtype: DTypeLike, quantise: str | None = None) -> 
     Returns:
         Bytes per device by number of devices, along the axis that splits the parameters best.
     """
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(1, model.config.context)))
+    cache = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     axes = ("tensor",) if model.config.experts is None else ("tensor", "expert")
-    each = lambda n, axis: per_device(model, abstract_mesh(n, axis), dtype, quantise)._replace(axis=axis)
-    return {n: min((each(n, axis) for axis in axes), key=lambda need: need.params) for n in (1, 2, 4, 8)}
+    plan = {}
+    for n in (1, 2, 4, 8):
+        meshes = {axis: AbstractMesh(tuple(n if name == axis else 1 for name in AXES), AXES) for axis in axes}
+        needs = [
+            MemoryNeed(param_bytes(model, mesh, dtype, quantise), cache, axis)
+            for axis, mesh in meshes.items()
+        ]
+        plan[n] = min(needs, key=lambda need: need.params)
+    return plan
 
 
 def free_memory(devices: Sequence[Any]) -> int | None:
     """Returns the bytes that each of the devices can still allocate; None if the backend does not say."""
-    stats = [found for device in devices if (found := _memory_stats(device))]
-    if stats:
-        return min(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats)
-    if devices[0].platform != "cpu":
-        return None
-    return _host_memory() // len(devices)
+    free = []
+    for device in devices:
+        try:
+            stats = device.memory_stats() or {}
+        except Exception:  # a backend without it may raise anything
+            continue
+        if "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    if free:
+        return min(free)
+    return _host_memory() // len(devices) if devices[0].platform == "cpu" else None
 
 
 def _host_memory() -> int:
@@ -305,14 +297,6 @@ def _host_memory() -> int:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _memory_stats(device: Any) -> dict[str, int] | None:
-    try:
-        stats = device.memory_stats()
-    except Exception:  # a backend without it may raise anything
-        return None
-    return stats if stats and "bytes_limit" in stats else None
 
 
 def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: str | None, name: str) -> None:
@@ -330,8 +314,7 @@ def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: st
     """
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     local = [d for d in devices if d.process_index == jax.process_index()]
-    on = mesh if mesh is not None else abstract_mesh(1)
-    need, have = per_device(model, on, dtype, quantise).params, free_memory(local or devices)
+    need, have = param_bytes(model, mesh, dtype, quantise), free_memory(local or devices)
     if have is None or need <= have:
         return
     count = sum(math.prod(x.shape) for x in shapes_of(model).values())
@@ -345,10 +328,11 @@ def check_memory(model: Model, mesh: Mesh | None, dtype: DTypeLike, quantise: st
 
 def count_parameters(model: Model) -> tuple[int, int]:
     """Returns (scalars of all parameters, scalars that one token uses): of the experts only the active ones."""
-    e, total, active = model.config.experts, 0, 0
+    experts, total, active = model.config.experts, 0, 0
     for path, like in shapes_of(model).items():
         size = math.prod(like.shape)
-        routed = e is not None and len(like.shape) == 3 and path.rsplit("/", 1)[-1] in ("gate_up", "down")
         total += size
-        active += size * e.active // e.count if routed and e is not None else size
+        if experts is not None and len(like.shape) == 3 and path.rsplit("/", 1)[-1] in ("gate_up", "down"):
+            size = size * experts.active // experts.count
+        active += size
     return total, active

@@ -8,11 +8,10 @@ loop, `x | center(10**9)` and `[x, x]` nested forty times all run until memory e
   much larger than their arguments (`*`, `**`, `%`, replace, join, split, indent, round).
 - A budget of steps, characters and seconds for each render. Every turn of a loop and every value that the template
   makes is charged. Values have a limited size and depth, so each single operation is short.
-- Text that the template wrote is marked as such (`special_tokens.TracedText`).
+- Text that the template wrote is marked as such (`TracedText`).
 
-A rewrite of the syntax tree inserts the charges, as filters. Each render has an environment of its own, which holds its
-budget; the compiled template is shared. `chat_template.py` imports this module, and with it jinja2, when there is a
-template to compile.
+A rewrite of the syntax tree inserts the charges, as filters. Each render has a `Sandbox` of its own, which holds its
+budget; the compiled template is shared. `chat_template.py` is the only user of this module.
 """
 
 from __future__ import annotations
@@ -20,22 +19,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from functools import wraps
-from types import CodeType
-from typing import Any
+from functools import partialmethod, wraps
+from typing import Any, NoReturn
 
 from jinja2 import filters as library, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
-
-from mercury_jax.hub.special_tokens import joined, own
 
 MAX_WEIGHT = 32_000_000  # characters and items in one value, as deep as it goes
 MAX_ITEMS = 200_000  # items in one value, as deep as it goes
@@ -63,6 +59,150 @@ CONTAINERS = list | tuple | dict | type({}.keys()) | type({}.values()) | type({}
 OWN, EACH, MADE, CONCAT = " own", " each", " made", " concat"  # filters of the rewritten tree
 
 
+# --- text that knows who wrote it
+
+# A conversion such as %s or %5d, or an escaped percent sign.
+_PERCENT = re.compile(r"%(?:%|[-+ #0]*\d*(?:\.\d+)?[a-zA-Z])")
+
+
+class TracedText(str):
+    """A `str` with a mask of which characters the template wrote.
+
+    The string operations that templates use keep the mask; all others return a plain `str`, none of whose characters
+    count as the template's. So a special token may be lost, but never forged.
+
+    Attributes:
+        mask: Bytes of the same length, 1 where the template wrote the character.
+    """
+
+    mask: bytes
+
+    def __new__(cls, text: str, mask: bytes) -> TracedText:
+        traced = super().__new__(cls, text)
+        traced.mask = mask
+        return traced
+
+    def __str__(self) -> TracedText:  # so that `str(x)` keeps the mask
+        return self
+
+    def __add__(self, other: str) -> Any:
+        return joined((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> Any:
+        return joined((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __getitem__(self, key: Any) -> TracedText:
+        mask = self.mask[key]
+        return TracedText(super().__getitem__(key), mask if isinstance(mask, bytes) else bytes([mask]))
+
+    def __mod__(self, values: Any) -> Any:
+        """Formatting; the text around the conversions keeps its mask."""
+        queue = list(values) if isinstance(values, tuple) else [values]
+        parts: list[str] = []
+        at = 0
+        for found in _PERCENT.finditer(self):
+            parts.append(self[at : found.start()])
+            at = found.end()
+            if found.group() == "%%":
+                parts.append(own("%"))
+                continue
+            if not queue:
+                raise TypeError("not enough arguments for format string")
+            value = queue.pop(0)
+            whole = found.group() == "%s" and isinstance(value, str)
+            parts.append(value if whole else str(found.group()) % (value,))
+        if queue:
+            raise TypeError("not all arguments converted during string formatting")
+        return joined([*parts, self[at:]])
+
+    def strip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
+        return self[len(self) - len(super().lstrip(chars)) :]
+
+    def rstrip(self, chars: str | None = None) -> TracedText:
+        """As of `str`."""
+        return self[: len(super().rstrip(chars))]
+
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[Any]:
+        """As of `str`; splitting at whitespace returns plain texts.
+
+        Args:
+            sep: The separator. Default: whitespace.
+            maxsplit: Most splits. Default: all.
+
+        Returns:
+            The parts.
+        """
+        if not sep:
+            return super().split(sep, maxsplit)
+        parts, at = [], 0
+        for part in super().split(sep, maxsplit):
+            parts.append(self[at : at + len(part)])
+            at += len(part) + len(sep)
+        return parts
+
+    def replace(self, old: str, new: str, count: int = -1, /) -> Any:
+        """As of `str`.
+
+        Args:
+            old: What is replaced; if empty, the result is plain.
+            new: Its replacement.
+            count: Most replacements. Default: all.
+
+        Returns:
+            The text.
+        """
+        return joined(self.split(old, count), new) if old else super().replace(old, new, count)
+
+    def join(self, parts: Iterable[str], /) -> Any:
+        """As of `str`."""
+        return joined(parts, self)
+
+
+def _same_length(self: TracedText, method: str) -> str:
+    """Calls a method of `str` that maps each character to one; where it does not (ß in upper case), marks nothing."""
+    text = getattr(str, method)(self)
+    return TracedText(text, self.mask) if len(text) == len(self) else text
+
+
+for _name in ("lower", "upper", "title", "capitalize"):
+    setattr(TracedText, _name, partialmethod(_same_length, _name))
+
+
+def own(text: str) -> TracedText:
+    """Returns a text as one that the template wrote."""
+    return TracedText(text, b"\1" * len(text))
+
+
+def mask_of(text: str) -> bytes:
+    """Returns, for each character of a `str`, 1 if the template wrote it and 0 otherwise."""
+    return text.mask if isinstance(text, TracedText) else bytes(len(text))
+
+
+def joined(parts: Iterable[str], between: str = "") -> str:
+    """Joins texts.
+
+    Args:
+        parts: The texts.
+        between: What is written between two of them.
+
+    Returns:
+        `between.join(parts)`, traced if a part or `between` is.
+    """
+    parts = list(parts)
+    text = str.join(between, parts)
+    if not any(isinstance(part, TracedText) for part in (*parts, between)):
+        return text
+    return TracedText(text, mask_of(between).join(map(mask_of, parts)))
+
+
+# --- the sandbox
+
+
 class LimitExceeded(Exception):
     """A render used up its budget, or made a value that is too large."""
 
@@ -79,41 +219,27 @@ class _Rewriter(NodeTransformer):
         if isinstance(node, self.REFUSED):
             what = type(node).__name__.lower()
             raise SecurityError(f"line {node.lineno}: {what} is not allowed in a chat template")
-        return super().generic_visit(node, *args, **kwargs)
-
-    def visit_Const(self, node: nodes.Const) -> nodes.Node:
-        return _filtered(node, OWN) if isinstance(node.value, str) else node
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return _filtered(node, OWN)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        return _filtered(self.generic_visit(node), MADE)
-
-    visit_Dict = visit_List
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _filtered(node, MADE) if node.ctx == "load" else node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _filtered(node, MADE) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        if node.recursive:
+        if isinstance(node, nodes.For) and node.recursive:
             raise SecurityError(f"line {node.lineno}: a recursive loop is not allowed in a chat template")
-        self.generic_visit(node)
-        node.iter = _filtered(node.iter, EACH)
+        super().generic_visit(node, *args, **kwargs)
+        through: Callable[[Any, str], nodes.Filter] = lambda value, name: nodes.Filter(
+            value, name, [], [], None, None, lineno=node.lineno
+        )
+        if isinstance(node, nodes.For):
+            node.iter = through(node.iter, EACH)
+        elif isinstance(node, nodes.TemplateData) or (
+            isinstance(node, nodes.Const) and isinstance(node.value, str)
+        ):
+            return through(node, OWN)
+        elif isinstance(node, nodes.Concat):
+            return through(nodes.List(node.nodes, lineno=node.lineno), CONCAT)
+        elif (
+            isinstance(node, nodes.List | nodes.Dict)
+            or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+            or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
+        ):
+            return through(node, MADE)
         return node
-
-
-def _filtered(node: Any, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _Generation(Extension):
@@ -127,47 +253,16 @@ class _Generation(Extension):
         return nodes.Scope(inside).set_lineno(line)
 
 
-def compile_template(source: str) -> CodeType:
-    """Compiles a template.
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one render within a budget. Compiling a template needs no budget.
 
-    Args:
-        source: Its text.
+    Whatever a template does wrong raises `LimitExceeded`, or an exception of jinja2 or of Python.
 
-    Returns:
-        The compiled template, for `render_template`.
-
-    Raises:
-        Exception: Of jinja2 or of Python, for what is not a template of the allowed kind.
+    Attributes:
+        steps: Turns of loops and operations that are left.
+        units: Characters, and bytes of lists, that may still be made.
+        until: When the time ends, in seconds of `time.monotonic`.
     """
-    return _Sandbox().compile(source)
-
-
-def render_template(
-    code: CodeType, variables: Mapping[str, Any], *, steps: int, units: int, seconds: float
-) -> Iterator[str]:
-    """Renders a template within a budget.
-
-    Args:
-        code: From `compile_template`.
-        variables: What the template may read.
-        steps: Turns of loops and operations that it may take.
-        units: Characters, and bytes of lists, that it may make.
-        seconds: Time that it may take, from now on.
-
-    Yields:
-        Its text, piece by piece.
-
-    Raises:
-        LimitExceeded: The budget is used up, or a value is too large.
-        Exception: Whatever the template causes.
-    """
-    sandbox = _Sandbox(steps, units, seconds)
-    template = sandbox.template_class.from_code(sandbox, code, sandbox.globals)
-    yield from template.root_render_func(template.new_context(dict(variables)))
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one render; arguments as of `render_template`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})  # the other operators cannot make large values
 
@@ -182,7 +277,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 None, "%", self._text(None, text), kwargs or args
             ),
             "indent": self._indent,
-            "join": self._join,
+            "join": self.concat,
             "replace": self._replace,
             "round": _round,
             "safe": lambda value: value,  # nothing is escaped, so all is safe
@@ -255,11 +350,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self._spend()
             yield value
 
-    def concat(self, parts: Iterable[Any]) -> str:
-        """Joins the texts of values: the operator `~`, and the output of macros and blocks."""
-        texts = [self._text(None, part) for part in parts]
-        self._spend(sum(map(len, texts)))
-        return joined(texts)
+    def concat(self, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+        """Joins the texts of values: the operator `~`, the filter `join`, and the output of macros and blocks.
+
+        Args:
+            value: The values.
+            d: What is written between two of them, under jinja2's name for it.
+            attribute: Take this attribute of each value. Default: the value itself.
+
+        Returns:
+            The text.
+        """
+        pick = (lambda x: x) if attribute is None else library.make_attrgetter(self, attribute)
+        parts, between = [self._text(None, pick(x)) for x in self._each(value)], self._text(None, d)
+        self._spend(sum(map(len, parts)) + len(between) * len(parts))
+        return joined(parts, between)
 
     @pass_context  # so that jinja2 does not try to compute outputs while compiling
     def _text(self, context: Context | None, value: Any) -> str:
@@ -268,7 +373,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     # --- operators, attributes and calls
 
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
-        """Applies an operator, after a check of its size where the result may be large."""
+        """Applies an operator, after a check of its size where the result may be large.
+
+        Args:
+            context: Unused.
+            operator: As jinja2 writes it.
+            left: Its first operand.
+            right: Its second operand.
+
+        Returns:
+            The result.
+
+        Raises:
+            LimitExceeded: It would be too large.
+            SecurityError: A text would be padded to a large width.
+        """
         numbers = isinstance(left, int) + isinstance(right, int)
         if operator == "*" and numbers == 2 and left.bit_length() + right.bit_length() > MAX_BITS:
             raise LimitExceeded("computes with huge numbers")
@@ -285,28 +404,63 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._made(self.binop_table[operator](left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may read an attribute."""
+        """Whether a template may read an attribute.
+
+        Args:
+            obj: The value that has it.
+            attr: Its name.
+            value: The attribute.
+
+        Returns:
+            True for the methods of `METHODS`, and what jinja2 allows of loops, macros and namespaces.
+        """
         for kind, names in METHODS:
             if isinstance(obj, kind):
                 return attr in names
         known = isinstance(obj, LoopContext | Namespace | Macro)
         return known and super().is_safe_attribute(obj, attr, value)
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Refuses an attribute at once; jinja2 would wait until its value is used."""
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
+        """Refuses an attribute at once; jinja2 would wait until its value is used.
+
+        Args:
+            obj: The value.
+            attribute: Its name.
+
+        Raises:
+            SecurityError: Always.
+        """
         raise SecurityError(f"reaches for {attribute!r} of a {type(obj).__name__}")
 
     def wrap_str_format(self, value: Any) -> None:
-        """`str.format` has no sandboxed form here: it is refused, because it can pad to any width."""
+        """Refuses `str.format`, which could pad to any width, by not offering a sandboxed form."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Reads an attribute or an entry; names with an underscore only as entries of a dict."""
+        """Reads an attribute or an entry; names with an underscore only as entries of a dict.
+
+        Args:
+            obj: The value.
+            attribute: The name.
+
+        Returns:
+            Its value, or jinja2's undefined value.
+        """
         if attribute.startswith("_") and not (isinstance(obj, dict) and attribute in obj):
             return self.unsafe_undefined(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a method or a function."""
+        """Calls a macro, a method or a function, after a check of the size of what it makes.
+
+        Args:
+            __context: The variables of the template.
+            __obj: What is called.
+            *args: Its arguments.
+            **kwargs: Its named arguments.
+
+        Returns:
+            The result, for which the template is charged.
+        """
         target = getattr(__obj, "__self__", None)
         if isinstance(__obj, Macro):  # which may put its arguments into a tuple, `varargs`
             __self._weigh(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
@@ -327,12 +481,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         return run
 
-    def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
-        pick = (lambda x: x) if attribute is None else library.make_attrgetter(self, attribute)
-        parts, between = [self._text(None, pick(x)) for x in self._each(value)], self._text(None, d)
-        self._spend(sum(map(len, parts)) + len(between) * len(parts))
-        return joined(parts, between)
-
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
         value, old, new = (self._text(None, x) for x in (value, old, new))
         self._spend(_METHOD_SIZES["replace"](value, old, new))
@@ -351,10 +499,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return start
 
 
-def _pieces_size(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
-    return len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
-
-
 def _joined_size(between: str, parts: Iterable[Any]) -> int:
     if isinstance(parts, str):
         return (OBJECT + len(between)) * len(parts)
@@ -364,9 +508,13 @@ def _joined_size(between: str, parts: Iterable[Any]) -> int:
 
 _METHOD_SIZES: dict[str, Callable[..., int]] = {  # upper bounds of the bytes that a method of str makes
     "replace": lambda text, old, new, count=-1: len(text) + text.count(old) * len(new),
-    "split": _pieces_size,
-    "rsplit": _pieces_size,
-    "splitlines": lambda text, keepends=False: _pieces_size(text),
+    "split": lambda text, sep=None, maxsplit=-1: (
+        len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
+    ),
+    "rsplit": lambda text, sep=None, maxsplit=-1: (
+        len(text) + OBJECT * (text.count(sep) if sep else len(text) // 2)
+    ),
+    "splitlines": lambda text, keepends=False: len(text) + OBJECT * (len(text) // 2),
     "join": _joined_size,
 }
 

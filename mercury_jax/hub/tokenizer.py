@@ -1,7 +1,7 @@
 """Tokenizers of published checkpoints, under the protocol of `mercury_jax.tokenizer`.
 
 `HFTokenizer` is tokenizer.json and the chat template of a checkpoint. User text is never encoded as a control token,
-and what the template writes always is (`special_tokens.py`). What a checkpoint lacks (a chat template, tokens for
+and what the template writes always is (`ControlTokens`). What a checkpoint lacks (a chat template, tokens for
 thinking or for fill-in-the-middle) is None, or a ValueError from the call that needs it. `IdTokenizer` stands for a
 checkpoint without a tokenizer: ids go in and come out.
 """
@@ -12,22 +12,29 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
-
+from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.config import ModelConfig, refuse
-from mercury_jax.hub.chat_template import ChatTemplate, strings_in
-from mercury_jax.hub.special_tokens import ControlTokens, mask_of, respell
-from mercury_jax.hub.tokenizer_files import MAX_BYTES, TokenizerData, read_files, token_bytes, tokenizer_data
+from mercury_jax.hub.tokenizer_files import (
+    MAX_BYTES,
+    ControlTokens,
+    TokenizerData,
+    respell,
+    token_bytes,
+    tokenizer_data,
+)
 from mercury_jax.tokenizer import AnyTokenizer, Fim, Messages, Thinking, Tokenizer, lazy, valid
 
-# What opens thinking and what is written behind that; what closes it and what is written behind that.
+if TYPE_CHECKING:
+    from mercury_jax.hub.chat_template import ChatTemplate
+
+# The opening token and the text after it; the closing token and the text after it.
 THINKING = (
     ("<think>", "\n", "</think>", "\n\n"),  # Qwen3, SDAR, LLaDA2, DeepSeek
     ("<|channel>", "thought\n", "<channel|>", ""),  # Gemma 4, DiffusionGemma
@@ -50,13 +57,13 @@ ID_TOKENIZER = b"ids only "  # how `IdTokenizer.proto` starts
 class _ThinkingMarks(NamedTuple):
     opening: tuple[int, ...]  # the opening token and the ids of `lead`
     close: int
-    lead: str  # text behind the opening token
-    tail: str  # text behind the closing token
+    lead: str  # text after the opening token
+    tail: str  # text after the closing token
 
 
 @dataclass(frozen=True, eq=False)
 class HFTokenizer:
-    """A checkpoint's tokenizer; made by `load` or `of`.
+    """A checkpoint's tokenizer; made by `of` from what `tokenizer_files.read_files` returns.
 
     Attributes:
         files: The tokenizer files by name.
@@ -77,22 +84,7 @@ class HFTokenizer:
     pad: int
     ends: tuple[int, ...]
     vocab: int | None = None
-
-    @classmethod
-    def load(cls, folder: str | Path, **ids: Any) -> HFTokenizer:
-        """Reads the tokenizer of a folder in Hugging Face's layout.
-
-        Args:
-            folder: The folder.
-            **ids: As of `of`.
-
-        Returns:
-            The tokenizer.
-
-        Raises:
-            CheckpointError: Names the file that is missing or damaged.
-        """
-        return cls.of(read_files(folder), **ids)
+    _compiled: dict[str, ChatTemplate] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
@@ -122,30 +114,30 @@ class HFTokenizer:
             CheckpointError: A file is damaged.
             ValueError: An id is out of range, or there is no end of text.
         """
-        words = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
-        tokens = respell(words, USED)
+        data = tokenizer_data(files, [i for i in (mask, eos, pad, *ends) if i is not None])
+        tokens = respell(data, USED)
         named = {
-            name: tokens.control.get(words.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
+            name: tokens.control.get(data.named.get(f"{name}_token", "")) for name in ("mask", "eos", "pad")
         }
         first = next((i for i in (eos, named["eos"], *ends) if i is not None), None)
         if first is None:
             raise refuse("eos", None, "an id: tokenizer_config.json names no eos_token")
-        made = cls(
-            files, words._replace(json={"decoder": words.json.get("decoder")}), tokens,
+        found = cls(
+            files, data._replace(json={"decoder": data.json.get("decoder")}), tokens,
             mask=named["mask"] if mask is None else mask, eos=first,
             pad=next(i for i in (pad, named["pad"], first) if i is not None),
             ends=tuple(dict.fromkeys((first, *ends))), vocab=vocab,
         )  # fmt: skip
-        if made.vocab_size > MAX_IDS:
-            raise CheckpointError(f"tokenizer.json: id {made.vocab_size - 1}; allowed: 0..{MAX_IDS - 1}")
-        size = max(vocab or 0, made.vocab_size)
-        given = {"mask": made.mask, "pad": made.pad} | {f"ends[{n}]": i for n, i in enumerate(made.ends)}
-        for name, i in given.items():
-            # The mask may be the id behind the last token that has a text.
+        if found.vocab_size > MAX_IDS:
+            raise CheckpointError(f"tokenizer.json: id {found.vocab_size - 1}; allowed: 0..{MAX_IDS - 1}")
+        size = max(vocab or 0, found.vocab_size)
+        ids = {"mask": found.mask, "pad": found.pad} | {f"ends[{n}]": i for n, i in enumerate(found.ends)}
+        for name, i in ids.items():
+            # The mask may be the id after the last token that has a text.
             most = size if name == "mask" and vocab is None else size - 1
             if i is not None and not 0 <= i <= most:
                 raise refuse(name, i, f"an id in 0..{most}")
-        return made
+        return found
 
     def with_mask(self, mask: int) -> HFTokenizer:
         """Returns the same tokenizer with another mask id, which an autoregressive checkpoint lacks."""
@@ -153,13 +145,6 @@ class HFTokenizer:
             return self
         given = {"eos": self.eos, "pad": self.pad, "ends": self.ends, "vocab": self.vocab}
         return HFTokenizer.of(self.files, mask=mask, **given)
-
-    def save(self, folder: str | Path) -> None:
-        """Writes the files as they were read."""
-        for name, data in self.files.items():
-            path = Path(folder) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
 
     @lazy
     def proto(self) -> bytes:
@@ -202,10 +187,6 @@ class HFTokenizer:
         added = {i: token.text for i, token in self.data.added.items()}
         found = token_bytes(self.data.json["decoder"], self._ids, added)
         return tuple(b"" if i in self._hidden else piece for i, piece in enumerate(found))
-
-    def byte_lengths(self) -> np.ndarray:
-        """Returns int32 [vocab_size]: the number of bytes of each id, 0 for ids that an answer does not show."""
-        return np.array([len(piece) for piece in self.pieces], np.int32)
 
     @lazy
     def begin(self) -> tuple[int, ...]:
@@ -276,13 +257,13 @@ class HFTokenizer:
 
     @lazy
     def end_turn(self) -> int:
-        """Id that the chat template writes behind an answer; the end of text if there is no template."""
+        """Id that the chat template writes after an answer; the end of text if there is no template."""
         try:
-            behind = self._encoded(self._text_behind_answer([], None, False), [])
+            ids = self._rendered([], None, prompt=False, after_answer=True)
         except ValueError:  # no template, or one that does not allow for it
             return self.eos
         control = set(self.tokens.control.values())
-        return next((i for i in behind if i in control), self.eos)
+        return next((i for i in ids if i in control), self.eos)
 
     def render(
         self,
@@ -308,18 +289,8 @@ class HFTokenizer:
             ValueError: A message is malformed, or the template failed; the message says how.
         """
         thinks = True if thinking else False if at_once else None
-        ids = self._encoded(self._text(messages, thinks, add_generation_prompt, tools), [messages, tools])
-        if not add_generation_prompt or thinks is None:
-            return ids
-        if thinks:
-            return self._with_thinking_open(ids)
-        # Without thinking: close what the template may have opened, with nothing in it.
-        marks = self._marks
-        at = len(ids) if marks is None else self._thinking_start(ids, marks)
-        if marks is None or at == len(ids):
-            return ids
-        encode, line = self.tokens.encode, "\n" if marks.tail else ""
-        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
+        ids = self._rendered(messages, thinks, prompt=add_generation_prompt, tools=tools)
+        return self._with_thinking(ids, thinks) if add_generation_prompt and thinks is not None else ids
 
     def follow(self, messages: Messages, thinking: bool = False) -> list[int]:
         """Encodes what continues a conversation after an answer: the end of its turn, then further messages.
@@ -331,8 +302,8 @@ class HFTokenizer:
         Returns:
             Ids, open for the next answer.
         """
-        ids = self._encoded(self._text_behind_answer(messages, thinking or None, True), messages)
-        return self._with_thinking_open(ids) if thinking else ids
+        ids = self._rendered(messages, thinking or None, prompt=True, after_answer=True)
+        return self._with_thinking(ids, True) if thinking else ids
 
     def example(self, prompt: str, answer: str, thinking: str | None = None) -> tuple[list[int], list[int]]:
         """Encodes a training example.
@@ -345,19 +316,23 @@ class HFTokenizer:
         Returns:
             (prompt ids, response ids): the user's turn with the start of the answer, and the answer with its end.
         """
-        asked, encode = self.render([{"role": "user", "content": prompt}]), self.tokens.encode
+        question, encode = self.render([{"role": "user", "content": prompt}]), self.tokens.encode
         end = self.end_turn if self.end_turn in (*self.ends, self.pad) else self.eos
         if thinking is None:
-            return asked, [*encode(answer), end]
+            return question, [*encode(answer), end]
         marks = self._required_marks()
         # Thinking that starts on a line of its own also ends on one.
         inside = encode(marks.lead + thinking + ("\n" if marks.lead else ""))
-        return asked, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
+        return question, [marks.opening[0], *inside, marks.close, *encode(marks.tail + answer), end]
 
     def split_answer(self, ids: Iterable[int]) -> tuple[str | None, str]:
-        """Splits sampled ids, up to the first that ends the answer, into (thinking or None, answer).
+        """Splits sampled ids into thinking and answer; line breaks between the two belong to neither.
 
-        Line breaks between the two belong to neither.
+        Args:
+            ids: Sampled ids, read up to the first that ends the answer.
+
+        Returns:
+            (thinking or None, answer). The answer is empty if the thinking was not closed.
         """
         shown: list[int] = []
         for i in map(int, ids):
@@ -378,25 +353,43 @@ class HFTokenizer:
             raise refuse("thinking", True, allowed)
         return self._marks
 
-    def _with_thinking_open(self, ids: list[int]) -> list[int]:
-        marks = self._required_marks()
-        return [*ids[: self._thinking_start(ids, marks)], *marks.opening]
-
-    def _thinking_start(self, ids: list[int], marks: _ThinkingMarks) -> int:
-        """Where thinking is opened: at the end of the prompt if the template did so, else behind the prompt."""
+    def _with_thinking(self, ids: list[int], thinking: bool) -> list[int]:
+        """A prompt with its thinking open, or without thinking: what the template opened is closed, empty."""
+        marks = self._required_marks() if thinking else self._marks
+        if marks is None:
+            return ids
+        # Thinking is open from `at` on: at the end of the prompt if the template did so, else after the prompt.
         last = {i: at for at, i in enumerate(ids) if i in (marks.opening[0], marks.close)}
         at = last.get(marks.opening[0], -1)
         opened = at > last.get(marks.close, -1) and at >= len(ids) - len(marks.opening)
-        return at if opened else len(ids)
+        if thinking:
+            return [*ids[: at if opened else len(ids)], *marks.opening]
+        if not opened:
+            return ids
+        encode, line = self.tokens.encode, "\n" if marks.tail else ""
+        return [*ids[:at], marks.opening[0], *encode(marks.lead + line), marks.close, *encode(marks.tail)]
 
-    @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
-        return {}
+    def _rendered(
+        self,
+        messages: Messages,
+        thinking: bool | None,
+        *,
+        prompt: bool,
+        tools: Messages | None = None,
+        after_answer: bool = False,
+    ) -> list[int]:
+        """Ids of a conversation by the chat template.
 
-    def _text(
-        self, messages: Messages, thinking: bool | None, prompt: bool, tools: Messages | None = None
-    ) -> str:
-        """Renders the text; `thinking` is passed to the template, None: the template decides."""
+        Args:
+            messages: The conversation.
+            thinking: Passed to the template; None: it decides.
+            prompt: End with the start of an assistant's turn.
+            tools: What the model may call.
+            after_answer: Put a question and an answer in front, and return only what follows the answer.
+
+        Returns:
+            Ids.
+        """
         if thinking:
             self._required_marks()
         templates = self.data.templates
@@ -405,56 +398,69 @@ class HFTokenizer:
             has = f"; it has {', '.join(templates)}" if templates else ""
             raise refuse("messages", "a conversation", f"a text: this checkpoint has no chat template{has}")
         if name not in self._compiled:
+            try:
+                from mercury_jax.hub.chat_template import ChatTemplate  # imports jinja2
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "jinja2":
+                    raise
+                raise refuse("chat_template", "jinja2 is not installed", install.command("hub")) from error
             self._compiled[name] = ChatTemplate(templates[name])
         more = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-        return self._compiled[name].render(
-            messages, self.data.named, tools=tools, documents=None, add_generation_prompt=prompt, **more
-        )
-
-    def _text_behind_answer(self, messages: Messages, thinking: bool | None, prompt: bool) -> str:
-        """What the template writes behind an answer; a placeholder answer shows where that starts."""
-        held = list(strings_in(list(messages)))
-        placeholders = (f"Answer{n}here" for n in range(len(held) + 1))
-        answer = next(p for p in placeholders if not any(p in text for text in held))
-        before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
-        text = self._text([*before, *messages], thinking, prompt)
-        if text.count(answer) != 1:
-            allowed = "a whole conversation: this chat template cannot continue one behind an answer"
-            raise refuse("messages", f"{len(messages)} messages", allowed)
-        return text[text.index(answer) + len(answer) :]
-
-    def _encoded(self, text: str, given: Any) -> list[int]:
-        """Encodes a rendered text.
-
-        A control token that is neither the template's own nor part of a given text was put together by the template in
-        a way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
-        """
-        if 0 in mask_of(text):
-            held = list(strings_in(given))
-            for token in self.tokens.foreign(text):
-                if not any(token in x for x in held):
-                    raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
-        return self.tokens.encode_traced(text)
+        more |= {"tools": tools, "documents": None, "add_generation_prompt": prompt}
+        texts = list(_texts([messages, tools]))
+        answer, before = "", []
+        if after_answer:
+            # A placeholder that occurs in no message shows where the answer ends.
+            names = (f"Answer{n}here" for n in range(len(texts) + 1))
+            answer = next(p for p in names if not any(p in text for text in texts))
+            before = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": answer}]
+        text = self._compiled[name].render([*before, *messages], self.data.named, **more)
+        plain, mask = str.__str__(text), text.mask
+        if after_answer:
+            if plain.count(answer) != 1:
+                allowed = "a whole conversation: this chat template cannot continue one after an answer"
+                raise refuse("messages", f"{len(messages)} messages", allowed)
+            start = plain.index(answer) + len(answer)
+            plain, mask = plain[start:], mask[start:]
+        # A control token that is neither the template's own nor part of a message was put together by the template in a
+        # way that `TracedText` does not follow. It is refused, because encoding it as characters would be wrong.
+        for token in self.tokens.foreign(plain, mask):
+            if not any(token in x for x in texts):
+                raise ValueError(f"chat_template: puts {token!r} together in a way that is not supported")
+        return self.tokens.encode_rendered(plain, mask)
 
 
+def _texts(value: object) -> Iterator[str]:
+    """Yields every text in plain data, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for inside in value:
+            yield from _texts(inside)
+
+
+@dataclass(frozen=True)
 class IdTokenizer:
     """Stands for the tokenizer that a checkpoint does not have: ids are written as decimal numbers, text is refused.
 
-    Args:
-        vocab: Size of the model's vocabulary.
+    Attributes:
+        vocab_size: Size of the model's vocabulary.
         mask: Id of the mask token, or None.
         pad: Id that fills rows of a batch.
         ends: Ids that end an answer.
     """
 
-    begin: tuple[int, ...] = ()
+    vocab_size: int
+    mask: int | None
+    pad: int
+    ends: tuple[int, ...]
+
+    begin = ()
     thinking = None
     fim = None
-    files: Mapping[str, bytes] = {}
-
-    def __init__(self, vocab: int, mask: int | None, pad: int, ends: Sequence[int]):
-        self.vocab_size, self.mask, self.pad, self.ends = vocab, mask, pad, tuple(ends)
-        self.eos = self.end_turn = self.ends[0]
+    files = MappingProxyType[str, bytes]({})
 
     @classmethod
     def of(cls, config: ModelConfig) -> IdTokenizer:
@@ -463,13 +469,20 @@ class IdTokenizer:
 
     def with_mask(self, mask: int) -> IdTokenizer:
         """Returns the same ids with another mask."""
-        return IdTokenizer(self.vocab_size, mask, self.pad, self.ends)
+        return replace(self, mask=mask)
+
+    @property
+    def eos(self) -> int:
+        """Id that ends a text."""
+        return self.ends[0]
+
+    end_turn = eos
 
     @property
     def proto(self) -> bytes:
         """The ids as bytes, which `unpack` reads."""
-        given = {"vocab": self.vocab_size, "mask": self.mask, "pad": self.pad, "ends": self.ends}
-        return ID_TOKENIZER + json.dumps(given).encode()
+        ids = {"vocab": self.vocab_size, "mask": self.mask, "pad": self.pad, "ends": self.ends}
+        return ID_TOKENIZER + json.dumps(ids).encode()
 
     @property
     def fingerprint(self) -> str:
@@ -480,10 +493,6 @@ class IdTokenizer:
     def pieces(self) -> tuple[bytes, ...]:
         """[vocab_size] empty bytes: what an id stands for is unknown."""
         return (b"",) * self.vocab_size
-
-    def byte_lengths(self) -> np.ndarray:
-        """Returns int32 [vocab_size] zeros."""
-        return np.zeros(self.vocab_size, np.int32)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Writes ids as text.
@@ -501,17 +510,17 @@ class IdTokenizer:
         """Returns (None, the ids as decimal numbers)."""
         return None, self.decode(ids)
 
-    def encode(self, *given: object, **options: object) -> NoReturn:
+    def encode(self, *texts: object, **options: object) -> NoReturn:
         """Raises ValueError, as do `render`, `follow` and `example`: ids are needed.
 
         Args:
-            *given: Texts or messages.
+            *texts: Texts or messages.
             **options: Of the other tokenizers.
 
         Raises:
             ValueError: Always.
         """
-        raise refuse("prompt", given[0], "ids: the checkpoint has no tokenizer.json beside it")
+        raise refuse("prompt", texts[0], "ids: the checkpoint has no tokenizer.json beside it")
 
     render = follow = example = encode
 
@@ -529,7 +538,8 @@ def unpack(proto: bytes) -> AnyTokenizer:
         ValueError: The bytes are something else or damaged.
     """
     if proto.startswith(ID_TOKENIZER):
-        return IdTokenizer(**json.loads(proto.removeprefix(ID_TOKENIZER)))
+        ids = json.loads(proto.removeprefix(ID_TOKENIZER))
+        return IdTokenizer(ids["vocab"], ids["mask"], ids["pad"], tuple(ids["ends"]))
     if proto[:2] != b"PK":
         return Tokenizer(proto)
     files: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's tokenizer: read from a folder, and written for our own tokenizer.
+"""The files of a checkpoint's tokenizer: read from a folder, built, and written for our own tokenizer.
 
     tokenizer.json                      the tokenizer, as the `tokenizers` library writes it; or, without it,
     vocab.json, merges.txt              a byte-level BPE, of the classes in `BYTE_LEVEL`
@@ -7,18 +7,27 @@
     chat_template.jinja, additional_chat_templates/*.jinja, chat_template.json      chat templates
 
 They come from the internet: they are read up to a limited size and checked, and no code in them is run.
-`special_tokens.respell` builds a tokenizer from a `TokenizerData`.
+
+`respell` builds the tokenizer. A chat template writes `<|im_start|>` and means the token; a message that contains the
+same characters means the characters. So `ControlTokens` is a copy of the checkpoint's tokenizer in which every control
+token is spelled with a mark in front, a noncharacter of Unicode. The `tokenizers` library matches added tokens anywhere
+in a text; under the new spelling user text never matches, and the template's own tokens are respelled before encoding.
+Everything else is as in the checkpoint's own tokenizer (normalisation, pre-tokenisation, merges, spaces that an added
+token absorbs), because the whole text is encoded in one call.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mercury_jax import install
 from mercury_jax.checkpoint import CheckpointError
+from mercury_jax.config import refuse
 from mercury_jax.hub.folder import find
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 
@@ -130,8 +139,15 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
     config = _json(files, "tokenizer_config.json")
     data = _json(files, "tokenizer.json") or _byte_level_json(files, config)
     try:
-        added = _added_tokens(files, data, config)
-        model = _checked_model(data["model"])
+        added, model = _added_tokens(files, data, config), dict(data["model"])
+        # `respell` changes vocabulary and merges; the library checks the rest.
+        vocab, merges = model["vocab"], model.get("merges") or []
+        by_text = isinstance(vocab, dict) and all(type(i) is int for i in vocab.values())
+        scored = isinstance(vocab, list) and all(len(e) == 2 and isinstance(e[0], str) for e in vocab)
+        if not (by_text or scored):
+            raise ValueError("model.vocab has neither ids nor scores by text")
+        if not all(isinstance(m, str) or all(isinstance(part, str) for part in m) for m in merges):
+            raise ValueError("model.merges has no pairs of texts")
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -144,8 +160,13 @@ def tokenizer_data(files: Mapping[str, bytes], used: Iterable[int] = ()) -> Toke
         for key in ("additional_special_tokens", "extra_special_tokens")
         for token in _entries(config.get(key))
     ]
-    vocab = model["vocab"] if isinstance(model["vocab"], dict) else {}
-    _mark_special(added, {*named.values(), *others}, vocab)
+    vocab = vocab if isinstance(vocab, dict) else {}
+    # Tokens with a name are special, even where they are ordinary entries of the vocabulary.
+    special = {*named.values(), *others}
+    added = {i: t._replace(special=True) if t.text in special else t for i, t in added.items()}
+    for text in sorted(special - {token.text for token in added.values()}):
+        if isinstance(vocab.get(text), int):
+            added[vocab[text]] = AddedToken(text, special=True)
     texts = {i: text for text, i in vocab.items()}
     for i in used:
         if i in added:
@@ -173,18 +194,6 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return data
 
 
-def _checked_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model, if vocabulary and merges have the forms that `respell` changes; the library checks the rest."""
-    vocab, merges = model["vocab"], model.get("merges") or []
-    by_text = isinstance(vocab, dict) and all(type(i) is int for i in vocab.values())
-    scored = isinstance(vocab, list) and all(len(e) == 2 and isinstance(e[0], str) for e in vocab)
-    if not (by_text or scored):
-        raise ValueError("model.vocab has neither ids nor scores by text")
-    if not all(isinstance(m, str) or all(isinstance(part, str) for part in m) for m in merges):
-        raise ValueError("model.merges has no pairs of texts")
-    return dict(model)
-
-
 def _added_tokens(
     files: Mapping[str, bytes], data: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[int, AddedToken]:
@@ -210,16 +219,6 @@ def _text_of(token: Any) -> str:
 
 def _entries(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
-
-
-def _mark_special(added: dict[int, AddedToken], texts: set[str], vocab: Mapping[str, Any]) -> None:
-    """Makes tokens with a name special, even ordinary entries of the vocabulary."""
-    for i, token in added.items():
-        if token.text in texts:
-            added[i] = token._replace(special=True)
-    for text in sorted(texts - {token.text for token in added.values()}):
-        if isinstance(vocab.get(text), int):
-            added[vocab[text]] = AddedToken(text, special=True)
 
 
 def _templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
@@ -265,6 +264,170 @@ def _byte_level_json(files: Mapping[str, bytes], config: Mapping[str, Any]) -> d
     }  # fmt: skip
 
 
+# --- the tokenizer under another spelling of its control tokens
+
+# An added token that the files do not call special may be ordinary text (runs of spaces, HTML in Gemma) or control
+# (`<think>`, `<tool_call>` and the FIM tokens in Qwen). Control is what the chat template writes, what has the form of
+# a token, and what we use ourselves.
+_TOKEN_FORM = re.compile(r"<[|｜].*[|｜]?>|<.*[|｜]>|\[[A-Z_/]+\]", re.DOTALL)
+_MARKUP = re.compile(r"[<\[{|｜]")
+
+
+class ControlTokens(NamedTuple):
+    """A checkpoint's tokenizer whose control tokens have another spelling.
+
+    Attributes:
+        core: The `tokenizers.Tokenizer`.
+        mark: The character in front of every control token.
+        control: Ids of the control tokens by their original text.
+        pattern: Matches the original text of any control token; None if there are none.
+    """
+
+    core: Any
+    mark: str
+    control: dict[str, int]
+    pattern: re.Pattern[str] | None
+
+    def encode(self, text: str) -> list[int]:
+        """Encodes user text; no id is that of a control token, whatever the text contains."""
+        first, *rest = text.split(self.mark)
+        ids = self._ids(first)
+        for part in rest:  # the mark itself occurs in the text
+            ids += self._ids(self.mark) + self._ids(part)
+        return ids
+
+    def encode_rendered(self, text: str, mask: bytes) -> list[int]:
+        """Encodes a rendered template, with the control tokens that the template itself wrote.
+
+        Args:
+            text: The rendered text.
+            mask: For each character 1 if the template wrote it, 0 if it comes from a message.
+
+        Returns:
+            Ids.
+        """
+        at, ids = 0, list[int]()
+        for part in text.split(self.mark):
+            ids += self._ids(self.mark) if at else []
+            pieces, end = [], 0
+            for run in re.finditer(b"\1+", mask[at : at + len(part)]):
+                own = part[run.start() : run.end()]
+                respelled = self.pattern.sub(lambda m: self.mark + m.group(), own) if self.pattern else own
+                pieces += [part[end : run.start()], respelled]
+                end = run.end()
+            ids += self._ids("".join([*pieces, part[end:]]))
+            at += len(part) + 1
+        return ids
+
+    def foreign(self, text: str, mask: bytes) -> set[str]:
+        """Finds control tokens in a rendered template of which the template did not write every character.
+
+        Args:
+            text: As of `encode_rendered`.
+            mask: As of `encode_rendered`.
+
+        Returns:
+            Their texts.
+        """
+        found = self.pattern.finditer(text) if self.pattern else ()
+        return {m.group() for m in found if 0 in mask[m.start() : m.end()]}
+
+    def decode(self, ids: list[int]) -> str:
+        """Decodes known ids; control tokens in their original spelling."""
+        known = {i: text for text, i in self.control.items()}
+        whole = lambda ids: self.core.decode(ids, skip_special_tokens=False)
+        if known.keys().isdisjoint(ids):
+            return whole(ids)
+        if self.mark not in whole([i for i in ids if i not in known]):
+            return whole(ids).replace(self.mark, "")
+        # A text contains the mark itself: decode run by run.
+        runs = itertools.groupby(ids, lambda i: known.get(i, ""))
+        return "".join(text * len(list(run)) if text else whole(list(run)) for text, run in runs)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.core.encode(text, add_special_tokens=False).ids if text else []
+
+
+def respell(data: TokenizerData, used: Iterable[str]) -> ControlTokens:
+    """Builds the tokenizer of a checkpoint under the new spelling.
+
+    Args:
+        data: What the checkpoint's files say.
+        used: Texts of tokens that are control tokens because we use them.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: The `tokenizers` library is not installed.
+        CheckpointError: It cannot build the tokenizer, or an added token has an id that its vocabulary does not fit.
+    """
+    written, used = "\0".join(data.templates.values()), set(used)
+    control = {
+        i: token
+        for i, token in data.added.items()
+        if token.special
+        or token.text in used
+        or _TOKEN_FORM.fullmatch(token.text)
+        or (token.text in written and len(token.text) > 2 and _MARKUP.search(token.text))
+    }
+    # The mark: a noncharacter of Unicode (U+FDD0 to U+FDEF) that no entry of the vocabulary contains.
+    texts = [*map(str, data.json["model"].get("vocab") or ()), *(token.text for token in data.added.values())]
+    taken = {character for text in texts if "\ufdcf" < max(text, default="") for character in text}
+    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in taken)
+    try:
+        from tokenizers import Tokenizer as Core
+    except ModuleNotFoundError as error:
+        raise refuse("tokenizer", "tokenizers is not installed", install.command("hub")) from error
+    try:
+        core = Core.from_str(json.dumps(_respelled_json(data, control, mark), ensure_ascii=False))
+        core.encode("a 1", add_special_tokens=True)
+    except BaseException as error:  # on some damage the library panics, and a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        words = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"tokenizer.json: the tokenizers library cannot build it: {words}") from None
+    for i, token in data.added.items():
+        text = mark + token.text if i in control else token.text
+        if core.token_to_id(text) != i:
+            raise CheckpointError(
+                f"tokenizer.json: added token {token.text!r} has id {i}; allowed: one that fits its vocabulary, "
+                f"{core.token_to_id(text)}"
+            )
+    ids = {token.text: i for i, token in control.items()}
+    longest_first = sorted(ids, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first))) if ids else None
+    return ControlTokens(core, mark, ids, pattern)
+
+
+def _respelled_json(data: TokenizerData, control: Mapping[int, AddedToken], mark: str) -> dict[str, Any]:
+    """The contents of tokenizer.json under the new spelling."""
+    model = dict(data.json["model"])
+    texts = {token.text for token in control.values()}
+    spelled = {i: mark + t.text if i in control else t.text for i, t in data.added.items()}
+    if isinstance(model.get("vocab"), dict):
+        vocab = {text: i for text, i in model["vocab"].items() if not (text in texts and i in control)}
+        if len(vocab) < len(model["vocab"]) and isinstance(model.get("merges"), list):
+            # Merges that make or use a control token would spell it from user text.
+            pairs = [(m, m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+            model["merges"] = [m for m, p in pairs if texts.isdisjoint(p) and "".join(p) not in texts]
+        # A token in the vocabulary has the id that is written there; one that is not in it has the next free id.
+        model["vocab"] = vocab | {text: i for i, text in spelled.items()}
+    elif isinstance(model.get("vocab"), list):
+        model["vocab"] = [[spelled.get(i, piece), score] for i, (piece, score) in enumerate(model["vocab"])]
+    if isinstance(model.get("unk_token"), str) and model["unk_token"] in texts:
+        model["unk_token"] = mark + model["unk_token"]
+    if model.get("merges") is None:
+        model.pop("merges", None)
+    added = [
+        # A control token matches wherever the template wrote it, in whatever surroundings.
+        {"id": i, "content": spelled[i], "single_word": t.single_word and i not in control, "lstrip": t.lstrip,
+         "rstrip": t.rstrip, "normalized": t.normalized and i not in control, "special": t.special}
+        for i, t in data.added.items()
+    ]  # fmt: skip
+    return {**data.json, "model": model, "added_tokens": added, "truncation": None, "padding": None}
+
+
 # --- the bytes of each token
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
@@ -287,8 +450,10 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
     Returns:
         [V] bytes by id; empty where no token has the id.
     """
-    parts = _flat_decoders(decoder or {})
-    kinds = {part.get("type"): part for part in parts}
+    kinds, queue = dict[Any, Any](), [decoder or {}]
+    for part in queue:  # a sequence holds further decoders
+        kinds[part.get("type")] = part
+        queue += part.get("decoders") or ()
 
     def spelled(text: str) -> bytes:
         if "ByteLevel" in kinds:
@@ -307,10 +472,6 @@ def token_bytes(decoder: Any, ids: Mapping[str, int], added: Mapping[int, str]) 
     for text, i in ids.items():
         found[i] = added[i].encode() if i in added else spelled(text)
     return tuple(found)
-
-
-def _flat_decoders(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [decoder, *(d for inside in decoder.get("decoders") or () for d in _flat_decoders(inside))]
 
 
 # --- our own tokenizer for other libraries

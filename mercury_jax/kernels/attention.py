@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import checks, chunked, device as kernel_device, reference
-from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, KVPool
+from mercury_jax.kernels import chunked, device as kernel_device, reference
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors, KVArray, KVPool
 from mercury_jax.types import Device
 
 
@@ -28,16 +27,16 @@ class Backend(NamedTuple):
     """One implementation of attention.
 
     Attributes:
-        refuses: refuses(q, k, v, ranges, *, scale, softcap, residual, device) -> why it does not take these, or None.
-        run: The same arguments -> what `attend` returns.
+        refuses: Why it does not take a call; None: it does.
+        run: Computes the call.
         platforms: Platforms of lowering on which it is tried.
         cached: True if it is only for passes over a cache (it has no gradient); False if only for those without one;
             None for both.
         device: The kind of device that it is written for; None: any.
     """
 
-    refuses: Callable[..., str | None]
-    run: Callable[..., Any]
+    refuses: Callable[[AttentionCall], str | None]
+    run: Callable[[AttentionCall], AttentionResult]
     platforms: tuple[str, ...]
     cached: bool | None = None
     device: str | None = None
@@ -45,49 +44,34 @@ class Backend(NamedTuple):
 
 def _kernel_backend(module: str, kind: str, label: str, platform: str) -> Backend:
     """A backend in a module that is imported on its device alone, because importing Mosaic takes time."""
+    load = functools.partial(importlib.import_module, f"mercury_jax.kernels.{module}")
 
-    def load() -> ModuleType:
-        return importlib.import_module(f"mercury_jax.kernels.{module}")
-
-    def refuses(*args: Any, device: Device | None, **options: Any) -> str | None:
-        if kernel_device.present(device) != kind:
+    def refuses(call: AttentionCall) -> str | None:
+        if kernel_device.present(call.device) != kind:
             return f"the device is no {label}"
-        return load().refuses(*args, **options)
+        return load().refuses(call)
 
-    def run(*args: Any, **options: Any) -> Any:
-        return load().run(*args, **options)
-
-    return Backend(refuses, run, (platform,), cached=True, device=kind)
-
-
-def _xla_backend(
-    refuses: Callable[..., str | None],
-    run: Callable[..., Any],
-    platforms: tuple[str, ...],
-    cached: bool | None = None,
-) -> Backend:
-    """A backend in plain XLA, for which the device does not matter."""
-
-    def without_device(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, device, **options: f(*args, **options)
-
-    return Backend(without_device(refuses), without_device(run), platforms, cached)
+    return Backend(refuses, lambda call: load().run(call), (platform,), cached=True, device=kind)
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Fastest first. The reference is last and takes everything.
 _BACKENDS: dict[str, Backend] = {
-    "chunked": _xla_backend(chunked.refuses_cached, chunked.run_cached, ("cpu",), cached=True),
+    "chunked": Backend(chunked.refuses_cached, chunked.run_cached, ("cpu",), cached=True),
     "hopper": _kernel_backend("hopper", kernel_device.HOPPER, "Hopper (sm_90a)", "cuda"),
     "blackwell": _kernel_backend("blackwell", kernel_device.BLACKWELL, "Blackwell (sm_100a)", "cuda"),
     "tpu": _kernel_backend("tpu", kernel_device.TPU, "TPU", "tpu"),
-    "blockwise": _xla_backend(chunked.refuses_blockwise, chunked.run_blockwise, PLATFORMS, cached=False),
-    "reference": _xla_backend(reference.refuses, reference.run, PLATFORMS),
+    "blockwise": Backend(chunked.refuses_blockwise, chunked.run_blockwise, PLATFORMS, cached=False),
+    "reference": Backend(lambda call: None, reference.run, PLATFORMS),
 }
 
 
 def backends() -> tuple[str, ...]:
-    """Names that `attend(backend=)` takes, fastest first."""
+    """Lists the names that `attend(backend=)` takes.
+
+    Returns:
+        Names, fastest first.
+    """
     return tuple(_BACKENDS)
 
 
@@ -103,7 +87,7 @@ def attend(
     cached: bool = False,
     backend: str | None = None,
     device: Device | None = None,
-) -> Any:
+) -> AttentionResult:
     """Attention in which each query attends to the keys of its R ranges [start, end), and no others.
 
     Softmax is in fp32. The GPU kernels copy keys whose S is no multiple of 8.
@@ -129,69 +113,18 @@ def attend(
     Raises:
         ValueError: If shapes do not match, or if the named backend refuses.
     """
-    _check(q, k, v, ranges)
-    options: dict[str, Any] = dict(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        residual=residual,
-        device=device,
-    )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device)
+    _check(call)
     if backend is not None:
         if backend not in _BACKENDS:
             raise refuse("backend", backend, ", ".join(_BACKENDS))
-        why = _BACKENDS[backend].refuses(q, k, v, ranges, **options)
-        if why is not None:
-            allowed = f"one that takes these arguments ({why}); None picks the first that does"
-            raise refuse("backend", backend, allowed)
-        return _BACKENDS[backend].run(q, k, v, ranges, **options)
-    chosen = {name: _choose(name, cached, q, k, v, ranges, options) for name in PLATFORMS}
+        return _run_named(backend, call)
+    chosen = {name: _choose(name, cached, call) for name in PLATFORMS}
     if len(set(chosen.values())) == 1:
-        return chosen["cpu"].run(q, k, v, ranges, **options)
-    runs = {name: functools.partial(one.run, **options) for name, one in chosen.items()}
-    return jax.lax.platform_dependent(q, k, v, ranges, default=runs.pop("tpu"), **runs)
-
-
-def _choose(
-    platform: str, cached: bool, q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]
-) -> Backend:
-    """The first backend of a platform that takes these arguments."""
-    form = checks.attention_form(q, k, options["softcap"])
-    kernel = kernel_device.chosen(form, options["device"])
-    return next(
-        one
-        for one in _BACKENDS.values()
-        if platform in one.platforms
-        and one.cached in (None, cached)
-        and (one.device is None or one.device == kernel)
-        and one.refuses(q, k, v, ranges, **options) is None
-    )
-
-
-def _check(q: Any, k: Any, v: Any, ranges: Any) -> None:
-    """Raises ValueError for shapes that do not match, and for empty ones."""
-    if q.ndim != 4 or 0 in q.shape:
-        raise refuse("q", list(q.shape), "[B, T, H, K], each at least 1")
-    b, t, h, width = q.shape
-    for name, x in (("k", k), ("v", v)):
-        if len(x.shape) != 4 or x.shape[0] != b or x.shape[3] != width or 0 in x.shape or h % x.shape[2]:
-            raise refuse(
-                name, list(x.shape), f"[{b}, S, G, {width}], S at least 1 and G a divisor of {h} heads"
-            )
-    _check_pair(k, v)
-    if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
-        raise refuse("ranges", list(ranges.shape), f"[{b}, {t}, R, 2], R at least 1")
-
-
-def _check_pair(k: Any, v: Any) -> None:
-    """Raises ValueError unless keys and values have one shape, and int8 ones a scale for each vector."""
-    for name, x in (("k", k), ("v", v)):
-        if isinstance(x, Int8Vectors) and x.scale.shape != x.shape[:3]:
-            raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
-    if k.shape != v.shape:
-        raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
-
-
-# --- keys and values in pages
+        return chosen["cpu"].run(call)
+    runs = {name: one.run for name, one in chosen.items()}
+    return _by_platform(call, runs.pop("tpu"), runs)
 
 
 def attend_paged(
@@ -206,7 +139,7 @@ def attend_paged(
     residual: bool = False,
     backend: str | None = None,
     device: Device | None = None,
-) -> Any:
+) -> AttentionResult:
     """`attend` over keys and values in pages of a pool that all rows share (PagedAttention, arXiv 2309.06180).
 
     Slot s of row b has the key k[pages[b, s // page], s % page], likewise its value. Rows with the same prefix can name
@@ -235,73 +168,94 @@ def attend_paged(
     Raises:
         ValueError: If shapes do not match, or if the named backend refuses.
     """
-    _check_paged(q, k, v, pages, ranges)
-    options: dict[str, Any] = dict(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        residual=residual,
-        device=device,
-    )
-    args = (q, k, v, jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32), ranges)
-    if backend not in (None, "hopper"):
-        return _attend_gathered(*args, backend=backend, **options)
-    why = _refuses_in_place(*args, **options)
-    if backend is not None:
-        if why is not None:
-            allowed = f"one that takes these arguments ({why}); None picks one that does"
-            raise refuse("backend", backend, allowed)
-        return _attend_in_place(*args, **options)
-    gathered = functools.partial(_attend_gathered, **options)
-    form = checks.attention_form(q, k, softcap, paged=True)
-    if why is not None or kernel_device.chosen(form, device) != kernel_device.HOPPER:
-        return gathered(*args)
-    in_place = functools.partial(_attend_in_place, **options)
-    return jax.lax.platform_dependent(*args, cuda=in_place, default=gathered)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, ranges, factor, softcap, residual, device, pages)
+    _check(call)
+    call = call._replace(pages=jnp.clip(pages, 0, k.shape[0] - 1).astype(jnp.int32))
+    if backend == "hopper":
+        return _run_named(backend, call)
+    gathered = functools.partial(_attend_gathered, backend)
+    form = kernel_device.attention_form(q, k, softcap, paged=True)
+    hopper = _BACKENDS["hopper"]
+    in_place = backend is None and hopper.refuses(call) is None
+    if not in_place or kernel_device.chosen(form, device) != kernel_device.HOPPER:
+        return gathered(call)
+    return _by_platform(call, gathered, {"cuda": hopper.run})
 
 
-def _refuses_in_place(
-    q: Any, k: Any, v: Any, pages: Any, ranges: Any, device: Device | None, **options: Any
-) -> str | None:
-    """Why pages are not read in place, or None."""
-    if kernel_device.present(device) != kernel_device.HOPPER:
-        return "the device is no Hopper (sm_90a)"
-    from mercury_jax.kernels import hopper  # only here, because importing Mosaic takes time
-
-    return hopper.refuses(q, k, v, ranges, pages=pages, **options)
-
-
-def _attend_in_place(q: Any, k: Any, v: Any, pages: Any, ranges: Any, **options: Any) -> Any:
-    from mercury_jax.kernels import hopper
-
-    return hopper.run(q, k, v, ranges, pages=pages, **options)
-
-
-def _attend_gathered(q: Any, k: Any, v: Any, pages: Any, ranges: Any, **options: Any) -> Any:
+def _attend_gathered(backend: str | None, call: AttentionCall) -> AttentionResult:
     """`attend` over a copy [B, N * page, G, K] of each row's pages."""
-    k, v = (jax.tree.map(lambda y: y[pages].reshape(pages.shape[0], -1, *y.shape[2:]), x) for x in (k, v))
+    pages = jnp.asarray(call.pages)
+    k, v = (
+        jax.tree.map(lambda y: y[pages].reshape(pages.shape[0], -1, *y.shape[2:]), x)
+        for x in (call.k, call.v)
+    )
     # `attend` masks the scores of hidden keys, but a value that no query attends to could still be NaN.
-    seen = reference.visible(ranges, v.shape[1]).any(axis=1)
+    seen = reference.visible(call.ranges, v.shape[1]).any(axis=1)  # [B, N * page]
     v = jax.tree.map(lambda y: jnp.where(jnp.expand_dims(seen, range(2, y.ndim)), y, 0), v)
-    return attend(q, k, v, ranges, cached=True, **options)
+    return attend(
+        call.q, k, v, call.ranges, scale=call.scale, softcap=call.softcap, residual=call.residual, cached=True,
+        backend=backend, device=call.device,
+    )  # fmt: skip
 
 
-def _check_paged(q: Any, k: Any, v: Any, pages: Any, ranges: Any) -> None:
-    """Raises ValueError for shapes that do not match."""
-    if q.ndim != 4:
-        raise refuse("q", list(q.shape), "a shape [B, T, H, K]")
+def _run_named(backend: str, call: AttentionCall) -> AttentionResult:
+    """Runs the backend that the user named, or raises ValueError with its reason."""
+    why = _BACKENDS[backend].refuses(call)
+    if why is not None:
+        allowed = f"one that takes these arguments ({why}); None picks the first that does"
+        raise refuse("backend", backend, allowed)
+    return _BACKENDS[backend].run(call)
+
+
+def _choose(platform: str, cached: bool, call: AttentionCall) -> Backend:
+    """The first backend of a platform that takes a call and, if it is a kernel, is used by default."""
+    kernel = kernel_device.chosen(kernel_device.attention_form(call.q, call.k, call.softcap), call.device)
+    return next(
+        one
+        for one in _BACKENDS.values()
+        if platform in one.platforms
+        and one.cached in (None, cached)
+        and (one.device is None or one.device == kernel)
+        and one.refuses(call) is None
+    )
+
+
+def _by_platform(
+    call: AttentionCall,
+    default: Callable[[AttentionCall], AttentionResult],
+    runs: Mapping[str, Callable[[AttentionCall], AttentionResult]],
+) -> AttentionResult:
+    """Computes a call in the way of the platform for which the program is lowered."""
+
+    def of_arrays(run: Callable[[AttentionCall], AttentionResult]) -> Callable[..., AttentionResult]:
+        return lambda *arrays: run(call._replace(**dict(zip(names, arrays, strict=True))))
+
+    names = ("q", "k", "v", "ranges", "pages")  # the fields that are traced; `pages` may be None
+    arrays = (getattr(call, name) for name in names)
+    branches = {name: of_arrays(run) for name, run in runs.items()}
+    return jax.lax.platform_dependent(*arrays, default=of_arrays(default), **branches)
+
+
+def _check(call: AttentionCall) -> None:
+    """Raises ValueError for shapes that do not match, and for empty ones."""
+    q, k, v, ranges, pages = call.q, call.k, call.v, call.ranges, call.pages
+    if q.ndim != 4 or 0 in q.shape:
+        raise refuse("q", list(q.shape), "[B, T, H, K], each at least 1")
     b, t, h, width = q.shape
+    leading, slots = (f"{b}, S", "S") if pages is None else ("P, page", "P and page")
     for name, x in (("k", k), ("v", v)):
-        if len(x.shape) != 4 or x.shape[-1] != width or 0 in x.shape[:3] or h % x.shape[2]:
-            allowed = (
-                f"a pool [P, page, G, {width}] of at least one page and slot, and G a divisor of {h} heads"
-            )
+        bad = len(x.shape) != 4 or x.shape[3] != width or 0 in x.shape or h % x.shape[2]
+        if bad or (pages is None and x.shape[0] != b):
+            allowed = f"[{leading}, G, {width}], {slots} at least 1 and G a divisor of {h} heads"
             raise refuse(name, list(x.shape), allowed)
-    _check_pair(k, v)
-    if pages.ndim != 2 or pages.shape[0] != b or not pages.shape[1]:
-        raise refuse(
-            "pages", list(pages.shape), f"a shape [{b}, N] with N of 1 or more, a line for each row of q"
-        )
-    if not jnp.issubdtype(pages.dtype, jnp.integer):
+        if isinstance(x, Int8Vectors) and x.scale.shape != x.shape[:3]:
+            raise refuse(f"{name}.scale", list(x.scale.shape), f"one for each vector, {list(x.shape[:3])}")
+    if k.shape != v.shape:
+        raise refuse("v", list(v.shape), f"the shape of k, {list(k.shape)}")
+    if pages is not None and (pages.ndim != 2 or pages.shape[0] != b or not pages.shape[1]):
+        raise refuse("pages", list(pages.shape), f"[{b}, N], N at least 1")
+    if pages is not None and not jnp.issubdtype(pages.dtype, jnp.integer):
         raise refuse("pages", str(pages.dtype), "integers")
     if ranges.ndim != 4 or ranges.shape[:2] != (b, t) or ranges.shape[3] != 2 or 0 in ranges.shape:
-        raise refuse("ranges", list(ranges.shape), f"a shape [{b}, {t}, R, 2], each at least 1")
+        raise refuse("ranges", list(ranges.shape), f"[{b}, {t}, R, 2], R at least 1")

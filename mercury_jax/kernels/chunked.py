@@ -22,9 +22,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, dequantise, slice_slots
+from mercury_jax.kernels.attention_inputs import (
+    AttentionCall,
+    AttentionResult,
+    Int8Vectors,
+    dequantise,
+    slice_slots,
+)
 from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
 from mercury_jax.types import accumulation_dtype
 
@@ -43,26 +50,33 @@ class RunningSoftmax(NamedTuple):
     total: Float[Array, "P M 1"]
 
 
-def refuses_cached(q: Any, k: Any, *_: object, **__: object) -> str | None:
-    """Few keys, for which one product is as fast; None: it takes these."""
-    slots = k.shape[1]
+def refuses_cached(call: AttentionCall) -> str | None:
+    """Why chunked attention does not take a call.
+
+    Args:
+        call: Reads the shape of the keys.
+
+    Returns:
+        A reason for few keys, for which one product is as fast; None: it takes the call.
+    """
+    slots = call.k.shape[1]
     return None if slots > 4 * CHUNK else f"{slots} keys; it takes more than {4 * CHUNK}"
 
 
-def run_cached(
-    q: Float[Array, "B T H K"],
-    k: KVArray,
-    v: KVArray,
-    ranges: Int[Array, "B T R 2"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    residual: bool = False,
-) -> Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """`reference.run` in as many steps as the ranges need, without a gradient. The arguments are the same."""
+def run_cached(call: AttentionCall) -> AttentionResult:
+    """Attention in as many steps over chunks of keys as the ranges need, without a gradient.
+
+    Args:
+        call: A call that `refuses_cached` takes.
+
+    Returns:
+        As `attend`.
+    """
+    q, k, ranges = call.q, call.k, call.ranges
     b, t, h, width = q.shape
     slots, g, dtype = k.shape[1], k.shape[2], accumulation_dtype(q.dtype)
-    chunk, queries = min(CHUNK, slots), fold_heads(q, g, scale)  # [P, M, K]
+    chunk, queries = min(CHUNK, slots), fold_heads(q, g, call.scale)  # [P, M, K]
+    # The chunks [first, last) hold every key that any query of any row attends to.
     nonempty = ranges[..., 1] > ranges[..., 0]
     first = jnp.min(jnp.where(nonempty, ranges[..., 0], slots)) // chunk
     last = -(-jnp.minimum(jnp.max(jnp.where(nonempty, ranges[..., 1], 0)), slots) // chunk)
@@ -70,20 +84,20 @@ def run_cached(
     def step(i: Array, state: RunningSoftmax) -> RunningSoftmax:
         # The last chunk may not fit: it starts earlier, and the keys of the chunk before it are masked.
         start = jnp.minimum(i * chunk, slots - chunk)
-        keys, values = (dequantise(slice_slots(x, start, chunk), q.dtype) for x in (k, v))
+        keys, values = (dequantise(slice_slots(x, start, chunk), q.dtype) for x in (k, call.v))
         keys = keys.transpose(0, 2, 3, 1).reshape(b * g, width, chunk)
         values = values.transpose(0, 2, 1, 3).reshape(b * g, chunk, width)
-        scores = apply_softcap(jnp.matmul(queries, keys, preferred_element_type=dtype), softcap)
+        scores = jnp.matmul(queries, keys, preferred_element_type=dtype)  # [P, M, chunk]
+        scores = apply_softcap(scores, call.softcap).reshape(b, g, h // g, t, chunk)
         slot = start + jnp.arange(chunk)
         mask = ((slot >= ranges[..., :1]) & (slot < ranges[..., 1:]) & (slot >= i * chunk)).any(axis=2)
-        scores = jnp.where(mask[:, None, None], scores.reshape(b, g, h // g, t, chunk), -jnp.inf)
-        scores = scores.reshape(b * g, -1, chunk)
+        scores = jnp.where(mask[:, None, None], scores, -jnp.inf).reshape(b * g, -1, chunk)
+        # A higher maximum shrinks what was summed so far, so that all weights refer to the same maximum.
         peak = jnp.maximum(state.peak, scores.max(axis=-1, keepdims=True))
         weights, shrink = jnp.exp(scores - peak), jnp.exp(state.peak - peak)
-        added = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=dtype)
-        return RunningSoftmax(
-            state.sum * shrink + added, peak, state.total * shrink + weights.sum(axis=-1, keepdims=True)
-        )
+        added = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=dtype)  # [P, M, K]
+        total = state.total * shrink + weights.sum(axis=-1, keepdims=True)
+        return RunningSoftmax(state.sum * shrink + added, peak, total)
 
     rows = h // g * t
     peak = jnp.full((b * g, rows, 1), FLOOR, dtype)
@@ -92,7 +106,7 @@ def run_cached(
     unfold = lambda x: unfold_heads(x.reshape(b, g, h // g, t, -1), t)
     out = unfold(end.sum / jnp.where(end.total > 0, end.total, 1.0)).astype(q.dtype)
     # A query without keys has a total of 0, whose logarithm is the -inf that it should have.
-    return (out, unfold(end.peak + jnp.log(end.total))[..., 0]) if residual else out
+    return (out, unfold(end.peak + jnp.log(end.total))[..., 0]) if call.residual else out
 
 
 # --- blockwise: training
@@ -121,28 +135,36 @@ class TileVisits(NamedTuple):
     count: Int[Array, "N"]  # number of key tiles to visit, the maximum over the rows of the batch
 
 
-def refuses_blockwise(q: Any, k: Any, v: Any, ranges: Any, **_: object) -> str | None:
-    """int8 keys, which have no gradient, and short sequences, where one product is as fast; None: it takes these."""
-    if isinstance(k, Int8Vectors):
+def refuses_blockwise(call: AttentionCall) -> str | None:
+    """Why blockwise attention does not take a call.
+
+    Args:
+        call: Reads the form of the keys and the lengths.
+
+    Returns:
+        A reason for int8 keys, which have no gradient, and for short sequences, where one product is as fast; None: it
+        takes the call.
+    """
+    if isinstance(call.k, Int8Vectors):
         return "rounded keys have no gradient"
-    if min(q.shape[1], k.shape[1]) < MIN_LENGTH:
-        return f"{q.shape[1]} queries on {k.shape[1]} keys; it takes {MIN_LENGTH} or more of both"
+    queries, keys = call.q.shape[1], call.k.shape[1]
+    if min(queries, keys) < MIN_LENGTH:
+        return f"{queries} queries on {keys} keys; it takes {MIN_LENGTH} or more of both"
     return None
 
 
-def run_blockwise(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
-    ranges: Int[Array, "B T R 2"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    residual: bool = False,
-) -> Float[Array, "B T H K"] | tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """`reference.run` with a gradient in q, k and v, of the log-sum-exp too; in reverse mode, once."""
-    found: Any = _blockwise(q, k, v, ranges, BlockwiseConfig(scale, softcap))
-    return found if residual else found[0]
+def run_blockwise(call: AttentionCall) -> AttentionResult:
+    """Attention tile by tile, with a gradient in q, k and v, of the log-sum-exp too; in reverse mode, once.
+
+    Args:
+        call: A call that `refuses_blockwise` takes.
+
+    Returns:
+        As `attend`.
+    """
+    config = BlockwiseConfig(call.scale, call.softcap)
+    found: Any = _blockwise(call.q, call.k, call.v, call.ranges, config)
+    return found if call.residual else found[0]
 
 
 def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVisits:
@@ -171,15 +193,15 @@ def tile_visits(ranges: Int[Array, "B T R 2"], slots: int, tile: int) -> TileVis
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _blockwise(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
+    """(out [B, T, H, K], log-sum-exp [B, T, H])."""
     return _blockwise_forward(q, k, v, ranges, config)[0]
 
 
 def _blockwise_forward(
     q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig
-) -> tuple[tuple[Array, Array], Any]:
-    """((out, log-sum-exp), what the backward pass needs)."""
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     found = _by_platform(_values, config, q, k, v, ranges)
-    return found, (q, k, v, ranges, *found)
+    return found, (q, k, v, ranges, *found)  # what the backward pass needs: the arguments and the results
 
 
 def _blockwise_backward(
@@ -192,27 +214,32 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _by_platform(f: Callable[..., Any], config: BlockwiseConfig, *args: Array) -> Any:
+    """f in tiles of the size for the platform of lowering."""
     small, large = (
         functools.partial(f, config=config._replace(tile=tile)) for tile in (TILE_CPU, TILE_ACCELERATOR)
     )
     return jax.lax.platform_dependent(*args, cpu=small, default=large)
 
 
+# Shapes in the two passes: N tiles of queries, J of keys. A tile of `tile` queries has M = H / G * tile rows for each
+# key head; a tile of keys has C = tile keys.
+
+
 @functools.partial(jax.jit, static_argnames="config")  # all layers share one trace
 def _values(q: Array, k: Array, v: Array, ranges: Array, config: BlockwiseConfig) -> tuple[Array, Array]:
-    """(out [B, T, H, K], log-sum-exp [B, T, H])."""
+    """The forward pass: a scan over tiles of queries, within it a loop over the key tiles that they visit."""
     dtype, tile = accumulation_dtype(q.dtype), config.tile
     queries = _query_tiles(q * config.scale, q.dtype, k.shape[2], tile)  # [N, B, G, M, K]
     keys, values = _key_tiles(k, tile), _key_tiles(v, tile)  # [B, J, G, C, K]
 
-    def query_tile(_: None, given: tuple[TileVisits, Array]) -> tuple[None, tuple[Array, Array]]:
-        visits, x = given
+    def query_tile(_: None, inputs: tuple[TileVisits, Array]) -> tuple[None, tuple[Array, Array]]:
+        visits, x = inputs  # x [B, G, M, K]
         floor = jnp.full((*x.shape[:-1], 1), FLOOR, dtype)
 
         def visit(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             total, before, sums = state
-            j = visits.order[:, i]
-            scores = _mask(_scores(x, _take(keys, j), config), visits.edges, j)
+            j = visits.order[:, i]  # [B]: each row of the batch visits key tiles of its own
+            _, scores = _scores(x, _take(keys, j), visits.edges, j, config)  # [B, G, M, C]
             peak = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - peak), jnp.exp(before - peak)
             added = _einsum("bgmc,bgck->bgmk", weights, _take(values, j))
@@ -240,7 +267,11 @@ def _gradients(
     d_lse: Array,
     config: BlockwiseConfig,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v. With p = exp(s - lse): dv = p' do, ds = p (do v' - delta), delta = o do - dlse."""
+    """The backward pass, in the same loops: gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+
+    With weights p = exp(s - lse): dv = p' do, ds = p (do v' - delta), dq = ds k, dk = ds' q, where
+    delta = o do - dlse is one number per row. Scores are computed again from the saved log-sum-exp.
+    """
     dtype, tile = accumulation_dtype(q.dtype), config.tile
     delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1) - d_lse
     fold = functools.partial(_query_tiles, groups=k.shape[2], tile=tile)
@@ -249,38 +280,43 @@ def _gradients(
         fold(jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None], dtype), fold(delta[..., None], dtype),
     )  # fmt: skip
     keys, values = _key_tiles(k, tile), _key_tiles(v, tile)
+    # Adds to tile j[b] of each row b; j = J, for a row that visits fewer tiles than another, adds nothing.
+    add = jax.vmap(lambda x, j, more: x.at[j].add(more, unique_indices=True, mode="drop"))
 
     def query_tile(
-        sums: tuple[Array, Array], given: tuple[TileVisits, tuple[Array, ...]]
+        sums: tuple[Array, Array], inputs: tuple[TileVisits, tuple[Array, ...]]
     ) -> tuple[Any, Array]:
-        visits, (x, d_out, lse, delta) = given
+        visits, (x, d_out, lse, delta) = inputs
 
         def visit(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dv = state
             j = visits.order[:, i]
             k_tile, v_tile = _take(keys, j), _take(values, j)
-            scores = _scores(x, k_tile, config)
-            weights = jnp.exp(_mask(scores, visits.edges, j) - lse)
+            scores, masked = _scores(x, k_tile, visits.edges, j, config)
+            weights = jnp.exp(masked - lse)
             ds = weights * (_einsum("bgmk,bgck->bgmc", d_out, v_tile) - delta)
             if config.softcap is not None:
-                ds = ds * (1.0 - (scores / config.softcap) ** 2)
-            dv = _add(dv, j, _einsum("bgmc,bgmk->bgck", weights, d_out))
-            dk = _add(dk, j, _einsum("bgmc,bgmk->bgck", ds, x))
+                ds = ds * (1.0 - (scores / config.softcap) ** 2)  # derivative of the tanh
+            dv = add(dv, j, _einsum("bgmc,bgmk->bgck", weights, d_out))
+            dk = add(dk, j, _einsum("bgmc,bgmk->bgck", ds, x))
             return dq + _einsum("bgmc,bgck->bgmk", ds, k_tile), dk, dv
 
         dq, dk, dv = jax.lax.fori_loop(0, visits.count, visit, (jnp.zeros(x.shape, dtype), *sums))
         return (dk, dv), dq
 
     zeros = (jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype))
-    (dk, dv), dq = jax.lax.scan(query_tile, zeros, (tile_visits(ranges, k.shape[1], tile), rows))
+    d_tiles, dq = jax.lax.scan(query_tile, zeros, (tile_visits(ranges, k.shape[1], tile), rows))
     dq = (_from_query_tiles(dq, q.shape, tile) * config.scale).astype(q.dtype)
-    return dq, _from_key_tiles(dk, k), _from_key_tiles(dv, v)
+    dk, dv = (  # [B, J, G, C, K] -> [B, S, G, K]
+        x.swapaxes(2, 3).reshape(k.shape[0], -1, *k.shape[2:])[:, : k.shape[1]].astype(like.dtype)
+        for x, like in zip(d_tiles, (k, v), strict=True)
+    )
+    return dq, dk, dv
 
 
-# Tiles: N of queries, J of keys. A query tile has M = H / G * tile rows, a key tile C = tile keys.
-
-
-def _query_tiles(x: Float[Array, "B T H K"], dtype: Any, groups: int, tile: int) -> Float[Array, "N B G M K"]:
+def _query_tiles(
+    x: Float[Array, "B T H K"], dtype: DTypeLike, groups: int, tile: int
+) -> Float[Array, "N B G M K"]:
     b, t, h, width = x.shape
     x = jnp.pad(x.astype(dtype), ((0, 0), (0, -t % tile), (0, 0), (0, 0)))
     x = x.reshape(b, -1, tile, groups, h // groups, width).transpose(1, 0, 3, 4, 2, 5)
@@ -302,36 +338,27 @@ def _key_tiles(x: Float[Array, "B S G K"], tile: int) -> Float[Array, "B J G C K
     return x.reshape(b, -1, tile, groups, width).swapaxes(2, 3)
 
 
-def _from_key_tiles(x: Float[Array, "B J G C K"], like: Array) -> Float[Array, "B S G K"]:
-    """The inverse of `_key_tiles`."""
-    x = x.swapaxes(2, 3).reshape(like.shape[0], -1, *like.shape[2:])
-    return x[:, : like.shape[1]].astype(like.dtype)
-
-
 def _take(x: Float[Array, "B J G C K"], j: Int[Array, "B"]) -> Float[Array, "B G C K"]:
     """Tile j[b] of each row b."""
     return jax.vmap(lambda y, i: jax.lax.dynamic_index_in_dim(y, i, 0, keepdims=False))(x, j)
 
 
-def _add(x: Float[Array, "B J G C K"], j: Int[Array, "B"], more: Float[Array, "B G C K"]) -> Array:
-    """Adds to tile j[b] of each row b."""
-    return jax.vmap(lambda y, i, z: y.at[i].add(z, unique_indices=True, mode="drop"))(x, j, more)
-
-
 def _einsum(equation: str, x: Array, y: Array) -> Array:
+    """A product in the dtype of y, summed in at least fp32."""
     return jnp.einsum(equation, x.astype(y.dtype), y, preferred_element_type=accumulation_dtype(y.dtype))
 
 
 def _scores(
-    x: Float[Array, "B G M K"], keys: Float[Array, "B G C K"], config: BlockwiseConfig
-) -> Float[Array, "B G M C"]:
-    return apply_softcap(_einsum("bgmk,bgck->bgmc", x, keys), config.softcap)
-
-
-def _mask(scores: Float[Array, "B G M C"], edges: Int[Array, "B m R 2"], j: Int[Array, "B"]) -> Array:
-    """The scores of key tile j[b], -inf where a row does not attend to the key."""
+    x: Float[Array, "B G M K"],
+    keys: Float[Array, "B G C K"],
+    edges: Int[Array, "B m R 2"],
+    j: Int[Array, "B"],
+    config: BlockwiseConfig,
+) -> tuple[Float[Array, "B G M C"], Float[Array, "B G M C"]]:
+    """Scores of key tile j[b], and the same with -inf where a row does not attend to the key."""
+    scores = apply_softcap(_einsum("bgmk,bgck->bgmc", x, keys), config.softcap)
     tile = scores.shape[-1]
     slot = j[:, None, None, None] * tile + jnp.arange(tile)
     mask: Bool[Array, "B m C"] = ((slot >= edges[..., :1]) & (slot < edges[..., 1:])).any(axis=2)
-    by_head = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])
-    return jnp.where(mask[:, None, None], by_head, -jnp.inf).reshape(scores.shape)
+    by_head = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])  # all heads of a query share its ranges
+    return scores, jnp.where(mask[:, None, None], by_head, -jnp.inf).reshape(scores.shape)

@@ -1,25 +1,44 @@
-"""Which device a program is compiled for, and which kernels it uses there.
+"""Which kernels a program uses: the device it is compiled for, and the kernel forms that passed their check there.
 
-The device is the machine's own, or a `types.Device` given to compile ahead of time. A kernel form (`checks`) is used
-by default if `mercury bench gpu check` passed it on this device; `MERCURY_KERNELS=1` uses all forms,
-`MERCURY_KERNELS=0` none. Both are read while a program is traced: a compiled program does not change.
+The device is the machine's own, or a `types.Device` given to compile ahead of time. A *form* is a kernel for one head
+size or dtype, such as "attention-128-bfloat16-int8-paged". `mercury bench gpu check` runs all cases of each form and
+writes the results to a small JSON file; a form is used by default if it passed on this device, with this JAX and these
+sources of the kernels. `MERCURY_KERNELS=1` uses all forms, `MERCURY_KERNELS=0` none. All of this is read while a
+program is traced: a compiled program does not change.
+
+The file is `kernels.json` in `~/.cache/mercury_jax` (or `$XDG_CACHE_HOME/mercury_jax`, or the folder that
+`MERCURY_CACHE` names), beside the compiled programs. `MERCURY_KERNEL_CHECKS` names another file, for example one
+copied from a machine that no longer exists. With `MERCURY_CACHE` set to nothing and no `MERCURY_KERNEL_CHECKS` there
+is no file.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mercury_jax.config import refuse
-from mercury_jax.kernels import checks
+from mercury_jax.kernels.attention_inputs import Int8Vectors
 from mercury_jax.types import Device
 
 SWITCH = "MERCURY_KERNELS"
+FILE, FOLDER = "MERCURY_KERNEL_CHECKS", "MERCURY_CACHE"
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"  # with wgmma, with tcgen05
 TPU = "tpu"  # of every generation: their kernels are the same
 _BY_CAPABILITY = {"9.0": HOPPER, "10.0": BLACKWELL}
+
+
+# --- the device
 
 
 def target(kind: str) -> Device:
@@ -57,12 +76,53 @@ def present(device: Device | None = None) -> str | None:
     return _BY_CAPABILITY.get(str(getattr(jax.local_devices()[0], "compute_capability", None)))
 
 
-def chosen(form: str, device: Device | None = None) -> str | None:
-    """The kind of device whose kernel of a form is used by default; None: plain XLA computes it.
+# --- the kernels that are used
+
+
+def attention_form(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct | Int8Vectors,
+    softcap: float | None,
+    paged: bool = False,
+) -> str:
+    """The form of the attention kernel that computes a call, for example "attention-128-bfloat16-int8-paged".
 
     Args:
-        form: Of `checks.attention_form` or `checks.grouped_form`.
+        q: Queries [B, T, H, K].
+        k: Keys as `attend` or `attend_paged` take them.
+        softcap: Of the scores.
+        paged: Whether the keys are in pages of a pool.
+
+    Returns:
+        Head size, dtype of the queries, "int8" for int8 keys, "paged", "softcap".
+    """
+    parts = ["attention", str(q.shape[-1]), str(jnp.dtype(q.dtype))]
+    parts += ["int8"] * isinstance(k, Int8Vectors) + ["paged"] * paged + ["softcap"] * (softcap is not None)
+    return "-".join(parts)
+
+
+def grouped_form(dtype: DTypeLike, gradient: bool = False) -> str:
+    """The form of the grouped product that multiplies by matrices of a dtype.
+
+    Args:
+        dtype: Of the matrices.
+        gradient: Whether it is the product of the backward pass, with transposed matrices.
+
+    Returns:
+        For example "grouped-int8" or "grouped-int8-gradient".
+    """
+    return f"grouped-{jnp.dtype(dtype)}" + "-gradient" * gradient
+
+
+def chosen(form: str, device: Device | None = None) -> str | None:
+    """Decides whether the kernel of a form is used by default.
+
+    Args:
+        form: Of `attention_form` or `grouped_form`.
         device: To compile for; None: the device of this machine.
+
+    Returns:
+        The kind of device whose kernel is used; None: plain XLA computes it.
     """
     return present(device) if why_off(form, device) is None else None
 
@@ -71,11 +131,14 @@ def why_off(form: str, device: Device | None = None) -> str | None:
     """Why no kernel of a form is used by default.
 
     Args:
-        form: Of `checks.attention_form` or `checks.grouped_form`.
+        form: Of `attention_form` or `grouped_form`.
         device: To compile for: all its kernels are used. None: the device of this machine.
 
     Returns:
         The reason in words; None: the kernel is used.
+
+    Raises:
+        ValueError: If MERCURY_KERNELS is set to something other than 0 or 1.
     """
     if present(device) is None:
         return f"no kernel is written for {_device_name()}"
@@ -83,7 +146,7 @@ def why_off(form: str, device: Device | None = None) -> str | None:
         return None
     if switch == "0":
         return f"{SWITCH}=0 switches all kernels off"
-    forms = checks.read(_entry())
+    forms = read_checks(entry_key(_device_name(), jax.__version__))
     if forms is None:
         return f"no kernel was checked on this {_device_name()} with these versions: run `mercury bench gpu check`"
     found = forms.get(form)
@@ -104,7 +167,7 @@ def status() -> dict[str, Any]:
     found: dict[str, Any] = {"chip": present(), "device": _device_name(), "file": None, "on": [], "off": {}}
     if found["chip"] is None:
         return found | {"rule": f"off: no kernel is written for {_device_name()}"}
-    forms, file = checks.read(_entry()) or {}, checks.path()
+    forms, file = read_checks(entry_key(_device_name(), jax.__version__)) or {}, checks_file()
     off = {form: why for form in forms if (why := why_off(form)) is not None}
     rule = {"1": f"all on: {SWITCH}=1", "0": f"all off: {SWITCH}=0"}.get(_switch())
     rule = rule or ("on where the check passed" if forms else str(why_off("")))
@@ -123,5 +186,109 @@ def _device_name() -> str:
     return jax.local_devices()[0].device_kind
 
 
-def _entry() -> str:
-    return checks.entry_key(_device_name(), jax.__version__)
+# --- the file of checks
+
+
+@functools.cache
+def sources() -> str:
+    """Hashes all source files of `mercury_jax.kernels`: a changed kernel has to pass its check again.
+
+    Returns:
+        12 hex digits.
+    """
+    folder, total = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        total.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return total.hexdigest()[:12]
+
+
+def entry_key(device_kind: str, jax_version: str) -> str:
+    """Names an entry of the file: each device, JAX version and source of the kernels has its own.
+
+    Args:
+        device_kind: Name of the device, such as "NVIDIA H200".
+        jax_version: `jax.__version__`.
+
+    Returns:
+        The key.
+    """
+    return f"{device_kind}, jax {jax_version}, kernels {sources()}"
+
+
+def checks_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Path of the file.
+
+    Args:
+        environ: Environment variables; None: those of this process.
+
+    Returns:
+        The path, whether the file exists or not; None if the user wants no file.
+    """
+    environ = os.environ if environ is None else environ
+    if file := environ.get(FILE, "").strip():
+        return Path(file)
+    folder = environ.get(FOLDER)
+    if folder is not None:
+        return Path(folder) / "kernels.json" if folder.strip() else None
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mercury_jax" / "kernels.json"
+
+
+def read_checks(entry: str) -> dict[str, dict[str, Any]] | None:
+    """Reads an entry of the file. Warns if the file is damaged.
+
+    Args:
+        entry: From `entry_key`.
+
+    Returns:
+        {form: {"passed": bool, ...}}; None if nothing was checked.
+    """
+    file = checks_file()
+    if file is None or not file.is_file():
+        return None
+    found = _parse(file, _file_state(file)).get(entry)
+    return found["forms"] if found else None
+
+
+def write_checks(entry: str, forms: Mapping[str, Mapping[str, Any]], date: str) -> Path | None:
+    """Replaces one entry of the file and keeps the others.
+
+    Args:
+        entry: From `entry_key`.
+        forms: Result of each form.
+        date: Of the check.
+
+    Returns:
+        The file; None if the user wants no file.
+    """
+    file = checks_file()
+    if file is None:
+        return None
+    others = _parse(file, _file_state(file)) if file.is_file() else {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary.write_text(
+        json.dumps(others | {entry: {"date": date, "forms": forms}}, indent=1), encoding="utf-8"
+    )
+    temporary.replace(file)  # atomic
+    return file
+
+
+def _file_state(file: Path) -> tuple[int, ...]:
+    """Differs after the file was replaced, even if two files are written within one tick of the clock."""
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(file: Path, state: tuple[int, ...]) -> dict[str, Any]:
+    del state  # only a key of the cache
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        forms = [form for entry in found.values() for form in entry["forms"].values()]
+        if not all(isinstance(form["passed"], bool) for form in forms):
+            raise ValueError("a form has no verdict")
+        return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{file} is ignored, so that kernels stay off ({why}); delete it", stacklevel=2)
+        return {}

@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.kernels import device as kernel_device
-from mercury_jax.kernels.checks import grouped_form
-from mercury_jax.kernels.device import BLACKWELL, HOPPER
+from mercury_jax.kernels.device import BLACKWELL, HOPPER, grouped_form
 from mercury_jax.types import Device
 
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 ALIGN = 8  # TMA addresses the rows of x in groups of 8, so every load starts at a multiple of 8
-MAX_TILE = (
-    128  # rows of a tile: the accumulator of a block of 128 outputs then takes 128 registers per thread
-)
+# Rows of a tile: the accumulator of a block of 128 outputs then takes 128 registers per thread.
+MAX_TILE = 128
 
 
 # --- tiles of rows
@@ -69,9 +68,8 @@ def tiles_of(sizes: Int[Array, "E"], rows: int, tile: int) -> RowTiles:
     """
     ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
     last = jnp.cumsum(tiles)
-    index = jnp.arange(
-        rows // tile + len(sizes), dtype=jnp.int32
-    )  # at most one partly filled tile per expert
+    # At most one partly filled tile per expert.
+    index = jnp.arange(rows // tile + len(sizes), dtype=jnp.int32)
     expert = jnp.minimum((index[:, None] >= last).sum(-1), len(sizes) - 1)
     start = (ends - sizes)[expert] + (index - (last - tiles)[expert]) * tile
     return RowTiles(expert, start, ends[expert], last[-1])
@@ -80,18 +78,29 @@ def tiles_of(sizes: Int[Array, "E"], rows: int, tile: int) -> RowTiles:
 # --- the product
 
 
+Shaped = Array | np.ndarray | jax.ShapeDtypeStruct
+
+
 def refuses(
-    x: Any,
-    w: Any,
-    scale: Any = None,
-    dtype: Any = None,
+    x: Shaped,
+    w: Shaped,
+    scale: Shaped | None = None,
+    dtype: DTypeLike | None = None,
     tile: int | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Why `grouped_matmul` does not take its arguments; None: it does.
+    """Why `grouped_matmul` does not take its arguments. Reads shapes, dtypes and the device alone.
 
-    It depends on shapes, dtypes and the device alone, so x [M, I], w [E, I, O] and scale [E, O] may be
-    `jax.ShapeDtypeStruct`.
+    Args:
+        x: Rows [M, I].
+        w: Matrices [E, I, O].
+        scale: As in `grouped_matmul`, [E, O]; likewise the others.
+        dtype: Of the result.
+        tile: Rows of a tile.
+        device: To compile for.
+
+    Returns:
+        The reason in words; None: it takes them.
     """
     kind = kernel_device.present(device)
     if kind == BLACKWELL:
@@ -120,7 +129,7 @@ def grouped_matmul(
     w: Array,
     sizes: Int[Array, "E"],
     scale: Float[Array, "E O"] | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     tile: int | None = None,
     device: Device | None = None,
 ) -> Float[Array, "M O"]:
@@ -154,16 +163,17 @@ def grouped_matmul(
 Static = tuple[Any, int, Device | None]  # dtype of the result, rows of a tile, device
 
 
-def _row_scales(scale: Float[Array, "E O"], sizes: Int[Array, "E"], rows: int) -> Float[Array, "M O"]:
-    """The scale of each row's expert."""
-    return scale[jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows)]
+def _scaled(x: Float[Array, "M O"], scale: Array, sizes: Int[Array, "E"], dtype: Any) -> Float[Array, "M O"]:
+    """Rows times the scale of their expert."""
+    expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(x))
+    return (x * scale[expert]).astype(dtype)
 
 
 def _forward(static: Static, x: Array, w: Array, sizes: Array, scale: Array | None) -> tuple[Array, Any]:
     dtype, tile, device = static
     y = _kernel_product(x, w, sizes, dtype, tile, device)
     if scale is not None:
-        y = (y * _row_scales(scale, sizes, len(x))).astype(dtype)
+        y = _scaled(y, scale, sizes, dtype)
     return y, (x, w, sizes, scale)
 
 
@@ -176,8 +186,7 @@ def _backward(static: Static, saved: Any, dy: Float[Array, "M O"]) -> tuple[Any,
     if scale is None:
         dy = dy.astype(x.dtype)
         return product(dy, w, sizes, x.dtype, tile), outer_products(x, dy, sizes), no_gradient, None
-    scaled_dy = (dy * _row_scales(scale, sizes, len(x))).astype(x.dtype)
-    dx = product(scaled_dy, w, sizes, x.dtype, tile)
+    dx = product(_scaled(dy, scale, sizes, x.dtype), w, sizes, x.dtype, tile)
     return dx, np.zeros(w.shape, jax.dtypes.float0), no_gradient, jnp.zeros_like(scale)
 
 
@@ -190,7 +199,7 @@ def _kernel_product(
 ) -> Float[Array, "M O"]:
     from mercury_jax.kernels.hopper import (
         grouped_matmul as kernel,
-    )  # only on a GPU: importing Mosaic takes time
+    )  # here, because importing Mosaic takes time
 
     readable = max(len(x) + -len(x) % ALIGN, tile)
     visits = _visits(sizes, len(x), tile, readable)

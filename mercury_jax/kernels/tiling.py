@@ -25,7 +25,7 @@ def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Ar
         P = B * G matrices of M = T * H / G rows.
     """
     b, t, h, width = q.shape
-    x = q.reshape(b, t, groups, h // groups, width).transpose(0, 2, 1, 3, 4)
+    x = q.reshape(b, t, groups, h // groups, width).transpose(0, 2, 1, 3, 4)  # [B, G, T, H / G, K]
     x = x.reshape(b * groups, t * (h // groups), width)
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % rows), (0, 0)))
 
@@ -33,7 +33,17 @@ def fold_queries(q: Float[Array, "B T H K"], groups: int, rows: int) -> Float[Ar
 def unfold_queries(
     x: Float[Array, "P M *K"], batch: int, queries: int, heads: int
 ) -> Float[Array, "B T H *K"]:
-    """The inverse of `fold_queries`, for outputs and for their log-sum-exp."""
+    """The inverse of `fold_queries`, for outputs and for their log-sum-exp.
+
+    Args:
+        x: Numbers of each row, with the rows of the padding.
+        batch: B.
+        queries: T.
+        heads: H.
+
+    Returns:
+        Numbers of each query and head.
+    """
     groups, rest = x.shape[0] // batch, x.shape[2:]
     x = x[:, : queries * (heads // groups)].reshape(batch, groups, queries, heads // groups, *rest)
     return jnp.moveaxis(x, 1, 2).reshape(batch, queries, heads, *rest)
@@ -72,12 +82,14 @@ def tile_bounds(edges: Int[Array, "B E M"], rows: int, keys: int, slots: int) ->
     x = jnp.clip(edges, 0, slots).reshape(b, e // 2, 2, m // rows, rows)
     start, end = x[:, :, 0], x[:, :, 1]  # [B, R, N, rows]
     nonempty = end > start
+    # The hull of each range over the rows of a tile [B, R, N]. It may hold keys that no single row attends to.
     low = jnp.where(nonempty, start, slots).min(axis=-1)
     high = jnp.where(nonempty, end, 0).max(axis=-1)
     first = low.min(axis=1) // keys
     last = jnp.maximum(-(-high.max(axis=1) // keys), first)
-    hulls = jnp.stack([jnp.where(high > 0, low, 0), high], axis=2).reshape(b, e, -1)
+    # Keys that all rows attend to in their first range; most tiles of a long prefix lie there and need no mask.
     unmasked = [start[:, 0].max(axis=-1), end[:, 0].min(axis=-1)]
+    hulls = jnp.stack([jnp.where(high > 0, low, 0), high], axis=2).reshape(b, e, -1)
     return jnp.concatenate([jnp.stack([first, last, *unmasked], axis=1), hulls], axis=1).transpose(0, 2, 1)
 
 
@@ -92,6 +104,7 @@ def choose_splits(programs: int, steps: int, processors: int) -> int:
     Returns:
         The number of least cost; a part costs about one step more, for its queries and its partial result.
     """
+    # Waves of programs, times the steps of each program.
     cost = lambda n: -(-programs * n // processors) * (-(-steps // n) + 1)
     return min(range(1, max(1, min(steps, processors)) + 1), key=lambda n: (cost(n), n))
 
@@ -108,7 +121,7 @@ def merge_splits(
     Returns:
         Output and log-sum-exp over all keys.
     """
-    peak = jnp.maximum(lses.max(axis=0), -1e30)
+    peak = jnp.maximum(lses.max(axis=0), -1e30)  # finite where no part has keys
     weights = jnp.exp(lses - peak)
     total = weights.sum(axis=0)
     safe = jnp.where(total > 0, total, 1.0)

@@ -17,11 +17,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from mercury_jax.kernels import tiling
-from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray
-from mercury_jax.types import Device
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 MAX_ROWS = 1024  # of a tile of queries of one key head
 KEYS = (512, 256, 128)  # of a tile, the first that fits
@@ -48,10 +47,16 @@ class TpuConfig(NamedTuple):
     memory: int  # bytes of VMEM that a program may take
 
 
-def refuses(
-    q: Any, k: Any, v: Any, ranges: Any, *, scale: float, softcap: float | None, residual: bool
-) -> str | None:
-    """Why this kernel does not take these shapes and dtypes on this machine; None: it does."""
+def refuses(call: AttentionCall) -> str | None:
+    """Why this kernel does not take a call.
+
+    Args:
+        call: Reads shapes, dtypes, the scale, and the mesh of the queries.
+
+    Returns:
+        The reason in words; None: it takes the call.
+    """
+    q, k, v = call.q, call.k, call.v
     if isinstance(k, Int8Vectors) != isinstance(v, Int8Vectors):
         return "of keys and values one is int8 and the other is not"
     for x in (x for x in (q, k, v) if not isinstance(x, Int8Vectors)):
@@ -63,7 +68,7 @@ def refuses(
         return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
     if k.shape[1] < MIN_KEYS:
         return f"{k.shape[1]} keys; it takes {MIN_KEYS} or more"
-    if _config(q, k, ranges, scale, softcap, residual) is None:
+    if config_of(call) is None:
         return f"{KEYS[-1]} keys of {k.shape[2]} heads do not fit into VMEM"
     # The mesh of jit's arguments, where none is set. Under shard_map over all axes the work is divided already.
     mesh = jax.typeof(q).sharding.mesh
@@ -74,64 +79,57 @@ def refuses(
     return None
 
 
-def run(
-    q: Float[Array, "B T H K"],
-    k: KVArray,
-    v: KVArray,
-    ranges: Int[Array, "B T R 2"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    residual: bool = False,
-    device: Device | None = None,
-) -> Any:
-    """`kernels.attend` by this kernel, without a gradient. Products in fp32 are as exact as JAX's default precision.
+def run(call: AttentionCall) -> AttentionResult:
+    """Attention by this kernel, without a gradient. Products in fp32 are as exact as JAX's default precision.
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
     the highest end that one range has over the rows of a tile: there they must be finite.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        ranges: Key ranges.
-        scale: Of the scores.
-        softcap: Of the scores.
-        residual: Also return the log-sum-exp.
-        device: To compile for.
+        call: A call that `refuses` takes, without pages.
 
     Returns:
-        As `kernels.attend`.
+        As `attend`.
     """
-    batch, queries, heads, _ = q.shape
-    c = _config(q, k, ranges, scale, softcap, residual)
-    assert c is not None, refuses(q, k, v, ranges, scale=scale, softcap=softcap, residual=residual)
-    edges = tiling.fold_ranges(jnp.clip(ranges, 0, c.slots), heads // c.groups, c.rows)
+    batch, queries, heads, _ = call.q.shape
+    c = config_of(call)
+    assert c is not None, refuses(call)
+    edges = tiling.fold_ranges(jnp.clip(call.ranges, 0, c.slots), heads // c.groups, c.rows)
     bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
-    folded = tiling.fold_queries(q, c.groups, c.rows)
-    folded = folded.reshape(batch, c.groups, *folded.shape[1:])
-    interpret = False if device is None or device.interpret is None else device.interpret
-    found = _launch(c, folded, edges, bounds, _sources(k, v), interpret)
-    unfold = lambda x: tiling.unfold_queries(x.reshape(-1, *x.shape[2:]), batch, queries, heads)
-    out, *lse = (unfold(x) for x in found)
-    return (out, lse[0][..., 0]) if residual else out
+    q = tiling.fold_queries(call.q, c.groups, c.rows)
+    q = q.reshape(batch, c.groups, *q.shape[1:])  # [B, G, M, K]
+    if isinstance(call.k, Int8Vectors) and isinstance(
+        call.v, Int8Vectors
+    ):  # scales with slots last [B, G, 1, S]
+        scales = [x.scale.transpose(0, 2, 1)[:, :, None] for x in (call.k, call.v)]
+        sources = call.k.values, call.v.values, *scales
+    else:
+        sources = jnp.asarray(call.k), jnp.asarray(call.v)
+    interpret = False if call.device is None or call.device.interpret is None else call.device.interpret
+    found = _launch(c, q, edges, bounds, sources, interpret)
+    out, *lse = (tiling.unfold_queries(x.reshape(-1, *x.shape[2:]), batch, queries, heads) for x in found)
+    return (out, lse[0][..., 0]) if call.residual else out
 
 
-def _config(
-    q: Any, k: Any, ranges: Any, scale: float, softcap: float | None, residual: bool
-) -> TpuConfig | None:
-    """As many rows at once as fit, so that the keys are read as few times as possible; then as many keys."""
-    batch, queries, heads, width = q.shape
-    slots, groups, int8 = k.shape[1], k.shape[2], isinstance(k, Int8Vectors)
-    rows, (memory, cores) = queries * (heads // groups), _vmem_and_cores()
+def config_of(call: AttentionCall) -> TpuConfig | None:
+    """As many rows at once as fit, so that the keys are read as few times as possible; then as many keys.
+
+    Args:
+        call: Reads shapes and dtypes.
+
+    Returns:
+        The static configuration of the kernel; None: not even one register of rows fits.
+    """
+    (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
+    int8, rows, (memory, cores) = isinstance(call.k, Int8Vectors), call.group_rows, _vmem_and_cores()
     fewest = 1 if batch % cores == 0 or rows < cores * SUBLANES else cores
-    itemsizes = q.dtype.itemsize, 1 if int8 else k.dtype.itemsize
+    itemsizes = call.q.dtype.itemsize, 1 if isinstance(call.k, Int8Vectors) else call.k.dtype.itemsize
     for tiles in range(max(fewest, -(-rows // MAX_ROWS)), -(-rows // SUBLANES) + 1):
         even = -(-rows // (tiles * SUBLANES)) * SUBLANES
         for keys in KEYS:
             c = TpuConfig(
-                even, min(keys, slots), -(-rows // even), groups, width, slots, ranges.shape[2], scale, softcap,
-                int8, residual, memory,
+                even, min(keys, slots), -(-rows // even), groups, width, slots, call.ranges.shape[2], call.scale,
+                call.softcap, int8, call.residual, memory,
             )  # fmt: skip
             if _vmem_bytes(c, *itemsizes) <= memory:
                 return c
@@ -158,13 +156,6 @@ def _vmem_bytes(c: TpuConfig, q_itemsize: int, k_itemsize: int) -> int:
     return rows + keys + 16 * c.rows * c.keys + 4 * c.keys * line * q_itemsize + 4 * c.rows * line
 
 
-def _sources(k: KVArray, v: KVArray) -> tuple[Array, ...]:
-    """Keys and values; for int8 ones also their scales, slots last [B, G, 1, S]."""
-    if not (isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors)):
-        return jnp.asarray(k), jnp.asarray(v)
-    return k.values, v.values, *(x.scale.transpose(0, 2, 1)[:, :, None] for x in (k, v))
-
-
 def _launch(
     c: TpuConfig, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
 ) -> tuple[Array, ...]:
@@ -174,7 +165,7 @@ def _launch(
     numbers = 4 + 2 * c.ranges  # of `tiling.tile_bounds` per tile
 
     def key_tile(row: Any, tile: Any, step: Any, bounds: Any) -> Any:
-        """The tile of a step; after the last one it stays the same, so that nothing is copied."""
+        """The tile of a step; after the last one it stays the same, so that Pallas copies nothing."""
         at = (row * c.tiles + tile) * numbers
         last = jnp.maximum(bounds[at + 1] - 1, bounds[at])
         return jnp.minimum(jnp.minimum(bounds[at] + step, last), (c.slots - 1) // c.keys)
@@ -184,6 +175,7 @@ def _launch(
     scales = pl.BlockSpec((None, c.groups, 1, c.keys), lambda *at: (at[0], 0, 0, key_tile(*at)))
     spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
+        # The last axis is a walk over key tiles, as long as the longest of all programs.
         grid=(batch, c.tiles, jnp.maximum((bounds[..., 1] - bounds[..., 0]).max(), 1)),
         in_specs=[
             pl.BlockSpec((None, c.groups, c.rows, width), own_rows),
@@ -192,7 +184,10 @@ def _launch(
         ],
         out_specs=[pl.BlockSpec((None, c.groups, c.rows, columns), own_rows) for columns, _ in outputs],
         scratch_shapes=[
-            *[pltpu.VMEM((c.groups, c.rows, columns), jnp.float32) for columns in (width, 1, 1)],
+            *[
+                pltpu.VMEM((c.groups, c.rows, columns), jnp.float32) for columns in (width, 1, 1)
+            ],  # `SoftmaxRefs`
+            # A tile of keys and one of values, heads first.
             *[pltpu.VMEM((c.groups, c.keys, width), x.dtype) for x in sources[:2]],
         ],
     )
@@ -201,7 +196,7 @@ def _launch(
     moved = 2 * (q.size * q.dtype.itemsize + c.tiles * sources[0].size * sources[0].dtype.itemsize)
     cost = pl.CostEstimate(flops=4 * pairs * c.width, transcendentals=pairs, bytes_accessed=moved)
     call = pl.pallas_call(
-        functools.partial(program, c),
+        functools.partial(_program, c),
         grid_spec=spec,
         out_shape=[
             jax.ShapeDtypeStruct((batch, c.groups, rows, columns), dtype) for columns, dtype in outputs
@@ -234,25 +229,8 @@ class KeyMask(NamedTuple):
     edges: Any = None  # ranges of each row: start, end, start, end, ...
     hulls: Any = ()  # for each range the lowest start and the highest end over the rows
 
-    def scores(self, scores: Any) -> Any:
-        """Scores, -inf for keys that a row does not attend to."""
-        if self.edges is None:
-            return scores
-        key = self.begin + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        edge = [self.edges[:, e : e + 1] for e in range(self.edges.shape[1])]
-        mask = [(key >= start) & (key < end) for start, end in zip(edge[::2], edge[1::2], strict=True)]
-        return jnp.where(functools.reduce(jnp.logical_or, mask), scores, -jnp.inf)
 
-    def values(self, x: Any, axis: int) -> Any:
-        """Values, zero for keys in no range of any row: a weight of 0 times NaN would be NaN."""
-        if self.edges is None:
-            return x
-        key = self.begin + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-        mask = [(key >= low) & (key < high) for low, high in self.hulls]
-        return jnp.where(functools.reduce(jnp.logical_or, mask), x, 0)
-
-
-def program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
+def _program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
     """One step of one tile of queries: adds one tile of keys to its softmax.
 
     Args:
@@ -271,6 +249,7 @@ def program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
     begin = (first + step) * c.keys
     unmasked = (begin >= low) & (begin + c.keys <= high)
 
+    # The scratch keeps the softmax of the tile from one step of its walk to the next.
     @pl.when(step == 0)
     def _() -> None:
         for ref, value in zip(state, (0.0, FLOOR, 0.0), strict=True):
@@ -285,7 +264,13 @@ def program(c: TpuConfig, bounds: Any, q: Any, edges: Any, *refs: Any) -> None:
         hulls = [(bounds[at + 4 + 2 * r], bounds[at + 5 + 2 * r]) for r in range(c.ranges)]
         pl.when(~unmasked)(functools.partial(add, KeyMask(begin, edges, hulls)))
 
-    pl.when(step == pl.num_programs(2) - 1)(functools.partial(_finish, state, *outs))
+    @pl.when(step == pl.num_programs(2) - 1)
+    def _() -> None:
+        nonempty = state.total[...] > 0
+        safe = jnp.where(nonempty, state.total[...], 1.0)
+        outs[0][...] = (state.sum[...] / safe).astype(outs[0].dtype)
+        if c.residual:
+            outs[1][...] = jnp.where(nonempty, state.peak[...] * math.log(2) + jnp.log(safe), -jnp.inf)
 
 
 def _add_all_heads(c: TpuConfig, state: SoftmaxRefs, q: Any, sources: tuple[Any, ...], mask: KeyMask) -> None:
@@ -299,30 +284,47 @@ def _add_all_heads(c: TpuConfig, state: SoftmaxRefs, q: Any, sources: tuple[Any,
 
 
 def _add_tile(c: TpuConfig, state: SoftmaxRefs, mask: KeyMask, q: Any, k: Any, v: Any, *scales: Any) -> None:
-    """Adds a tile of keys to the softmax. int8 ones are multiplied as whole numbers and scaled after the products."""
-    scores = _dot(q, k.astype(q.dtype), 1)
+    """Adds a tile of keys to the softmax. int8 ones are multiplied as whole numbers and scaled after the products.
+
+    Args:
+        c: Static configuration.
+        state: Softmax of one key head, updated in place.
+        mask: What to mask.
+        q: Queries [M, K].
+        k: Keys [keys, K].
+        v: Values [keys, K].
+        *scales: For int8 the scales of keys and of values, each [1, keys].
+    """
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    # 1. Scores [M, keys], -inf where a row does not attend to a key.
+    scores = dot(q, k.astype(q.dtype), (((1,), (1,)), ((), ())))
     scores = scores * scales[0] if scales else scores
     unit = c.scale * math.log2(math.e)
     if c.softcap is not None:
         scores, unit = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * math.log2(math.e)
-    scores, before = mask.scores(scores * unit), state.peak[...]
+    scores = scores * unit
+    if mask.edges is not None:
+        key = mask.begin + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        edge = [mask.edges[:, e : e + 1] for e in range(mask.edges.shape[1])]
+        inside = [(key >= start) & (key < end) for start, end in zip(edge[::2], edge[1::2], strict=True)]
+        scores = jnp.where(functools.reduce(jnp.logical_or, inside), scores, -jnp.inf)
+    # 2. Weights relative to the new maximum; what was summed before shrinks to it.
+    before = state.peak[...]
     peak = jnp.maximum(before, scores.max(axis=1, keepdims=True))
     weights, shrink = jnp.exp2(scores - peak), jnp.exp2(before - peak)
     state.peak[...] = peak
     state.total[...] = state.total[...] * shrink + weights.sum(axis=1, keepdims=True)
-    weights = weights * mask.values(scales[1], 1) if scales else weights
-    v = v if scales else mask.values(v, 0)  # int8 has no NaN
-    state.sum[...] = state.sum[...] * shrink + _dot(weights.astype(q.dtype), v.astype(q.dtype), 0)
+    # 3. Sums [M, K] += weights v. int8 has no NaN, but the scale of a value may be one.
+    weights = weights * _clear_hidden(mask, scales[1], 1) if scales else weights
+    v = v if scales else _clear_hidden(mask, v, 0)
+    by_key = ((1,), (0,)), ((), ())
+    state.sum[...] = state.sum[...] * shrink + dot(weights.astype(q.dtype), v.astype(q.dtype), by_key)
 
 
-def _dot(a: Any, b: Any, axis: int) -> Any:
-    """A product in fp32 that contracts axis 1 of a and `axis` of b."""
-    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _finish(state: SoftmaxRefs, out: Any, lse: Any = None) -> None:
-    nonempty = state.total[...] > 0
-    safe = jnp.where(nonempty, state.total[...], 1.0)
-    out[...] = (state.sum[...] / safe).astype(out.dtype)
-    if lse is not None:
-        lse[...] = jnp.where(nonempty, state.peak[...] * math.log(2) + jnp.log(safe), -jnp.inf)
+def _clear_hidden(mask: KeyMask, x: Any, axis: int) -> Any:
+    """Zeros for keys, along `axis`, in no range of any row: a weight of 0 times NaN would be NaN."""
+    if mask.edges is None:
+        return x
+    key = mask.begin + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    inside = [(key >= low) & (key < high) for low, high in mask.hulls]
+    return jnp.where(functools.reduce(jnp.logical_or, inside), x, 0)

@@ -1,21 +1,21 @@
 """The KV cache as an explicit value: a slot is an absolute position, the batch axis comes first.
 
-Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.kv_quant`), or in 4 or 3 bits
+Keys and values are stored in the dtype of the arithmetic, as int8 (`kernels.attention_inputs`), or in 4 or 3 bits
 (`models.kv_quant`). What slots hold before they are written does not matter: the key ranges of a pass hide them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.config import refuse
-from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, quantise_int8
+from mercury_jax.config import ModelConfig, refuse
+from mercury_jax.kernels.attention_inputs import Int8Vectors, KVArray, quantise_int8
 from mercury_jax.models.kv_quant import RotatedVectors, quantise_rotated
 from mercury_jax.types import Cache, Model
 
@@ -35,23 +35,22 @@ class KV(NamedTuple):
 
 
 def empty_cache(
-    layers: int, batch: int, slots: int, heads: int, width: int, dtype: jnp.dtype
+    config: ModelConfig, batch: int, slots: int, shapes: Sequence[tuple[int, int]] | None = None
 ) -> tuple[KV, ...]:
-    """A cache of zeros.
+    """A cache of zeros in the dtype of the arithmetic.
 
     Args:
-        layers: N.
+        config: Sizes of the model.
         batch: B.
         slots: S, the longest sequence that fits.
-        heads: G, key heads.
-        width: K, size of a head.
-        dtype: Of keys and values.
+        shapes: (key heads G, head size K) of each layer with keys; None: those of the config in every layer.
 
     Returns:
         One `KV` of [B, S, G, K] per layer.
     """
-    shape = (batch, slots, heads, width)
-    return tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+    shapes = [(config.kv_heads, config.head_dim)] * config.layers if shapes is None else shapes
+    zeros = lambda shape: jnp.zeros((batch, slots, *shape), jnp.dtype(config.dtype))
+    return tuple(KV(zeros(shape), zeros(shape)) for shape in shapes)
 
 
 def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots: Int[Array, "B T"]) -> KV:

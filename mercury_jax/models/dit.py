@@ -15,14 +15,15 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mercury_jax.config import ModelConfig, Pattern, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
-from mercury_jax.models.layers import Linear, rope
-from mercury_jax.models.ops import Ops, device_ops, training_ops
-from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
+from mercury_jax.models.layers import Linear, rope, rope_frequencies
+from mercury_jax.models.masks import NetworkInputs
+from mercury_jax.models.network import model_of
+from mercury_jax.models.ops import Ops
+from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, accumulation_dtype
 
 NoiseLevel = Literal["log_linear", "clipped", "time"]
 
@@ -94,7 +95,15 @@ class DiTConfig(ModelConfig):
 
 
 def noise_level(config: DiTConfig, time: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The number that represents noise of time t in 0..1; see `DiTConfig.level`."""
+    """The number that represents noise of time t; see `DiTConfig.level`.
+
+    Args:
+        config: Kind of the level, and its e.
+        time: t in 0..1.
+
+    Returns:
+        The levels.
+    """
     e = config.level_eps
     if config.level == "time":
         return e + (1.0 - 2.0 * e) * time
@@ -164,11 +173,9 @@ class DiTBlock(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        condition: Float[Array, "#B #T C"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
+        inputs: NetworkInputs,
         kv: kv_cache.KV | None,
-        slots: Int[Array, "B T"] | None,
+        condition: Float[Array, "#B #T C"],
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = AdaLNModulation(
@@ -177,11 +184,12 @@ class DiTBlock(nn.Module):
         y = ModulatedLayerNorm(c.norm_eps, name="attention_norm")(x, shift, scale)
         qkv = Linear((c.width,), (3, c.heads, c.head_dim), ops=self.ops, name="qkv")(y)  # [B, T, 3, H, K]
         q, k, v = jnp.moveaxis(qkv, 2, 0)
-        q, k = rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta)
-        if kv is not None and slots is not None:
-            kv = self.ops.write(kv, k, v, slots)
-            k, v = kv
-        out = self.ops.attend(q, k, v, ranges, cached=kv is not None)
+        frequencies = rope_frequencies(c.rope_theta, c.head_dim // 2)
+        q, k = (rope(y, inputs.positions, frequencies) for y in (q, k))
+        if kv is not None and inputs.slots is not None:
+            kv = self.ops.write(kv, k, v, inputs.slots)
+            k, v = kv  # [B, S, G, K]: all keys of the row so far
+        out = self.ops.attend(q, k, v, inputs.ranges, cached=kv is not None)  # [B, T, H, K]
         x = x + gate * Linear((c.heads, c.head_dim), (c.width,), ops=self.ops, name="o")(out)
         y = ModulatedLayerNorm(c.norm_eps, name="mlp_norm")(x, mlp_shift, mlp_scale)
         y = jax.nn.gelu(Linear((c.width,), (c.ffn,), bias=True, ops=self.ops, name="up")(y), approximate=True)
@@ -195,6 +203,7 @@ class DiT(nn.Module):
     ops: Ops = Ops()
 
     def setup(self) -> None:
+        """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         self.condition = NoiseLevelEmbedding(c, self.ops, name="condition")
@@ -205,30 +214,30 @@ class DiT(nn.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        inputs: NetworkInputs,
         time: Float[Array, "#B #T"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
         cache: tuple[kv_cache.KV, ...] | None = None,
-        slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         """Hidden states and the cache; `time` broadcasts over the tokens, the rest as in `transformer.Transformer`."""
         c = self.config
         condition = self.condition(noise_level(c, time) if c.timed else time)
-        x = self.embed[tokens].astype(c.dtype)
+        x = self.embed[inputs.tokens].astype(c.dtype)
         new_cache = []
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, condition, positions, ranges, None if cache is None else cache[i], slots)
+            x, kv = block(x, inputs, None if cache is None else cache[i], condition)
             new_cache.append(kv)
         return self.norm(x, *self.modulation(condition)), tuple(new_cache)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in at least fp32."""
-        return self.last(hidden).astype(accumulation_dtype(hidden.dtype))
+        """The output head.
 
-    def all_parameters(self, tokens: Array, time: Array, ranges: Array) -> Array:
-        """A pass that uses every parameter, for init."""
-        return self.head(self(tokens, time, tokens, ranges)[0])
+        Args:
+            hidden: Final hidden states.
+
+        Returns:
+            Logits in at least fp32.
+        """
+        return self.last(hidden).astype(accumulation_dtype(hidden.dtype))
 
 
 def build(config: DiTConfig) -> Model:
@@ -241,20 +250,18 @@ def build(config: DiTConfig) -> Model:
         The model. If config.timed its `forward` and `apply` need a time [B] or [B, T], otherwise they accept none.
     """
     net = DiT(config)
-    dtype = jnp.dtype(config.dtype)
-    return Model(
-        config=config,
-        init=functools.partial(_init, net),
-        apply=functools.partial(_apply, net),
-        forward=functools.partial(_forward, net),
-        head=functools.partial(_head, net),
-        condition=lambda params, logits: (),
-        empty_cache=lambda batch, slots: kv_cache.empty_cache(
-            config.layers, batch, slots, config.heads, config.head_dim, dtype
-        ),
-        encodable=functools.partial(masks.encodable, config),
-        layout=functools.partial(masks.layout, config),
+    # A pass that uses every parameter.
+    whole = lambda net, inputs: net.head(net(inputs, jnp.zeros((1, 1)))[0])
+    return model_of(
+        config,
+        net,
+        init=lambda net, key, inputs: net.init(key, inputs, method=whole),
+        apply=_apply,
+        forward=_forward,
+        empty_cache=functools.partial(kv_cache.empty_cache, config),
         shardings=SHARDINGS,
+        explicit=False,
+        head=lambda params, hidden: net.apply({"params": params}, hidden, method="head"),
     )
 
 
@@ -270,29 +277,12 @@ def _times(config: DiTConfig, time: Array | None, leave_one_out: bool = False) -
     return jnp.concatenate([time, time], axis=1) if leave_one_out and time.shape[1] > 1 else time
 
 
-def _init(net: DiT, key: Key) -> Params:
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    return net.init(key, tokens, jnp.zeros((1, 1)), ranges, method="all_parameters")["params"]
+def _apply(net: DiT, params: Params, given: PackedPass) -> Array:
+    inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
+    return net.apply({"params": params}, inputs, _times(net.config, given.time))[0]
 
 
-def _apply(
-    net: DiT, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> Array:
-    times = _times(net.config, given.time)
-    net = net.clone(ops=training_ops(mesh, device))
-    return net.apply({"params": params}, given.tokens, times, given.positions, given.ranges)[0]
-
-
-def _forward(
-    net: DiT, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> tuple[Array, Cache]:
-    del mesh  # XLA's partitioner divides a DiT
-    run = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+def _forward(net: DiT, params: Params, given: Pass) -> tuple[Array, Cache]:
+    inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
     times = _times(net.config, given.time, given.leave_one_out is not None)
-    net = net.clone(ops=device_ops(device))
-    return net.apply({"params": params}, run.tokens, times, run.positions, run.ranges, given.cache, run.slots)
-
-
-def _head(net: DiT, params: Params, hidden: Array) -> Array:
-    return net.apply({"params": params}, hidden, method="head")  # pyright: ignore[reportReturnType]
+    return net.apply({"params": params}, inputs, times, given.cache)

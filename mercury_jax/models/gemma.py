@@ -11,31 +11,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Experts, ModelConfig, Pattern, at_least, one_of, refuse
-from mercury_jax.models import cache as kv_cache, lm_head, masks
-from mercury_jax.models.layers import Linear, RowParallelLinear, fan_in, weight
-from mercury_jax.models.ops import Ops, PartialSum, training_ops
-from mercury_jax.models.tensor_parallel import cache_ops
-from mercury_jax.types import (
-    Cache,
-    Device,
-    Key,
-    Model,
-    PackedPass,
-    Params,
-    Pass,
-    SelfCond,
-    accumulation_dtype,
+from mercury_jax.models import cache as kv_cache, masks
+from mercury_jax.models.layers import (
+    GatedMLP,
+    Linear,
+    OutputProjection,
+    RMSNorm,
+    fan_in,
+    rms_normalise,
+    rope,
+    weight,
 )
+from mercury_jax.models.masks import NetworkInputs
+from mercury_jax.models.network import embed_mixture, lm_head, model_of
+from mercury_jax.models.ops import Ops, Term
+from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -175,97 +175,31 @@ class GemmaConfig(ModelConfig):
         return self.ffn if self.source(layer) == layer or self.shared_ffn is None else self.shared_ffn
 
 
-# --- norms and positions
+# --- layers
 
 
-def rms_normalise(x: Float[Array, "*s D"], eps: float) -> Float[Array, "*s D"]:
-    """x / rms(x), computed and returned in at least fp32."""
-    y = x.astype(accumulation_dtype(x.dtype))
-    return y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+def rotary_frequencies(config: GemmaConfig, is_global: bool) -> Float[np.ndarray, "C"]:
+    """Proportional RoPE: pair i rotates by theta**(-2i / K) / factor, the last pairs of a global layer not at all.
 
-
-class GemmaNorm(nn.Module):
-    """x / rms(x) * scale: Gemma 4 stores the scale itself, earlier Gemmas 1 + scale."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        y = rms_normalise(x, self.eps)
-        return (y * scale.astype(y.dtype)).astype(x.dtype)
-
-
-class RotaryTables(NamedTuple):
-    """cos and sin of each position's angles, C = K / 2 of them, shared by all layers of a kind."""
-
-    cos: Float[Array, "B T 1 C"]
-    sin: Float[Array, "B T 1 C"]
-
-    def rotate(self, x: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
-        """Rotates the pairs (x[i], x[i + C])."""
-        a, b = jnp.split(x.astype(self.cos.dtype), 2, axis=-1)
-        halves = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
-        return jnp.concatenate(halves, axis=-1).astype(x.dtype)
-
-
-def rotary_tables(
-    positions: Int[Array, "B T"], width: int, theta: float, fraction: float, factor: float, dtype: jnp.dtype
-) -> RotaryTables:
-    """Proportional RoPE: pair i rotates by theta**(-2i / width) / factor, the last pairs not at all.
-
-    Unlike `layers.rope`, the exponent counts in the whole width whatever the fraction, so that a pair has the same
-    frequency as it would without one.
-
-    Args:
-        positions: Of the tokens.
-        width: Head size K.
-        theta: Base of the frequencies.
-        fraction: Share of the pairs that is rotated.
-        factor: Divides the frequencies.
-        dtype: Of the tables.
-
-    Returns:
-        Tables of K / 2 angles per position.
-    """
-    pairs = int(fraction * width // 2)
-    frequency = np.zeros(width // 2)
-    frequency[:pairs] = theta ** (-2.0 * np.arange(pairs) / width) / factor
-    angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequency, dtype)
-    return RotaryTables(jnp.cos(angle), jnp.sin(angle))
-
-
-# --- sliding windows
-
-
-def packed_window(
-    config: GemmaConfig, ranges: Int[Array, "B T 2 2"]
-) -> tuple[Bool[Array, "B T"], Int[Array, "B T"]]:
-    """Which tokens of a packed row are clean, and the lowest slot that each attends to in a sliding layer.
-
-    By the ranges of `masks.layout`: a clean token's first range ends with the token itself and its second is empty; a
-    canvas token's first range ends where its context does, and its second is the canvas. A row holds several
-    documents, so slots are not positions; within a range, differences of slots are differences of positions.
+    Unlike `layers.rope_frequencies` with a fraction, the exponent counts in the whole head size K, so that a pair has
+    the same frequency as it would without one.
 
     Args:
         config: The model's config.
-        ranges: Key ranges of a training row.
+        is_global: Whether for a global layer.
 
     Returns:
-        Clean [B, T] and the lowest slot [B, T].
+        Angle per position of each of the C = K / 2 pairs, in float64.
     """
-    clean = ranges[:, :, 1, 1] <= ranges[:, :, 1, 0]
-    return clean, ranges[:, :, 0, 1] - jnp.where(clean, config.window, config.tail)
-
-
-def cache_window(
-    config: GemmaConfig, positions: Int[Array, "B T"], start: Int[Array, "B"], encoding: Bool[Array, "B"]
-) -> Int[Array, "B T"]:
-    """The lowest slot that each token of a pass over a cache attends to in a sliding layer."""
-    return jnp.where(encoding[:, None], positions + 1 - config.window, start[:, None] - config.tail)
-
-
-# --- layers
+    c = config
+    width, theta, fraction, factor = c.head_dim, c.rope_theta, 1.0, 1.0
+    if is_global:
+        width, theta = c.global_head_dim, c.global_rope_theta
+        fraction, factor = c.global_rope_fraction, c.global_rope_factor
+    pairs = int(fraction * width // 2)
+    frequencies = np.zeros(width // 2)
+    frequencies[:pairs] = theta ** (-2.0 * np.arange(pairs) / width) / factor
+    return frequencies
 
 
 class GemmaAttention(nn.Module):
@@ -279,65 +213,38 @@ class GemmaAttention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        rotary: RotaryTables,
-        ranges: Int[Array, "B T R 2"],
+        inputs: NetworkInputs,
         kv: kv_cache.KV | None,
-        slots: Int[Array, "B T"] | None,
         shared: kv_cache.KV | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
         """The output, and the keys and values for the layers that share them.
 
         Args:
             x: Normalised hidden states.
-            rotary: Tables of this kind of layers.
-            ranges: Key ranges of this kind of layers.
+            inputs: Positions, slots, and the key ranges of this kind of layers.
             kv: The layer's cache; None: a pass without a cache.
-            slots: Where keys are written.
             shared: Keys and values of another layer to read; None: the layer has its own.
 
         Returns:
             [B, T, D]; and this pass's keys and values, or with a cache all of the row's.
         """
         c = self.config
-        _, width = c.kv_shape(self.layer)
-        q = Linear((c.width,), (c.heads, width), ops=self.ops, name="q")(x)
-        q = rotary.rotate(GemmaNorm(c.norm_eps, name="q_norm")(q))
+        groups, width = c.kv_shape(self.layer)
+        norm = functools.partial(RMSNorm, c.norm_eps, False)
+        project = lambda heads, name: Linear((c.width,), (heads, width), ops=self.ops, name=name)(x)
+        rotate = lambda y: rope(y, inputs.positions, rotary_frequencies(c, c.is_global(self.layer)))
+        q = rotate(norm(name="q_norm")(project(c.heads, "q")))  # [B, T, H, K]
         if shared is None:
-            shared = self._keys_and_values(x, rotary, kv, slots)
-        out = self.ops.attend(q, *shared, ranges, scale=1.0, cached=slots is not None)
-        project = RowParallelLinear(
-            (c.heads, width), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="o"
-        )
-        return self.ops.reduce_sums([project.partial(out)])[0], shared
-
-    def _keys_and_values(
-        self, x: Array, rotary: RotaryTables, kv: kv_cache.KV | None, slots: Array | None
-    ) -> kv_cache.KV:
-        c = self.config
-        shape = c.kv_shape(self.layer)
-        k = Linear((c.width,), shape, ops=self.ops, name="k")(x)
-        k_is_v = c.keys_as_values and c.is_global(self.layer)
-        v = k if k_is_v else Linear((c.width,), shape, ops=self.ops, name="v")(x)
-        k = rotary.rotate(GemmaNorm(c.norm_eps, name="k_norm")(k))
-        v = rms_normalise(v, c.norm_eps).astype(v.dtype)
-        return kv_cache.KV(k, v) if kv is None or slots is None else self.ops.write(kv, k, v, slots)
-
-
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) as a partial sum."""
-
-    config: GemmaConfig
-    hidden: int
-    ops: Ops = Ops()
-
-    @nn.compact
-    def partial(self, x: Float[Array, "B T D"]) -> PartialSum:
-        c = self.config
-        gate = Linear((c.width,), (self.hidden,), ops=self.ops, name="gate")(x)
-        up = Linear((c.width,), (self.hidden,), ops=self.ops, name="up")(x)
-        out = ACTIVATIONS[c.activation](gate) * up
-        down = RowParallelLinear((self.hidden,), (c.width,), 1.0 / (2 * c.layers), ops=self.ops, name="down")
-        return down.partial(out)
+            k = project(groups, "k")  # [B, T, G, K]
+            # Values are the keys before their norm and RoPE, or have a projection of their own.
+            v = k if c.keys_as_values and c.is_global(self.layer) else project(groups, "v")
+            k = rotate(norm(name="k_norm")(k))
+            v = rms_normalise(v, c.norm_eps).astype(v.dtype)
+            cached = kv is not None and inputs.slots is not None
+            shared = self.ops.write(kv, k, v, inputs.slots) if cached else kv_cache.KV(k, v)
+        out = self.ops.attend(q, *shared, inputs.ranges, scale=1.0, cached=inputs.slots is not None)
+        scale = 1.0 / (2 * c.layers)
+        return OutputProjection((c.heads, width), (c.width,), scale, ops=self.ops, name="o")(out), shared
 
 
 class GemmaRouter(nn.Module):
@@ -368,8 +275,8 @@ class GemmaExperts(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def partial(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> PartialSum:
-        """The branch as a partial sum.
+    def term(self, routed: Float[Array, "B T D"], x: Float[Array, "B T D"]) -> Term:
+        """The branch as a term of a sum.
 
         Args:
             routed: What the router reads, before any norm.
@@ -399,8 +306,8 @@ class SelfConditioning(nn.Module):
     ops: Ops = Ops()
 
     @nn.compact
-    def partial(self, self_cond: SelfCond, shape: tuple[int, int], dtype: jnp.dtype) -> PartialSum:
-        """The term as a partial sum.
+    def term(self, self_cond: SelfCond, shape: tuple[int, int], dtype: DTypeLike) -> Term:
+        """The term, not computed yet.
 
         Args:
             self_cond: Expected embeddings [B, T, D] of the previous pass; () counts as zeros (the canvas's
@@ -415,7 +322,8 @@ class SelfConditioning(nn.Module):
         signal = (
             jnp.zeros((*shape, c.width), dtype) if isinstance(self_cond, tuple) else self_cond.astype(dtype)
         )
-        return GatedMLP(c, c.ffn, self.ops, name="mlp").partial(GemmaNorm(c.norm_eps, name="norm")(signal))
+        mlp = _gated_mlp(c, c.ffn, self.ops, "mlp")
+        return mlp.term(RMSNorm(c.norm_eps, False, name="norm")(signal))
 
 
 class PerLayerEmbeddings(nn.Module):
@@ -432,9 +340,9 @@ class PerLayerEmbeddings(nn.Module):
             "embed", nn.initializers.normal(c.per_layer_width**-0.5), (c.per_layer_vocab, *sizes)
         )
         scaled = lambda rows: (rows * c.per_layer_width**0.5).astype(x.dtype)
-        embedded = self.ops.reduce_sums([self.ops.embed(table, tokens, scaled)])[0]
+        embedded = self.ops.sum_terms([self.ops.embed(table, tokens, scaled)])[0]
         projected = Linear((c.width,), sizes, ops=self.ops, name="projection")(x) * c.width**-0.5
-        return self.ops.replicate((GemmaNorm(c.norm_eps, name="norm")(projected) + embedded) * 2.0**-0.5)
+        return self.ops.replicate((RMSNorm(c.norm_eps, False, name="norm")(projected) + embedded) * 2.0**-0.5)
 
 
 class PerLayerInput(nn.Module):
@@ -450,7 +358,7 @@ class PerLayerInput(nn.Module):
             Linear((c.width,), (c.per_layer_width,), ops=self.ops, name="gate")(x)
         )
         out = Linear((c.per_layer_width,), (c.width,), ops=self.ops, name="projection")(gate * embedding)
-        return x + GemmaNorm(c.norm_eps, name="norm")(out)
+        return x + RMSNorm(c.norm_eps, False, name="norm")(out)
 
 
 class GemmaBlock(nn.Module):
@@ -464,28 +372,26 @@ class GemmaBlock(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        rotary: RotaryTables,
-        ranges: Int[Array, "B T R 2"],
+        inputs: NetworkInputs,
         kv: kv_cache.KV | None,
-        slots: Int[Array, "B T"] | None,
         shared: kv_cache.KV | None,
         clean: Bool[Array, "B T"],
         embedding: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV]:
         """The block; `embedding` is the layer's own of each token, the other arguments those of `GemmaAttention`."""
         c = self.config
-        norm = functools.partial(GemmaNorm, c.norm_eps)
-        y, kv = GemmaAttention(c, self.layer, self.ops, name="attention")(
-            norm(name="attention_norm")(x), rotary, ranges, kv, slots, shared
-        )
+        norm = functools.partial(RMSNorm, c.norm_eps, False)
+        attention = GemmaAttention(c, self.layer, self.ops, name="attention")
+        y, kv = attention(norm(name="attention_norm")(x), inputs, kv, shared)
         x = x + norm(name="attention_post_norm")(y)
-        mlp = GatedMLP(c, c.ffn_of(self.layer), self.ops, name="mlp")
-        branches = [mlp.partial(norm(name="mlp_norm")(x))]
+        mlp = _gated_mlp(c, c.ffn_of(self.layer), self.ops, "mlp")
+        branches = [mlp.term(norm(name="mlp_norm")(x))]
         if c.experts is not None:
             # The router reads x before any norm; the experts have a norm of their own.
             experts = GemmaExperts(c, self.ops, name="moe")
-            branches.append(experts.partial(x, norm(name="moe_norm")(x)))
-        y, *mixed = self.ops.reduce_sums(*([branch] for branch in branches))
+            branches.append(experts.term(x, norm(name="moe_norm")(x)))
+        # Each branch is normalised before they are added, so they are two sums.
+        y, *mixed = self.ops.sum_terms(*([branch] for branch in branches))
         if mixed:
             y = norm(name="mlp_branch_norm")(y) + norm(name="moe_branch_norm")(mixed[0])
         x = x + norm(name="mlp_post_norm")(y)
@@ -498,17 +404,22 @@ class GemmaBlock(nn.Module):
         return x * scalar.astype(x.dtype), kv
 
 
+def _gated_mlp(c: GemmaConfig, hidden: int, ops: Ops, name: str) -> GatedMLP:
+    return GatedMLP(c.width, hidden, 1.0 / (2 * c.layers), ops=ops, act=ACTIVATIONS[c.activation], name=name)
+
+
 class Gemma(nn.Module):
-    """Embedding, blocks and final norm. The head is applied separately (`lm_head.logits`)."""
+    """Embedding, blocks and final norm. The head is applied separately (`network.lm_head`)."""
 
     config: GemmaConfig
     ops: Ops = Ops()
 
     def setup(self) -> None:
+        """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         self.blocks = [GemmaBlock(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
-        self.norm = GemmaNorm(c.norm_eps, name="norm")
+        self.norm = RMSNorm(c.norm_eps, False, name="norm")
         if c.per_layer_width:
             self.per_layer = PerLayerEmbeddings(c, self.ops, name="per_layer")
         if c.self_conditioning:
@@ -518,48 +429,34 @@ class Gemma(nn.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
+        inputs: NetworkInputs,
         clean: Bool[Array, "B T"],
         lowest: Int[Array, "B T"],
         self_cond: SelfCond = (),
         cache: tuple[kv_cache.KV, ...] | None = None,
-        slots: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV, ...]]:
         """Hidden states, and the keys and values of the layers that have some.
 
         Args:
-            tokens: Ids.
-            positions: Absolute positions, for RoPE.
-            ranges: Key ranges of global layers.
+            inputs: Tokens, positions, and the key ranges of global layers.
             clean: The token is encoded, not denoised.
             lowest: The first slot that the token attends to in a sliding layer.
             self_cond: Expected embeddings of the previous pass, or ().
             cache: One `KV` per layer that has keys; None: a pass without a cache.
-            slots: Where keys are written.
 
         Returns:
             Hidden states after the final norm, and one `KV` per layer that has keys.
         """
         c = self.config
-        embedded, x = self._embed(tokens, clean, self_cond)
-        per_layer = self.per_layer(tokens, embedded) if c.per_layer_width else None
-        dtype = accumulation_dtype(jnp.dtype(c.dtype))
-        rotary = (
-            rotary_tables(positions, c.head_dim, c.rope_theta, 1.0, 1.0, dtype),
-            rotary_tables(
-                positions, c.global_head_dim, c.global_rope_theta, c.global_rope_fraction, c.global_rope_factor, dtype
-            ),
-        )  # fmt: skip
-        kind_ranges = (masks.clip_ranges(ranges, lowest), ranges)
+        embedded, x = self._embed(inputs.tokens, clean, self_cond)
+        per_layer = self.per_layer(inputs.tokens, embedded) if c.per_layer_width else None
+        sliding = inputs._replace(ranges=masks.clip_ranges(inputs.ranges, lowest))
         kvs: list[kv_cache.KV] = []
         for i, block in enumerate(self.blocks):
-            kind = c.is_global(i)  # False and True index the pairs above
             shared = kvs[c.source(i)] if c.source(i) != i else None
             kv = cache[i] if cache is not None and shared is None else None
             embedding = None if per_layer is None else per_layer[:, :, i]
-            x, kv = block(x, rotary[kind], kind_ranges[kind], kv, slots, shared, clean, embedding)
+            x, kv = block(x, inputs if c.is_global(i) else sliding, kv, shared, clean, embedding)
             kvs.append(kv)
         return self.norm(x), tuple(kvs[: c.layers - c.shared_kv])
 
@@ -572,12 +469,13 @@ class Gemma(nn.Module):
         sums = [[self.ops.embed(self.embed, tokens, scaled)]]
         if c.self_conditioning:
             shape = (tokens.shape[0], tokens.shape[1])
-            sums.append([self.conditioned.partial(self_cond, shape, dtype)])
-        x, *signal = self.ops.reduce_sums(*sums)
+            sums.append([self.conditioned.term(self_cond, shape, dtype)])
+        x, *signal = self.ops.sum_terms(*sums)
         if not signal:
             return x, x
         # Clean tokens are unchanged.
-        return x, jnp.where(clean[..., None], x, rms_normalise(x + signal[0], c.norm_eps).astype(x.dtype))
+        conditioned = rms_normalise(x + signal[0], c.norm_eps).astype(x.dtype)
+        return x, jnp.where(clean[..., None], x, conditioned)
 
 
 # --- the model as pure functions
@@ -592,41 +490,29 @@ def build(config: GemmaConfig) -> Model:
     Returns:
         The model. Equal configs give models that compute the same.
     """
-    net = Gemma(config)
-    return Model(
-        config=config,
-        init=functools.partial(_init, net),
-        apply=functools.partial(_apply, net),
-        forward=functools.partial(_forward, net),
-        head=functools.partial(lm_head.logits, softcap=config.softcap),
-        condition=functools.partial(_condition, config),
-        empty_cache=functools.partial(_empty_cache, config),
-        encodable=functools.partial(masks.encodable, config),
-        layout=functools.partial(masks.layout, config),
+    shapes = [config.kv_shape(i) for i in range(config.layers - config.shared_kv)]
+    head = functools.partial(lm_head, softcap=config.softcap)
+    return model_of(
+        config,
+        Gemma(config),
+        init=lambda net, key, inputs: net.init(key, inputs, jnp.zeros((1, 1), bool), inputs.tokens),
+        apply=_apply,
+        forward=_forward,
+        # Slots for every position in every layer that has keys; sliding layers read only the last of them.
+        empty_cache=functools.partial(kv_cache.empty_cache, config, shapes=shapes),
         shardings=SHARDINGS,
-        head_chunk=functools.partial(_head_chunk, config),
+        head=head,
+        head_chunk=head,
+        condition=functools.partial(_condition, config),
         embed_mixture=functools.partial(_embed_mixture, config) if config.self_conditioning else None,
     )
-
-
-def _init(net: Gemma, key: Key) -> Params:
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    clean = jnp.zeros((1, 1), bool)
-    return net.init(key, tokens, tokens, ranges, clean, tokens)["params"]
-
-
-def _head_chunk(
-    config: GemmaConfig, params: Params, hidden: Array, first: int | Int[Array, ""], size: int
-) -> Array:
-    return lm_head.logits(params, hidden, softcap=config.softcap, first=first, size=size)
 
 
 def _embed_mixture(
     config: GemmaConfig, params: Params, weights: Float[Array, "B L v"], first: int | Int[Array, ""]
 ) -> Array:
     """A chunk's part of the expected embedding, scaled as embeddings of tokens are, by sqrt(width)."""
-    return lm_head.embed_mixture(params, weights, first, jnp.dtype(config.dtype)) * config.width**0.5
+    return embed_mixture(params, weights, first, config.dtype) * config.width**0.5
 
 
 def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
@@ -639,31 +525,26 @@ def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, 
     return _embed_mixture(config, params, jax.nn.softmax(logits.astype(dtype), axis=-1), 0)
 
 
-def _empty_cache(config: GemmaConfig, batch: int, slots: int) -> Cache:
-    """Slots for every position in every layer that has keys; sliding layers read only the last of them."""
-    dtype = jnp.dtype(config.dtype)
-    shapes = (config.kv_shape(i) for i in range(config.layers - config.shared_kv))
-    return tuple(kv_cache.empty_cache(1, batch, slots, *shape, dtype)[0] for shape in shapes)
+def _apply(net: Gemma, params: Params, given: PackedPass) -> Array:
+    inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
+    # Which tokens are clean, and the lowest slot that each attends to in a sliding layer, follow from the ranges of
+    # `masks.layout`: a clean token's first range ends with the token itself and its second is empty; a canvas token's
+    # first range ends where its context does, and its second is the canvas. A row holds several documents, so slots
+    # are not positions; within a range, differences of slots are differences of positions.
+    ranges, c = given.ranges, net.config
+    clean = ranges[:, :, 1, 1] <= ranges[:, :, 1, 0]
+    lowest = ranges[:, :, 0, 1] - jnp.where(clean, c.window, c.tail)
+    return net.apply({"params": params}, inputs, clean, lowest, given.self_cond)[0]
 
 
-def _apply(
-    net: Gemma, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> Array:
-    clean, lowest = packed_window(net.config, given.ranges)
-    net = net.clone(ops=training_ops(mesh, device))
-    args = (given.tokens, given.positions, given.ranges, clean, lowest, given.self_cond)
-    return net.apply({"params": params}, *args)[0]
-
-
-def _forward(
-    net: Gemma, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> tuple[Array, Cache]:
-    run = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
-    clean = jnp.broadcast_to(given.encoding[:, None], run.tokens.shape)
-    lowest = cache_window(net.config, run.positions, given.start, given.encoding)
+def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
+    c = net.config
+    inputs = masks.cache_pass_inputs(c, given, kv_cache.slot_count(given.cache))
+    encoding = given.encoding[:, None]
+    clean = jnp.broadcast_to(encoding, inputs.tokens.shape)
+    # Here slots are positions. A clean token's window ends with itself, a canvas token's tail where its canvas starts.
+    lowest = jnp.where(encoding, inputs.positions + 1 - c.window, given.start[:, None] - c.tail)
     self_cond = given.self_cond
     if given.leave_one_out is not None:  # these masks must not see the previous prediction of their own token
         self_cond = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), self_cond)
-    net = net.clone(ops=cache_ops(mesh, device))
-    args = (run.tokens, run.positions, run.ranges, clean, lowest, self_cond, given.cache, run.slots)
-    return net.apply({"params": params}, *args)
+    return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache)

@@ -11,7 +11,7 @@ all rotations, for every head size. A signed Hadamard transform would need fewer
 little; it exists for powers of two only, and maps a vector with one large coordinate to two levels, for which the
 codebook is not optimal.
 
-This saves memory, not time: vectors are unpacked before the attention. int8 (`kernels.kv_quant`) is read by the
+This saves memory, not time: vectors are unpacked before the attention. int8 (`kernels.attention_inputs`) is read by the
 kernels.
 """
 
@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from mercury_jax import kernels
-from mercury_jax.kernels.kv_quant import KVArray
+from mercury_jax.kernels.attention_inputs import AttentionResult, KVArray
 from mercury_jax.types import accumulation_dtype
 
 SEED = 2504  # of the rotations: keys that one process has written, another reads
@@ -87,6 +87,7 @@ def codebook(width: int, bits: int) -> np.ndarray:
     """
     angles = np.linspace(0.0, np.pi, GRID)
     x, density = -np.cos(angles), np.sin(angles) ** (width - 2)
+    # Running integrals over the grid of x: of the density, and of x times the density.
     integral = lambda y: np.concatenate([[0.0], np.cumsum((y[1:] + y[:-1]) / 2)])
     mass, moment = integral(density), integral(density * x)
     levels = np.interp((np.arange(1 << bits) + 0.5) / (1 << bits), mass / mass[-1], x)
@@ -110,13 +111,23 @@ def pack_bits(codes: Int[Array, "*s K"], bits: int) -> UInt8[Array, "*s P"]:
     Returns:
         P = bits * ceil(K / 8) bytes per vector.
     """
+    # Plane i holds bit i of every number: [..., bits, K] bits, then [..., bits, ceil(K / 8)] bytes.
     planes = (codes[..., None, :] >> jnp.arange(bits)[:, None]) & 1
     words = jnp.packbits(planes.astype(jnp.uint8), axis=-1)
     return words.reshape(*codes.shape[:-1], -1)
 
 
 def unpack_bits(words: UInt8[Array, "*s P"], bits: int, width: int) -> UInt8[Array, "*s K"]:
-    """The inverse of `pack_bits` for vectors of K = `width` numbers."""
+    """The inverse of `pack_bits`.
+
+    Args:
+        words: Packed vectors.
+        bits: Bits of each number.
+        width: K, numbers of a vector.
+
+    Returns:
+        The numbers.
+    """
     planes = jnp.unpackbits(words.reshape(*words.shape[:-1], bits, -1), axis=-1, count=width)
     return functools.reduce(jnp.bitwise_or, [planes[..., i, :] << i for i in range(bits)])
 
@@ -160,7 +171,7 @@ def attend(
     v: KVArray | RotatedVectors,
     ranges: Int[Array, "B T R 2"],
     **options: Any,
-) -> Any:
+) -> AttentionResult:
     """`kernels.attend` for keys and values that may be `RotatedVectors`.
 
     Args:
@@ -177,5 +188,6 @@ def attend(
         return kernels.attend(q, k, v, ranges, **options)  # pyright: ignore[reportArgumentType]
     matrix = jnp.asarray(rotation(k.width), q.dtype)
     keys, values = (dequantise_rotated(x, q.dtype) for x in (k, v))
+    # Scores need the queries in the rotated coordinates, and the weighted sum of rotated values is rotated back.
     found = kernels.attend(q @ matrix, keys, values, ranges, **options)
     return (found[0] @ matrix.T, found[1]) if isinstance(found, tuple) else found @ matrix.T

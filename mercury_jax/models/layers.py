@@ -1,4 +1,4 @@
-"""Layers that the architectures share: linear maps, RMSNorm, SwiGLU and rotary positions.
+"""Layers that the architectures share: linear maps, RMSNorm, the gated MLP and rotary positions.
 
 Thin Flax modules: parameters by `self.param`, arithmetic by `Ops`. Each computes in the dtype of its input;
 parameters are stored in fp32 and cast where they are used.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import RopeScaling
-from mercury_jax.models.ops import Ops, PartialSum, Weight
+from mercury_jax.models.ops import Activation, Ops, Term, Weight
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import accumulation_dtype
 
@@ -59,6 +59,20 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
     return module.param(name, init, shape)
 
 
+def rms_normalise(x: Float[Array, "*s D"], eps: float) -> Float[Array, "*s D"]:
+    """x / rms(x), computed and returned in at least fp32.
+
+    Args:
+        x: Vectors.
+        eps: Added to the mean square.
+
+    Returns:
+        The normalised vectors.
+    """
+    y = x.astype(accumulation_dtype(x.dtype))
+    return y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * (1 + scale), computed in at least fp32 (arXiv 1910.07467).
 
@@ -74,8 +88,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "*s D"]) -> Float[Array, "*s D"]:
         init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],))
-        y = x.astype(accumulation_dtype(x.dtype))
-        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + self.eps)
+        y = rms_normalise(x, self.eps)
         return (y * (1.0 + scale if self.zero_centred else scale)).astype(x.dtype)
 
 
@@ -104,10 +117,9 @@ class Linear(nn.Module):
         return y + self.param("b", nn.initializers.zeros, self.outputs).astype(x.dtype) if self.bias else y
 
 
-class RowParallelLinear(nn.Module):
-    """The last `Linear` of an attention or feed-forward layer, whose input axes may be sharded over `tensor`.
+class OutputProjection(nn.Module):
+    """The last `Linear` of an attention or feed-forward layer; its result is a term of a sum (`ops.Term`).
 
-    Each device then has a part of the contracted axes, and the product is a sum over devices (arXiv 1909.08053).
     The attributes are those of `Linear`.
     """
 
@@ -122,21 +134,27 @@ class RowParallelLinear(nn.Module):
         w = weight(self, "w", fan_in(len(self.inputs), self.scale), (*self.inputs, *self.outputs))
         return w, self.param("b", nn.initializers.zeros, self.outputs) if self.bias else None
 
-    def partial(self, x: Float[Array, "B T *s"]) -> PartialSum:
-        """x @ w as a partial sum. Only without a bias, which every device would add."""
+    def term(self, x: Float[Array, "B T *s"]) -> Term:
+        """The product as a term, so that several sums can be computed together. Only without a bias.
+
+        Args:
+            x: Outputs of the attention, or hidden units.
+
+        Returns:
+            x @ w [B, T, *outputs].
+        """
         w, bias = self._parameters()
         assert bias is None
-        return self.ops.partial_dot(x, w, len(self.inputs))
+        return self.ops.dot_term(x, w, len(self.inputs))
 
     def __call__(self, x: Float[Array, "B T *s"]) -> Float[Array, "B T *o"]:
-        """x @ w + b, summed over the devices before the bias is added."""
         w, bias = self._parameters()
-        y = self.ops.reduce_sums([self.ops.partial_dot(x, w, len(self.inputs))])[0]
+        y = self.ops.sum_terms([self.ops.dot_term(x, w, len(self.inputs))])[0]
         return y if bias is None else y + bias.astype(y.dtype)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202).
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (arXiv 2002.05202); SwiGLU with the default activation.
 
     Attributes:
         width: D.
@@ -144,6 +162,7 @@ class SwiGLU(nn.Module):
         scale: Factor of the initial variance of `down`, 1 / (2 layers).
         bias: Whether the three projections have biases.
         ops: Where it is computed.
+        act: Activation of the gate.
     """
 
     width: int
@@ -151,51 +170,53 @@ class SwiGLU(nn.Module):
     scale: float
     bias: bool = False
     ops: Ops = Ops()
+    act: Activation = jax.nn.silu
 
     def setup(self) -> None:
+        """Creates the three projections."""
         self.gate = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
         self.up = Linear((self.width,), (self.hidden,), bias=self.bias, ops=self.ops)
-        self.down = RowParallelLinear((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
+        self.down = OutputProjection((self.hidden,), (self.width,), self.scale, self.bias, ops=self.ops)
 
-    def partial(self, x: Float[Array, "B T D"]) -> PartialSum:
-        """The output as a partial sum, for a shared expert; without biases."""
-        return self.down.partial(jax.nn.silu(self.gate(x)) * self.up(x))
+    def term(self, x: Float[Array, "B T D"]) -> Term:
+        """The output as a term of a sum. Only without biases.
+
+        Args:
+            x: Hidden states.
+
+        Returns:
+            [B, T, D].
+        """
+        return self.down.term(self.act(self.gate(x)) * self.up(x))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 def rope(
     x: Float[Array, "B T H K"],
     positions: Int[Array, "B T"],
-    theta: float,
-    fraction: float = 1.0,
-    scaling: RopeScaling | None = None,
+    frequencies: Float[np.ndarray, "C"],
+    amplitude: float = 1.0,
 ) -> Float[Array, "B T H K"]:
     """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama.
 
-    Rotates the pairs (x[i], x[i + R/2]) of the first R = fraction * K numbers by position * theta**(-2i/R).
+    Rotates the pairs (x[i], x[i + C]) of the first 2 C numbers by position * frequencies[i]; the rest is unchanged.
 
     Args:
         x: Queries or keys.
         positions: Of the tokens.
-        theta: Base of the frequencies.
-        fraction: Share of a head's numbers that is rotated.
-        scaling: Of the frequencies, for long contexts.
+        frequencies: Angle per position of each of the C <= K / 2 pairs.
+        amplitude: Factor of cosines and sines (`RopeScaling.attention`).
 
     Returns:
         The rotated x, computed in at least fp32, in the dtype of x.
     """
-    rotated = int(x.shape[-1] * fraction)
-    half = rotated // 2
-    dtype = accumulation_dtype(x.dtype)
-    angle = positions[..., None, None].astype(dtype) * jnp.asarray(
-        rope_frequencies(theta, half, scaling), dtype
-    )
-    amplitude = 1.0 if scaling is None else scaling.attention
-    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude  # [B, T, 1, R/2]
-    a, b = x[..., :half].astype(dtype), x[..., half:rotated].astype(dtype)
-    parts = [a * cos - b * sin, b * cos + a * sin, x[..., rotated:].astype(dtype)]
+    half, dtype = len(frequencies), accumulation_dtype(x.dtype)
+    angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequencies, dtype)  # [B, T, 1, C]
+    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+    a, b = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
+    parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(dtype)]
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 

@@ -38,17 +38,16 @@ def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"
 # --- a pass over a cache
 
 
-class CachePassInputs(NamedTuple):
-    """What a network computes in a pass over a cache. With leave-one-out masks T is twice that of the `Pass`."""
+class NetworkInputs(NamedTuple):
+    """What every network gets of a pass. With leave-one-out masks T is twice that of the `Pass`."""
 
     tokens: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
-    ranges: Int[Array, "B T R 2"]
-    slots: Int[Array, "B T"]  # where keys are written; the capacity for none
-    used: Bool[Array, "B T"]
+    positions: Int[Array, "B T"]  # absolute positions, for RoPE
+    ranges: Int[Array, "B T R 2"]  # key ranges; in a layer with a sliding window those of its window
+    slots: Int[Array, "B T"] | None = None  # where keys are written, the capacity for none; None: no cache
 
 
-def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> CachePassInputs:
+def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> NetworkInputs:
     """Positions, slots and key ranges of a pass over a cache.
 
     With `given.leave_one_out` one mask follows for each token. It attends to every position but that of its token,
@@ -69,11 +68,11 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> CacheP
     slots = jnp.where(used, positions, capacity)  # unused tokens are dropped
     ranges = _cache_ranges(config, positions, used, given.end, given.encoding)
     if given.leave_one_out is None:
-        return CachePassInputs(tokens, positions, ranges, slots, used)
+        return NetworkInputs(tokens, positions, ranges, slots)
     predicted = used & ~encoding
     own_slots = jnp.where(predicted, given.end[:, None] + offsets, capacity)
     concat = lambda a, b: jnp.concatenate([a, b], axis=1)
-    return CachePassInputs(
+    return NetworkInputs(
         concat(tokens, jnp.full_like(tokens, given.leave_one_out)),
         concat(positions, positions),
         concat(
@@ -81,7 +80,6 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> CacheP
             _leave_one_out_ranges(positions, predicted, given.end, own_slots),
         ),
         concat(slots, own_slots),
-        concat(used, predicted),
     )
 
 

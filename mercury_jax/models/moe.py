@@ -60,17 +60,17 @@ def _in_best_groups(choice: Float[Array, "N E"], config: Experts) -> Array:
 
 
 def apply_experts(
-    x: Float[Array, "N D"],
-    ids: Int[Array, "N k"],
-    weights: Float[Array, "N k"],
+    x: Float[Array, "*s D"],
+    ids: Int[Array, "*s k"],
+    weights: Float[Array, "*s k"],
     gate_up: Stack,
     down: Stack,
     act: Activation,
     first: Int[Array, ""] | None = None,
     total: int | None = None,
     device: Device | None = None,
-) -> Float[Array, "N D"]:
-    """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j].
+) -> Float[Array, "*s D"]:
+    """sum over j of weights[n, j] * (act(x_n gate) * (x_n up)) down, by the experts e = ids[n, j] of token n.
 
     Differentiable in x, weights and in stacks that are not quantised.
 
@@ -87,13 +87,14 @@ def apply_experts(
         device: To compile kernels for; None: the device of this machine.
 
     Returns:
-        [N, D] in the dtype of x; sums are in at least fp32.
+        [..., D] in the dtype of x; sums are in at least fp32.
     """
-    count = gate_up.shape[0]
+    shape, count = x.shape, gate_up.shape[0]
+    x, ids, weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))  # N tokens
     expert = ids.reshape(-1)  # [N * k]
     if first is not None:  # experts of other devices are sorted behind all others
         expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
-    order = jnp.argsort(expert, stable=True)
+    order = jnp.argsort(expert, stable=True)  # rows by expert; row r is of token order[r] // k
     sizes = jnp.bincount(expert, length=count).astype(jnp.int32)  # rows of each expert [E]
     tile = tile_rows(expert.size, total or count)
     out = jax.lax.platform_dependent(
@@ -107,11 +108,20 @@ def apply_experts(
     out, exact = out[rank].reshape(*ids.shape, -1), accumulation_dtype(x.dtype)  # [N, k, D]
     if first is not None:  # rows that the kernels do not write may hold anything, NaN too
         out = jnp.where((expert < count).reshape(*ids.shape, 1), out, 0)
-    return jnp.einsum("nk,nkd->nd", weights.astype(exact), out.astype(exact)).astype(x.dtype)
+    out = jnp.einsum("nk,nkd->nd", weights.astype(exact), out.astype(exact)).astype(x.dtype)
+    return out.reshape(shape)
 
 
 def gated(act: Activation, hidden: Float[Array, "*s W"]) -> Float[Array, "*s F"]:
-    """act(gate) * up of a fused projection, W = 2F."""
+    """act(gate) * up of a fused projection.
+
+    Args:
+        act: Activation of the gate.
+        hidden: Gates, then up-projections, W = 2F.
+
+    Returns:
+        [..., F].
+    """
     gate, up = jnp.split(hidden, 2, axis=-1)
     return act(gate) * up
 
@@ -160,15 +170,28 @@ def refuses(
     tile: int | None = None,
     device: Device | None = None,
 ) -> str | None:
-    """Why the grouped kernel does not take these experts; None: it does. The arguments are those of `tiled`."""
+    """Why the grouped kernel does not take these experts.
 
-    def reason(width: int, w: Stack) -> str | None:
-        x = jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)
-        if isinstance(w, QuantisedWeight):
-            return grouped_refuses(x, w.values, w.scale, tile=tile, device=device)
-        return grouped_refuses(x, jax.ShapeDtypeStruct(w.shape, rows.dtype), tile=tile, device=device)
+    Args:
+        rows: Sorted by expert.
+        gate_up: [E, D, 2F].
+        down: [E, F, D].
+        tile: Rows of a tile; None: `tile_rows`.
+        device: To compile for.
 
-    return reason(rows.shape[1], gate_up) or reason(down.shape[1], down)
+    Returns:
+        The reason in words; None: it takes both products.
+    """
+    for w in (gate_up, down):
+        x = jax.ShapeDtypeStruct((rows.shape[0], w.shape[1]), rows.dtype)
+        quantised = isinstance(w, QuantisedWeight)
+        values, scale = (
+            (w.values, w.scale) if quantised else (jax.ShapeDtypeStruct(w.shape, rows.dtype), None)
+        )
+        why = grouped_refuses(x, values, scale, tile=tile, device=device)
+        if why is not None:
+            return why
+    return None
 
 
 def ragged(
@@ -181,8 +204,18 @@ def ragged(
 ) -> Float[Array, "M D"]:
     """The experts' feed-forward on a TPU, whose compiler has a grouped product for `ragged_dot`.
 
-    Quantised stacks use `tiled`: the compiler would first write all their matrices in the dtype of x. The
-    arguments are those of `tiled`.
+    Quantised stacks use `tiled`: the compiler would first write all their matrices in the dtype of x.
+
+    Args:
+        act: Activation of the gate.
+        rows: Sorted by expert.
+        sizes: Rows of each expert.
+        gate_up: [E, D, 2F].
+        down: [E, F, D].
+        tile: Rows of a tile of `tiled`.
+
+    Returns:
+        [M, D].
     """
     if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
         return tiled(act, rows, sizes, gate_up, down, tile)
@@ -242,10 +275,6 @@ def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack
     return jax.lax.fori_loop(0, tiles.count, step, jnp.zeros_like(padded))[: len(rows)]
 
 
-def _tiled_forward(act: Activation, tile: int, *args: Any) -> tuple[Array, Any]:
-    return _tiled(act, tile, *args), args
-
-
 def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M D"]) -> tuple[Any, ...]:
     """The same loop: hidden rows are computed again, and each expert's gradients are summed in place."""
     rows, sizes, gate_up, down = saved
@@ -268,4 +297,4 @@ def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M 
 
 
 _tiled_differentiable = jax.custom_vjp(_tiled, nondiff_argnums=(0, 1))
-_tiled_differentiable.defvjp(_tiled_forward, _tiled_backward)
+_tiled_differentiable.defvjp(lambda act, tile, *args: (_tiled(act, tile, *args), args), _tiled_backward)

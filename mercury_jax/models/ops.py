@@ -25,14 +25,17 @@ Activation = Callable[[Array], Array]
 Weight = Array | QuantisedWeight
 
 
-class PartialSum(NamedTuple):
-    """One term of a sum, not computed yet. On a mesh its value is the sum over `axes` of run(*local args).
+class Term(NamedTuple):
+    """One summand of a layer's output, not computed yet.
+
+    Where heads, hidden units or experts are divided among devices, each of them has a part of the value. A layer
+    states its terms, and `Ops.sum_terms` computes and adds those that are needed at the same time.
 
     Attributes:
         run: Computes the term from `args`.
         args: Arrays; the first one has the batch axis first.
         specs: PartitionSpec of each of `args`; () on one device.
-        axes: Mesh axes over which the local values must be summed.
+        axes: Mesh axes over which the values of the devices must be summed.
     """
 
     run: Callable[..., Array]
@@ -55,19 +58,39 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
     """
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
     values = w.values if isinstance(w, QuantisedWeight) else w
-    y = jax.lax.dot_general(constrain_rows(x, mesh), values.astype(x.dtype), (axes, ((), ())))
-    y = constrain_rows(y, mesh)
+    x = x if mesh is None else constrain_rows(x, mesh)
+    y = jax.lax.dot_general(x, values.astype(x.dtype), (axes, ((), ())))
+    y = y if mesh is None else constrain_rows(y, mesh)
     return y * w.scale.astype(x.dtype) if isinstance(w, QuantisedWeight) else y
 
 
-def partial_dot(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> PartialSum:
-    """`dot` as a partial sum."""
-    return PartialSum(functools.partial(dot, count=count, mesh=mesh), (x, w))
+def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> Term:
+    """`dot` as a term.
+
+    Args:
+        x: Activations.
+        w: A matrix, possibly quantised.
+        count: Number of contracted axes.
+        mesh: Of a training step.
+
+    Returns:
+        The product [B, T, *o].
+    """
+    return Term(functools.partial(dot, count=count, mesh=mesh), (x, w))
 
 
-def embed(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> PartialSum:
-    """then(table[tokens]) as a partial sum; `then` must map zeros to zeros."""
-    return PartialSum(lambda tokens, table: then(table[tokens]), (tokens, table))
+def embed(table: Float[Array, "V *w"], tokens: Int[Array, "B T"], then: Activation) -> Term:
+    """Looks up embeddings.
+
+    Args:
+        table: Embeddings.
+        tokens: Ids.
+        then: Applied to the embeddings; maps zeros to zeros.
+
+    Returns:
+        then(table[tokens]) [B, T, *w].
+    """
+    return Term(lambda tokens, table: then(table[tokens]), (tokens, table))
 
 
 def experts(
@@ -77,19 +100,32 @@ def experts(
     stacks: tuple[Weight, Weight],
     act: Activation,
     device: Device | None = None,
-) -> PartialSum:
-    """`moe.apply_experts` on every token, as a partial sum; stacks are [E, D, 2F] and [E, F, D]."""
+) -> Term:
+    """`moe.apply_experts` as a term.
 
-    def run(x: Array, ids: Array, weights: Array, gate_up: Weight, down: Weight) -> Array:
-        flat_x, flat_ids, flat_weights = (y.reshape(-1, y.shape[-1]) for y in (x, ids, weights))
-        out = moe.apply_experts(flat_x, flat_ids, flat_weights, gate_up, down, act, device=device)
-        return out.reshape(x.shape)
+    Args:
+        x: Hidden states.
+        ids: Experts of each token.
+        weights: Weight of each of them.
+        stacks: [E, D, 2F] and [E, F, D].
+        act: Activation of the gate.
+        device: To compile kernels for; None: the device of this machine.
 
-    return PartialSum(run, (x, ids, weights, *stacks))
+    Returns:
+        The weighted sum of the experts' outputs [B, T, D].
+    """
+    return Term(functools.partial(moe.apply_experts, act=act, device=device), (x, ids, weights, *stacks))
 
 
-def reduce_sums(*sums: Sequence[PartialSum]) -> list[Float[Array, "B T *w"]]:
-    """Computes each sequence of partial sums and adds its values."""
+def sum_terms(*sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]:
+    """Computes sums of terms.
+
+    Args:
+        *sums: The terms of each sum.
+
+    Returns:
+        The sums.
+    """
     return [functools.reduce(operator.add, (term.run(*term.args) for term in terms)) for terms in sums]
 
 
@@ -100,11 +136,11 @@ class Ops(NamedTuple):
         dot: dot(x, w, count) -> array.
         attend: attend(q, k, v, ranges, **options) as `kv_quant.attend`.
         write: write(kv, k, v, slots) as `cache.write`.
-        partial_dot: partial_dot(x, w, count) -> PartialSum.
-        embed: embed(table, tokens, then) -> PartialSum.
-        experts: experts(x, ids, weights, stacks, act) -> PartialSum.
-        reduce_sums: reduce_sums(*sequences of PartialSum) -> their values. Sums that are needed at the same time
-            are passed together, so that on a mesh they share one all-reduce.
+        dot_term: dot_term(x, w, count) -> Term.
+        embed: embed(table, tokens, then) -> Term.
+        experts: experts(x, ids, weights, stacks, act) -> Term.
+        sum_terms: sum_terms(*sequences of terms) -> their sums. Sums that are needed at the same time are passed
+            together, so that on a mesh they share one all-reduce.
         map_rows: map_rows(f, x, *shared) -> f(x, *shared), for an f that treats the rows of x independently.
         replicate: replicate(x) -> x; on a mesh every device then holds all columns of its rows.
     """
@@ -112,12 +148,20 @@ class Ops(NamedTuple):
     dot: Callable[..., Array] = dot
     attend: Callable[..., Any] = kv_quant.attend
     write: Callable[..., kv_cache.KV] = kv_cache.write
-    partial_dot: Callable[..., PartialSum] = partial_dot
-    embed: Callable[..., PartialSum] = embed
-    experts: Callable[..., PartialSum] = experts
-    reduce_sums: Callable[..., list[Array]] = reduce_sums
+    dot_term: Callable[..., Term] = dot_term
+    embed: Callable[..., Term] = embed
+    experts: Callable[..., Term] = experts
+    sum_terms: Callable[..., list[Array]] = sum_terms
     map_rows: Callable[..., Any] = lambda f, x, *shared: f(x, *shared)
     replicate: Callable[[Array], Array] = lambda x: x
+
+
+# Initialising runs the network once to create its parameters, whose shapes and values do not depend on what attention
+# and experts compute. So both only return an array of the right shape, and no kernel is chosen or traced.
+INIT_OPS = Ops(
+    attend=lambda q, k, v, ranges, **options: q,
+    experts=lambda x, ids, weights, stacks, act: Term(lambda x: x, (x,)),
+)
 
 
 def device_ops(device: Device | None) -> Ops:
@@ -151,5 +195,5 @@ def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
     if mesh is None:
         return ops
     return ops._replace(
-        dot=functools.partial(dot, mesh=mesh), partial_dot=functools.partial(partial_dot, mesh=mesh)
+        dot=functools.partial(dot, mesh=mesh), dot_term=functools.partial(dot_term, mesh=mesh)
     )

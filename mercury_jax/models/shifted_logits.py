@@ -11,15 +11,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.models import cache as kv_cache, masks
-from mercury_jax.models.ops import training_ops
-from mercury_jax.models.tensor_parallel import cache_ops
-from mercury_jax.types import Device, PackedPass, Params, Pass
+from mercury_jax.types import PackedPass, Params, Pass
 
 
 class ShiftedCache(NamedTuple):
@@ -30,34 +28,34 @@ class ShiftedCache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> ShiftedCache:
-    """`Model.empty_cache`: a cache of `slots` positions for each of `batch` rows."""
-    dtype = jnp.dtype(config.dtype)
-    kv = kv_cache.empty_cache(config.layers, batch, slots, config.kv_heads, config.head_dim, dtype)
+    """`Model.empty_cache` of a model with shifted logits.
+
+    Args:
+        config: Sizes of the model.
+        batch: B, number of rows.
+        slots: S, positions of each row.
+
+    Returns:
+        A cache of zeros.
+    """
+    kv = kv_cache.empty_cache(config, batch, slots)
     return ShiftedCache(kv, jnp.zeros((batch, slots), jnp.int32))
 
 
-def apply(
-    net: nn.Module,
-    params: Params,
-    given: PackedPass,
-    *,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-) -> Array:
-    """`Model.apply`: each position takes the hidden state of the position before it.
+def apply(net: nn.Module, params: Params, given: PackedPass) -> Array:
+    """A pass without a cache in which each position takes the hidden state of the position before it.
 
     Args:
         net: The network, a `transformer.Transformer`.
         params: Its parameters.
         given: Packed rows.
-        mesh: Of a training step.
-        device: To compile kernels for.
 
     Returns:
         Hidden states [B, T, D], aligned with the tokens that they predict.
     """
-    net, positions = net.clone(ops=training_ops(mesh, device)), given.positions
-    hidden = net.apply({"params": params}, given.tokens, positions, given.ranges)[0]
+    positions = given.positions
+    inputs = masks.NetworkInputs(given.tokens, positions, given.ranges)
+    hidden = net.apply({"params": params}, inputs)[0]
     slot = jnp.arange(given.tokens.shape[1])
     previous = jnp.maximum(slot - 1, 0)
     follows = positions[:, previous] == positions - 1
@@ -67,17 +65,13 @@ def apply(
     return jnp.take_along_axis(hidden, source[..., None], axis=1)
 
 
-def forward(
-    net: nn.Module, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> tuple[Array, ShiftedCache]:
-    """`Model.forward` with the token before `start` in front of each row.
+def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, ShiftedCache]:
+    """A pass over a cache with the token before `start` in front of each row.
 
     Args:
         net: The network, a `transformer.Transformer`, whose config has alignment="shifted".
         params: Its parameters.
         given: Tokens, a `ShiftedCache` and positions.
-        mesh: Over which the pass is divided (`tensor_parallel`).
-        device: To compile kernels for.
 
     Returns:
         Hidden states [B, T, D], aligned with the tokens that they predict in denoising rows; encoding rows keep
@@ -93,7 +87,6 @@ def forward(
             "a rule that needs no leave-one-out masks: this model's logits are shifted",
         )
     config: ModelConfig = net.config  # pyright: ignore[reportAttributeAccessIssue]
-    net = net.clone(ops=cache_ops(mesh, device))
     tokens, cache, encoding = given.tokens, given.cache, given.encoding
     capacity = cache.tokens.shape[1]
     run = masks.cache_pass_inputs(config, given, capacity)
@@ -101,8 +94,8 @@ def forward(
     full = tokens.shape[1] == capacity  # then every row starts at 0, and no token precedes it
     if not full:
         run = _with_previous_token(config, run, cached, given)
-    found: Any = net.apply({"params": params}, run.tokens, run.positions, run.ranges, cache.kv, run.slots)
-    hidden, kv = found
+    found: Any = net.apply({"params": params}, run, cache.kv)
+    hidden, kv = found  # [B, T, D], or [B, 1 + T, D] with the token in front
     own = hidden if full else hidden[:, 1:]
     previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1) if full else hidden[:, :-1]
     at_zero = (run.positions if full else run.positions[:, 1:]) == 0
@@ -111,19 +104,15 @@ def forward(
 
 
 def _with_previous_token(
-    config: ModelConfig, run: masks.CachePassInputs, cached: Array, given: Pass
-) -> masks.CachePassInputs:
+    config: ModelConfig, run: masks.NetworkInputs, cached: Array, given: Pass
+) -> masks.NetworkInputs:
     """The pass with one token in front, which attends to the keys that it attended to when it was encoded."""
-    position = jnp.maximum(given.start - 1, 0)[:, None]
+    position = jnp.maximum(given.start - 1, 0)[:, None]  # [B, 1]
     used = ((given.start > 0) & (given.used > 0))[:, None]
     stop = given.end if config.pattern == "bidirectional" else given.start
-    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
-    ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2) * used[..., None, None]
-    concat = lambda a, b: jnp.concatenate([a, b], axis=1)
-    return masks.CachePassInputs(
-        concat(jnp.take_along_axis(cached, position, axis=1), run.tokens),
-        concat(position, run.positions),
-        concat(ranges, run.ranges),
-        concat(jnp.full_like(position, cached.shape[1]), run.slots),
-        concat(used, run.used),
-    )
+    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]  # [B, 1, 2]
+    ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2) * used[..., None, None]  # [B, 1, 2, 2]
+    slot = jnp.full_like(position, cached.shape[1])  # its key is written nowhere
+    token = jnp.take_along_axis(cached, position, axis=1)
+    front = masks.NetworkInputs(token, position, ranges, slot)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run)

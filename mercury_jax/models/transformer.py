@@ -10,17 +10,25 @@ import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mercury_jax.config import Experts, ModelConfig
-from mercury_jax.models import cache as kv_cache, lm_head, masks, shifted_logits
-from mercury_jax.models.layers import Linear, RMSNorm, RowParallelLinear, SwiGLU, fan_in, rope, weight
+from mercury_jax.models import cache as kv_cache, masks, shifted_logits
+from mercury_jax.models.layers import (
+    GatedMLP,
+    Linear,
+    OutputProjection,
+    RMSNorm,
+    fan_in,
+    rope,
+    rope_frequencies,
+    weight,
+)
+from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.moe import route
-from mercury_jax.models.ops import Ops, PartialSum, training_ops
-from mercury_jax.models.tensor_parallel import cache_ops
-from mercury_jax.types import Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
+from mercury_jax.models.network import lm_head, model_of
+from mercury_jax.models.ops import Ops
+from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, accumulation_dtype
 
 # Mesh axes of each parameter, by path; see `mercury_jax.sharding`. Heads and hidden units are sharded over `tensor`,
 # the model width over `fsdp`, experts over `expert` and `tensor`.
@@ -46,30 +54,30 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
-        kv: kv_cache.KV | None,
-        slots: Int[Array, "B T"] | None,
+        self, x: Float[Array, "B T D"], inputs: NetworkInputs, kv: kv_cache.KV | None
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         """The output, and the cache with this pass's keys and values (None: a pass without a cache)."""
         c = self.config
         project = lambda heads, name: Linear(
             (c.width,), (heads, c.head_dim), bias=c.qkv_bias, ops=self.ops, name=name
         )(x)
-        q, k, v = project(c.heads, "q"), project(c.kv_heads, "k"), project(c.kv_heads, "v")
+        q, k, v = (
+            project(c.heads, "q"),
+            project(c.kv_heads, "k"),
+            project(c.kv_heads, "v"),
+        )  # [B, T, H or G, K]
         if c.qk_norm:
             q = RMSNorm(c.norm_eps, c.zero_centred, name="q_norm")(q)
             k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k)
-        rotate = lambda y: rope(y, positions, c.rope_theta, c.rope_fraction, c.rope_scaling)
-        q, k = rotate(q), rotate(k)
-        if kv is not None and slots is not None:
-            kv = self.ops.write(kv, k, v, slots)
-            k, v = kv
-        out = self.ops.attend(q, k, v, ranges, cached=kv is not None)  # [B, T, H, K]
+        frequencies = rope_frequencies(c.rope_theta, int(c.head_dim * c.rope_fraction) // 2, c.rope_scaling)
+        amplitude = 1.0 if c.rope_scaling is None else c.rope_scaling.attention
+        q, k = (rope(y, inputs.positions, frequencies, amplitude) for y in (q, k))
+        if kv is not None and inputs.slots is not None:
+            kv = self.ops.write(kv, k, v, inputs.slots)
+            k, v = kv  # [B, S, G, K]: all keys of the row so far
+        out = self.ops.attend(q, k, v, inputs.ranges, cached=kv is not None)  # [B, T, H, K]
         scale = 1.0 / (2 * c.layers)
-        project_out = RowParallelLinear(
+        project_out = OutputProjection(
             (c.heads, c.head_dim), (c.width,), scale, c.out_bias, self.ops, name="o"
         )
         return project_out(out), kv
@@ -103,12 +111,10 @@ class MoELayer(nn.Module):
         )
         gate_up = weight(self, "gate_up", each(fan_in()), (c.count, self.width, 2 * c.width))
         down = weight(self, "down", each(fan_in(1, self.scale)), (c.count, c.width, self.width))
-        terms: list[PartialSum] = [
-            self.ops.experts(x, ids, weights.astype(x.dtype), (gate_up, down), jax.nn.silu)
-        ]
+        terms = [self.ops.experts(x, ids, weights.astype(x.dtype), (gate_up, down), jax.nn.silu)]
         if c.shared:
-            terms.append(SwiGLU(self.width, c.shared, self.scale, ops=self.ops, name="shared").partial(x))
-        return self.ops.reduce_sums(terms)[0]
+            terms.append(GatedMLP(self.width, c.shared, self.scale, ops=self.ops, name="shared").term(x))
+        return self.ops.sum_terms(terms)[0]
 
 
 def _route_rows(config: Experts, scores: Float[Array, "B T E"], *correction: Array) -> tuple[Array, Array]:
@@ -126,34 +132,28 @@ class TransformerBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
-        kv: kv_cache.KV | None,
-        slots: Int[Array, "B T"] | None,
+        self, x: Float[Array, "B T D"], inputs: NetworkInputs, kv: kv_cache.KV | None
     ) -> tuple[Float[Array, "B T D"], kv_cache.KV | None]:
         c = self.config
         norm = lambda name: RMSNorm(c.norm_eps, c.zero_centred, name=name)
-        y, kv = Attention(c, self.ops, name="attention")(
-            norm("attention_norm")(x), positions, ranges, kv, slots
-        )
+        y, kv = Attention(c, self.ops, name="attention")(norm("attention_norm")(x), inputs, kv)
         x = x + y
         scale = 1.0 / (2 * c.layers)
         if c.experts is None or self.layer in c.experts.dense:
-            mlp: nn.Module = SwiGLU(c.width, c.ffn, scale, c.mlp_bias, self.ops, name="mlp")
+            mlp: nn.Module = GatedMLP(c.width, c.ffn, scale, c.mlp_bias, self.ops, name="mlp")
         else:
             mlp = MoELayer(c.experts, c.width, scale, self.ops, name="moe")
         return x + mlp(norm("mlp_norm")(x)), kv
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks and final norm. The head is applied separately (`lm_head.logits`)."""
+    """Embedding, blocks and final norm. The head is applied separately (`network.lm_head`)."""
 
     config: ModelConfig
     ops: Ops = Ops()
 
     def setup(self) -> None:
+        """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         self.blocks = [TransformerBlock(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
@@ -162,33 +162,25 @@ class Transformer(nn.Module):
             self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        ranges: Int[Array, "B T R 2"],
-        cache: tuple[kv_cache.KV, ...] | None = None,
-        slots: Int[Array, "B T"] | None = None,
+        self, inputs: NetworkInputs, cache: tuple[kv_cache.KV, ...] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         """Hidden states, and the cache with this pass's keys and values.
 
         Args:
-            tokens: Ids.
-            positions: Absolute positions, for RoPE.
-            ranges: Key ranges of layers without a sliding window.
+            inputs: Tokens, positions, and the key ranges of layers without a sliding window.
             cache: One `KV` per layer; None: a pass without a cache.
-            slots: Where keys are written.
 
         Returns:
             Hidden states after the final norm, and one `KV` (or None) per layer.
         """
-        c = self.config
+        c, ranges = self.config, inputs.ranges
         scale_embedding = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
-        x = self.ops.reduce_sums([self.ops.embed(self.embed, tokens, scale_embedding)])[0]
+        x = self.ops.sum_terms([self.ops.embed(self.embed, inputs.tokens, scale_embedding)])[0]
         local = ranges if c.window is None else masks.sliding_window_ranges(ranges, c.window)
         new_cache = []
         for i, block in enumerate(self.blocks):
-            layer_ranges = ranges if c.is_global(i) else local
-            x, kv = block(x, positions, layer_ranges, None if cache is None else cache[i], slots)
+            layer_inputs = inputs._replace(ranges=ranges if c.is_global(i) else local)
+            x, kv = block(x, layer_inputs, None if cache is None else cache[i])
             new_cache.append(kv)
         return self.norm(x), tuple(new_cache)
 
@@ -202,53 +194,27 @@ def build(config: ModelConfig) -> Model:
     Returns:
         The model. Equal configs give models that compute the same.
     """
-    net = Transformer(config)
     shifted = config.alignment == "shifted"
-    return Model(
-        config=config,
-        init=functools.partial(_init, net),
-        apply=functools.partial(shifted_logits.apply if shifted else _apply, net),
-        forward=functools.partial(shifted_logits.forward if shifted else _forward, net),
-        head=lm_head.logits,
-        condition=lambda params, logits: (),
-        empty_cache=functools.partial(shifted_logits.empty_cache if shifted else _empty_cache, config),
-        encodable=functools.partial(masks.encodable, config),
-        layout=functools.partial(masks.layout, config),
+    return model_of(
+        config,
+        Transformer(config),
+        init=lambda net, key, inputs: net.init(key, inputs),
+        apply=shifted_logits.apply if shifted else _apply,
+        forward=shifted_logits.forward if shifted else _forward,
+        empty_cache=functools.partial(
+            shifted_logits.empty_cache if shifted else kv_cache.empty_cache, config
+        ),
         shardings=SHARDINGS,
-        head_chunk=_head_chunk,
+        head=lm_head,
+        head_chunk=lm_head,
     )
 
 
-def _init(net: Transformer, key: Key) -> Params:
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    ranges = jnp.zeros((1, 1, 2, 2), jnp.int32)
-    return net.init(key, tokens, tokens, ranges)["params"]
+def _apply(net: Transformer, params: Params, given: PackedPass) -> Array:
+    inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
+    return net.apply({"params": params}, inputs)[0]
 
 
-def _apply(
-    net: Transformer,
-    params: Params,
-    given: PackedPass,
-    *,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-) -> Array:
-    net = net.clone(ops=training_ops(mesh, device))
-    return net.apply({"params": params}, given.tokens, given.positions, given.ranges)[0]
-
-
-def _forward(
-    net: Transformer, params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
-) -> tuple[Array, Cache]:
-    run = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
-    net = net.clone(ops=cache_ops(mesh, device))
-    return net.apply({"params": params}, run.tokens, run.positions, run.ranges, given.cache, run.slots)
-
-
-def _head_chunk(params: Params, hidden: Array, first: int | Int[Array, ""], size: int) -> Array:
-    return lm_head.logits(params, hidden, first=first, size=size)
-
-
-def _empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
-    dtype = jnp.dtype(config.dtype)
-    return kv_cache.empty_cache(config.layers, batch, slots, config.kv_heads, config.head_dim, dtype)
+def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:
+    inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
+    return net.apply({"params": params}, inputs, given.cache)

@@ -49,6 +49,7 @@ class AnswerHandle(Protocol):
 
     def cancel(self) -> None:
         """Ends the job."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Snapshot]: ...
 
@@ -87,7 +88,7 @@ class Service:
     @functools.cached_property
     def max_token_bytes(self) -> int:
         """Bytes of the longest token: a text longer than the context times this cannot fit."""
-        return int(max(1, self.engine.lm.tokenizer.byte_lengths().max()))
+        return max(1, *map(len, self.engine.lm.tokenizer.pieces))
 
     async def read(self, request: Request, model: type[R]) -> R:
         """Reads and validates a request.

@@ -1,0 +1,53 @@
+"""Training: a recipe, the loop that runs it, and what both are made of.
+
+recipe        `TrainConfig`: everything that a run depends on; loading and overriding recipes
+data          sources, packing and batches
+objectives    what is minimised
+optim, step   the optimizer, and one update on a mesh
+loop          train, log, evaluate, show samples, save, resume
+report        progress, metrics and samples of a run
+distributed   several processes, and signals
+
+`mercury_jax.api.train` puts them together. Recipes are found here, without importing JAX: `mercury init` and the
+help of `mercury train` answer at once.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with mercury_jax, by name.
+
+    An installed package holds them as `mercury_jax/configs`; in a clone they are `configs/` beside the package.
+    """
+    package = Path(__file__).parents[1]
+    inside, beside = package / "configs", package.parent / "configs"
+    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.py"))}
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """Finds the file of a recipe: a path, or the name of one that comes with mercury_jax.
+
+    Raises:
+        ValueError: There is no such file; the message says how to get one.
+    """
+    path, known = Path(recipe), packaged_recipes()
+    if path.is_file():
+        return path
+    if str(recipe) in known:
+        return known[str(recipe)]
+    if path.is_dir():
+        raise ValueError(
+            f"recipe {recipe} is a folder; it must be a Python file that defines config() -> TrainConfig"
+        )
+    if path.stem in known:
+        how = f"`mercury init {path.stem}` writes a copy of that recipe, `mercury train {path.stem}` runs it as it is"
+    else:
+        own = path.name if path.suffix == ".py" else f"{path.name}.py"
+        close = get_close_matches(path.stem, known, n=1)
+        names = (f"{close[0]} is the nearest; all: " if close else "") + ", ".join(known)
+        how = f"`mercury init {own}` writes a first recipe; packaged ones: {names}"
+    raise ValueError(f"recipe {recipe} does not exist. {how}")

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 
 from mercury_jax.config import at_least, check_types, one_of, refuse
 from mercury_jax.sharding import path_name
+from mercury_jax.types import Params
 
 Decay = Literal["cosine", "linear", "constant", "wsd"]
-Kind = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW or Muon, with warm-up, decay and clipping."""
+    """AdamW or Muon, with warm-up, decay and clipping.
 
-    optimizer: Kind = "adamw"
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    optimizer: OptimizerName = "adamw"
     lr: float = 1e-3  # the peak, after warm-up
     warmup: int = 100  # steps from 0 to the peak
     decay: Decay = "cosine"  # wsd: constant, then linear over the last `tail` of the steps
@@ -35,7 +42,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "optim.")
-        one_of(Kind, optimizer=self.optimizer)
+        one_of(OptimizerName, optimizer=self.optimizer)
         one_of(Decay, decay=self.decay)
         at_least(0, lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip)
         for name in ("b1", "b2"):
@@ -49,9 +56,18 @@ class OptimConfig:
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """step -> learning rate: a linear warm-up from 0, then the decay up to `steps`."""
+    """Makes the learning-rate schedule: a linear warm-up from 0, then the decay.
+
+    Args:
+        config: Peak, warm-up and decay.
+        steps: Steps of the run, where the decay ends.
+
+    Returns:
+        step -> learning rate.
+    """
     c, rest = config, max(1, steps - config.warmup)
     low = c.lr * c.final
+    # Schedules that are joined count their steps from where they begin, after the warm-up.
     if c.decay == "cosine":
         after = optax.cosine_decay_schedule(c.lr, rest, alpha=c.final)
     elif c.decay == "linear":
@@ -65,19 +81,28 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW or Muon under the schedule."""
+    """Makes the optimizer: clipping, then AdamW or Muon under the schedule.
+
+    Args:
+        config: Which one, with its rates.
+        steps: Steps of the run.
+
+    Returns:
+        The transformation of gradients into updates.
+    """
     c, lr = config, schedule(config, steps)
     if c.optimizer == "muon":
-        rule = _muon(c, lr)
+        update = _muon(c, lr)
     else:
-        rule = optax.adamw(lr, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(c.clip), rule) if c.clip else rule
+        update = optax.adamw(lr, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(c.clip), update) if c.clip else update
 
 
-def decayed(params: Any) -> Any:
+def decayed(params: Params) -> Params:
     """True where weight decay applies: matrices, not norms, biases or other vectors."""
-    plain = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
-    return jax.tree_util.tree_map_with_path(plain, params)
+    # Layers are stacked: a norm's scale has two axes too, so names decide.
+    is_matrix = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
@@ -85,12 +110,9 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
 
     consistent_rms 0.2 scales its updates to AdamW's size, so that one lr suits both (arXiv 2502.16982).
     """
-    try:
-        from optax.contrib import MuonDimensionNumbers, muon
-    except ImportError:
-        raise refuse("optimizer", "muon", f"{get_args(Kind)[0]}: this optax has no muon") from None
 
-    def dims(path: Any, x: Any) -> Any:
+    def axes(path: Sequence[Any], x: jax.Array) -> MuonDimensionNumbers | None:
+        """Which axes of a hidden matrix are summed over; None for what AdamW updates."""
         name = path_name(path)
         if x.ndim < 2 or not re.search(r"(^|/)w$", name):
             return None
@@ -98,22 +120,33 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
             return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
         return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
 
-    # Its own weight decay spares nothing of what AdamW updates, so decay and rate are applied here.
-    rule = muon(
+    # Its own weight decay does not spare what AdamW updates, so decay and rate are applied here.
+    update = muon(
         1.0,
         adam_b1=c.b1,
         adam_b2=c.b2,
         eps=c.eps,
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(dims, params),
+        muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(axes, params),
     )
-    return optax.chain(rule, optax.add_decayed_weights(-c.weight_decay, decayed), optax.scale_by_schedule(lr))
+    return optax.chain(
+        update, optax.add_decayed_weights(-c.weight_decay, decayed), optax.scale_by_schedule(lr)
+    )
 
 
-def average(ema: Any, params: Any, step: jax.Array, decay: float) -> Any:
-    """ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)).
+def update_average(ema: Params, params: Params, step: jax.Array, decay: float) -> Params:
+    """Updates the moving average: ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)).
 
     The bound lets the average follow the first steps, when it would otherwise be the initial noise.
+
+    Args:
+        ema: The average before.
+        params: The newest parameters.
+        step: Updates taken before this one.
+        decay: The limit of d, 0 <= decay < 1.
+
+    Returns:
+        The average, in the dtype of `ema`.
     """
     d = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, p: d * e + (1.0 - d) * p.astype(e.dtype), ema, params)

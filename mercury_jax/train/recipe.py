@@ -1,7 +1,7 @@
 """A recipe: everything that a training run depends on, as one frozen value.
 
-A recipe file is Python: `def config() -> TrainConfig`. Functions are values in it, and the command
-line overrides every plain field: `mercury train configs/x.py --optim.lr 3e-4`.
+A recipe file is Python: `def config() -> TrainConfig`. Functions are values in it, and the command line overrides every
+plain field: `mercury train configs/x.py --optim.lr 3e-4`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
-from mercury_jax.train.data.sources import Mixture, Source, mixture
+from mercury_jax.train import find_recipe
+from mercury_jax.train.data.sources import DataSource, Mixture, mixture
+from mercury_jax.train.objectives.masked import Objective
 from mercury_jax.train.optim import OptimConfig
-from mercury_jax.train.packaged import find_recipe
+
+Json = Any  # numbers, texts, None, and lists and dicts of them
+
+VALUES = ("data", "objective", "sampler")  # fields that only Python can write
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the device mesh; -1 is what the other axes leave."""
+    """Sizes of the device mesh; -1 is what the other axes leave.
+
+    Raises:
+        ValueError: A size is neither -1 nor 1 or more.
+    """
 
     data: int = -1
     fsdp: int = 1
@@ -45,12 +54,15 @@ class TrainConfig:
     """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`.
 
     A single source as `data` stands for the mixture of that source alone. Fields are checked here, before any compute.
+
+    Raises:
+        ValueError: A field is out of range.
     """
 
     name: str
     model: ModelConfig
-    objective: Callable[..., Any]
-    data: Mixture | Source
+    objective: Objective
+    data: Mixture | DataSource
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -63,24 +75,23 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 200  # steps; 0: never
     eval_batches: int = 8
-    sampler: Any = None  # the model's default rule, as `mj.rules` makes it; None: what its noise suggests
+    sampler: object = None  # the model's default rule, as `mj.rules` makes it; None: what its noise suggests
     sample_every: int = 200  # steps; 0: never
     sample_prompts: tuple[str, ...] = ()  # what the model answers while it is trained
-    sample_chat: bool = False  # they are user turns; else raw text to go on from
+    sample_chat: bool = False  # they are user turns; else raw text to continue
     save_every: int = 200  # steps; the last one is always saved
     keep: int = 2  # newest checkpoints that stay
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
     init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
     out: str = ""  # folder of the run; "": runs/<name>
-    resume: bool = False  # go on from the newest checkpoint in `out`, or begin where there is none
+    resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
 
     def __post_init__(self) -> None:
         check_types(self, skip=("data",))
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
-        self._check_objective()
-        self._check_data()
+        self._check_values()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
         at_least(
@@ -93,25 +104,22 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             raise refuse("seed", self.seed, "0 .. 2**32 - 1")
 
-    def _check_objective(self) -> None:
+    def _check_values(self) -> None:
+        """Checks the fields in `VALUES`; a source alone becomes a mixture."""
         if not callable(self.objective):
             raise refuse("objective", self.objective, "a function, as train.objectives makes them")
         try:
             inspect.signature(self.objective).bind("key", "model", "params", "batch", "corruption")
         except TypeError:
             name = getattr(self.objective, "__name__", "it")
-            raise refuse(
-                "objective",
-                self.objective,
-                f"a function of (key, model, params, batch, corruption). Call it: {name}()",
-            ) from None
-
-    def _check_data(self) -> None:
-        if isinstance(self.data, Source):
-            object.__setattr__(self, "data", mixture((self.data, 1.0)))
-        elif not isinstance(self.data, Mixture):
+            allowed = f"a function of (key, model, params, batch, corruption). Call it: {name}()"
+            raise refuse("objective", self.objective, allowed) from None
+        if isinstance(self.data, Mixture):
+            return
+        if not isinstance(self.data, DataSource):
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
             raise refuse("data", self.data, allowed)
+        object.__setattr__(self, "data", mixture((self.data, 1.0)))
 
     @property
     def mixture(self) -> Mixture:
@@ -125,11 +133,8 @@ class TrainConfig:
         return Path(self.out or f"runs/{self.name}")
 
 
-VALUES = ("data", "objective", "sampler")  # fields that only Python can write
-
-
 def load_recipe(recipe: str | Path) -> TrainConfig:
-    """Run a recipe, which is the user's own code, and return what its `config()` returns.
+    """Runs a recipe, which is the user's own code, and returns what its `config()` returns.
 
     Args:
         recipe: A Python file, or the name of a recipe that comes with mercury_jax, such as "nano".
@@ -143,17 +148,15 @@ def load_recipe(recipe: str | Path) -> TrainConfig:
     path = find_recipe(recipe)
     make = runpy.run_path(str(path)).get("config")
     if not callable(make):
-        raise refuse(
-            "recipe", str(path), "a Python file that defines config() -> TrainConfig; this one has no config"
-        )
+        allowed = "a Python file that defines config() -> TrainConfig; this one has no config"
+        raise refuse("recipe", str(path), allowed)
     try:
         config = make()
     except TypeError as error:
         raise _unknown_argument(error) from error
     if not isinstance(config, TrainConfig):
-        raise refuse(
-            "recipe", str(path), f"a config() that returns a TrainConfig, not {type(config).__name__}"
-        )
+        allowed = f"a config() that returns a TrainConfig, not {type(config).__name__}"
+        raise refuse("recipe", str(path), allowed)
     return config
 
 
@@ -162,43 +165,51 @@ def _unknown_argument(error: TypeError) -> Exception:
     found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if not found:
         return error
+    # The message names the function or class; its signature tells which arguments there are.
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
-    made = next((getattr(m, found[1]) for m in modules if callable(getattr(m, found[1], None))), None)
-    if made is None:
+    called = next((getattr(m, found[1]) for m in modules if callable(getattr(m, found[1], None))), None)
+    if called is None:
         return error
-    names = list(inspect.signature(made).parameters)
-    return refuse(f"{found[1]} key", found[2], nearest(found[2], names))
+    return refuse(f"{found[1]} key", found[2], nearest(found[2], list(inspect.signature(called).parameters)))
 
 
 def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
-    """`config` with the fields that command-line arguments like `--optim.lr 3e-4` name.
+    """Changes the fields that command-line arguments like `--optim.lr 3e-4` name.
 
-    A key that no config has is refused with the nearest one named. Values are typed and checked by
-    tyro, which prints what is wrong and exits with code 2. `objective` and `data` are the recipe's.
+    tyro types and checks the values, prints what is wrong and exits with code 2. Only Python can write the fields in
+    `VALUES`.
+
+    Args:
+        config: The recipe's.
+        argv: The arguments.
+
+    Returns:
+        The config with the changes.
+
+    Raises:
+        ValueError: No config has such a field; the message names the nearest one.
     """
-    import tyro  # it is for the command line only
+    import tyro  # only the command line needs it
 
-    known = list(keys(config))
+    known = list(field_names(config))
+    negated = [f"{head}{dot}no_{last}" for head, dot, last in (name.rpartition(".") for name in known)]
     for word in argv:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name not in [*known, "help", *(_negated(k) for k in known)]:
+        if word.startswith("--") and name not in [*known, "help", *negated]:
             raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
-    fixed = (tyro.conf.SuppressFixed,)
+    # tyro sees a class without the values of Python, with the recipe's fields as defaults.
+    names = [f.name for f in dataclasses.fields(config) if f.name not in VALUES]
+    plain = _without_values(type(config))
+    default = plain(**{name: getattr(config, name) for name in names})
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
         new = tyro.cli(
-            _optional(type(config)), default=_optional(type(config))(**_plain(config)), args=list(argv),
-            prog="mercury train RECIPE", config=fixed,
+            plain, default=default, args=list(argv), prog="mercury train RECIPE", config=(tyro.conf.SuppressFixed,),
         )  # fmt: skip
-    return dataclasses.replace(config, **_plain(new))
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    """The fields that an option may change."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in VALUES}
+    return dataclasses.replace(config, **{name: getattr(new, name) for name in names})
 
 
 @functools.cache
-def _optional(kind: type[TrainConfig]) -> type[TrainConfig]:
+def _without_values(kind: type[TrainConfig]) -> type[TrainConfig]:
     """The config without its values of Python, for tyro: it makes options, or subcommands, of every dataclass in one.
 
     What stands in their place has no type that tyro knows, so it is left as it is.
@@ -210,33 +221,35 @@ def _optional(kind: type[TrainConfig]) -> type[TrainConfig]:
         namespace={
             "__doc__": kind.__doc__,
             "__module__": kind.__module__,  # there, by the class's name, tyro finds the comments that --help prints
-            "_check_data": lambda self: None,
-            "_check_objective": lambda self: None,
+            "_check_values": lambda self: None,
         },
         frozen=True,
         kw_only=True,
     )
 
 
-def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not of values that only Python can write."""
-    for f in dataclasses.fields(config):
+def field_names(config: object, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not those in `VALUES`.
+
+    Args:
+        config: A dataclass.
+        prefix: Put before every name.
+
+    Yields:
+        The names.
+    """
+    for f in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, f.name)
         if not prefix and f.name in VALUES:
             continue
         if dataclasses.is_dataclass(value):
-            yield from keys(value, f"{prefix}{f.name}.")
+            yield from field_names(value, f"{prefix}{f.name}.")
         else:
             yield prefix + f.name
 
 
-def _negated(key: str) -> str:
-    head, _, last = key.rpartition(".")
-    return f"{head}.no_{last}" if head else f"no_{last}"
-
-
-def resolved(config: Any) -> Any:
-    """A config as JSON-ready data; a function becomes its name and the plain values it closed over."""
+def resolved(config: object) -> Json:
+    """A config as data for JSON; a function becomes its name and the plain values that it closed over."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = {f.name: resolved(getattr(config, f.name)) for f in dataclasses.fields(config)}
         return {"function": type(config).__qualname__, **fields} if callable(config) else fields
@@ -246,13 +259,9 @@ def resolved(config: Any) -> Any:
         return [resolved(v) for v in config]
     if config is None or isinstance(config, (bool, int, float, str)):
         return config
-    if callable(config):
-        return _function(config)
-    return str(config)
-
-
-def _function(function: Callable[..., Any]) -> dict[str, Any]:
-    function = inspect.unwrap(function)  # decorators close over other things
+    if not callable(config):
+        return str(config)
+    function = inspect.unwrap(config)  # decorators close over other things
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     closed = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return {"function": name.replace(".<locals>", ""), **{k: resolved(v) for k, v in sorted(closed.items())}}

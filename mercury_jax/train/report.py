@@ -1,4 +1,4 @@
-"""What a run tells while it works: a bar or plain lines, metrics as JSONL, TensorBoard if installed."""
+"""Progress of a run: a bar or plain lines, metrics as JSONL, TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
+METRICS, SAMPLES = "metrics.jsonl", "samples.txt"  # in the run's folder
 
 
 class Clock:
-    """Tokens a second while training, and the time left at the pace of the whole run so far."""
+    """Tokens per second while training, and the time left at the pace of the whole run so far."""
 
     def __init__(self, steps: int) -> None:
+        """Starts before the first step; `steps` is the last one."""
         self.steps = steps
-        self._marks: list[tuple[float, int, int]] = []  # (training seconds, step, tokens)
+        self._marks: list[tuple[float, int]] = []  # (seconds of training, tokens) of the last 50 steps
         self._begin: tuple[float, int] | None = None  # after the first step: compilation does not count
         self._paused = 0.0
         self._tokens = 0
 
     def tick(self, step: int, tokens: int) -> None:
+        """Counts a step.
+
+        Args:
+            step: Its number.
+            tokens: Tokens that it scored.
+        """
+        # The speed is over training alone, the time left over everything.
         now = time.monotonic()
         self._begin = self._begin or (now, step)
         self._tokens += tokens
-        self._marks.append((now - self._paused, step, self._tokens))
+        self._marks.append((now - self._paused, self._tokens))
         del self._marks[:-50]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Evaluation and sampling: no part of tokens a second."""
+        """Leaves evaluation and sampling out of the tokens per second."""
         begin = time.monotonic()
         yield
         self._paused += time.monotonic() - begin
 
     def speed(self) -> float:
-        """Tokens a second over the last 50 steps."""
+        """Tokens per second over the last 50 steps."""
         if len(self._marks) < 2:
             return 0.0
-        (t0, _, n0), (t1, _, n1) = self._marks[0], self._marks[-1]
+        (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
         return (n1 - n0) / max(t1 - t0, 1e-9)
 
     def left(self, step: int) -> float:
@@ -53,62 +61,92 @@ class Clock:
 
 
 class Reporter:
-    """Writes metrics of a run; only process 0 gets one that is not `quiet`.
+    """Writes metrics and samples of a run. Only process 0 has one that is not quiet.
 
-    tokens are editable positions, those a batch scores; padding and clean copies do not count.
+    Tokens are editable positions, those that a batch scores; padding and clean copies do not count.
     """
 
     def __init__(self, out: Path, name: str, steps: int, start: int, quiet: bool = False) -> None:
+        """Opens the files; rows of steps after `start`, from a run that was killed there, are dropped.
+
+        Args:
+            out: The run's folder.
+            name: Of the run, for the bar.
+            steps: The last step.
+            start: Steps that were taken before.
+            quiet: Write nothing.
+        """
         self.clock = Clock(steps)
-        self.name, self.steps, self.quiet = name, steps, quiet
-        self._out = None if quiet else out
+        self.steps, self.quiet = steps, quiet
+        self._out = out
         self._bar = self._file = self._board = None
         if quiet:
             return
-        _forget(out / METRICS, start)
+        _drop_rows_after(out / METRICS, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
         self._board = _tensorboard(out)
         if sys.stderr.isatty():
-            self._bar = _bar(name, steps, start)
+            self._bar = _progress_bar(name, steps, start)
 
     def step(self, step: int, tokens: int, loss: float) -> None:
-        """Every step: moves the bar."""
+        """Moves the bar, at every step.
+
+        Args:
+            step: Number of the step.
+            tokens: Tokens that it scored.
+            loss: Its loss.
+        """
         self.clock.tick(step, tokens)
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, completed=step, line=f"loss {loss:.4f}  {_count(self.clock.speed())} tokens/s")
 
-    def metrics(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """One row: {"step", "kind", ...}. Rates are of the wall clock, the rest is deterministic."""
-        if self.quiet:
+    def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Writes one row: {"step", "kind", ...}. Rates are of the wall clock, the rest is deterministic.
+
+        Args:
+            step: Number of the step.
+            kind: "train" or "eval".
+            values: Metrics by name.
+        """
+        if self._file is None:
             return
         row: dict[str, Any] = {"step": step, "kind": kind, **values}
         if kind == "train":
             row["tokens_per_second"] = round(self.clock.speed(), 1)
-        assert self._file is not None
         self._file.write(json.dumps(row) + "\n")
-        for name, value in values.items():
-            if self._board is not None and isinstance(value, (int, float)):
-                self._board(f"{kind}/{name}", value, step)
-        if kind != "train" or self._bar is None:
-            self.say(self._line(step, kind, values))
-
-    def _line(self, step: int, kind: str, values: Mapping[str, Any]) -> str:
+        if self._board is not None:
+            writer, event, summary = self._board
+            for name, value in values.items():
+                scalar = summary.Value(tag=f"{kind}/{name}", simple_value=value)
+                writer.add_event(event(wall_time=time.time(), step=step, summary=summary(value=[scalar])))
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         if kind != "train":
-            return f"{kind} at {step}: {shown}"
-        rate, left = _count(self.clock.speed()), _span(self.clock.left(step))
-        return f"{step}/{self.steps}  {shown}  {rate} tokens/s  {left} left"
+            self.say(f"{kind} at {step}: {shown}")
+        elif self._bar is None:
+            left, ahead = self.clock.left(step), "?"
+            if math.isfinite(left):
+                minutes, seconds = divmod(round(left), 60)
+                hours, minutes = divmod(minutes, 60)
+                ahead = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+            rate = _count(self.clock.speed())
+            self.say(f"{step}/{self.steps}  {shown}  {rate} tokens/s  {ahead} left")
 
     def sample(self, step: int, text: str) -> None:
-        """Text that the model wrote, for people."""
-        if self._out is not None:
-            with (self._out / SAMPLES).open("a", encoding="utf-8") as file:
-                file.write(f"=== step {step}\n{text}\n\n")
+        """Writes text that the model generated, for people.
+
+        Args:
+            step: Number of the step.
+            text: The text.
+        """
+        if self.quiet:
+            return
+        with (self._out / SAMPLES).open("a", encoding="utf-8") as file:
+            file.write(f"=== step {step}\n{text}\n\n")
         self.say(f"sample at {step}:\n{text}")
 
     def say(self, text: str) -> None:
-        """A line for people, above the bar."""
+        """Prints a line for people, above the bar."""
         if self.quiet:
             return
         if self._bar is not None:
@@ -117,16 +155,16 @@ class Reporter:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Closes the files and the bar."""
         if self._bar is not None:
             self._bar[0].stop()
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            self._board.close()
+            self._board[0].close()
 
 
-def _forget(path: Path, start: int) -> None:
-    """Drop rows of steps after `start`: a run that was killed there takes them again."""
+def _drop_rows_after(path: Path, start: int) -> None:
     if not path.exists():
         return
     rows = []
@@ -141,7 +179,8 @@ def _forget(path: Path, start: int) -> None:
     work.replace(path)
 
 
-def _bar(name: str, steps: int, start: int) -> Any:
+def _progress_bar(name: str, steps: int, start: int) -> Any:
+    """(rich's bar, its task)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -158,40 +197,16 @@ def _bar(name: str, steps: int, start: int) -> Any:
     return bar, task
 
 
-class _Board:
-    """Scalars for TensorBoard through the writer of the `tensorboard` package itself."""
-
-    def __init__(self, out: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
-        from tensorboard.summary.writer.event_file_writer import (  # pyright: ignore[reportMissingImports]
-            EventFileWriter,
-        )
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(out / "tensorboard"))
-
-    def __call__(self, name: str, value: float, step: int) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value)])
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _tensorboard(out: Path) -> _Board | None:
+def _tensorboard(out: Path) -> Any:
+    """(the writer of the `tensorboard` package itself, its event, its summary); None without the package."""
     try:
-        return _Board(out)
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
+    writer = event_file_writer.EventFileWriter(str(out / "tensorboard"))
+    return writer, event_pb2.Event, summary_pb2.Summary
 
 
 def _count(x: float) -> str:
     return f"{x / 1000:.1f}k" if x >= 1000 else f"{x:.0f}"
-
-
-def _span(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

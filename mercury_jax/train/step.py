@@ -1,11 +1,16 @@
 """One update: gradients of an objective over microbatches, the optimizer, the average.
 
-`TrainState` is all that changes during training; it is donated to every update and saved whole.
+`TrainSetup` holds what does not change during training, `TrainState` all that does; the state is donated to every
+update and saved whole.
+
+    setup = TrainSetup(model, objective, corruption, tx, lr)
+    state, update = init_state(key, setup, mesh), sharded_update(setup, mesh)
+    state, report = update(state, batch)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -19,79 +24,217 @@ from mercury_jax import sharding
 from mercury_jax.config import refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import optim
+from mercury_jax.train.objectives.masked import Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
-Objective = Callable[[Key, Model, Params, Batch, Corruption], Loss]
-Sums = tuple[Array, Array, Mapping[str, tuple[Array, Array]]]  # of a loss: numerator, weight, metrics
+LossSums = tuple[Array, Array, Mapping[str, tuple[Array, Array]]]  # numerator, weight, metrics
+
+
+class TrainSetup(NamedTuple):
+    """What an update is made of.
+
+    Attributes:
+        model: Pure functions of the denoiser.
+        objective: Scores a batch.
+        corruption: The forward process.
+        tx: The optimizer.
+        lr: step -> learning rate, for the report; `tx` applies its own.
+        accumulate: Microbatches of a batch. Numerators and weights are summed and divided once, so the gradient is that
+            of the whole batch, however the scored tokens are spread.
+        ema: Decay of the parameters' moving average; 0: none.
+    """
+
+    model: Model
+    objective: Objective
+    corruption: Corruption
+    tx: optax.GradientTransformation
+    lr: optax.Schedule
+    accumulate: int = 1
+    ema: float = 0.0
 
 
 class TrainState(NamedTuple):
-    """What an update changes. `ema` is () without an average."""
+    """What an update changes.
+
+    Attributes:
+        params: The parameters.
+        ema: Their moving average in fp32; () without one.
+        opt: State of the optimizer.
+        key: Never changes: each step folds its number in.
+        step: Updates taken.
+    """
 
     params: Params
     ema: Params
     opt: optax.OptState
-    key: Key  # never changes: each step folds its number in
-    step: Int[Array, ""]  # updates taken
+    key: Key
+    step: Int[Array, ""]
 
 
-class Report(NamedTuple):
-    """What an update says about itself; all scalars."""
+class StepReport(NamedTuple):
+    """Scalars that an update reports.
 
-    finite: Array  # loss and gradient norm are finite; if not, the state stayed as it was
-    values: Mapping[str, Array]  # loss, grad_norm, lr, tokens, and the objective's own
+    Attributes:
+        finite: Loss and gradient norm are finite; if not, the state stayed as it was.
+        values: loss, grad_norm, lr, tokens, and the objective's own metrics.
+    """
 
-
-def shapes(model: Model, tx: optax.GradientTransformation, ema: bool, on: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of a state, nothing allocated: the target to restore into."""
-    key = jax.eval_shape(jax.random.key, 0)
-    plain = jax.eval_shape(lambda key: _fresh(key, model, tx, ema, None), key)
-    lies = sharding.shardings(plain, model.shardings, on)
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), plain, lies)
+    finite: Array
+    values: Mapping[str, Array]
 
 
-def init(
-    key: Key,
-    model: Model,
-    tx: optax.GradientTransformation,
-    ema: bool,
-    on: Mesh,
-    params: Params | None = None,
-) -> TrainState:
-    """A fresh state, made where it lies: no device ever holds all of a sharded model.
+Update = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
+
+
+# --- the state
+
+
+def _new_state(key: Key, setup: TrainSetup, params: Params | None) -> TrainState:
+    init_key, noise_key = jax.random.split(key)
+    start = setup.model.init(init_key) if params is None else params
+    # An update's results are never weakly typed. Where the first state is, the second update would compile again.
+    start = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), start)
+    average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if setup.ema else ()
+    return TrainState(start, average, setup.tx.init(start), noise_key, jnp.zeros((), jnp.int32))
+
+
+def abstract_state(setup: TrainSetup, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state, without allocating: the target to restore into.
+
+    Args:
+        setup: The model, the optimizer, and whether there is an average.
+        mesh: The mesh.
+
+    Returns:
+        A state of `jax.ShapeDtypeStruct`.
+    """
+    shapes = jax.eval_shape(lambda key: _new_state(key, setup, None), jax.eval_shape(jax.random.key, 0))
+    where = sharding.shardings(shapes, setup.model.shardings, mesh)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where)
+
+
+def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = None) -> TrainState:
+    """Makes a fresh state in its shards: no device ever holds all of a sharded model.
 
     Args:
         key: For the parameters and for the noise of all updates.
-        model: Gives shapes, shardings, and parameters where none are given.
-        tx: The optimizer.
-        ema: Whether an average of the parameters is kept.
-        on: The mesh.
+        setup: Gives shapes, shardings, and parameters if there are none.
+        mesh: The mesh.
         params: Start from these instead of the model's init. They are donated: their buffers are freed, or become
-            those of the state, which otherwise would stand beside them for the whole run.
+            those of the state, which otherwise would be held beside them for the whole run.
+
+    Returns:
+        The state.
     """
-    lies = jax.tree.map(lambda x: x.sharding, shapes(model, tx, ema, on))
-    if params is not None:  # only what lies as the state does can be donated
-        params = jax.device_put(params, lies.params)
-    with jax.set_mesh(on):
-        build = jax.jit(
-            lambda key, params: _fresh(key, model, tx, ema, params), donate_argnums=1, out_shardings=lies
-        )
-        return build(key, params)
+    where = jax.tree.map(lambda x: x.sharding, abstract_state(setup, mesh))
+    if params is not None:  # only what is sharded as the state can be donated
+        params = jax.device_put(params, where.params)
+    with jax.set_mesh(mesh):
+        new = jax.jit(lambda key, p: _new_state(key, setup, p), donate_argnums=1, out_shardings=where)
+        return new(key, params)
 
 
-def _fresh(
-    key: Key, model: Model, tx: optax.GradientTransformation, ema: bool, params: Params | None
-) -> TrainState:
-    begin, noise = jax.random.split(key)
-    start: Any = model.init(begin) if params is None else params
-    # An update's results are never weakly typed. Where the first state is, the second update would compile again.
-    start = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), start)
-    average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if ema else ()
-    return TrainState(start, average, tx.init(start), noise, jnp.zeros((), jnp.int32))
+# --- the update
 
 
-def scored(
-    key: Key, model: Model, objective: Objective, params: Params, batch: Batch, corruption: Corruption
+def make_update(setup: TrainSetup) -> Update:
+    """Makes the update (state, batch) -> (state, report) as a plain function, to be jitted by `jit_update`."""
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        # 1. The gradient of the whole batch, with noise that depends on the step alone.
+        key = jax.random.fold_in(state.key, state.step)
+        (numerator, weight, metrics), grads = _gradients(setup, key, state.params, batch)
+        loss, norm = _ratio(numerator, weight), optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # 2. The optimizer and the average.
+        delta, opt = setup.tx.update(grads, state.opt, state.params)
+        params = optax.apply_updates(state.params, delta)
+        average = optim.update_average(state.ema, params, state.step, setup.ema) if setup.ema else ()
+        new = TrainState(params, average, opt, state.key, state.step + 1)
+        # 3. The report. Where loss or gradient are not finite, the old state is kept: the loop stops at the report.
+        values = {"loss": loss, "grad_norm": norm, "lr": setup.lr(state.step)}
+        values |= {name: _ratio(*pair) for name, pair in metrics.items()}
+        report = StepReport(finite, values | {"tokens": batch.editable.sum()})
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), report
+
+    return update
+
+
+def jit_update(update: Update, state: TrainState) -> Any:
+    """Jits an update for states that are sharded as `state` is.
+
+    Args:
+        update: From `make_update`.
+        state: Arrays, or `abstract_state`.
+
+    Returns:
+        The jitted function; the state is donated.
+    """
+    # The new state has exactly the shardings of the old one, so that resuming compiles the same program.
+    where = (jax.tree.map(lambda x: x.sharding, state), None)
+    return jax.jit(update, donate_argnums=0, out_shardings=where)
+
+
+def sharded_update(setup: TrainSetup, mesh: Mesh) -> Update:
+    """Makes the jitted update on a mesh; the state is donated.
+
+    Args:
+        setup: What the update is made of.
+        mesh: The mesh of the state and the batches.
+
+    Returns:
+        (state, batch) -> (state, report). It compiles at its first call.
+    """
+    update = make_update(setup._replace(model=sharding.with_training_mesh(setup.model, mesh)))
+    compiled: list[Update] = []
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        if not compiled:
+            compiled.append(jit_update(update, state))
+        with jax.set_mesh(mesh):
+            return compiled[0](state, batch)
+
+    return run
+
+
+def _gradients(setup: TrainSetup, key: Key, params: Params, batch: Batch) -> tuple[LossSums, Params]:
+    """(sums of the batch's loss, gradient of numerator / weight), over `setup.accumulate` microbatches.
+
+    Microbatch i takes the rows i, i + A, i + 2A, ...: on a mesh every device keeps its own rows.
+    """
+
+    def numerator(params: Params, key: Key, batch: Batch) -> tuple[Array, LossSums]:
+        loss = _loss(setup.objective, key, setup.model, params, batch, setup.corruption)
+        sums = (loss.per_example.sum(), loss.weight.sum(), dict(loss.metrics))
+        return sums[0], sums
+
+    gradient = jax.grad(numerator, has_aux=True)
+    if setup.accumulate == 1:
+        grads, sums = gradient(params, key, batch)
+    else:
+        # The sums of the parts are added in a loop and divided once at its end.
+        split = lambda x: x.reshape(-1, setup.accumulate, *x.shape[1:]).swapaxes(0, 1)  # [A, B / A, ...]
+        parts = jax.random.split(key, setup.accumulate), jax.tree.map(split, batch)
+
+        def add(carry: tuple[Params, LossSums], part: tuple[Key, Batch]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, gradient(params, *part)), None
+
+        shapes = jax.eval_shape(gradient, params, *jax.tree.map(lambda x: x[0], parts))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (grads, sums), _ = jax.lax.scan(add, zeros, parts)
+    return sums, jax.tree.map(lambda g: _ratio(g, sums[1]), grads)
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """a / b, and a where there is nothing to divide by: a batch without a scored token has no gradient."""
+    return a / jnp.where(b == 0, 1, b)
+
+
+# --- objectives
+
+
+def _loss(
+    objective: Objective, key: Key, model: Model, params: Params, batch: Batch, corruption: Corruption
 ) -> Loss:
     """The objective's Loss. ValueError, while it is traced, where its shapes are not those of `types.Loss`."""
     loss = objective(key, model, params, batch, corruption)
@@ -99,14 +242,13 @@ def scored(
         chex.assert_shape((loss.per_example, loss.weight), (len(batch.tokens),))
         chex.assert_rank(jax.tree.leaves(dict(loss.metrics)), 0)
     except AssertionError as error:
-        allowed = (
-            f"one that returns per_example and weight of shape ({len(batch.tokens)},) and scalar metrics"
-        )
-        raise refuse("objective", getattr(objective, "__qualname__", "?"), f"{allowed}: {error}") from error
+        shape = f"({len(batch.tokens)},)"
+        allowed = f"one that returns per_example and weight of shape {shape} and scalar metrics: {error}"
+        raise refuse("objective", getattr(objective, "__qualname__", "?"), allowed) from error
     return loss
 
 
-def check(objective: Objective, model: Model, corruption: Corruption, rows: int, row: int) -> None:
+def check_objective(objective: Objective, model: Model, corruption: Corruption, rows: int, row: int) -> None:
     """Traces the objective on abstract data, so that what it refuses is refused before anything is loaded.
 
     Args:
@@ -123,140 +265,41 @@ def check(objective: Objective, model: Model, corruption: Corruption, rows: int,
     batch = Batch(slots(), slots(), slots(2, 2), slots(dtype=jnp.bool_), slots())  # pyright: ignore
     key = jax.eval_shape(jax.random.key, 0)
     params = jax.eval_shape(model.init, key)
-    jax.eval_shape(lambda k, p, b: scored(k, model, objective, p, b, corruption), key, params, batch)
+    jax.eval_shape(lambda k, p, b: _loss(objective, k, model, p, b, corruption), key, params, batch)
 
 
-def updater(
-    model: Model,
-    objective: Objective,
-    corruption: Corruption,
-    tx: optax.GradientTransformation,
-    lr: optax.Schedule,
-    *,
-    accumulate: int = 1,
-    ema: float = 0.0,
-    on: Mesh,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
-    """The jitted (state, batch) -> (state, report), see `plain`; the state is donated."""
-    model = sharding.with_training_mesh(model, on)
-    update = plain(model, objective, corruption, tx, lr, accumulate=accumulate, ema=ema)
-    compiled: dict[str, Any] = {}
-
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        if "update" not in compiled:
-            compiled["update"] = jitted(update, state)
-        with jax.set_mesh(on):
-            return compiled["update"](state, batch)
-
-    return run
-
-
-def jitted(update: Callable[..., Any], state: TrainState) -> Any:
-    """The update as a program for states that lie as `state` does (arrays, or `shapes`)."""
-    # The new state lies exactly where the old one did, so that resuming compiles the same program.
-    where = (jax.tree.map(lambda x: x.sharding, state), None)
-    return jax.jit(update, donate_argnums=0, out_shardings=where)
-
-
-def plain(
-    model: Model,
-    objective: Objective,
-    corruption: Corruption,
-    tx: optax.GradientTransformation,
-    lr: optax.Schedule,
-    *,
-    accumulate: int = 1,
-    ema: float = 0.0,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Report]]:
-    """(state, batch) -> (state, report) as a plain function.
-
-    accumulate: microbatches of a batch. Numerators and weights are summed and divided once, so the
-    gradient is that of the whole batch, however the scored tokens are spread.
-    """
-
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Report]:
-        key = jax.random.fold_in(state.key, state.step)
-        sums, grads = gradients(key, model, objective, state.params, batch, corruption, accumulate)
-        number = {"loss": _share(sums[0], sums[1]), "grad_norm": optax.tree.norm(grads), "lr": lr(state.step)}
-        finite = jnp.isfinite(number["loss"]) & jnp.isfinite(number["grad_norm"])
-        delta, opt = tx.update(grads, state.opt, state.params)
-        params = optax.apply_updates(state.params, delta)
-        average = optim.average(state.ema, params, state.step, ema) if ema else ()
-        new = TrainState(params, average, opt, state.key, state.step + 1)
-        own = {name: _share(*pair) for name, pair in sums[2].items()}
-        report = Report(finite, number | own | {"tokens": batch.editable.sum()})
-        return _choose(finite, new, state), report
-
-    return update
-
-
-def gradients(
-    key: Key,
-    model: Model,
-    objective: Objective,
-    params: Params,
-    batch: Batch,
-    corruption: Corruption,
-    accumulate: int,
-) -> tuple[Sums, Params]:
-    """(sums of the batch's loss, gradient of numerator / weight), over `accumulate` microbatches.
-
-    Microbatch i takes the rows i, i + A, i + 2A, ...: on a mesh every device keeps its own rows.
-    """
-
-    def total(params: Params, key: Key, batch: Batch) -> tuple[Array, Sums]:
-        loss = scored(key, model, objective, params, batch, corruption)
-        sums = (loss.per_example.sum(), loss.weight.sum(), dict(loss.metrics))
-        return sums[0], sums
-
-    slope = jax.grad(total, has_aux=True)
-    if accumulate == 1:
-        grads, sums = slope(params, key, batch)
-    else:
-        micro = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
-        keys = jax.random.split(key, accumulate)
-
-        def add(carry: tuple[Params, Sums], now: tuple[Key, Batch]) -> tuple[tuple[Params, Sums], None]:
-            return jax.tree.map(jnp.add, carry, slope(params, *now)), None
-
-        first = jax.tree.map(lambda x: x[0], (keys, micro))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(slope, params, *first))
-        (grads, sums), _ = jax.lax.scan(add, zeros, (keys, micro))
-    return sums, jax.tree.map(lambda g: _share(g, sums[1]), grads)
-
-
-def evaluator(
-    model: Model, objective: Objective, corruption: Corruption, key: Key, on: Mesh
-) -> Callable[[Params, list[Batch]], dict[str, float]]:
-    """(params, batches) -> the objective's loss and metrics over all of them.
+def make_evaluator(
+    model: Model, objective: Objective, corruption: Corruption, key: Key, mesh: Mesh
+) -> Callable[[Params, Sequence[Batch]], dict[str, float]]:
+    """Makes a function that scores parameters on held-out batches.
 
     The noise of batch i is always the same, so that two evaluations differ by the parameters alone.
-    """
 
-    model = sharding.with_training_mesh(model, on)
+    Args:
+        model: The denoiser.
+        objective: Scores a batch.
+        corruption: The forward process.
+        key: For the noise.
+        mesh: The mesh of parameters and batches.
+
+    Returns:
+        (params, batches) -> the objective's loss and metrics over all batches.
+    """
+    model = sharding.with_training_mesh(model, mesh)
 
     @jax.jit
     def sums(params: Params, batch: Batch, index: Array) -> dict[str, tuple[Array, Array]]:
-        loss = scored(jax.random.fold_in(key, index), model, objective, params, batch, corruption)
+        loss = _loss(objective, jax.random.fold_in(key, index), model, params, batch, corruption)
         return {"loss": (loss.per_example.sum(), loss.weight.sum()), **loss.metrics}
 
-    def evaluate(params: Params, batches: list[Batch]) -> dict[str, float]:
+    def evaluate(params: Params, batches: Sequence[Batch]) -> dict[str, float]:
         total: dict[str, tuple[float, float]] = {}
         for index, batch in enumerate(batches):
-            with jax.set_mesh(on):
-                found = jax.device_get(sums(params, sharding.shard_batch(batch, on), index))
+            with jax.set_mesh(mesh):
+                found = jax.device_get(sums(params, sharding.shard_batch(batch, mesh), index))
             for name, (a, b) in found.items():
                 x, y = total.get(name, (0.0, 0.0))
                 total[name] = (x + float(a), y + float(b))
         return {name: a / b if b else 0.0 for name, (a, b) in total.items()}
 
     return evaluate
-
-
-def _share(a: Array, b: Array) -> Array:
-    """a / b, and a where there is nothing to divide by: a batch without a scored token has no gradient."""
-    return a / jnp.where(b == 0, 1, b)
-
-
-def _choose(finite: Array, new: TrainState, old: TrainState) -> TrainState:
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)

@@ -1,6 +1,6 @@
 """A worker of `mercury bench gpu` whose kernels fail as they may on a chip, each head size in another way.
 
-Run as a script by tests/bench/test_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
+Run as a script by tests/bench/test_bench_gpu.py; what to break is in MERCURY_BREAK, as {head size: how}.
 """
 
 import json
@@ -10,13 +10,13 @@ import time
 
 import jax.numpy as jnp
 
-from mercury_jax.bench.gpu import worker
+from mercury_jax.bench.gpu import runner
 from mercury_jax.kernels import reference
 
 
-def run(q, k, v, ranges, device=None, **how):
+def run(call):
     """Attention in plain jnp with one fault."""
-    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(q.shape[-1]))
+    fault = json.loads(os.environ["MERCURY_BREAK"]).get(str(call.q.shape[-1]))
     if fault == "crash":
         os.abort()
     if fault == "hang":
@@ -27,8 +27,7 @@ def run(q, k, v, ranges, device=None, **how):
     if fault == "once" and not os.path.exists(os.environ["MERCURY_ONCE"]):
         open(os.environ["MERCURY_ONCE"], "w").close()
         raise RuntimeError("only here")
-    clean = [jnp.nan_to_num(x) for x in (k, v)]
-    out, nats = reference.run(q, *clean, ranges, **how)
+    out, nats = reference.run(call._replace(k=jnp.nan_to_num(call.k), v=jnp.nan_to_num(call.v)))
     if fault == "nan":
         out = out.at[0, 0].set(jnp.nan)
     if fault == "wrong":
@@ -40,4 +39,4 @@ if __name__ == "__main__":
     from mercury_jax.kernels import hopper
 
     hopper.run = run
-    sys.exit(worker.main())
+    sys.exit(runner.main())

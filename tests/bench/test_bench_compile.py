@@ -15,7 +15,7 @@ from mercury_jax.bench import abstract_params, aot, chips, compile as compiling
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import format_bytes, table
 from mercury_jax.decode import abstract
-from mercury_jax.hub.load import open_config
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -50,12 +50,12 @@ def test_the_description_of_every_gpu_agrees_with_its_datasheet():
 
 
 def test_the_26b_configuration_is_that_of_its_config_json():
-    assert abstract_params.find_preset("diffusiongemma-26b-a4b").config() == open_config(CONFIG_26B).config
+    assert abstract_params.find_preset("diffusiongemma-26b-a4b").config == open_checkpoint(CONFIG_26B).config
 
 
 @pytest.mark.parametrize("name, billions", [("mercury-100m", 0.1)])
 def test_a_preset_has_the_parameters_that_its_name_says(name, billions):
-    model = models.build(abstract_params.find_preset(name).config())
+    model = models.build(abstract_params.find_preset(name).config)
     total = sum(np.prod(x.shape) for x in shapes_of(model).values())
     assert total == pytest.approx(billions * 1e9, rel=0.02)
 
@@ -165,7 +165,7 @@ def test_bad_options_are_refused_before_a_process_is_started(words, told, capsys
 def test_the_child_reports_why_it_refuses(tmp_path):
     out = tmp_path / "out.json"
     ask = json.dumps(aot.CompileRequest("llada-7b", "h200")._asdict())
-    assert aot.main([ask, str(out)]) == 2
+    assert compiling.main(["program", ask, str(out)]) == 2
     assert "llada-8b is the nearest" in json.loads(out.read_text())["refused"]
 
 

@@ -8,18 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mercury_jax import tasks
 from mercury_jax.bench import decode, recommend, records, timing
+from mercury_jax.bench.decode import GRID, SweepPoint, sweep
 from mercury_jax.bench.recommend import RuleResult
-from mercury_jax.bench.sweeps import GRID, SweepPoint, sweep
 from mercury_jax.cli import main
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
-from mercury_jax.evaluate import tasks
 from mercury_jax.evaluate.runner import ONE_A_STEP
-from mercury_jax.train import generators
 from tests.tiny import tiny
 
 FIELDS = {
@@ -92,8 +91,9 @@ def test_a_sweep_point_as_text_and_as_python():
 
 def test_every_point_of_the_grid_fits_its_rule():
     assert set(GRID) <= set(rules.ALL)
-    for name, points in GRID.items():
-        assert all(SweepPoint(name, *point).sampler() for point in points)
+    for name, values in GRID.items():
+        points = sweep([name])
+        assert len(points) == len(next(iter(values.values()))) and all(point.sampler() for point in points)
 
 
 # --- decoding
@@ -302,18 +302,18 @@ def test_the_command_prints_one_object_a_line_and_writes_them(at_hand, tmp_path,
 
 def test_rules_are_chosen_on_other_questions_than_those_of_the_figures(monkeypatch, capsys):
     monkeypatch.setattr("mercury_jax.cli.show.load", lambda source, **how: tiny())
-    drawn, draw = [], tasks.draw
+    drawn, draw = [], tasks.draw_distinct
 
     def enough(*args):
         drawn.append({problem.input for problem in draw(*args)})
         raise ValueError("the questions are known: nothing needs to be decoded")
 
-    monkeypatch.setattr(tasks, "draw", enough)
+    monkeypatch.setattr(tasks, "draw_distinct", enough)
     assert main(["bench", "decode", "--rules", "threshold", "--tasks", "add3", "--limit", "9"]) == 2
     assert main(["eval", "add3", "--limit", "9"]) == 2
     chosen, reported = drawn
     assert len(chosen) == len(reported) == 9 and not chosen & reported
-    assert {generators.ALL["add3"].split(question) for question in chosen} == {"validation"}
+    assert {tasks.TASKS["add3"].split(question) for question in chosen} == {"validation"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 
 from mercury_jax.bench.abstract_params import find_preset
-from mercury_jax.bench.gpu import cases, check, commands, model, speed
-from mercury_jax.bench.gpu.runner import GpuCase, Runner, TimeBudget, append
+from mercury_jax.bench.gpu import check, commands, model, speed
+from mercury_jax.bench.gpu.runner import GpuCase, Runner, append
 from mercury_jax.cli import main
-from mercury_jax.kernels import checks, device as kernel_device
+from mercury_jax.kernels import device as kernel_device
 
 ROOT = Path(__file__).parents[2]
 BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
@@ -32,7 +33,7 @@ def scripted(script, budget=60.0, **how):
     loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
     body = "".join(f"    {line}\n" for line in script.splitlines())
     said = []
-    return Runner(TimeBudget(budget), (sys.executable, "-c", begin + loop + body), said.append, **how), said
+    return Runner(budget, (sys.executable, "-c", begin + loop + body), said.append, **how), said
 
 
 CHILD = """
@@ -49,7 +50,7 @@ def asking(do="", **how):
 
 def test_a_hang_a_crash_or_a_failure_affects_its_own_case_only():
     running, said = scripted(CHILD, beat=0.2)
-    with running:
+    with closing(running):
         first, second = (running.run(asking())[0]["pid"] for _ in range(2))
         assert first == second  # a process serves while all goes well
         hung = running.run(asking("hang", limit=1.0))
@@ -69,7 +70,7 @@ def test_a_hang_a_crash_or_a_failure_affects_its_own_case_only():
 def test_a_failure_in_a_used_process_is_repeated_in_a_new_one():
     script = "new = not globals().get('used'); used = True\nsay(row={'passed': new}); say(done=True)"
     running, _ = scripted(script)
-    with running:
+    with closing(running):
         assert running.run(asking())[0]["passed"]
         (row,) = running.run(asking())
         assert row["passed"] and "in_a_used_process" in row
@@ -77,7 +78,7 @@ def test_a_failure_in_a_used_process_is_repeated_in_a_new_one():
 
 def test_no_case_begins_without_time_or_exceeds_the_budget():
     running, _ = scripted(CHILD, budget=2.0)
-    with running:
+    with closing(running):
         began = time.monotonic()
         assert "killed" in running.run(asking("hang", limit=60.0, least=0.1))[0]["failed"]
         assert time.monotonic() - began < 4
@@ -88,7 +89,7 @@ def test_each_environment_has_its_own_process_and_kernels_are_not_forced(monkeyp
     monkeypatch.setenv("MERCURY_KERNELS", "1")
     monkeypatch.setenv("XLA_FLAGS", "--a")
     running, _ = scripted("say(row={**os.environ, 'pid': os.getpid()}); say(done=True)")
-    with running:
+    with closing(running):
         (plain,) = running.run(asking())
         (told,) = running.run(asking(env=(("MERCURY_KERNELS", "0"), ("XLA_FLAGS", "--b"))))
     assert "MERCURY_KERNELS" not in plain and plain["XLA_FLAGS"] == "--a" and plain["pid"] != told["pid"]
@@ -101,7 +102,7 @@ def test_a_killed_command_leaves_no_process_on_the_device(tmp_path):
     """The child is in another process group, so it must end by itself."""
     script = (
         "from mercury_jax.bench.gpu.runner import *\n"
-        "r = Runner(TimeBudget(60)); r.run(GpuCase('about', 'about', {}))\n"
+        "r = Runner(60); r.run(GpuCase('about', 'about', {}))\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(r._child._process.pid)); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
@@ -135,20 +136,22 @@ def broken(tmp_path, monkeypatch):
     """broken(faults) -> rows of a check of the plain form of four head sizes, and what is stored of each form."""
     shape = dict(b=1, t=4, h=2, g=1, s=64, r=2, dtype="bfloat16")
     found = [
-        cases._case("attention", f"attention-{w}-bfloat16", shape | {"width": w, "r": r}, limit=25.0)
+        commands._check_case("attention", shape | {"width": w, "r": r}, limit=25.0)
         for w in (64, 128, 256, 512)
         for r in (1, 2)
     ]
-    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=cases.KERNELS) for c in found]
-    monkeypatch.setattr(cases, "check", lambda *a: found)
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
+    monkeypatch.setattr(commands, "check_cases", lambda *a: found)
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
 
     def run(only=(), **faults):
         monkeypatch.setenv("MERCURY_BREAK", json.dumps({k.strip("w"): v for k, v in faults.items()}))
-        with Runner(TimeBudget(300.0), BROKEN, lambda line: None) as running:
+        with closing(Runner(300.0, BROKEN, lambda line: None)) as running:
             rows = list(commands.check(running, small=True, only=only))
-        return rows, checks.read(checks.entry_key(jax.local_devices()[0].device_kind, jax.__version__))
+        return rows, kernel_device.read_checks(
+            kernel_device.entry_key(jax.local_devices()[0].device_kind, jax.__version__)
+        )
 
     return run
 
@@ -167,7 +170,7 @@ def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
 
 
 def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(broken, monkeypatch):
-    monkeypatch.setattr(cases, "check", lambda *a, found=cases.check(): [
+    monkeypatch.setattr(commands, "check_cases", lambda *a, found=commands.check_cases(): [
         c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
     ])  # fmt: skip
     rows, kept = broken(w128="hang", w512="once")
@@ -186,8 +189,8 @@ def test_a_part_of_a_name_selects_whole_forms_and_other_forms_keep_their_results
 
 
 def test_a_form_for_which_no_time_was_left_is_off(broken, monkeypatch):
-    found = cases.check()
-    monkeypatch.setattr(cases, "check", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
+    found = commands.check_cases()
+    monkeypatch.setattr(commands, "check_cases", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
     rows, kept = broken()
     assert kept["attention-64-bfloat16"]["passed"] and "time" in kept["attention-128-bfloat16"]["why"]
     assert [row["not_run"] for row in rows if "not_run" in row] == ["time"]
@@ -204,17 +207,17 @@ def drawn(a):
 @pytest.mark.parametrize("which", [kernel_device.HOPPER, kernel_device.BLACKWELL])
 def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
     names = set()
-    for case in cases.check(which, 0):
+    for case in commands.check_cases(which, 0):
         if case.work == "sanitizer":
             continue
         shape = case.asked["shape"]
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
-            assert case.form == checks.attention_form(args[0], args[1], a.softcap, bool(a.page))
+            assert case.form == kernel_device.attention_form(args[0], args[1], a.softcap, bool(a.page))
             assert a.s % (a.page or 1) == 0
         else:
-            assert case.form == checks.grouped_form(shape["dtype"], shape.get("gradient", False))
+            assert case.form == kernel_device.grouped_form(shape["dtype"], shape.get("gradient", False))
             sizes = check.GroupedShape(**shape).sizes(np.random.default_rng(0))
             starts = (np.cumsum(sizes) - sizes)[sizes > 0]
             assert sizes.sum() == shape["rows"] and set(starts % 8) == set(range(8)) and 0 in sizes
@@ -225,7 +228,7 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
 def test_every_case_of_a_chip_is_lowered_for_it():
     """The first shape of each form, lowered for CUDA; this needs no chip."""
     todo = {}
-    for case in cases.check(kernel_device.HOPPER, 0):
+    for case in commands.check_cases(kernel_device.HOPPER, 0):
         if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
             todo.setdefault(case.form, case)
     for case in todo.values():
@@ -259,14 +262,14 @@ def test_the_error_is_of_the_worst_row():
 
 def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_ones():
     """DiffusionGemma: 25.2B parameters, 3.8B of them active."""
-    found = model.find(cases.GEMMA)
+    found = model.find(commands.GEMMA)
     lm = model.ap.abstract_lm(found, model.sharding.mesh(devices=jax.devices()[:1]))
     bytes, flops = model.load(lm, 1, 1024)
     assert 50e9 < bytes < 54e9 and 1.9e12 < flops < 2.3e12
 
 
 def test_a_training_row_is_full_and_costs_six_flop_for_each_parameter_and_position():
-    c = find_preset("mercury-100m").config()
+    c = find_preset("mercury-100m").config
     data = model.batch_of(c, 2, 2048)
     assert data.tokens.shape == (2, 2048) and data.editable[0].sum() == data.editable[1].sum() >= 1024
     params = {"a": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": jax.ShapeDtypeStruct((10,), jnp.float32)}
@@ -320,8 +323,7 @@ assert main(["bench", "gpu", "--help"]) == 0 and main(["bench", "gpu", "check", 
 assert main(["--help"]) == main(["bench", "--help"]) == 0 and main(["info"]) == 2  # which says that tyro is missing
 from mercury_jax.bench.gpu import commands, runner
 import importlib
-from mercury_jax.bench.gpu.worker import WORK
-for name, module in WORK.items():
+for name, module in runner.WORK.items():
     getattr(importlib.import_module("mercury_jax.bench.gpu." + module), name)
 import mercury_jax as mj
 mj.sample, mj.logits
@@ -336,11 +338,11 @@ from mercury_jax.kernels.hopper import grouped_matmul
 def test_the_parent_never_starts_jax_on_a_device():
     script = """
 import sys
-from mercury_jax.bench.gpu import commands, cases, runner
+from mercury_jax.bench.gpu import commands, runner
 from mercury_jax.cli import bench_gpu, app
 assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends
-from mercury_jax.kernels import checks
-checks.entry_key("x", "y"), checks.read("z")
+from mercury_jax.kernels import device as kernel_device
+kernel_device.entry_key("x", "y"), kernel_device.read_checks("z")
 import jax
 assert not jax._src.xla_bridge._backends
 """
@@ -364,12 +366,12 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
 
 
 def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(checks.FILE, str(tmp_path / "kernels.json"))
+    monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
     only = ["grouped-bfloat16 "]
     assert main(["bench", "gpu", "check", "--small", "--only", *only, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r.get("case") for r in rows[:2]] == ["about", "ceilings"] and rows[0]["versions"]["numpy"]
+    assert [r.get("case") for r in rows[:2]] == ["about", "roofline"] and rows[0]["versions"]["numpy"]
     one = next(r for r in rows if r.get("passed"))
     assert one["starts_modulo_8"] == list(range(8)) and 0 < one["relative_error"] < 2e-2 and one["moved"] == 0
     assert all({"command", "hardware", "jax", "date"} <= r.keys() for r in rows)

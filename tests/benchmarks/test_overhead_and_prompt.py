@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import overhead, prompt
-from mercury_jax.bench.sweeps import SweepPoint
+from mercury_jax.bench.decode import SweepPoint
 from mercury_jax.bench.timing import prompt_ids
 from mercury_jax.cli.app import execute
 from mercury_jax.config import Plan

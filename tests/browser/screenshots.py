@@ -1,4 +1,6 @@
-"""Pictures of the page for the README: `python -m tests.browser.screenshots [FOLDER]`, by default docs/results.
+"""Pictures of the playground for README.md and docs/serving.md, by default in docs/results.
+
+Run with `python -m tests.browser.screenshots [FOLDER]`.
 
 The embedded model solves a Sudoku and adds two numbers, beside the same model at one token a step; the figures
 in the pictures are those of that run. Needs playwright, and Debian's Chromium or the one that CHROMIUM names.

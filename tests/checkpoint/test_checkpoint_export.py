@@ -9,7 +9,7 @@ import pytest
 
 from mercury_jax import checkpoint, sharding
 from mercury_jax.checkpoint import CheckpointError, manifest, tensors
-from tests.checkpoint.test_save import files, flipped, missing, same, truncated
+from tests.checkpoint.test_saver import files, flipped, missing, same, truncated
 
 
 def test_an_exported_model_is_read_back(tmp_path):

@@ -49,7 +49,7 @@ def test_files_outside_of_a_checkpoints_folder_are_refused(tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match="tokenizer.model' leads to"):
         checkpoint.load_exported(folder)
     monkeypatch.setattr(
-        sys.modules["mercury_jax.checkpoint.restore"],
+        sys.modules["mercury_jax.checkpoint.saver"],
         "_read_arrays",
         lambda *a: pytest.fail("Orbax was asked"),
     )

@@ -224,7 +224,7 @@ def test_train_passes_fields_on_and_reports(recipe, tmp_path, capsys, monkeypatc
 
     def trains(config):
         seen.append(config)
-        return loop.Result({}, {}, {"loss": float("nan")}, config.folder, config.steps)
+        return loop.TrainResult({}, {}, {"loss": float("nan")}, config.folder, config.steps)
 
     monkeypatch.setattr(api, "train", trains)
     [row] = objects(capsys, "train", recipe, "--json", "--steps", "7", "--resume", "--optim.lr", "0.5")

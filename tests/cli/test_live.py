@@ -67,11 +67,11 @@ def test_the_demo_reports_wrong_answers_and_exits_with_1(at_hand, monkeypatch, c
 
 def test_the_demos_puzzles_have_checkable_answers():
     from mercury_jax.cli import demo
-    from mercury_jax.train import generators
+    from mercury_jax.tasks import TASKS
 
     for seed in range(3):
         sudoku, total, python = (draw(0) for draw in demo.questions(seed))
-        assert generators.sudoku4.split(sudoku.prompt[0]["content"]) == "test"
+        assert TASKS["sudoku4"].split(sudoku.prompt[0]["content"]) == "test"
         assert sudoku.check(sudoku.wrong.replace(" / ", "\n")) and not sudoku.check("1234")
         assert total.check(total.wrong) and not total.check("0")
         assert python.check("") is None

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode.rules import dream
+from mercury_jax.decode.rules import masked as dream
 from tests.decode.rule_checks import check_follows, check_settles, check_traces, small
 from tests.decode.views import KEY, MASK, taken, view, view_of
 

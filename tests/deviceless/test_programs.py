@@ -1,4 +1,4 @@
-"""What the README says of machines that nobody here has: what fits, what is never made, how often devices talk."""
+"""Figures of docs/performance.md for GPUs and TPUs that are not here: memory, temporaries, collectives."""
 
 import json
 import math

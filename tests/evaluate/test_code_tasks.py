@@ -8,10 +8,10 @@ import pytest
 
 from mercury_jax import evaluate
 from mercury_jax.config import Plan
+from mercury_jax.decode import rules
 from mercury_jax.decode.infill import InfillOutput
-from mercury_jax.evaluate import blanks, code
-from mercury_jax.evaluate.tasks import TASKS
-from mercury_jax.train.data import corpus, packing
+from mercury_jax.evaluate import TASKS, code
+from mercury_jax.train.data import packing, sources
 from mercury_jax.types import LM
 from tests.tiny import tiny
 
@@ -26,7 +26,7 @@ FILES = [
 
 @pytest.fixture(autouse=True)
 def _small_corpus(monkeypatch):
-    monkeypatch.setattr(corpus, "files", lambda split: FILES if split == "test" else [])
+    monkeypatch.setattr(sources, "stdlib_files", lambda split: FILES if split == "test" else [])
 
 
 def ignorant(pattern: str) -> LM:
@@ -60,7 +60,7 @@ def test_chunks_bytes_are_those_of_their_scored_text():
     for laid in code.chunks(lm, 6, 0):
         scored = [int(i) for i in laid.tokens[laid.editable]]
         text = lm.tokenizer.decode(scored)
-        assert lm.tokenizer.byte_lengths()[scored].sum() == len(text.encode())
+        assert sum(len(lm.tokenizer.pieces[i]) for i in scored) == len(text.encode())
         assert any(text in whole for _, whole in FILES)
         assert len(laid.tokens) <= code.ROW * lm.model.config.block
 
@@ -68,8 +68,8 @@ def test_chunks_bytes_are_those_of_their_scored_text():
 def test_masks_are_unbiased_and_spread_over_k():
     lm = tiny()
     laid = code.chunks(lm, 1, 0)[0]
-    batch = packing.batch([packing.Row(laid=[laid])] * 400, len(laid.tokens), 0)
-    hidden, weight, _ = code.masked(batch, 0.3, np.random.default_rng(0))
+    batch = packing.pack([packing.PackedRow(laid=[laid])] * 400, len(laid.tokens), 0)
+    hidden, weight, _ = code.draw_masks(batch, 0.3, np.random.default_rng(0))
     assert not (hidden & ~batch.editable).any()
     # Each token's expected weighted indicator is 1: that makes the sum of cross-entropies the bound.
     mean = (hidden * weight).mean(0)[laid.editable]
@@ -88,8 +88,8 @@ def test_the_standard_error_of_a_ratio_by_hand():
 
 def test_holes_are_parts_of_lines_that_fit_one_canvas():
     lm = tiny(block=32)
-    found = blanks.blanks(lm, 10, 0)
-    assert found == blanks.blanks(lm, 10, 0) and [b.whole for b in found] == [True, False] * 5
+    found = code.draw_holes(lm, 10, 0)
+    assert found == code.draw_holes(lm, 10, 0) and [b.whole for b in found] == [True, False] * 5
     for b in found:
         whole = dict(FILES)[b.path]
         assert b.before + b.target + b.after in whole and "\n" not in b.target
@@ -100,14 +100,14 @@ def test_holes_are_parts_of_lines_that_fit_one_canvas():
 
 
 def test_infilling_counts_what_comes_back_exactly(monkeypatch):
-    known = {b.before: b for b in blanks.blanks(tiny(block=32), 5, 0)}
+    known = {b.before: b for b in code.draw_holes(tiny(block=32), 5, 0)}
 
     def infill(lm, parts, **options):
         targets = [known[before].target if known[before].whole else "?" for before, _, _ in parts]
         n = len(parts)
         return InfillOutput([""] * n, [[t] for t in targets], [], [1] * n, np.full(n, 2), 0.5)
 
-    monkeypatch.setattr(blanks.filling, "infill", infill)
+    monkeypatch.setattr(code.infilling, "infill", infill)
     found = evaluate.run(tiny(block=32), "code-infill", limit=5, batch=2)
     assert [r["correct"] for r in found.rows] == [True, False, True, False, True]
     assert found.summary["right_lines"] == 3 == found.summary["correct"] and found.summary["right_spans"] == 0
@@ -122,11 +122,11 @@ def test_a_small_model_infills_end_to_end():
 def test_what_the_code_tasks_do_not_use_is_refused():
     lm = tiny()
     for task, option in [
-        ("code-bpb", {"sampler": 1}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
+        ("code-bpb", {"sampler": rules.confidence()}), ("code-bpb", {"file": "x"}), ("code-bpb", {"max_tokens": 3}),
         ("code-bpb", {"plan": Plan(steps=4)}), ("code-infill", {"max_tokens": 3}), ("code-infill", {"file": "x"}),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(option))} is .*{task} has no use"):
             evaluate.run(lm, task, **option)
     with pytest.raises(ValueError, match="corruption is 'uniform'"):
         evaluate.run(tiny(kind="uniform"), "code-bpb")
-    assert TASKS["code-bpb"].generator is None
+    assert TASKS["code-bpb"].task is None

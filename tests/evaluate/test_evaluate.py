@@ -1,4 +1,4 @@
-"""Laws of evaluation: right is what the generator's check accepts, and nothing depends on the batching."""
+"""Laws of evaluation: right is what the task's check accepts, and nothing depends on the batching."""
 
 import dataclasses
 import json
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mercury_jax import evaluate
+from mercury_jax import evaluate, tasks
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.sample import Output
-from mercury_jax.evaluate import card, report, runner, tasks
-from mercury_jax.train import generators
+from mercury_jax.evaluate import card, report, runner
 from tests.tiny import tiny
 
-ASKED = [name for name, task in evaluate.TASKS.items() if task.generator]
+ASKED = [name for name, task in evaluate.TASKS.items() if task.task]
 
 
 def oracle(answer):
@@ -34,7 +33,7 @@ def oracle(answer):
 
 
 def solutions(task, n, seed=0):
-    return {p.input: p.output for p in tasks.draw(generators.ALL[task], n, seed)}
+    return {p.input: p.output for p in tasks.draw_distinct(tasks.TASKS[task], n, seed)}
 
 
 @pytest.mark.parametrize(
@@ -92,22 +91,22 @@ def test_any_valid_answer_of_a_file_counts(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("task", ASKED)
 def test_odd_predictions_are_wrong_and_raise_nothing(task):
-    generator = generators.ALL[task]
-    problem = tasks.draw(generator, 1, 0)[0]
+    made = tasks.TASKS[task]
+    problem = tasks.draw_distinct(made, 1, 0)[0]
     odd = ("", " ", "\n\n", "\0", "½=²", "1/0=1", "9" * 5000, "٣+٣=٦", "\ufffd", problem.input)
-    assert [generator.check(problem.input, text) for text in odd] == [False] * len(odd)
-    assert generator.check(problem.input, problem.output)
+    assert [made.check(problem.input, text) for text in odd] == [False] * len(odd)
+    assert made.check(problem.input, problem.output)
 
 
 @pytest.mark.parametrize("task", ASKED)
 def test_questions_are_held_out_distinct_and_repeatable(task):
-    generator = generators.ALL[task]
+    made = tasks.TASKS[task]
     n = 2 if task == "sudoku9" else 20
-    found = tasks.draw(generator, n, 3)
-    assert {generator.split(p.input) for p in found} == {"test"}
+    found = tasks.draw_distinct(made, n, 3)
+    assert {made.split(p.input) for p in found} == {"test"}
     assert len({p.input for p in found}) == n
-    assert found == tasks.draw(generator, n, 3) != tasks.draw(generator, n, 4)
-    assert {generator.split(p.input) for p in tasks.draw(generator, n, 3, "validation")} == {"validation"}
+    assert found == tasks.draw_distinct(made, n, 3) != tasks.draw_distinct(made, n, 4)
+    assert {made.split(p.input) for p in tasks.draw_distinct(made, n, 3, "validation")} == {"validation"}
 
 
 def test_a_small_model_runs_end_to_end_whatever_the_batch():
@@ -136,8 +135,8 @@ def test_comparing_counts_the_forwards_of_both_rules():
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"input": "1+2="', "f.jsonl:2: no JSON"),
-        ("[1]", "f.jsonl:2: line is"),
+        ('{"input": "1+2="', "f.jsonl:2: not JSON"),
+        ("[1]", "f.jsonl:2: a list"),
         ('{"input": "1+2="}', "f.jsonl:2: output is None"),
         ('{"input": 3, "output": "3"}', "f.jsonl:2: input is 3"),
         ('{"input": "1-2=", "output": "3"}', "f.jsonl:2: input: '1-2='.*add3"),
@@ -185,10 +184,10 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
 def summaries():
     rows = [{"correct": i < 3, "forwards": 8, "tokens": 4} for i in range(4)]
     about = dict(task="sudoku4", data="x.jsonl", rule=runner.ONE_A_STEP, seed=0, limit=None)
-    first = about | report.counted(rows, [(4, 16, 1.0)], 1.0)
+    first = about | report.summarise(rows, [(4, 16, 1.0)], 1.0)
     rows = [dict(r, forwards=2) for r in rows]
-    other = first | report.counted(rows, [(4, 16, 1.0)], 1.0) | {"rule": "threshold(p=0.9)"}
-    return [first, runner._against(first, [True] * 3 + [False], other, [True] * 3 + [False])]
+    other = first | report.summarise(rows, [(4, 16, 1.0)], 1.0) | {"rule": "threshold(p=0.9)"}
+    return [first, runner.compared(first, [True] * 3 + [False], other, [True] * 3 + [False])]
 
 
 def test_the_card_says_what_was_measured_and_how_to_do_it_again(tmp_path):
@@ -198,14 +197,14 @@ def test_the_card_says_what_was_measured_and_how_to_do_it_again(tmp_path):
     speeds = ((1, 100, 0.0), (2, 300, 100.0), (3, 500, 50.0))
     rows = [dict(step=s, kind="train", tokens=n, tokens_per_second=v) for s, n, v in speeds]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe, trained = card.training(tmp_path)
+    recipe, trained = card.read_run(tmp_path)
     assert trained == {"step": 3, "tokens": 500, "seconds": 200 / 100 + 200 / 50}
     text = card.card(tiny(), summaries(), recipe=recipe, trained=trained, trained_on="a loom")
     assert "100% add3" in text and "a loom" in text and "75.0% | 30.1% to 95.4%" in text
     assert "25% of the forwards" in text and "within a third" in text
     assert "mercury eval sudoku4 --file x.jsonl --rule confidence --seed 0 --json" in text
     with pytest.raises(ValueError, match="config.json"):
-        card.training(tmp_path / "none")
+        card.read_run(tmp_path / "none")
     with pytest.raises(ValueError, match="sudoku_4x4_4.jsonl"):
         card.measure(tiny(), tmp_path)
 
@@ -227,7 +226,8 @@ def test_plotting_needs_matplotlib_and_says_so(tmp_path, monkeypatch):
 
 def test_every_task_says_what_it_is():
     assert list(evaluate.TASKS) == [
-        "sudoku4", "sudoku9", "countdown3", "countdown4", "add2", "add3", "code-bpb", "code-infill",
+        "sudoku4", "sudoku9", "countdown3", "countdown4", "add2", "add3", "add4", "sub3", "code-bpb",
+        "code-infill",
     ]  # fmt: skip
     assert all(task.about and task.name == name for name, task in evaluate.TASKS.items())
-    assert set(ASKED) <= set(generators.ALL)
+    assert set(ASKED) == set(tasks.TASKS)

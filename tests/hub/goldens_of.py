@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.checkpoint import tensors
-from mercury_jax.hub.load import Opened, open_folder, opened_params
+from mercury_jax.hub.load import Opened, load_opened, open_checkpoint
 from mercury_jax.types import Pass
 
 GOLDENS = Path(__file__).with_name("goldens")
@@ -28,8 +28,8 @@ def golden(name: str) -> Golden:
     folder = GOLDENS / name
     said = read_all(folder / "golden.safetensors")
     mask = int(said["mask_id"][0]) if "mask_id" in said else None
-    opened = open_folder(folder, mask=mask, dtype="float32")
-    return Golden(name, opened, opened_params(opened, dtype=jnp.float32), said)
+    opened = open_checkpoint(folder, mask=mask, dtype="float32")
+    return Golden(name, opened, load_opened(opened, dtype=jnp.float32).params, said)
 
 
 def limit(own: np.ndarray) -> float:

@@ -1,9 +1,9 @@
-"""The README's table of open checkpoints, from the goldens: `python -m tests.hub.table`."""
+"""The table of families in docs/models.md, from the goldens: `python -m tests.hub.table`."""
 
 import numpy as np
 
 from mercury_jax import models
-from mercury_jax.hub.families import FAMILIES
+from mercury_jax.hub.family import families
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
 from tests.hub.test_diffusion_gemma import told
 from tests.models.test_dit import apply, whole
@@ -47,7 +47,7 @@ def rows() -> list[str]:
     for name in NAMES:
         found.setdefault(golden(name).opened.family.name, []).append(name)
     out = []
-    for family in FAMILIES:
+    for family in families():
         names = found.get(family.name, [])
         if not names:
             continue

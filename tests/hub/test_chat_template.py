@@ -7,8 +7,9 @@ import time
 import pytest
 
 from mercury_jax.hub.chat_template import ChatTemplate, RenderLimits
-from mercury_jax.hub.special_tokens import TracedText, joined, mask_of, own
-from tests.hub.tiny_tokenizers import TEMPLATES, reference
+from mercury_jax.hub.template_sandbox import TracedText, joined, mask_of, own
+from mercury_jax.hub.tokenizer import HFTokenizer
+from tests.hub.tiny_tokenizers import TEMPLATES, byte_level, reference
 
 CHAT = [
     {"role": "system", "content": " Be <brief>.\n"},
@@ -242,10 +243,11 @@ def test_the_sizes_of_data_and_templates_are_limited():
 
 def test_without_jinja2_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    for name in [n for n in sys.modules if n.startswith(("jinja2.", "mercury_jax.hub.template_sandbox"))]:
+    ours = ("jinja2.", "mercury_jax.hub.template_sandbox", "mercury_jax.hub.chat_template")
+    for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=r"jinja2 is not installed.*pip install .*\[hub\]"):
-        ChatTemplate("x")
+        HFTokenizer.of(byte_level()).render(CHAT)
 
 
 def test_traced_text_equals_the_text_and_keeps_its_mask():

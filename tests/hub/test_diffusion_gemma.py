@@ -10,9 +10,8 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.decode import defaults, rules
 from mercury_jax.decode.token_stats import draw, token_stats
-from mercury_jax.hub.load import open_folder, opened_params
-from mercury_jax.hub.tokenizer import IdTokenizer
-from mercury_jax.types import LM, Pass
+from mercury_jax.hub.load import load_opened, open_checkpoint
+from mercury_jax.types import Pass
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
 
@@ -81,10 +80,8 @@ def recorded():
 def model_of(dtype):
     """The checkpoint as an LM without a tokenizer; call under x64 for float64."""
     folder = GOLDENS / "diffusion_gemma"
-    opened = open_folder(folder, dtype=dtype)
-    params = opened_params(opened, dtype=jnp.dtype(dtype))
-    tokenizer = IdTokenizer.of(opened.config)
-    return LM(opened.model, params, tokenizer, opened.corruption, decoding=opened.decoding)
+    opened = open_checkpoint(folder, dtype=dtype)
+    return load_opened(opened, dtype=jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("bits", [32, 64])

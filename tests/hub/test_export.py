@@ -8,9 +8,8 @@ from mercury_jax import hub
 from mercury_jax.checkpoint import tensors
 from mercury_jax.cli import main
 from mercury_jax.hub import folder as folders
-from mercury_jax.hub.export import lazy_tensors
-from mercury_jax.hub.families import writers
-from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.hub.export import lazy_tensors, write_folder, writers
+from mercury_jax.hub.load import load_opened, open_checkpoint
 from tests.hub import mutations
 from tests.hub.goldens_of import GOLDENS, NAMES, golden
 
@@ -23,15 +22,15 @@ def test_a_checkpoint_that_is_read_and_written_is_unchanged(name, tmp_path):
     family = g.opened.family if same else writers(config)[0]
     assert family.export is not None and family.read(family.export(config)) == config
     arrays = lazy_tensors(family.names(config), g.params)
-    written = folders.scan(folders.write_folder(tmp_path / "x", family.export(config), arrays, shard=60_000))
+    written = folders.scan(write_folder(tmp_path / "x", family.export(config), arrays, shard=60_000))
     if same:
         kept = {n for n in g.opened.folder.tensors if family.uses(n, config) or n in written.tensors}
         assert set(written.tensors) == kept
         for tensor in kept:
             np.testing.assert_array_equal(written.read(tensor), g.opened.folder.read(tensor))
-    again = open_folder(tmp_path / "x", dtype="float32")
+    again = open_checkpoint(tmp_path / "x", dtype="float32")
     assert again.config == config
-    back = opened_params(again)
+    back = load_opened(again).params
     jax.tree.map(np.testing.assert_array_equal, back, g.params)
 
 
@@ -51,11 +50,11 @@ def test_a_conversion_keeps_tensors_that_our_model_does_not_read(name, tmp_path)
 def test_a_conversion_to_another_dtype_keeps_the_dtype_of_unread_tensors(tmp_path):
     out = hub.convert(GOLDENS / "diffusion_gemma", tmp_path / "out", to="hf", dtype="bfloat16")
     written = folders.scan(out)
-    kinds = {name: place.entry.dtype.name for name, place in written.tensors.items()}
+    kinds = {name: entry.dtype.name for name, entry in written.tensors.items()}
     assert {kinds[n] for n in kinds if "vision" in n} == {"float32"}
     assert {kinds[n] for n in kinds if n.startswith("model.decoder.")} == {"bfloat16"}
     assert written.config["dtype"] == "bfloat16"
-    assert open_folder(out).config.dtype == "bfloat16"
+    assert open_checkpoint(out).config.dtype == "bfloat16"
 
 
 def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
@@ -72,7 +71,7 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
 def test_shards_have_at_most_the_requested_size(tmp_path):
     g = golden("qwen3")
     arrays = lazy_tensors(g.opened.family.names(g.opened.config), g.params)
-    folders.write_folder(tmp_path / "x", {}, arrays, shard=30_000)
+    write_folder(tmp_path / "x", {}, arrays, shard=30_000)
     sizes = [p.stat().st_size for p in (tmp_path / "x").glob("*.safetensors")]
     largest = max(
         e.nbytes for p in (tmp_path / "x").glob("*.safetensors") for e in tensors.header(p).values()

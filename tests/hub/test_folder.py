@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.hub import folder as folders
+from mercury_jax.hub.export import SHARD, write_folder
 
 ARRAYS = {f"model.layers.{i}.w": np.arange(12, dtype=np.float32).reshape(4, 3) + i for i in range(5)}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "rope_theta": 1e4}
@@ -19,8 +20,8 @@ def sources(arrays=ARRAYS):
     return [tensors.LazyTensor(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
 
 
-def whole(folder, shard=folders.SHARD):
-    return folders.write_folder(folder, CONFIG, sources(), shard=shard)
+def whole(folder, shard=SHARD):
+    return write_folder(folder, CONFIG, sources(), shard=shard)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def check(folder):
 @pytest.mark.parametrize(
     "shard, names",
     [
-        (folders.SHARD, ["model.safetensors"]),
+        (SHARD, ["model.safetensors"]),
         (5 * 48, ["model.safetensors"]),
         (100, [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]),
         (1, [*(f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)), "model.safetensors.index.json"]),
@@ -73,18 +74,18 @@ def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
     lies = [*sources(), tensors.LazyTensor("last", (2,), np.float32, lambda: np.ones(3, np.float32))]
     twice = [*sources(), *sources()]
     for bad, words in ((lies, "tensor 'last'"), (twice, "name of a tensor is 'model.layers.0.w'")):
-        for shard in (folders.SHARD, 100):
+        for shard in (SHARD, 100):
             with pytest.raises(ValueError, match=words):
-                folders.write_folder(tmp_path / "model", CONFIG, bad, shard=shard)
+                write_folder(tmp_path / "model", CONFIG, bad, shard=shard)
             assert os.listdir(tmp_path) == []
-    folder = folders.write_folder(tmp_path / "model", CONFIG, sources(), extra={"tokenizer.json": b"{}"})
+    folder = write_folder(tmp_path / "model", CONFIG, sources(), extra={"tokenizer.json": b"{}"})
     assert folders.read_json(folder, "tokenizer.json") == {}
     with pytest.raises(ValueError, match="folder is .*model'; allowed: a new or empty folder"):
         whole(folder)
 
 
 def test_code_that_a_config_names_is_noted_and_not_run(tmp_path):
-    folder = folders.write_folder(
+    folder = write_folder(
         tmp_path / "m",
         CONFIG | {"auto_map": {"AutoModel": "evil.Model"}},
         sources(),
@@ -158,9 +159,7 @@ def linked(folder, name, to):
 )
 @pytest.mark.parametrize("how", ["../other/{}", "/{}", "hop"])
 def test_a_symbolic_link_out_of_the_folder_is_refused(tmp_path, name, how):
-    folder, other = (
-        whole(tmp_path / n, 100 if "-" in name or "index" in name else folders.SHARD) for n in "fo"
-    )
+    folder, other = (whole(tmp_path / n, 100 if "-" in name or "index" in name else SHARD) for n in "fo")
     other.rename(tmp_path / "other")
     (folder / "hop").symlink_to(tmp_path / "other" / name)  # a link to a link is no way out
     linked(folder, name, how.format(name if ".." in how else str(tmp_path / "other" / name)[1:]))
@@ -191,7 +190,7 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path):
         folders.scan(folder)
 
 
-def cached(root, shard=folders.SHARD, sub=""):
+def cached(root, shard=SHARD, sub=""):
     """A folder moved into Hugging Face's cache: links in snapshots/, contents in blobs/."""
     blobs, snapshot = root / "blobs", root / "snapshots" / "0a1b2c" / sub
     blobs.mkdir(parents=True)

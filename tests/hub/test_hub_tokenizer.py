@@ -143,7 +143,7 @@ def test_a_control_token_that_a_template_assembles_from_parts_is_refused():
 )
 def test_every_text_round_trips_without_control_tokens(files):
     tok, library, rng = HFTokenizer.of(files), theirs(files), random.Random(0)
-    control, lengths = set(tok.tokens.control.values()), tok.byte_lengths()
+    control = set(tok.tokens.control.values())
     pool = [*" \n\t\u2581\0aé<|>", "return", "\n\n", "    ", "<table>", "日本", *SPECIAL, *GEMMA, *CONTROL]
     for text in [*NASTY, *(random_text(rng, pool) for _ in range(300))]:
         ids = tok.encode(text)
@@ -151,7 +151,6 @@ def test_every_text_round_trips_without_control_tokens(files):
         shown = text if tok.decode(tok.encode("\u2581")) == "\u2581" else text.replace("\u2581", " ")
         assert tok.decode(ids) == tok.decode(ids, skip_special=False) == shown
         assert b"".join(tok.pieces[i] for i in ids).decode() == tok.decode(ids)
-        assert lengths[ids].sum() == len(tok.decode(ids).encode())
         if not any(word in text for word in tok.tokens.control):
             assert ids == library.encode(text, add_special_tokens=False).ids
     for word in ("\n\n", "<table>"):  # long, but ordinary

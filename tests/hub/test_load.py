@@ -13,8 +13,8 @@ from mercury_jax import hub, sharding
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.cli import main
 from mercury_jax.hub import params
-from mercury_jax.hub.families import FAMILIES
-from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.hub.family import families
+from mercury_jax.hub.load import load_opened, open_checkpoint
 from mercury_jax.models.weight_quant import QuantisedWeight
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
 
@@ -57,7 +57,7 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
 def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, change, words):
     rewrite(folder, change)
     with pytest.raises(CheckpointError) as error:
-        open_folder(folder)
+        open_checkpoint(folder)
     assert all(word in str(error.value) for word in words)
 
 
@@ -80,7 +80,7 @@ def test_missing_surplus_and_misshapen_tensors_are_refused_by_name(folder, chang
 def test_unsupported_configs_are_refused(folder, changes, words):
     reconfigure(folder, **changes)
     with pytest.raises(ValueError) as error:
-        open_folder(folder)
+        open_checkpoint(folder)
     assert all(word in str(error.value) for word in words)
 
 
@@ -116,32 +116,32 @@ def test_a_config_that_fits_two_families_is_noted(tmp_path, capsys):
 
 def test_the_mask_may_be_given_and_is_required_where_it_is_unknown():
     with pytest.raises(ValueError, match="pass mask="):
-        open_folder(GOLDENS / "a2d_qwen3")
-    assert open_folder(GOLDENS / "a2d_qwen3", mask=7).config.mask == 7
+        open_checkpoint(GOLDENS / "a2d_qwen3")
+    assert open_checkpoint(GOLDENS / "a2d_qwen3", mask=7).config.mask == 7
 
 
 def test_the_mask_is_read_from_the_tokenizer(tmp_path):
     shutil.copytree(GOLDENS / "a2d_qwen3", tmp_path / "m")
     about = {"mask_token": "<|mask|>", "added_tokens_decoder": {"9": {"content": "<|mask|>"}}}
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(about))
-    assert open_folder(tmp_path / "m").config.mask == 9
+    assert open_checkpoint(tmp_path / "m").config.mask == 9
 
 
 def test_further_ends_are_read_from_the_generation_config(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    config = open_folder(folder).config
+    config = open_checkpoint(folder).config
     assert {config.eos, *config.ends} >= {5, 6}
 
 
 def test_llada_moe_is_recognised_by_its_architecture():
-    kinds = {n: open_folder(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
+    kinds = {n: open_checkpoint(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
     assert kinds == {"llada": "LLaDA", "llada_moe": "LLaDA-MoE"}
-    assert len({f.name for f in FAMILIES}) == len(FAMILIES)
+    assert len({f.name for f in families()}) == len(families())
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monkeypatch):
     model = golden("qwen3").opened.model
-    need = params.per_device(model, params.abstract_mesh(1), jnp.float32).params
+    need = params.param_bytes(model, None, jnp.float32)
     assert need == 4 * params.count_parameters(model)[0]
     monkeypatch.setattr(params, "free_memory", lambda devices: need)
     params.check_memory(model, None, jnp.float32, None, "x")
@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monke
 )  # fmt: skip
 def test_8_bit_weights_change_logits_little(name, kind, most):
     g = golden(name)
-    small = opened_params(g.opened, dtype=jnp.float32, quantise=kind)
+    small = load_opened(g.opened, dtype=jnp.float32, quantise=kind).params
     kept = [
         x
         for x in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, QuantisedWeight))
@@ -165,7 +165,7 @@ def test_8_bit_weights_change_logits_little(name, kind, most):
     ]
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert kept and size(small) < 0.6 * size(g.params)
-    assert size(small) == params.per_device(g.opened.model, params.abstract_mesh(1), jnp.float32, kind).params
+    assert size(small) == params.param_bytes(g.opened.model, None, jnp.float32, kind)
     exact, rough = logits_of(g, g.said["tokens"]), logits_of(g._replace(params=small), g.said["tokens"])
     # The median: rounding may send a token to another expert, and that one's logits are others then.
     assert 0 < np.median(np.abs(exact - rough)) < most * exact.std()
@@ -178,10 +178,10 @@ def test_parameters_split_over_four_devices_give_the_same_logits(name):
         pytest.fail("conftest.py makes four devices")
     g = golden(name)
     on = sharding.mesh(data=1, tensor=2, expert=2, devices=jax.devices()[:4])
-    split = opened_params(g.opened, dtype=jnp.float32, mesh=on)
+    split = load_opened(g.opened, dtype=jnp.float32, mesh=on).params
     whole = sum(x.nbytes for x in jax.tree.leaves(split))
     first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(split))
-    assert first == params.per_device(g.opened.model, on, jnp.float32).params < 0.75 * whole
+    assert first == params.param_bytes(g.opened.model, on, jnp.float32) < 0.75 * whole
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(split), jax.device_get(g.params))
     np.testing.assert_allclose(
         logits_of(g._replace(params=split), g.said["tokens"]), logits_of(g, g.said["tokens"]), atol=1e-4

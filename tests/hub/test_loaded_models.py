@@ -15,7 +15,7 @@ from mercury_jax import hub
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.cli import main
 from mercury_jax.config import ModelConfig
-from mercury_jax.hub.load import open_folder
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.tokenizer import IdTokenizer, unpack
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS, forward, golden, logits_of
@@ -121,7 +121,7 @@ def test_a_checkpoint_converted_to_our_layout_is_the_same_model(tmp_path, capsys
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
     assert mj.sample(ours, PROMPT, max_tokens=6).tokens[0].tolist() == greedy("llama3", PROMPT, 6)
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf"]) == 0
-    again = open_folder(tmp_path / "back")
+    again = open_checkpoint(tmp_path / "back")
     for name in again.folder.tensors:
         np.testing.assert_array_equal(again.folder.read(name), golden("llama3").opened.folder.read(name))
     with pytest.raises(ValueError, match="a new or empty folder"):
@@ -153,7 +153,7 @@ def test_a_model_that_no_family_can_hold_is_refused(tmp_path):
         hub.save_hf(tmp_path / "a", tiny("causal_encoder"))
     with pytest.raises(ValueError, match="family is 'Dream'; allowed: tiny-A2D"):
         hub.save_hf(tmp_path / "b", tiny("bidirectional"), family="Dream")
-    with pytest.raises(ValueError, match="family is 'Mamba'; allowed: DiffusionGemma, LLaDA"):
+    with pytest.raises(ValueError, match="family is 'Mamba'; allowed: .*DiffusionGemma, LLaDA"):
         hub.save_hf(tmp_path / "c", tiny("bidirectional"), family="Mamba")
     for kind in ("int8", "fp8"):
         small = hub.load(GOLDENS / "llama3", quantise=kind)

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from mercury_jax import hub
 from mercury_jax.hub import params
-from mercury_jax.hub.load import open_config
-from mercury_jax.sharding import partition_spec
+from mercury_jax.hub.load import open_checkpoint
+from mercury_jax.sharding import AXES, partition_spec
 
 CONFIG_26B = Path(__file__).with_name("diffusiongemma_26b.json")
 
@@ -19,7 +20,7 @@ CONFIG_26B = Path(__file__).with_name("diffusiongemma_26b.json")
 @functools.cache
 def model_26b():
     """Its shapes take seconds to find, once for each model object."""
-    return open_config(CONFIG_26B).model
+    return open_checkpoint(CONFIG_26B).model
 
 
 # Without memory_stats a CPU tells its peak only for the whole process: hence a process of its own.
@@ -27,11 +28,11 @@ LOAD = """
 import json, resource, sys
 import jax
 jax.block_until_ready(jax.numpy.ones(8) * 2)
-from mercury_jax.hub.load import open_folder, opened_params
+from mercury_jax.hub.load import load_opened, open_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-opened = open_folder(sys.argv[1])
+opened = open_checkpoint(sys.argv[1])
 before = peak()
-params = opened_params(opened)
+params = load_opened(opened).params
 size = sum(x.nbytes for x in jax.tree.leaves(params))
 print(json.dumps({"extra": peak() - before - size, "size": size}))
 """
@@ -45,7 +46,7 @@ def hollow(folder: Path, config: dict) -> int:
     """A checkpoint of zeros that takes no room on the disk; returns the bytes of its largest tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    opened = open_config(folder / "config.json")
+    opened = open_checkpoint(folder / "config.json")
     names, shapes = opened.family.names(opened.config), params.shapes_of(opened.model)
     header, at = {}, 0
     for path, source in names.items():
@@ -89,7 +90,7 @@ def test_the_26b_model_is_built_abstractly_as_published():
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_every_sharding_rule_of_the_26b_model_fits_its_array(devices, axis):
     model = model_26b()
-    mesh = params.abstract_mesh(devices, axis)
+    mesh = AbstractMesh(tuple(devices if name == axis else 1 for name in AXES), AXES)
     for path, like in params.shapes_of(model).items():
         found = partition_spec(path, like.shape, model.shardings, mesh)
         for size, name in zip(like.shape, found):

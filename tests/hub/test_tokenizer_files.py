@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from mercury_jax import noise
 from mercury_jax.checkpoint import CheckpointError
 from mercury_jax.hub.tokenizer import HFTokenizer, unpack
-from mercury_jax.hub.tokenizer_files import MAX_BYTES, own_files
+from mercury_jax.hub.tokenizer_files import MAX_BYTES, own_files, read_files
 from mercury_jax.tokenizer import SPECIAL, Tokenizer as Ours
 from tests.hub.tiny_tokenizers import byte_level, sentencepiece
 from tests.test_tokenizer import NASTY, TEXTS, _random_text
@@ -109,11 +109,17 @@ def test_templates_are_read_from_files_and_configs_by_name():
             assert tok.decode(tok.render(CHAT, tools=[{"name": "f<|im_end|>"}])) == "bf<|im_end|>"
 
 
-def test_tokenizer_files_are_read_and_written_unchanged(tmp_path):
+def write(folder, files):
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def test_tokenizer_files_are_read_and_packed_unchanged(tmp_path):
     files = {**byte_level(), "additional_chat_templates/tool_use.jinja": b"x"}
-    HFTokenizer.of(files).save(tmp_path)
+    write(tmp_path, files)
     (tmp_path / "evil.py").write_text("raise SystemExit")
-    tok = HFTokenizer.load(tmp_path, mask=4, ends=(5,))
+    tok = HFTokenizer.of(read_files(tmp_path), mask=4, ends=(5,))
     assert dict(tok.files) == files
     again = unpack(tok.proto)
     assert again.fingerprint == tok.fingerprint != HFTokenizer.of(files).fingerprint
@@ -154,18 +160,18 @@ def test_a_missing_or_too_large_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"no tokenizer; allowed: tokenizer.json, or vocab.json and merges.txt$"
     ):
-        HFTokenizer.load(tmp_path)
+        read_files(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="let transformers write tokenizer.json"):
-        HFTokenizer.load(tmp_path)
+        read_files(tmp_path)
     (tmp_path / "tokenizer.json").symlink_to("/etc/hostname")
     with pytest.raises(CheckpointError, match="symbolic link"):
-        HFTokenizer.load(tmp_path)
+        read_files(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    HFTokenizer.of(byte_level()).save(tmp_path)
+    write(tmp_path, byte_level())
     (tmp_path / "chat_template.jinja").write_bytes(b" " * (MAX_BYTES["chat_template.jinja"] + 1))
     with pytest.raises(CheckpointError, match="more than 1000000 bytes"):
-        HFTokenizer.load(tmp_path)
+        read_files(tmp_path)
 
 
 def test_a_bad_template_only_affects_conversations():

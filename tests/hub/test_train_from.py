@@ -119,13 +119,17 @@ def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypat
         found.append(alive(embedding))  # at last when the first update is traced: its state stands
         return masked_elbo()(key, model, params, batch, corruption)
 
-    init = steps.init
-    monkeypatch.setattr(loop.steps, "init", lambda *args: given.append(shardings(args[-1])) or init(*args))
+    init = steps.init_state
+    monkeypatch.setattr(
+        loop.steps, "init_state", lambda *args: given.append(shardings(args[-1])) or init(*args)
+    )
     config = recipe(
         tmp_path / "first", tmp_path / "run", objective=objective, mesh=MeshConfig(data=1, fsdp=4)
     )
     model, on = models.build(config.model), loop.mesh_of(config)
-    state = steps.shapes(model, optim.optimizer(config.optim, config.steps), True, on)
+    tx, lr = optim.optimizer(config.optim, config.steps), optim.schedule(config.optim, config.steps)
+    setup = steps.TrainSetup(model, objective, noise.absorbing(0), tx, lr, ema=config.ema)
+    state = steps.abstract_state(setup, on)
     embedding = max(jax.tree.leaves(state.params), key=lambda x: x.size).shape
     if resume:
         mj.train(config)

@@ -7,9 +7,9 @@ import pytest
 
 from mercury_jax.kernels import device as kernel_device, reference
 from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.hopper import attention
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 
 
 def case(t, h, g, width, page, dtype, r=2, seed=0):
@@ -43,7 +43,7 @@ def case(t, h, g, width, page, dtype, r=2, seed=0):
 
 def check(got, q, k, v, ranges, scale, softcap, tolerance):
     wide = (x.astype(jnp.float32) for x in (q, k, v))
-    want, told = reference.run(*wide, ranges, scale=scale, softcap=softcap, residual=True)
+    want, told = reference.run(AttentionCall(*wide, ranges, scale, softcap, residual=True))
     out, nats = (np.asarray(x, np.float32) for x in got)
     assert got[0].dtype == q.dtype and not out[:, -1].any() and np.isneginf(nats[:, -1]).all()
     assert np.abs(out - want).max() <= tolerance * np.abs(want).max()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, backends, device as kernel_device
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 
 SLOTS = {"reference": 9, "chunked": 300}
 HERE = [name for name in backends() if name in SLOTS]  # those for an accelerator have tests of their own
@@ -80,13 +80,13 @@ def test_parts_of_the_keys_are_merged_by_log_sum_exp(backend):
 
 def test_gradients_are_finite_for_queries_without_keys():
     q, k, v, ranges = case()
-    grads = jax.grad(lambda *x: attend(*x, ranges, softcap=1.0).sum(), argnums=(0, 1, 2))(q, k, v)
+    grads = jax.grad(lambda *x: jnp.sum(attend(*x, ranges, softcap=1.0)), argnums=(0, 1, 2))(q, k, v)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
 def test_a_pass_with_a_gradient_never_uses_a_backend_without_one():
     q, k, v, ranges = case(s=SLOTS["chunked"])
-    through = lambda cached: jax.jit(jax.grad(lambda q, to: attend(q, k, v, to, cached=cached).sum()))
+    through = lambda cached: jax.jit(jax.grad(lambda q, to: jnp.sum(attend(q, k, v, to, cached=cached))))
     assert jnp.isfinite(through(False)(q, ranges)).all()
     with pytest.raises(ValueError, match="Reverse-mode"):
         through(True)(q, ranges)
@@ -124,11 +124,10 @@ def test_kernels_are_used_on_their_own_device_only(monkeypatch):
         x.astype(jnp.bfloat16) if x.ndim == 4 and x.dtype != jnp.int32 else x for x in case(width=64)
     )
     monkeypatch.setitem(
-        attention._BACKENDS, "hopper", attention._BACKENDS["hopper"]._replace(run=lambda *a, **k: "ours")
+        attention._BACKENDS, "hopper", attention._BACKENDS["hopper"]._replace(run=lambda *_: "ours")
     )
-    asked = dict(scale=1.0, softcap=None, residual=False)
     chosen = lambda device=None, q=q, cached=True: (
-        attention._choose("cuda", cached, q, k, v, ranges, asked | {"device": device}).run
+        attention._choose("cuda", cached, AttentionCall(q, k, v, ranges, 1.0, device=device)).run
     )
     plain = attention._BACKENDS["reference"].run
     with pytest.raises(ValueError, match="no Hopper"):

@@ -3,22 +3,23 @@
 Where the interpreter has no tcgen05, jnp.dot in shared memory stands for it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mercury_jax.kernels import attention, blackwell, device as kernel_device
-from mercury_jax.kernels.blackwell import attention as blackwell_attention, program
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 from tests.kernels.test_hopper import case, dense
 
 
 def check(q, k, v, ranges, more, expected):
-    assert blackwell.refuses(q, k, v, ranges, **more) is None
-    device = interpreted(kernel_device.BLACKWELL)
-    out, nats = jax.jit(lambda *xs: blackwell.run(*xs, **more, device=device))(q, k, v, ranges)
+    call = functools.partial(AttentionCall, **more, device=interpreted(kernel_device.BLACKWELL))
+    assert blackwell.refuses(call(q, k, v, ranges)) is None
+    out, nats = jax.jit(lambda *xs: blackwell.run(call(*xs)))(q, k, v, ranges)
     want, told = expected
     assert out.dtype == q.dtype and nats.dtype == jnp.float32
     got = np.asarray(out, np.float64)
@@ -36,14 +37,14 @@ CASES = {  # B, T, H, G, S, K, R, dtype, scale, softcap, processors (few: no spl
 @pytest.mark.parametrize("name", CASES)
 def test_the_blackwell_kernel_equals_the_definition(name, monkeypatch):
     *shape, scale, softcap, processors = CASES[name]
-    monkeypatch.setattr(blackwell_attention, "PROCESSORS", processors)
+    monkeypatch.setattr(blackwell, "PROCESSORS", processors)
     q, k, v, ranges, see = case(*shape)
     more = dict(scale=scale, softcap=softcap, residual=True)
     check(q, k, v, ranges, more, dense(q, k, v, see, scale, softcap))
 
 
 def test_int8_keys_equal_their_dequantised_values_on_blackwell(monkeypatch):
-    monkeypatch.setattr(blackwell_attention, "PROCESSORS", 1)
+    monkeypatch.setattr(blackwell, "PROCESSORS", 1)
     q, k, v, ranges, see = case(1, 3, 2, 1, 350, 64, 2, jnp.bfloat16)  # more tiles than are in flight
     seen = jnp.asarray(see.any(1))[:, :, None]
     k, v = (quantise_int8(jnp.where(seen[..., None], x, 0)) for x in (k, v))
@@ -69,13 +70,13 @@ def test_the_blackwell_kernel_lowers_to_products_in_tensor_memory(width, int8):
     assert "mosaic_gpu" in text and "tcgen05" in text
 
 
-@pytest.mark.parametrize("width", blackwell_attention.KEYS)
+@pytest.mark.parametrize("width", blackwell.KEYS)
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_blackwell_program_fits_into_its_memories(width, int8):
     """512 columns of tensor memory, 227 KB of shared memory."""
     q, k, _, ranges = shapes(width, int8=int8, ranges=3)
-    p = blackwell_attention._config(q, k, ranges, 1.0, None)
-    t, s = program.tensor_memory(p, width, q.dtype), blackwell_attention._shared_memory(p, width, q.dtype)
+    p = blackwell.config_of(AttentionCall(q, k, k, ranges, 1.0))
+    s, t = blackwell.scratch_of(p, width, q.dtype)
     columns = [x.shape[1] * jnp.dtype(x.dtype).itemsize // 4 for x in (t.scores, t.weights, t.sum)]
     assert sum(columns) <= 512
     held = [x for x in (s.q, s.edges, s.k, s.v, s.int8, s.scales, t.out) if x is not None]
@@ -84,10 +85,11 @@ def test_a_blackwell_program_fits_into_its_memories(width, int8):
 
 
 def test_the_blackwell_kernel_is_used_on_blackwell_only_and_names_what_it_refuses():
-    asked = dict(scale=0.1, softcap=None, residual=False)
-    chosen = lambda *args, device=None: attention._choose("cuda", True, *args, asked | {"device": device}).run
+    chosen = lambda *args, device=None: (
+        attention._choose("cuda", True, AttentionCall(*args, 0.1, device=device)).run
+    )
     of = lambda name: attention._BACKENDS[name].run
-    told = lambda *args, **more: str(blackwell.refuses(*args, **asked | more))
+    told = lambda *args, scale=0.1: str(blackwell.refuses(AttentionCall(*args, scale)))
     assert chosen(*shapes(128)) is of("reference")
     assert chosen(*shapes(128), device=kernel_device.target(kernel_device.HOPPER)) is of("hopper")
     ours = kernel_device.target(kernel_device.BLACKWELL)

@@ -9,8 +9,8 @@ import pytest
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.kernels import attend, attention, chunked, reference
+from mercury_jax.kernels.attention_inputs import AttentionCall, quantise_int8
 from mercury_jax.kernels.chunked import CHUNK
-from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.models import masks
 from mercury_jax.train.data import packing
 
@@ -24,10 +24,10 @@ def packed(pattern, *rows):
     )
     made = []
     for documents in rows:
-        made.append(packing.Row())
+        made.append(packing.PackedRow())
         for n, prompt in documents:
             made[-1].add((0, 0), masks.layout(config, np.full(n, 5), prompt))
-    return jnp.asarray(packing.batch(made, SLOTS, 0).ranges)
+    return jnp.asarray(packing.pack(made, SLOTS, 0).ranges)
 
 
 # One long document, and five short ones whose last canvases are not whole; then padding.
@@ -48,7 +48,7 @@ def graded(run, size, softcap):
 
     def total(q, k, v, ranges, w):
         more = {"scale": 0.4, "softcap": softcap, "residual": True}
-        out, lse = run(q, k, v, ranges, **more)
+        out, lse = run(AttentionCall(q, k, v, ranges, **more))
         seen = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return (out * w).sum() + (jnp.sin(seen) * w[..., 0]).sum(), (out, lse)
 
@@ -76,7 +76,7 @@ def test_blockwise_values_and_gradients_equal_the_reference_over_packed_document
 @pytest.mark.parametrize("softcap, size", [(1.5, 64), (None, 256)])
 def test_blockwise_values_and_gradients_with_a_softcap_and_larger_tiles(monkeypatch, softcap, size):
     monkeypatch.setattr(chunked, "TILE_CPU", size)
-    run = lambda *args, **how: chunked.run_blockwise(*args, **how)  # a trace of its own
+    run = lambda call: chunked.run_blockwise(call)  # a trace of its own
     check(run, LAYOUTS["causal_encoder"], softcap, size, seed=1)
 
 
@@ -96,8 +96,8 @@ def test_a_query_tile_visits_only_the_key_tiles_in_its_ranges():
 def test_blockwise_attention_with_fewer_queries_than_keys():
     q, k, v, _ = arrays(2, b=1)
     ranges = LAYOUTS["block_causal"][:1, 40:]
-    out = chunked.run_blockwise(q[:, 40:], k, v, ranges, scale=1.0)
-    np.testing.assert_allclose(out, reference.run(q[:, 40:], k, v, ranges, scale=1.0), atol=1e-5)
+    call = AttentionCall(q[:, 40:], k, v, ranges, scale=1.0)
+    np.testing.assert_allclose(chunked.run_blockwise(call), reference.run(call), atol=1e-5)
 
 
 def test_blockwise_attention_materialises_no_scores():
@@ -115,9 +115,8 @@ def test_blockwise_attention_materialises_no_scores():
 def test_long_passes_without_a_cache_use_blockwise_attention_and_others_do_not():
     q, k, v, _ = arrays(0, b=1)
     ranges = LAYOUTS["bidirectional"][:1]
-    options = {"scale": 1.0, "softcap": None, "residual": False, "device": None}
     chosen = lambda cached, n=SLOTS: attention._choose(
-        "tpu", cached, q[:, :n], k[:, :n], v[:, :n], ranges[:, :n], options
+        "tpu", cached, AttentionCall(*(x[:, :n] for x in (q, k, v, ranges)), scale=1.0)
     )
     blockwise, plain = (attention._BACKENDS[name] for name in ("blockwise", "reference"))
     assert chosen(False) is blockwise

@@ -1,14 +1,16 @@
 """The Hopper kernel in the Mosaic GPU interpreter equals the definition, over shapes, dtypes and ranges."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, hopper
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.hopper import attention as hopper_attention
 from mercury_jax.kernels.interpreter import interpreted
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
 
 
 def dense(q, k, v, see, scale, softcap):
@@ -64,8 +66,9 @@ def test_the_hopper_kernel_equals_the_definition(name, monkeypatch):
 
 
 def check(q, k, v, ranges, more, expected):
-    assert hopper.refuses(q, k, v, ranges, **more) is None
-    out, nats = jax.jit(lambda *xs: hopper.run(*xs, **more, device=interpreted()))(q, k, v, ranges)
+    call = functools.partial(AttentionCall, **more, device=interpreted())
+    assert hopper.refuses(call(q, k, v, ranges)) is None
+    out, nats = jax.jit(lambda *xs: hopper.run(call(*xs)))(q, k, v, ranges)
     want, told = expected
     assert out.dtype == q.dtype and nats.dtype == jnp.float32
     got = np.asarray(out, np.float64)
@@ -102,9 +105,7 @@ def test_the_hopper_kernel_names_what_it_refuses():
     shape = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype)
     q, k = shape((1, 4, 4, 64), jnp.bfloat16), shape((1, 9, 2, 64), jnp.bfloat16)
     ranges = shape((1, 4, 2, 2), jnp.int32)
-    refused = lambda q=q, k=k, ranges=ranges, scale=0.1: hopper.refuses(
-        q, k, k, ranges, scale=scale, softcap=None, residual=False
-    )
+    refused = lambda q=q, k=k, ranges=ranges, scale=0.1: hopper.refuses(AttentionCall(q, k, k, ranges, scale))
     told = lambda *args, **more: str(refused(*args, **more))
     assert refused() is None
     wide = lambda n, dtype=jnp.bfloat16: (shape((1, 4, 4, n), dtype), shape((1, 9, 2, n), dtype))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul
-from mercury_jax.kernels.kv_quant import quantise_int8
+from mercury_jax.kernels.attention_inputs import quantise_int8
 
 CHIPS = {  # backend: chip, platform of lowering, what stands in a program that has the kernel
     "hopper": (kernel_device.HOPPER, "cuda", "mosaic_gpu"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.kernels import attend, attention, device as kernel_device, reference, tpu
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 
@@ -34,12 +34,14 @@ def case(b, t, h, g, s, width, r, dtype, seed=0):
 
 def interpreted(q, k, v, ranges, **more):
     """The kernel's answer; what it has not written is NaN, and so is what lies behind the last slot."""
-    assert tpu.refuses(q, k, v, ranges, **more) is None
-    return jax.jit(functools.partial(tpu.run, **more, device=Device("tpu", interpret=True)))(q, k, v, ranges)
+    device = Device("tpu", interpret=True)
+    call = functools.partial(AttentionCall, **more, device=device)
+    assert tpu.refuses(call(q, k, v, ranges)) is None
+    return jax.jit(lambda *xs: tpu.run(call(*xs)))(q, k, v, ranges)
 
 
 def expected(q, k, v, ranges, **more):
-    return reference.run(*(x.astype(jnp.float32) for x in (q, k, v)), ranges, **more)
+    return reference.run(AttentionCall(*(x.astype(jnp.float32) for x in (q, k, v)), ranges, **more))
 
 
 def alike(found, wanted, close):
@@ -97,14 +99,14 @@ def test_with_simulated_memory_the_kernel_reads_only_what_it_has_copied():
     q, k, v, ranges, _ = case(1, 3, 2, 2, 40, 64, 1, jnp.float32)
     more = dict(scale=0.1, softcap=None, residual=True)
     device = Device("tpu", interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
-    found = jax.jit(functools.partial(tpu.run, **more, device=device))(q, k, v, ranges)
+    found = jax.jit(lambda *xs: tpu.run(AttentionCall(*xs, **more, device=device)))(q, k, v, ranges)
     alike(found, expected(q, k, v, ranges, **more), 1e-5)
 
 
 def test_rows_are_in_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     ranges = jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32)
-    planned: Any = lambda q, k: tpu._config(q, k, ranges, 1.0, None, False)
+    planned: Any = lambda q, k: tpu.config_of(AttentionCall(q, k, k, ranges, 1.0))
     q, k = shape(1, 256, 16, 256), shape(1, 4096, 8, 256)
     monkeypatch.setattr(tpu, "_vmem_and_cores", lambda: (64 * 2**20, 1))
     assert planned(q, k).tiles == 1 and planned(q, k).rows == 512
@@ -119,8 +121,7 @@ def test_rows_are_in_as_few_tiles_as_memory_and_cores_allow(monkeypatch):
 def test_the_tpu_kernel_names_what_it_refuses():
     shape = lambda s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     q, k, ranges = shape((1, 4, 4, 64)), shape((1, 9, 2, 64)), shape((1, 4, 2, 2), jnp.int32)
-    how = dict(scale=0.1, softcap=None, residual=False)
-    told = lambda q=q, k=k, v=None: str(tpu.refuses(q, k, k if v is None else v, ranges, **how))
+    told = lambda q=q, k=k, v=None: str(tpu.refuses(AttentionCall(q, k, k if v is None else v, ranges, 0.1)))
     int8 = jax.eval_shape(quantise_int8, k)
     assert told() == told(k=int8) == "None"
     assert "int8" in told(v=int8) and "float16" in told(shape((1, 4, 4, 64), jnp.float16))
@@ -137,7 +138,7 @@ def test_the_tpu_kernel_is_not_used_where_xla_would_have_to_divide_it():
     seen = []
 
     def ask(q, k, v, ranges):
-        seen.append(tpu.refuses(q, k, v, ranges, scale=0.1, softcap=None, residual=False))
+        seen.append(tpu.refuses(AttentionCall(q, k, v, ranges, scale=0.1)))
         return q
 
     rows = jax.sharding.PartitionSpec("data")
@@ -155,11 +156,10 @@ def test_the_tpu_kernel_is_not_used_where_xla_would_have_to_divide_it():
 
 def test_compiled_for_a_tpu_only_passes_over_a_cache_use_the_kernel(monkeypatch):
     q, k, v, ranges, _ = case(1, 4, 2, 2, 40, 64, 1, jnp.float32)
-    ours = attention._BACKENDS["tpu"]._replace(run=lambda *a, **k: "ours")
+    ours = attention._BACKENDS["tpu"]._replace(run=lambda call: "ours")
     monkeypatch.setitem(attention._BACKENDS, "tpu", ours)
-    asked = dict(scale=1.0, softcap=None, residual=False)
     chosen = lambda device=None, platform="tpu", cached=True: attention._choose(
-        platform, cached, q, k, v, ranges, asked | {"device": device}
+        platform, cached, AttentionCall(q, k, v, ranges, 1.0, device=device)
     )
     with pytest.raises(ValueError, match="no TPU"):
         attend(q, k, v, ranges, backend="tpu")

@@ -4,11 +4,12 @@ import asyncio
 import os
 import random
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat
-from mercury_jax.evaluate import tasks
+from mercury_jax import tasks
+from mercury_jax.bench.serve_load import BrokenResponse, Client, LoadRequest, chat, counters
 
 MODEL = "nano"
 NAMES = (
@@ -28,7 +29,7 @@ NAMES = (
 
 def requests(count, max_tokens=40, frames=False, **more):
     """Different requests with deterministic answers: streamed chats and completions, in turn."""
-    texts = [p.input for p in tasks.draw(tasks.find("add3").generator, count, 0)]
+    texts = [p.input for p in tasks.draw_distinct(tasks.TASKS["add3"], count, 0)]
     asks = [chat(MODEL, text, max_tokens, frames, temperature=0, **more) for text in texts]
     for i in range(1, count, 2):
         body = asks[i].body | {
@@ -52,6 +53,16 @@ def run(url, work, keep=True):
             await client.close()
 
     return asyncio.run(inside())
+
+
+async def wait_for_counters(client, until, seconds=60.0):
+    """The metrics once `until` is true of them. TimeoutError after `seconds`."""
+    end = time.perf_counter() + seconds
+    while not until(found := await counters(client)):
+        if time.perf_counter() > end:
+            raise TimeoutError(f"the metrics were not as awaited within {seconds:g} s: {found}")
+        await asyncio.sleep(0.01)
+    return found
 
 
 class Resources(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from mercury_jax.bench import serve_load
 from mercury_jax.bench.serve_load import BrokenResponse, LoadRequest
-from tests.load.load_clients import MODEL, disconnecting_clients, requests, resources, run
+from tests.load.load_clients import MODEL, disconnecting_clients, requests, resources, run, wait_for_counters
 
 MEBI = 1 << 20
 FULL = 500  # with at least so many clients, times are checked too
@@ -16,9 +16,7 @@ FULL = 500  # with at least so many clients, times are checked too
 
 async def quiet(client):
     """The counters when no request runs or waits."""
-    return await serve_load.wait_for_counters(
-        client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0
-    )
+    return await wait_for_counters(client, lambda now: now["mercury_running"] == now["mercury_waiting"] == 0)
 
 
 async def never_failed(client):
@@ -75,7 +73,7 @@ def test_a_slot_is_free_one_step_after_its_client_disconnected(large_server):
             for wire, ask in zip(wires, asks, strict=True)
         ]
         assert {reply.status for reply in replies} == {200}
-        running = await serve_load.wait_for_counters(client, lambda now: now["mercury_running"] == len(asks))
+        running = await wait_for_counters(client, lambda now: now["mercury_running"] == len(asks))
         for wire in wires:
             wire.drop()
         return running, await quiet(client)
@@ -101,8 +99,8 @@ def test_excess_is_refused_at_once_and_does_not_delay_accepted_requests(small_se
     assert all(int(one.retry_after) >= 1 and "rate_limit_reached" in one.refused for one in refused)
     if clients < FULL:  # with few clients, one delay of a shared machine decides
         return
-    assert serve_load.percentile([one.whole for one in refused], 99) < 0.1
-    late = lambda found: serve_load.percentile([one.first for one in found], 99)
+    assert serve_load.percentiles(one.whole for one in refused)["p99"] < 0.1
+    late = lambda found: serve_load.percentiles(one.first for one in found)["p99"]
     assert late(accepted) <= 2 * late(full)
 
 
@@ -130,7 +128,7 @@ def test_a_signal_drains_the_server_and_no_request_fails(small_server):
     async def scene(client):
         tasks = [asyncio.ensure_future(answer(client, ask)) for ask in asks]
         inside = lambda now: now["mercury_running"] + now["mercury_waiting"] >= 10
-        await serve_load.wait_for_counters(client, inside)
+        await wait_for_counters(client, inside)
         small_server.process.terminate()
         await asyncio.sleep(0.1)
         told = await late(client)

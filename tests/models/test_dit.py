@@ -13,8 +13,9 @@ from mercury_jax import models, noise
 from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
 from mercury_jax.decode.score import canvas_times
-from mercury_jax.hub import families
-from mercury_jax.hub.load import open_folder
+from mercury_jax.hub.export import named_family, writers
+from mercury_jax.hub.family import family_of
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.models.dit import DiTConfig, noise_level
 from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.types import Batch, PackedPass, Pass
@@ -148,16 +149,16 @@ def test_bad_configs_are_refused_by_name(change, named):
 
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm", "duo", "gidd"])
 def test_a_dit_config_survives_a_round_trip(name):
-    opened = open_folder(GOLDENS / name)
-    assert families.family_of(opened.folder.config)[0] is opened.family
-    assert opened.family in families.writers(opened.config)
+    opened = open_checkpoint(GOLDENS / name)
+    assert family_of(opened.folder.config)[0] is opened.family
+    assert opened.family in writers(opened.config)
     other = dataclasses.replace(opened.config, ffn=100)
-    assert opened.family not in families.writers(other)
+    assert opened.family not in writers(other)
 
 
 def test_the_noise_is_that_of_the_checkpoint():
     for name, kind in (("mdlm", "absorbing"), ("bd3lm", "absorbing"), ("duo", "uniform"), ("gidd", "hybrid")):
-        found = open_folder(GOLDENS / name).noise
+        found = open_checkpoint(GOLDENS / name).noise
         assert found is not None and found.kind == kind
         assert name != "gidd" or found.uniform == 0.2
 
@@ -166,7 +167,7 @@ def test_the_noise_is_that_of_the_checkpoint():
     ("width", "layers", "heads", "millions"), [(768, 12, 12, 169.6), (1024, 24, 16, 424.5)]
 )
 def test_gidd_has_the_published_number_of_parameters(width, layers, heads, millions):
-    config = families.named_family("GIDD").config(
+    config = named_family("GIDD").config(
         dict(
             vocab_size=50258, max_seq_len=512, hidden_size=width, timestep_cond_dim=128, num_hidden_layers=layers,
             num_attention_heads=heads,

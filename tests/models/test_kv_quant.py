@@ -9,7 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import kernels
-from mercury_jax.hub.load import open_config
+from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.models import cache, kv_quant
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS
@@ -135,7 +135,7 @@ def test_a_dropped_token_is_not_written():
 
 @pytest.mark.parametrize("name", ["qwen3", "dream", "mdlm", "gemma4_moe", "gemma4_ple"])
 def test_every_architecture_takes_a_quantised_cache(name):
-    model = open_config(GOLDENS / name / "config.json", mask=5).model
+    model = open_checkpoint(GOLDENS / name / "config.json", mask=5).model
     small, one = cache.with_kv_kind(model, "4bit"), jax.ShapeDtypeStruct((2,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
     empty = jax.eval_shape(lambda: small.empty_cache(2, 16))

@@ -7,7 +7,7 @@ import pytest
 
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
-from mercury_jax.train.data import packing, streams
+from mercury_jax.train.data import packing
 from tests.tiny import tokenizer
 from tests.train.tiny_data import BLOCK, FIRST, Bytes, Runs, build, epoch, layout, owners
 
@@ -64,7 +64,7 @@ def test_rows_are_filled_first_fit_and_few_stay_open():
 def test_an_epoch_cuts_every_text_into_pieces_that_cover_it_once(chunk):
     lengths = np.arange(1, 300)
     for seed in range(3):
-        start, stop, final = streams.cut(lengths, chunk, np.random.default_rng(seed))
+        start, stop, final = packing.cut_pieces(lengths, chunk, np.random.default_rng(seed))
         assert (stop - start >= 1).all() and (stop - start <= chunk).all()
         order = np.argsort(start)
         np.testing.assert_array_equal(start[order], np.r_[0, stop[order][:-1]])
@@ -72,7 +72,7 @@ def test_an_epoch_cuts_every_text_into_pieces_that_cover_it_once(chunk):
 
 
 def test_cuts_differ_between_epochs_but_not_in_number():
-    a, b = (streams.cut(np.array([1000, 33]), 64, np.random.default_rng(e)) for e in (0, 1))
+    a, b = (packing.cut_pieces(np.array([1000, 33]), 64, np.random.default_rng(e)) for e in (0, 1))
     assert len(a.start) == len(b.start) and set(a.start) != set(b.start)
 
 
@@ -91,7 +91,7 @@ def test_infilling_leaves_one_span_of_each_canvas_editable():
     laid = layout()(np.arange(FIRST, FIRST + 60, dtype=np.int32), 4, Bytes.eos)
     rng, starts = np.random.default_rng(0), []
     for _ in range(50):
-        some = streams.spans(laid, rng)
+        some = packing.keep_spans(laid, rng)
         assert not (some.editable & ~laid.editable).any()
         for c in range(laid.canvas.max() + 1):
             kept = np.flatnonzero(some.editable & (laid.canvas == c))
@@ -129,7 +129,7 @@ def test_a_share_of_the_prompts_holds_the_start_of_the_answer(name):
 
     def before_the_canvas(split, **more):
         source = data.generated(name, thinking=True, **more)
-        stream = streams.stream(source, streams.Setting(tok, layout(), 256, (0, 0), split))
+        stream = source.open(packing.StreamSettings(tok, layout(), 256, (0, 0), split))
         assert stream is not None
         found = []
         for laid in map(stream.at, range(count)):

@@ -101,8 +101,10 @@ def test_a_resumed_run_ends_equal_bit_for_bit(whole, tmp_path, number):
 
 def test_a_run_and_a_resumed_one_trace_the_update_once(tmp_path, monkeypatch):
     """A state or a batch that changes its type between two steps would compile the program again."""
-    plain = loop.steps.plain
-    monkeypatch.setattr(loop.steps, "plain", lambda *a, **k: chex.assert_max_traces(plain(*a, **k), n=1))
+    make_update = loop.steps.make_update
+    monkeypatch.setattr(
+        loop.steps, "make_update", lambda setup: chex.assert_max_traces(make_update(setup), n=1)
+    )
     chex.clear_trace_counter()
     run(tmp_path, steps=12)
     chex.clear_trace_counter()
@@ -181,7 +183,7 @@ def test_a_folder_with_checkpoints_is_refused_unless_resumed(whole):
 def test_another_model_or_noise_cannot_resume(whole):
     wide = dataclasses.replace(tiny.model().config, width=16)
     with pytest.raises(ValueError, match="model.width is 16; allowed: 8, as in the checkpoint"):
-        loop.ready(tiny.config(whole.out, resume=True, model=wide))
+        loop.resume_step(tiny.config(whole.out, resume=True, model=wide))
     refused(
         "noise.kind is 'uniform'; allowed: 'absorbing'",
         whole.out,
@@ -230,9 +232,9 @@ def test_evaluation_and_samples_see_the_average(tmp_path):
 
 def test_the_next_update_is_dispatched_before_the_last_one_is_read(tmp_path, monkeypatch):
     order = []
-    look = loop._Loop._look
+    read = loop._Loop._read
     monkeypatch.setattr(
-        loop._Loop, "_look", lambda self, p: (order.append(("read", p and p[0])), look(self, p))
+        loop._Loop, "_read", lambda self, p: (order.append(("read", p and p[0])), read(self, p))
     )
     run(tmp_path, tiny.Data(lambda number: order.append(("feed", number + 1))), steps=4, save_every=100)
     assert order[:6] == [("feed", 1), ("read", None), ("feed", 2), ("read", 1), ("feed", 3), ("read", 2)]

@@ -11,9 +11,15 @@ import pytest
 
 from mercury_jax import models, noise, sharding
 from mercury_jax.config import ModelConfig
-from mercury_jax.train import objectives
-from mercury_jax.train.objectives import autoregressive, canvas_times, llada, masked_elbo
-from mercury_jax.train.objectives_edit import masked_and_edited, next_token
+from mercury_jax.train.objectives import (
+    autoregressive,
+    llada,
+    masked,
+    masked_and_edited,
+    masked_elbo,
+    next_token,
+)
+from mercury_jax.train.objectives.masked import canvas_times
 from mercury_jax.types import Batch
 
 STATES, LENGTH, FIRST, MASK = 3, 6, 4, 3
@@ -281,7 +287,7 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
 
     want, slope = jax.jit(jax.value_and_grad(loss))(params, data)
     monkeypatch.setattr(
-        objectives, "LOGITS", 4 * model.config.vocab
+        masked, "MAX_LOGITS", 4 * model.config.vocab
     )  # of 4 positions; a row has no multiple of it
     on = sharding.mesh(data=devices // min(devices, 2), fsdp=min(devices, 2), devices=jax.devices()[:devices])
     lies = sharding.shardings(params, model.shardings, on)

@@ -11,8 +11,8 @@ import pytest
 from mercury_jax import models, noise
 from mercury_jax.config import ModelConfig, from_dict, to_dict
 from mercury_jax.train.data import packing
-from mercury_jax.train.objectives import canvas_times, masked_elbo
-from mercury_jax.train.objectives_edit import masked_and_edited, next_tokens, spoil_canvases
+from mercury_jax.train.objectives import masked_and_edited, masked_elbo, noise_canvases
+from mercury_jax.train.objectives.edited import next_tokens, spoil_canvases
 from mercury_jax.types import Batch, PackedPass, Pass
 
 PAD, EOS, MASK, FIRST, VOCAB = 0, 3, 4, 5, 13
@@ -38,11 +38,11 @@ def texts() -> list[np.ndarray]:
 
 def packed(model, row: int = 90) -> Batch:
     """All documents in one row, then the last alone in another: padding follows both."""
-    rows = [packing.Row(), packing.Row()]
+    rows = [packing.PackedRow(), packing.PackedRow()]
     for ids, (_, prompt, fill) in zip(texts(), DOCUMENTS, strict=True):
         rows[0].add((0, 0), model.layout(ids, prompt, EOS if fill else None))
     rows[1].add((0, 0), model.layout(texts()[-1], 3, None))
-    return jax.tree.map(jnp.asarray, packing.batch(rows, row, PAD))
+    return jax.tree.map(jnp.asarray, packing.pack(rows, row, PAD))
 
 
 def loss(objective, model, params, data, key=jax.random.key(3), corruption=CORRUPTION):
@@ -143,15 +143,14 @@ def spoilt(**knobs):
     laid = model.layout(ids, 0, EOS)
     data = Batch(*(jnp.asarray(np.broadcast_to(x, (512, *x.shape))) for x in laid))
     data = data._replace(editable=data.editable & (data.positions != 2))
-    t = canvas_times(jax.random.key(0), data, 1e-4)
-    noised = noise.corrupt(jax.random.key(1), CORRUPTION, data.tokens, t, data.editable)
-    xt, masked = spoil_canvases(jax.random.key(2), model, data, noised, CORRUPTION.forbidden, **knobs)
-    return data, noised, np.asarray(xt), np.asarray(masked)
+    noised = noise_canvases(jax.random.key(0), data, CORRUPTION, None, 1e-4)
+    spoilt = spoil_canvases(jax.random.key(2), model, data, noised, CORRUPTION.forbidden, **knobs)
+    return data, noised, np.asarray(spoilt.xt), np.asarray(spoilt.masked)
 
 
 def test_replaced_tokens_may_be_emitted_and_only_visible_editable_ones_are_replaced():
     data, noised, xt, masked = spoilt(wrong=1.0, spoiled=1.0, full=0.0)
-    np.testing.assert_array_equal(masked, noised.changed)
+    np.testing.assert_array_equal(masked, noised.masked)
     assert (xt[masked] == MASK).all()
     other = (xt != np.asarray(data.tokens)) & ~masked
     assert other.any() and not other[~np.asarray(data.editable)].any()
@@ -166,14 +165,14 @@ def test_some_canvases_are_full_and_some_have_no_wrong_tokens():
     data, noised, xt, masked = spoilt(wrong=0.5, spoiled=0.5, full=0.25)
     canvas, other = np.asarray(data.canvas), (xt != np.asarray(data.tokens)) & ~masked
     each = lambda x: np.stack([(x & (canvas == c)).sum(1) for c in (0, 1)])
-    had, has = each(np.asarray(noised.changed)), each(masked)
+    had, has = each(np.asarray(noised.masked)), each(masked)
     assert ((has == had) | (has == 0)).all()
     lost = ((has == 0) & (had > 0)).sum() / (had > 0).sum()
     assert 0.18 < lost < 0.32
     share = other.sum() / (np.asarray(data.editable) & ~masked).sum()
     # A full canvas counts more here, its tokens are all visible; half of 0.5, less what hit itself.
     assert 0.08 < share < 0.25
-    assert not (spoilt(wrong=0.5, spoiled=0.0, full=0.0)[2] != np.asarray(data.tokens))[~noised.changed].any()
+    assert not (spoilt(wrong=0.5, spoiled=0.0, full=0.0)[2] != np.asarray(data.tokens))[~noised.masked].any()
 
 
 def test_it_learns_to_repair_and_to_go_on():

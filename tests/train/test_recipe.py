@@ -151,6 +151,6 @@ def test_fields_that_make_no_sense_are_refused(field, value):
 def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
     config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0))
     told = json.loads(json.dumps(recipe.resolved(config)))
-    assert told["objective"]["function"] == "mercury_jax.train.objectives.masked_elbo.objective"
+    assert told["objective"]["function"] == "mercury_jax.train.objectives.masked.masked_elbo.objective"
     assert told["objective"]["clip"] == 5.0 and told["data"]["sources"][0][0]["kind"] == "stdlib"
     assert set(told) == {f.name for f in dataclasses.fields(config)}

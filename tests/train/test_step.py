@@ -24,18 +24,17 @@ def machine(objective, accumulate, rate, sizes):
     """(mesh, function that gives a fresh state, update), made once for all tests that ask for the same."""
     on = sharding.mesh(**dict(sizes)) if sizes else sharding.mesh(devices=jax.devices()[:1])
     tx = optax.sgd(rate)
-    state = step.init(jax.random.key(0), MODEL, tx, True, on)
-    fresh = lambda: jax.tree.map(jnp.copy, state)  # updates donate it
     lr = lambda number: jnp.float32(rate)
-    return on, fresh, step.updater(
-        MODEL, objective, tiny.CORRUPTION, tx, lr, accumulate=accumulate, ema=0.9, on=on
-    )  # fmt: skip
+    setup = step.TrainSetup(MODEL, objective, tiny.CORRUPTION, tx, lr, accumulate, ema=0.9)
+    state = step.init_state(jax.random.key(0), setup, on)
+    fresh = lambda: jax.tree.map(jnp.copy, state)  # updates donate it
+    return on, fresh, step.sharded_update(setup, on)
 
 
 def trained(*batches, objective=tiny.objective, accumulate=1, rate=0.1, **sizes):
     """The state after these batches (or three of data), and the last report."""
     on, fresh, update = machine(objective, accumulate, rate, tuple(sizes.items()))
-    state, report = fresh(), step.Report(jnp.array(True), {})
+    state, report = fresh(), step.StepReport(jnp.array(True), {})
     for batch in batches or map(tiny.batch, range(3)):
         state, report = update(state, sharding.shard_batch(batch, on))
     return state, report
@@ -113,7 +112,7 @@ def test_an_objective_that_returns_other_shapes_is_refused_by_its_name(wrong):
         return wrong(tiny.objective(*args))
 
     with pytest.raises(ValueError, match=r"objective is .*mine'; allowed: .* of shape \(8,\) and scalar"):
-        step.check(mine, MODEL, tiny.CORRUPTION, tiny.ROWS, tiny.ROW)
+        step.check_objective(mine, MODEL, tiny.CORRUPTION, tiny.ROWS, tiny.ROW)
 
 
 def test_a_batch_without_scored_tokens_has_no_gradient():
@@ -126,14 +125,14 @@ def test_a_batch_without_scored_tokens_has_no_gradient():
 
 def test_the_average_follows_early_and_is_slow_late():
     params, ema = {"w": jnp.ones(1)}, {"w": jnp.zeros(1)}
-    early = optim.average(ema, params, jnp.int32(0), 0.999)
-    late = optim.average(ema, params, jnp.int32(10**6), 0.999)
+    early = optim.update_average(ema, params, jnp.int32(0), 0.999)
+    late = optim.update_average(ema, params, jnp.int32(10**6), 0.999)
     assert np.isclose(early["w"][0], 0.9) and np.isclose(late["w"][0], 0.001)
 
 
 def test_an_evaluation_repeats_and_weighs_tokens():
     on = sharding.mesh(devices=jax.devices()[:1])
-    evaluate = step.evaluator(MODEL, tiny.quiet, tiny.CORRUPTION, jax.random.key(1), on)
+    evaluate = step.make_evaluator(MODEL, tiny.quiet, tiny.CORRUPTION, jax.random.key(1), on)
     params = MODEL.init(jax.random.key(0))
     parts = evaluate(params, [tiny.batch(1), tiny.batch(2)])
     whole = evaluate(params, [jax.tree.map(lambda *x: np.concatenate(x), tiny.batch(1), tiny.batch(2))])

@@ -9,7 +9,7 @@ from mercury_jax.config import ModelConfig, Pattern
 from mercury_jax.models import masks
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from mercury_jax.train import data
-from mercury_jax.train.data import packing, streams
+from mercury_jax.train.data import packing
 
 FIRST = len(SPECIAL)
 BLOCK = 8
@@ -65,15 +65,14 @@ def assert_same(left, right):
 
 def epoch(source, row=256, limit=4, pattern: Pattern = "causal_encoder", epoch=0):
     """One epoch of a source, packed, its open rows flushed."""
-    setting = streams.Setting(Runs(), layout(pattern), row, (0, 0), "train")
-    opened = streams.stream(source, setting)
+    opened = source.open(packing.StreamSettings(Runs(), layout(pattern), row, (0, 0), "train"))
     assert opened is not None
     at, size = opened
     open_rows, closed = [], []
     for i in range(size):
         done = packing.place(open_rows, (0, i), at(epoch * size + i), row, limit)
         closed += [done] if done else []
-    return packing.batch(closed + open_rows, row, Runs.pad)
+    return packing.pack(closed + open_rows, row, Runs.pad)
 
 
 def owners(row_tokens):

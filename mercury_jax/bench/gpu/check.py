@@ -26,10 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import measure_roofline
-from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products, reference
+from mercury_jax.kernels import attend, device as kernel_device, grouped_matmul as products
 from mercury_jax.kernels.attention import attend_paged
-from mercury_jax.kernels.kv_quant import Int8Vectors, dequantise, quantise_int8
+from mercury_jax.kernels.attention_inputs import Int8Vectors, dequantise, quantise_int8
 from mercury_jax.types import Device
 
 TOLERANCE = 2e-2  # relative error of a row; bf16 arithmetic has 1e-3 to 1e-2
@@ -39,7 +40,7 @@ PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-
             "transformers")  # fmt: skip
 
 
-def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def about(asked: Row, stage: Stage) -> Iterator[Row]:
     """Versions, the device, and which kernels are for it.
 
     Args:
@@ -68,7 +69,7 @@ def about(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[
     }  # fmt: skip
 
 
-def ceilings(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def roofline(asked: Row, stage: Stage) -> Iterator[Row]:
     """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products.
 
     Args:
@@ -92,7 +93,7 @@ class KernelCheck(NamedTuple):
     inputs: Callable[[int], tuple[Any, Any]]  # seed -> (for the kernel, for the reference)
 
 
-def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def attention(asked: Row, stage: Stage) -> Iterator[Row]:
     """Checks one shape of one form of the attention kernels.
 
     Args:
@@ -100,13 +101,12 @@ def attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[d
         stage: Called with what is being done.
 
     Yields:
-        The row of `_judged`.
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
     """
-    a = AttentionShape(**asked["shape"])
-    yield from _judged(a.check(_device()), asked, stage, {"shape": a.text})
+    yield _judged(AttentionShape(**asked["shape"]), asked, stage)
 
 
-def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def grouped(asked: Row, stage: Stage) -> Iterator[Row]:
     """Checks one shape of the grouped product, or of the gradient of its rows.
 
     Args:
@@ -114,12 +114,12 @@ def grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dic
         stage: Called with what is being done.
 
     Yields:
-        The row of `_judged`.
+        One row with `passed`, `relative_error` and `moved`, or with `refused`.
     """
     a = GroupedShape(**asked["shape"])
     sizes = a.sizes(np.random.default_rng(asked["seed"]))
     starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
-    yield from _judged(a.check(_device()), asked, stage, {"shape": a.text, "starts_modulo_8": starts})
+    yield _judged(a, asked, stage) | {"starts_modulo_8": starts}
 
 
 class AttentionShape(NamedTuple):
@@ -150,13 +150,9 @@ class AttentionShape(NamedTuple):
     @property
     def text(self) -> str:
         """The sizes in words."""
-        more = (
-            ["int8 keys"] * self.int8
-            + [f"pages of {self.page}"] * bool(self.page)
-            + ["soft-cap"] * bool(self.softcap)
-        )
         sizes = f"{self.b} x {self.t} queries, {self.h}/{self.g} heads of {self.width}, {self.s} keys, {self.r} ranges"
-        return ", ".join([sizes, self.dtype, *more])
+        kinds = {"int8 keys": self.int8, f"pages of {self.page}": self.page, "soft-cap": self.softcap}
+        return ", ".join([sizes, self.dtype, *(name for name, on in kinds.items() if on)])
 
     def ranges(self) -> np.ndarray:
         """[b, t, r, 2]: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
@@ -209,14 +205,16 @@ class AttentionShape(NamedTuple):
         exact = (q.astype(jnp.float32), *clean, ranges)
         if not self.page:
             return (q, *poisoned, ranges), exact
-        pools = [jax.tree.map(lambda y: self._pool(y, places), x) for x in poisoned]
-        return (q, *pools, places, ranges), exact
 
-    def _pool(self, x: Any, places: Any) -> Any:
-        """The pages of all rows in one pool, with three more pages of NaN."""
-        fill = -1 if x.dtype == jnp.int8 else jnp.nan
-        empty = jnp.full((places.size + 3, self.page, *x.shape[2:]), fill, x.dtype)
-        return empty.at[places.reshape(-1)].set(x.reshape(-1, self.page, *x.shape[2:]))
+        def pool(
+            x: jax.Array,
+        ) -> jax.Array:  # the pages of all rows in one pool, with three more pages of NaN
+            pages = x.reshape(-1, self.page, *x.shape[2:])
+            fill = -1 if x.dtype == jnp.int8 else jnp.nan
+            empty = jnp.full((places.size + 3, *pages.shape[1:]), fill, x.dtype)
+            return empty.at[places.reshape(-1)].set(pages)
+
+        return (q, *(jax.tree.map(pool, x) for x in poisoned), places, ranges), exact
 
     def check(self, device: Device | None = None) -> KernelCheck:
         """The kernel of a device, by default this one, beside the reference."""
@@ -226,7 +224,9 @@ class AttentionShape(NamedTuple):
         kernel = functools.partial(one, backend=backend, device=device, **how)
         prepare = jax.jit(self.prepared)
         return KernelCheck(
-            kernel, functools.partial(reference.run, **how), lambda seed: prepare(*self.drawn(seed))
+            kernel,
+            functools.partial(attend, backend="reference", **how),
+            lambda seed: prepare(*self.drawn(seed)),
         )
 
 
@@ -267,11 +267,8 @@ class GroupedShape(NamedTuple):
             [experts, outputs] or None).
         """
         keys, kind, scale = jax.random.split(key, 4), jnp.dtype(self.dtype), None
-        x = (
-            jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
-            .at[self.rows :]
-            .set(jnp.nan)
-        )
+        x = jax.random.normal(keys[0], (self.rows + 5, self.inputs), jnp.bfloat16)
+        x = x.at[self.rows :].set(jnp.nan)
         dy = jax.random.normal(keys[3], (self.rows + 5, self.outputs), jnp.bfloat16)
         shape = (self.experts, self.inputs, self.outputs)
         if kind == jnp.int8:
@@ -310,40 +307,40 @@ class GroupedShape(NamedTuple):
         prepare = jax.jit(self.prepared)
 
         def inputs(seed: int) -> tuple[Any, Any]:
-            args = prepare(
-                jax.random.key(seed), np.asarray(self.sizes(np.random.default_rng(seed)), np.int32)
-            )
-            return args, args
+            sizes = np.asarray(self.sizes(np.random.default_rng(seed)), np.int32)
+            return (args := prepare(jax.random.key(seed), sizes)), args
 
         return KernelCheck(kernel, exact, inputs)
 
 
-def _judged(
-    made: KernelCheck, asked: dict[str, Any], stage: Callable[[str], None], told: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _judged(shape: AttentionShape | GroupedShape, asked: Row, stage: Stage) -> Row:
     """Runs a check.
 
-    Yields:
-        One row with `passed`, `relative_error` (the worst row) and `moved` (the difference of two runs), or with
-        `refused`, the reason why the kernel has no such form.
+    Returns:
+        A row with `passed`, `relative_error` (of the worst row of the outputs) and `moved` (the difference of two
+        runs), or with `refused`, the reason why the kernel has no such form.
     """
-    seed = asked["seed"]
-    inputs, exact = made.inputs(seed)
+    device = None  # this one; a machine without kernels interprets those of a Hopper on the CPU
+    if kernel_device.present() is None:
+        from mercury_jax.kernels.interpreter import interpreted
+
+        device = interpreted()
+    checked, seed = shape.check(device), asked["seed"]
+    inputs, exact = checked.inputs(seed)
     stage("compiling")
     try:
-        program = jax.jit(made.kernel).lower(*inputs).compile()
+        program = jax.jit(checked.kernel).lower(*inputs).compile()
     except ValueError as error:
         if "allowed:" not in str(error):  # only our own refusals contain this
             raise
-        yield told | {"passed": None, "refused": str(error)[:300]}
-        return
-    errors, moved, like = [], 0.0, jax.eval_shape(made.kernel, *inputs)
+        return {"shape": shape.text, "passed": None, "refused": str(error)[:300]}
+    errors, moved, like = [], 0.0, jax.eval_shape(checked.kernel, *inputs)
     for turn in range(asked["draws"]):
         if turn:
-            inputs, exact = made.inputs(seed + turn)
+            inputs, exact = checked.inputs(seed + turn)
         stage("computing the reference")
         with jax.default_matmul_precision("highest"):
-            want = jax.device_get(jax.jit(made.reference)(*exact))
+            want = jax.device_get(jax.jit(checked.reference)(*exact))
         stage("running")
         outs = []
         for _ in range(2):
@@ -351,28 +348,20 @@ def _judged(
             outs.append(jax.device_get(program(*inputs)))
         errors += [worst(got, want) for got in outs]
         moved = max(moved, worst(outs[0], outs[1]))
-    good = max(errors) <= TOLERANCE and moved <= MOVED  # false for NaN, too
-    why = {} if good else {"why": _reason(errors, moved)}
-    yield told | {"passed": bool(good), "relative_error": max(errors), "moved": moved, "seed": seed, **why}
-
-
-def _reason(errors: list[float], moved: float) -> str:
-    if np.isinf(max(errors)):
-        return "NaN, or an infinity where none belongs"
-    if not moved <= MOVED:
-        return (
+    error = max(errors)
+    good = error <= TOLERANCE and moved <= MOVED  # false for NaN, too
+    row = {"shape": shape.text, "passed": bool(good), "relative_error": error, "moved": moved, "seed": seed}
+    if good:
+        return row
+    if np.isinf(error):
+        why = "NaN, or an infinity where none belongs"
+    elif not moved <= MOVED:
+        why = (
             f"two runs on the same inputs differ by {moved:.2g}: a race, or memory read before it is written"
         )
-    return f"relative error {max(errors):.2g} is more than {TOLERANCE:g}"
-
-
-def _device() -> Device | None:
-    """None, for this device, where it has kernels; elsewhere a Hopper that is interpreted on the CPU."""
-    if kernel_device.present() is not None:
-        return None
-    from mercury_jax.kernels.interpreter import interpreted
-
-    return interpreted()
+    else:
+        why = f"relative error {error:.2g} is more than {TOLERANCE:g}"
+    return row | {"why": why}
 
 
 def poison(program: Any, like: Any) -> None:
@@ -423,7 +412,7 @@ def worst(got: Any, want: Any) -> float:
     return found
 
 
-def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def sanitizer(asked: Row, stage: Stage) -> Iterator[Row]:
     """Runs NVIDIA's memory checker over some small cases, with a separate allocation for each buffer.
 
     Args:
@@ -443,23 +432,18 @@ def sanitizer(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[d
         log = Path(folder) / "log"
         command = [tool, "--tool", "memcheck", "--print-limit", "5", "--log-file", str(log)]
         done = subprocess.run(
-            [*command, sys.executable, "-m", "mercury_jax.bench.gpu.worker"],
+            [*command, sys.executable, "-m", "mercury_jax.bench.gpu.runner"],
             input=lines, capture_output=True, text=True, env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
         )  # fmt: skip
-        told = log.read_text(errors="replace") if log.is_file() else ""
-    summary = [line.strip("= ") for line in told.splitlines() if "ERROR SUMMARY" in line]
+        report = log.read_text(errors="replace") if log.is_file() else ""
+    summary = [line.strip("= ") for line in report.splitlines() if "ERROR SUMMARY" in line]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     right = sum(bool(x["row"].get("passed")) for x in answers if "row" in x)
-    row = {
-        "tool": "memcheck",
-        "summary": summary,
-        "cases": len(asked["cases"]),
-        "right": right,
-        "code": done.returncode,
-    }
+    row = {"tool": "memcheck", "summary": summary, "cases": len(asked["cases"]), "right": right}
     if not summary:
-        yield row | {"left_out": f"it reported nothing: {(told or done.stderr)[-300:].strip()}"}
+        row |= {"left_out": f"it reported nothing: {(report or done.stderr)[-300:].strip()}"}
     elif all("0 errors" in line for line in summary):
-        yield row | {"passed": True}
+        row |= {"passed": True}
     else:
-        yield row | {"passed": False, "why": "memcheck found errors", "log": told[:1500]}
+        row |= {"passed": False, "why": "memcheck found errors", "log": report[:1500]}
+    yield row | {"code": done.returncode}

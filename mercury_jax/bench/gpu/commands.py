@@ -1,19 +1,48 @@
-"""The three commands `check`, `speed` and `model`: generators of rows, as they are measured.
+"""The commands `check`, `speed` and `model`: the cases that each runs, and its rows as they are measured.
 
 Each row names its command, case, device, versions and date. `check` stores which forms passed where `attend` and the
-grouped product look for it (`kernels.checks`).
+grouped product look for it (`kernels.device`). A case is data: the child process finds the work by its name
+(`runner.WORK`). With `small` the same code runs with small shapes on any machine. Imports no JAX.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from datetime import date
+from typing import Any
 
-from mercury_jax.bench.gpu import cases
 from mercury_jax.bench.gpu.runner import GpuCase, Row, Runner
 from mercury_jax.config import refuse
 
 ABOUT = ("hardware", "platform", "devices", "jax", "python", "driver")
+BF16, FP16, INT8, FP8 = "bfloat16", "float16", "int8", "float8_e4m3fn"
+HOPPER = "sm_90a"  # as in `kernels.device`, which would import JAX
+KERNELS = (("MERCURY_KERNELS", "1"),)  # a check runs every form, whatever an earlier check found
+WIDTHS = (64, 128, 256, 512)  # head sizes
+EXPERTS = {"up": (2816, 1408), "down": (704, 2816)}  # of DiffusionGemma: [inputs, outputs] of a matrix
+GEMMA, MODEL_100M = "diffusiongemma-26b-a4b", "mercury-100m"
+# By default XLA's command buffers leave loops out; with these flags the bodies of loops become CUDA graphs too.
+GRAPHS = (
+    "XLA_FLAGS",
+    "--xla_gpu_enable_command_buffer="
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+)
+OFF = ("MERCURY_KERNELS", "0")
+
+# Calls of attention that `speed` times: heads of DiffusionGemma's local and global layers, and of LLaDA.
+_LOCAL, _GLOBAL, _LLADA = dict(h=16, g=8, width=256), dict(h=16, g=2, width=512), dict(h=32, g=8, width=128)
+SHAPES = [
+    dict(b=1, t=256, s=1024) | _LOCAL, dict(b=1, t=256, s=8192) | _LOCAL,
+    dict(b=1, t=256, s=8192) | _LOCAL | {"int8": True}, dict(b=1, t=256, s=8192) | _GLOBAL,
+    dict(b=1, t=32, s=1024) | _LLADA, dict(b=1, t=32, s=8192) | _LLADA,
+    dict(b=8, t=256, s=1024) | _LOCAL, dict(b=8, t=32, s=1024) | _LLADA,
+    dict(b=1, t=256, s=1024, h=12, g=4, width=64), dict(b=1, t=4096, s=4096) | _LLADA | {"causal": True},
+]  # fmt: skip
+SMALL_SHAPES = [
+    dict(b=1, t=32, s=320, h=4, g=2, width=64),
+    dict(b=1, t=256, s=256, h=4, g=2, width=64, causal=True),
+]
 
 
 class Unmeasured(RuntimeError):
@@ -22,11 +51,14 @@ class Unmeasured(RuntimeError):
     exit_code = 1
 
 
+# --- commands
+
+
 def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
     """Checks every kernel form of this device. A form passes when all of its cases do, and is then used by default.
 
     Args:
-        runner: Runs the cases; its clock has the budget.
+        runner: Runs the cases within its budget.
         small: Few small shapes, interpreted where there is no GPU.
         only: Parts of names of cases; their forms are checked, and other forms keep the result of an earlier check.
         seed: Draws the inputs.
@@ -38,119 +70,78 @@ def check(runner: Runner, *, small: bool = False, only: Sequence[str] = (), seed
         ValueError: No case has such a name.
         Unmeasured: The device failed before its roofline was measured.
     """
-    told, first = _begun(runner, "check", small, cases.KERNELS)
-    yield from told
-    every = cases.check(first["chip"], seed, small) if first["chip"] or small else []
+    rows, first = _measure_device(runner, "check", small, KERNELS)
+    yield from rows
+    same = first["same"]
+    every = check_cases(first["chip"], seed, small) if first["chip"] or small else []
     chosen = _matching(every, only)
-    forms = {case.form for case in chosen if case.form}  # a form is decided by all of its cases
-    todo = [case for case in every if case in chosen or case.form in forms]
+    names = {case.form for case in chosen if case.form}  # a form is decided by all of its cases
+    todo = [case for case in every if case in chosen or case.form in names]
     if not todo:
-        yield first["same"] | {"case": "kernels", "left_out": f"no kernel is written for {first['hardware']}"}
+        yield same | {"case": "kernels", "left_out": f"no kernel is written for {first['hardware']}"}
         return
-    verdicts = _Verdicts(first, whole=not only, cases=todo)
-    for case in todo:
-        failed = verdicts.failed(case.form)
-        rows = [{"not_run": f"an earlier case of {case.form} failed"}] if failed else runner.run(case)
-        for row in rows:
-            yield first["same"] | {"case": case.name, "form": case.form or None} | row
-        yield from (first["same"] | row for row in verdicts.add(case, rows))
+    from mercury_jax.kernels import device as kernel_device  # imports JAX, and starts it on no device
 
-
-class _Verdicts:
-    """Decides forms as the results of their cases arrive, and stores each decision at once, in case the command is
-    interrupted."""
-
-    def __init__(self, first: Row, whole: bool, cases: Sequence[GpuCase]) -> None:
-        from mercury_jax.kernels import checks  # imports JAX, and starts it on no device
-
-        self._checked, self._date = checks, first["same"]["date"]
-        self._entry = checks.entry_key(first["hardware"], first["jax"])
-        self._forms = {} if whole else dict(checks.read(self._entry) or {})
-        self._left: dict[str, int] = {}
+    entry = kernel_device.entry_key(first["hardware"], first["jax"])
+    forms: dict[str, Any] = dict(kernel_device.read_checks(entry) or {}) if only else {}
+    # Until its check passes a form is not used. Each decision is stored at once, in case the command is interrupted.
+    forms |= {
+        case.form: {"passed": False, "why": "its check was not completed"} for case in todo if case.form
+    }
+    kernel_device.write_checks(entry, forms, same["date"])
+    for form, cases in itertools.groupby(todo, key=lambda case: case.form):
+        errors, why = [], ""
         for case in cases:
-            if case.form:
-                self._left[case.form] = self._left.get(case.form, 0) + 1
-        self._errors: dict[str, float] = {}
-        for form in self._left:  # until its check passes, a form is not used
-            self._forms[form] = {"passed": False, "why": "its check was not completed"}
-        self._save()
-
-    def failed(self, form: str) -> bool:
-        """Whether a case of this form has failed."""
-        return bool(form) and self._left[form] < 0
-
-    def add(self, case: GpuCase, rows: Sequence[Row]) -> Iterator[Row]:
-        """Takes the rows of a case; yields the row of its form once that is decided."""
-        form, last = case.form, rows[-1] if rows else {}
-        if not form or self.failed(form):
-            return
-        if last.get("passed") is True:
-            self._errors[form] = max(self._errors.get(form, 0.0), last["relative_error"])
-            self._left[form] -= 1
-            if self._left[form]:
-                return
-            self._forms[form] = {"passed": True, "relative_error": self._errors[form]}
-        else:
-            reasons = (last.get(name) for name in ("why", "failed", "refused", "not_run"))
-            why = next((str(r) for r in reasons if r), "it gave no result")
-            self._left[form] = -1
-            self._forms[form] = {"passed": False, "why": f"{case.name}: {why}"[:300]}
-        yield (
-            {"form": form, "verdict": "on" if self._forms[form]["passed"] else "off"}
-            | self._forms[form]
-            | {"file": self._save()}
-        )
-
-    def _save(self) -> str | None:
-        file = self._checked.write(self._entry, self._forms, self._date)
-        return None if file is None else str(file)
+            rows = [{"not_run": f"an earlier case of {form} failed"}] if why else runner.run(case)
+            for row in rows:
+                yield same | {"case": case.name, "form": form or None} | row
+            last = rows[-1] if rows else {}
+            if last.get("passed") is True and not why:
+                errors.append(last.get("relative_error", 0.0))
+            elif not why:
+                reasons = (last.get(name) for name in ("why", "failed", "refused", "not_run"))
+                why = f"{case.name}: {next((r for r in reasons if r), 'it gave no result')}"[:300]
+        if form:
+            forms[form] = (
+                {"passed": False, "why": why} if why else {"passed": True, "relative_error": max(errors)}
+            )
+            file = kernel_device.write_checks(entry, forms, same["date"])
+            verdict = {"form": form, "verdict": "off" if why else "on"}
+            yield same | verdict | forms[form] | {"file": None if file is None else str(file)}
 
 
-def speed(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Times what passed `check` beside cuDNN and XLA, as shares of the roofline; then a model with kernels and graphs
-    on and off. Arguments as of `check`.
+def measure(runner: Runner, command: str, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
+    """Times kernels (`speed`) or whole models (`model`).
 
     Args:
-        runner: Runs the cases.
+        runner: Runs the cases within its budget.
+        command: "speed": what passed `check` beside cuDNN and XLA as shares of the roofline, then a model with kernels
+            and graphs on and off. "model": a slice of the 26B model with kernels and without, the whole model,
+            transformers, and training.
         small: Small shapes and models, for a machine without a GPU.
         only: Parts of names of cases.
 
     Yields:
-        A row for each case.
+        A row for each case. `times_as_fast` compares with the fastest other implementation of the same shape, or with
+        transformers.
+
+    Raises:
+        ValueError: No case has such a name.
+        Unmeasured: The device failed before its roofline was measured.
     """
-    told, first = _begun(runner, "speed", small)
-    yield from told
+    rows, first = _measure_device(runner, command, small)
+    yield from rows
     best: dict[str, float] = {}  # shape -> seconds of the fastest other implementation
-    for case in _matching(cases.speed(small), only):
+    ours = None  # seconds of a pass of the model without quantisation
+    for case in _matching(speed_cases(small) if command == "speed" else model_cases(small), only):
         for row in runner.run(case):
-            row = _shares(row, first)
+            row = _with_shares(row, first)
             if "seconds" in row and "way" in row:
                 shape = repr(row["shape"])
                 if row["way"] != "ours":
                     best[shape] = min(best.get(shape, row["seconds"]), row["seconds"])
                 elif shape in best:
                     row["times_as_fast"] = best[shape] / row["seconds"]
-            yield first["same"] | {"case": case.name} | row
-
-
-def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> Iterator[Row]:
-    """Measures a slice of the 26B model with kernels and without, the whole model, transformers, and training.
-    Arguments as of `check`.
-
-    Args:
-        runner: Runs the cases.
-        small: Small shapes and models, for a machine without a GPU.
-        only: Parts of names of cases.
-
-    Yields:
-        A row for each case.
-    """
-    told, first = _begun(runner, "model", small)
-    yield from told
-    ours = None
-    for case in _matching(cases.model(small), only):
-        for row in runner.run(case):
-            row = _shares(row, first)
             if case.work == "decoding" and row.get("quantise") is None:
                 ours = row.get("seconds_per_forward", ours)
             if case.work == "transformers" and ours and "seconds_per_forward" in row:
@@ -158,13 +149,17 @@ def model(runner: Runner, *, small: bool = False, only: Sequence[str] = ()) -> I
             yield first["same"] | {"case": case.name} | row
 
 
-def _begun(
+def _measure_device(
     runner: Runner, command: str, small: bool, env: tuple[tuple[str, str], ...] = ()
 ) -> tuple[list[Row], Row]:
-    """Measures the device: (rows of it and of its roofline, what later rows need of these)."""
+    """Versions and the device, then its roofline: (their rows, what later rows need of these)."""
     same: Row = {"command": command, "small": small, "date": str(date.today())}
+    size = {"megabytes": 64, "width": 512} if small else {"megabytes": 2048, "width": 8192}
     rows, found = [], {}
-    for case in cases.about(small, env):
+    for case in (
+        GpuCase("about", "about", {}, limit=90.0, env=env),
+        GpuCase("roofline", "roofline", size, limit=60.0, env=env),
+    ):
         row = runner.run(case)[-1]
         if "failed" in row or "not_run" in row:
             raise Unmeasured(f"the device could not be measured: {row.get('failed', 'no time')}")
@@ -175,7 +170,7 @@ def _begun(
     return rows, found | {"same": same}
 
 
-def _shares(row: Row, first: Row) -> Row:
+def _with_shares(row: Row, first: Row) -> Row:
     """The row with its seconds as a share of what the measured roofline allows."""
     seconds = row.get("seconds_per_forward", row.get("seconds"))
     if seconds is None or "flops" not in row:
@@ -192,3 +187,149 @@ def _matching(found: list[GpuCase], only: Sequence[str]) -> list[GpuCase]:
     if not chosen and found:
         raise refuse("--only", list(only), f"parts of names: {'; '.join(case.name for case in found)}")
     return chosen
+
+
+# --- cases
+
+
+def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCase]:
+    """The cases of every kernel form, those that models need first, each from its smallest shape up.
+
+    Args:
+        chip: "sm_90a", "sm_100a" or "tpu", as in `kernels.device`; None where no kernel is for this device.
+        seed: Draws the inputs.
+        small: Few small shapes, which the interpreter runs in some seconds each.
+
+    Returns:
+        The cases in the order in which they run, those of a form together, NVIDIA's memory checker at the end.
+    """
+    if small:
+        tiny = dict(b=1, t=3, h=2, g=1, s=128, r=2)
+        kinds = ({"width": 64}, {"width": 64, "int8": True, "page": 128}, {"width": 512})
+        found = [_check_case("attention", {"dtype": BF16} | kind | tiny, 60.0) for kind in kinds]
+        product = dict(dtype=BF16, rows=90, experts=10, inputs=64, outputs=64)
+        found += [_check_case("grouped", product | more, 60.0) for more in ({}, {"gradient": True})]
+    elif chip is None:
+        return []
+    else:
+        later = (
+            {"int8": True},
+            {"page": 128},
+            {"int8": True, "page": 128},
+            {"softcap": 30.0},
+            {"dtype": FP16},
+        )
+        found = [*_attention_cases({}), *_grouped_cases({})]
+        found += [*itertools.chain.from_iterable(map(_attention_cases, later))]
+        found += _grouped_cases({"gradient": True})
+        if chip != HOPPER:  # grouped products and paged attention exist for Hopper only
+            found = [c for c in found if c.work == "attention" and not c.asked["shape"].get("page")]
+    draws = 1 if small else 2
+    found = [c._replace(asked=c.asked | {"seed": seed, "draws": draws}, env=KERNELS) for c in found]
+    first = {c.work: c for c in reversed(found)}  # the first case of attention, and of the grouped product
+    asked = {"cases": [{"work": c.work, "asked": c.asked} for c in sorted(first.values(), key=found.index)]}
+    sanitizer = GpuCase(
+        "compute-sanitizer", "sanitizer", asked, limit=120.0, least=30.0, env=KERNELS, alone=True
+    )
+    return [*found, sanitizer]
+
+
+def _check_case(work: str, shape: dict[str, Any], limit: float) -> GpuCase:
+    """A case whose form has the name that `kernels.device` gives to its shape."""
+    if work == "attention":
+        kinds = {"int8": "int8", "page": "paged", "softcap": "softcap"}
+        parts = ["attention", str(shape["width"]), shape["dtype"]]
+    else:
+        kinds, parts = {"gradient": "gradient"}, ["grouped", shape["dtype"]]
+    form = "-".join([*parts, *(name for key, name in kinds.items() if shape.get(key))])
+    name = " ".join([form, *(f"{k}={v}" for k, v in shape.items() if k not in ("width", "dtype"))])
+    return GpuCase(name, work, {"shape": shape}, limit=limit, form=form)
+
+
+def _attention_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
+    """The cases of one kind of form (int8 keys, paged keys, soft-cap, fp16; {} for plain bf16) for each head size."""
+    for width in WIDTHS:
+        if width == 512 and "int8" in kind:
+            continue  # the kernel's shared memory has no room to convert them
+        shape = {"width": width, "dtype": BF16} | kind
+        if "page" in kind and width == 256:
+            shape["page"] = 64
+        groups = {256: 8, 512: 2}.get(width, 4)
+        sizes = [
+            dict(b=1, t=8, h=4, g=2, s=256, r=1),  # few rows, so that the keys are split
+            # Gaps, three ranges, and a last tile of rows that is not full.
+            dict(b=2, t=40, h=16, g=groups, s=1152, r=3),
+        ]
+        if not kind:  # a batch of canvases, where nothing is split
+            sizes.append(dict(b=8, t=256, h=16, g=groups, s=2048, r=2))
+        limit = 45.0 if width == 512 else 25.0  # the widest takes several times as long to compile
+        yield from (_check_case("attention", shape | size, limit) for size in sizes)
+
+
+def _grouped_cases(kind: dict[str, Any]) -> Iterator[GpuCase]:
+    """The cases of the grouped product, or of the gradient of its rows, for each dtype of the matrices."""
+    sizes = ((200, 10, (128, 64)), (2048, 128, EXPERTS["down"]), (2048, 128, EXPERTS["up"]))
+    for dtype, (rows, experts, (inputs, outputs)) in itertools.product((BF16, INT8, FP8), sizes):
+        shape = dict(dtype=dtype, rows=rows, experts=experts, inputs=inputs, outputs=outputs)
+        yield _check_case("grouped", shape | kind, limit=30.0)
+
+
+def speed_cases(small: bool = False) -> list[GpuCase]:
+    """Attention and grouped products beside cuDNN and XLA; a model with kernels and CUDA graphs on and off."""
+    todo: list[tuple[str, dict[str, Any], str]] = []
+    for shape, way in itertools.product(SMALL_SHAPES if small else SHAPES, ("cudnn", "xla", "ours")):
+        if way == "ours" or not shape.get("int8"):  # cuDNN and XLA read no int8 keys
+            todo.append(("attention", shape, way))
+    product = (
+        dict(rows=90, experts=10, width=64, inner=64)
+        if small
+        else dict(rows=2048, experts=128, width=2816, inner=704)
+    )
+    kinds = {BF16: ("ragged_dot", "tiles", "ours"), INT8: ("tiles", "ours")}
+    routings = ("skewed",) if small else ("even", "random", "skewed")
+    for (dtype, ways), routing in itertools.product(kinds.items(), routings):
+        # XLA's ragged_dot multiplies every row by every expert: its time does not depend on the routing.
+        some = [way for way in ways if way != "ragged_dot" or routing == routings[-1]]
+        todo += [("grouped", product | {"dtype": dtype, "routing": routing}, way) for way in some]
+    found = []
+    for work, shape, way in todo:
+        name = " ".join([work, *(f"{k}={v}" for k, v in shape.items())]) + f", {way}"
+        found.append(GpuCase(name, f"time_{work}", {"shape": shape, "way": way}, limit=60.0))
+    model = "tiny" if small else MODEL_100M
+    asked = {"model": model, "batch": 1, "prefix": 64 if small else 1024, "turns": 3 if small else 5}
+    # On a CPU there are no graphs, and its XLA does not know the flag.
+    for kernels, graphs in itertools.product((True, False), (False,) if small else (False, True)):
+        name = f"decoding {model}, kernels {'on' if kernels else 'off'}, loops as "
+        name += "graphs" if graphs else "XLA chooses"
+        env = (() if kernels else (OFF,)) + ((GRAPHS,) if graphs else ())
+        found.append(GpuCase(name, "decoding", asked, limit=100.0, least=20.0, env=env, alone=not small))
+    return found
+
+
+def model_cases(small: bool = False) -> list[GpuCase]:
+    """A slice of the 26B model with kernels and without, the whole model, transformers beside it, then training."""
+    name, prefix = ("tiny", 64) if small else (GEMMA, 1024)
+    kinds = (INT8,) if small else (INT8, None)
+    todo: list[tuple[str, str, dict[str, Any], float]] = []
+    slices = [
+        (
+            f"logits of a slice of {name}, {kind or BF16}", "slice_logits",
+            {"model": name, "quantise": kind, "layers": 2 if small else 4}, 150.0,
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    todo.append(slices[0])
+    for kind in kinds:
+        asked = {"model": name, "quantise": kind, "batch": 1, "prefix": prefix, "turns": 3}
+        todo.append((f"decoding {name}, {kind or BF16}", "decoding", asked, 240.0))
+    asked = {"model": name, "prefix": prefix, "device": "cpu" if small else "cuda"}
+    todo.append((f"transformers, {name}", "transformers", asked, 150.0))
+    trained = ((MODEL_100M, 32, 2048), ("mercury-350m", 16, 2048), ("mercury-1b", 8, 2048))
+    for model, rows, row in (("tiny-causal", 2, 128),) if small else trained:
+        asked = {"model": model, "rows": rows, "row": row, "turns": 1 if small else 5}
+        todo.append((f"training {model}, {rows} x {row}", "training", asked, 120.0))
+    least = 10.0 if small else 30.0
+    return [
+        GpuCase(case, work, asked, limit=limit, least=least, alone=not small)
+        for case, work, asked, limit in [*todo, *slices[1:]]
+    ]

@@ -40,7 +40,7 @@ DENOISING = 16  # steps of a canvas, before the pass that commits it, for which 
 
 
 def find(name: str) -> ap.ModelSource:
-    """A model by name: a preset, "tiny" (a DiffusionGemma), or "tiny-causal" (a causal encoder)."""
+    """A model by name: as `abstract_params.source`, or "tiny" (a DiffusionGemma), "tiny-causal" (a causal encoder)."""
     if name == "tiny":
         config: ModelConfig = GemmaConfig(
             vocab=512, width=64, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=128, block=32, context=512,
@@ -53,9 +53,7 @@ def find(name: str) -> ap.ModelSource:
             ap.causal_encoder(64, 2, 4, 2, 16, 128), vocab=512, block=32, context=512, dtype="float32"
         )
         return ap.ModelSource(name, config, ap.MASKED, jnp.dtype("float32"))
-    one = ap.find_preset(name)
-    config = one.config()
-    return ap.ModelSource(name, config, one.noise, jnp.dtype(config.dtype), one.decoding)
+    return ap.source(name)
 
 
 def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> LM:
@@ -225,8 +223,8 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
     tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
     stage("making the state")
-    state = steps.init(jax.random.key(0), model, tx, ema=False, on=on)
-    update = steps.updater(model, objectives.masked_elbo(), corruption, tx, lr, on=on)
+    setup = steps.TrainSetup(model, objectives.masked_elbo(), corruption, tx, lr)
+    state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
     data, seconds, report = batch_of(c, rows, row), [], None
     stage("compiling, then timing")
     for _ in range(asked["turns"] + 1):  # the first one compiles

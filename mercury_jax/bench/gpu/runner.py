@@ -1,15 +1,23 @@
-"""The parent process of `mercury bench gpu`: runs cases in child processes that can be killed, within a time budget.
+"""The processes of `mercury bench gpu`: the parent runs cases in child processes that can be killed, within a budget.
 
 A case that hangs is killed with its process group. After a crash or a failed case the next one starts in a new
 process. Otherwise consecutive cases with the same environment share a process, since starting JAX on a GPU takes
 longer than most of them. A case that fails in a shared process is repeated in a new one, in case an earlier case
-caused the failure. This module and `cases` import no JAX.
+caused the failure.
+
+A child is `python -m mercury_jax.bench.gpu.runner`. It reads a case from a line of its standard input,
+{"work": name, "asked": {..}}, and answers with JSON lines: {"stage": text} while it works, {"row": {..}} for each
+result, and {"done": true} or {"failed": why} at the end. It ends with its parent, or when its input ends. This module
+and `commands` import no JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import json
+import math
 import os
 import queue
 import signal
@@ -18,12 +26,22 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.worker")
+Stage = Callable[[str], None]  # called with what a case is doing
+Work = Callable[[dict[str, Any], Stage], Iterator[Row]]
+
+WORKER = (sys.executable, "-m", "mercury_jax.bench.gpu.runner")
+# Name of the work, and of the function that does it -> module of this package, imported when it is needed.
+WORK = {
+    "about": "check", "roofline": "check", "attention": "check", "grouped": "check", "sanitizer": "check",
+    "time_attention": "speed", "time_grouped": "speed",
+    "decoding": "model", "slice_logits": "model", "training": "model", "transformers": "model",
+}  # fmt: skip
 BEAT = 10.0  # seconds between two progress lines
 STARTING = 30.0  # further seconds for the first case of a process, which starts JAX and the device
 TAIL = 600  # characters of the standard error of a dead process that its row contains
@@ -37,11 +55,11 @@ class GpuCase(NamedTuple):
 
     Attributes:
         name: Shown, and matched by `--only`.
-        work: A name in `worker.WORK`.
+        work: A key of `WORK`.
         asked: Its arguments, JSON.
         limit: Seconds after which it is killed.
         least: Seconds that must be left to begin it.
-        form: The kernel form (`kernels.checks`) it belongs to; empty for none.
+        form: The kernel form (`kernels.device`) it belongs to; empty for none.
         env: Environment variables of its process; MERCURY_KERNELS is unset unless it is among them.
         alone: Whether it shares no process with others.
     """
@@ -56,28 +74,14 @@ class GpuCase(NamedTuple):
     alone: bool = False
 
 
-class TimeBudget:
-    """The time budget of a command, in seconds."""
-
-    def __init__(self, budget: float) -> None:
-        self.budget, self._began = budget, time.monotonic()
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the command began."""
-        return time.monotonic() - self._began
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left of the budget."""
-        return self.budget - self.spent
+# --- the parent
 
 
 class Runner:
-    """Runs cases one after another. A context manager: no process is left when it ends.
+    """Runs cases one after another. `close` ends the last child: use it in `with contextlib.closing(...)`.
 
     Args:
-        clock: The budget of the whole command.
+        budget: Seconds that the whole command may take, from now on.
         worker: Command line of a child process.
         say: Called with a progress line every `beat` seconds.
         beat: Seconds.
@@ -85,19 +89,14 @@ class Runner:
 
     def __init__(
         self,
-        clock: TimeBudget,
+        budget: float,
         worker: Sequence[str] = WORKER,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         beat: float = BEAT,
     ) -> None:
-        self.clock, self._worker, self._say, self._beat = clock, worker, say, beat
+        self._budget, self._end = budget, time.monotonic() + budget
+        self._worker, self._say, self._beat = worker, say, beat
         self._child: _Child | None = None
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
 
     def run(self, case: GpuCase) -> list[Row]:
         """Runs a case.
@@ -106,48 +105,41 @@ class Runner:
             Its rows. Where it fails the last one has {"failed": why}; where no time is left the only one has
             {"not_run": "time"}.
         """
-        if self.clock.left < case.least:
-            return [{"not_run": "time", "seconds_left": round(max(self.clock.left, 0.0), 1)}]
+        if (left := self._end - time.monotonic()) < case.least:
+            return [{"not_run": "time", "seconds_left": round(max(left, 0.0), 1)}]
         if case.alone or (self._child is not None and self._child.env != case.env):
-            self._end()
+            self.close()
         shared = self._child is not None
-        rows = self._once(case)
-        if (
-            shared
-            and troubled(rows)
-            and not any(r.get("killed") for r in rows)
-            and self.clock.left >= case.least
-        ):
-            why = next((str(r.get("failed") or r.get("why")) for r in rows if troubled([r])), "")[:300]
-            rows = [row | {"in_a_used_process": why} for row in self._once(case)]
+        rows = self._run_once(case)
+        why = next((str(row.get("failed") or row.get("why")) for row in rows if troubled([row])), None)
+        killed = any(row.get("killed") for row in rows)
+        if shared and why is not None and not killed and self._end - time.monotonic() >= case.least:
+            rows = [row | {"in_a_used_process": why[:300]} for row in self._run_once(case)]
         if case.alone:
-            self._end()
+            self.close()
         return rows
 
-    def _once(self, case: GpuCase) -> list[Row]:
-        began, limit = time.monotonic(), case.limit
-        if self._child is None:
-            self._child, limit = _Child(self._worker, case.env), limit + STARTING
-        limit = min(limit, self.clock.left)
-        rows: list[Row] = []
-        for told in self._child.ask(
-            case, limit, self._beat, lambda stage: self._tell(case, stage, began, limit)
-        ):
-            rows.append(told)
-        if troubled(rows):
-            self._end()
-        took = round(time.monotonic() - began, 2)
-        return [row | {"seconds_of_case": took} for row in rows]
-
-    def _tell(self, case: GpuCase, stage: str, began: float, limit: float) -> None:
-        took = time.monotonic() - began
-        spent = f"{self.clock.spent:.0f} of {self.clock.budget:.0f} s"
-        self._say(f"{spent}, {case.name}: {stage}, {took:.0f} of at most {limit:.0f} s")
-
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Kills the child process, if there is one."""
         if self._child is not None:
             self._child.kill()
             self._child = None
+
+    def _run_once(self, case: GpuCase) -> list[Row]:
+        began, limit = time.monotonic(), case.limit
+        if self._child is None:
+            self._child, limit = _Child(self._worker, case.env), limit + STARTING
+        limit = min(limit, self._end - began)
+
+        def tell(stage: str) -> None:
+            now = time.monotonic()
+            spent = f"{self._budget - (self._end - now):.0f} of {self._budget:.0f} s"
+            self._say(f"{spent}, {case.name}: {stage}, {now - began:.0f} of at most {limit:.0f} s")
+
+        rows = list(self._child.run(case, limit, self._beat, tell))
+        if troubled(rows):
+            self.close()
+        return [row | {"seconds_of_case": round(time.monotonic() - began, 2)} for row in rows]
 
 
 def troubled(rows: Iterable[Row]) -> bool:
@@ -170,29 +162,38 @@ def append(path: str | None, row: Row) -> None:
 
 
 class _Child:
-    """A child process that reads cases from its standard input and answers with JSON lines."""
+    """A child process, with a thread that reads its answers into a queue; None marks their end."""
 
     def __init__(self, worker: Sequence[str], env: tuple[tuple[str, str], ...]) -> None:
         self.env = env
-        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (`kill` closes it)
-        self._lines: queue.Queue[str | None] = queue.Queue()
+        variables = {k: v for k, v in os.environ.items() if k != SWITCH} | ALWAYS
+        root = str(Path(__file__).parents[3])
+        variables["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        for name, value in env:  # XLA_FLAGS are appended to the user's own
+            variables[name] = f"{variables.get(name, '')} {value}".strip() if name == "XLA_FLAGS" else value
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (`kill` closes it)
         self._process = subprocess.Popen(
-            list(worker), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
-            env=_environment(env), process_group=0,
+            list(worker), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
+            env=variables, process_group=0,
         )  # fmt: skip
-        threading.Thread(target=_fill, args=(self._process.stdout, self._lines), daemon=True).start()
+        self._lines: queue.Queue[str | None] = queue.Queue()
 
-    def ask(self, case: GpuCase, limit: float, beat: float, tell: Callable[[str], None]) -> Iterator[Row]:
+        def fill() -> None:
+            with contextlib.suppress(ValueError):  # closed by `kill`
+                for line in self._process.stdout or ():
+                    self._lines.put(line)
+            self._lines.put(None)
+
+        threading.Thread(target=fill, daemon=True).start()
+
+    def run(self, case: GpuCase, limit: float, beat: float, tell: Callable[[str], None]) -> Iterator[Row]:
         """The rows of a case. The last one has {"failed": why} after a failure, and {"killed": True} too after a
         hang."""
         end, stage = time.monotonic() + limit, "starting"
-        try:
-            assert self._process.stdin is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # of a dead process, whose end is read below
             self._process.stdin.write(json.dumps({"work": case.work, "asked": case.asked}) + "\n")
             self._process.stdin.flush()
-        except OSError:
-            yield self._dead()
-            return
         while (left := end - time.monotonic()) > 0:
             try:
                 line = self._lines.get(timeout=min(beat, left))
@@ -200,15 +201,23 @@ class _Child:
                 tell(stage)
                 continue
             if line is None:
-                yield self._dead()
+                code = self._process.wait()
+                name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                self._stderr.seek(0)
+                yield {"failed": f"its process ended with {name}: {self._stderr.read()[-TAIL:].strip()}"}
                 return
-            told = _parsed(line)
-            stage = told.get("stage", stage)
-            if "row" in told:
-                yield told["row"]
-            if "failed" in told:
-                yield {"failed": told["failed"]}
-            if "failed" in told or "done" in told:
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                continue  # what libraries print
+            if not isinstance(answer, dict):
+                continue
+            stage = answer.get("stage", stage)
+            if "row" in answer:
+                yield answer["row"]
+            if "failed" in answer:
+                yield {"failed": answer["failed"]}
+            if "failed" in answer or "done" in answer:
                 return
         yield {"failed": f"killed after {limit:.0f} s while {stage}", "killed": True}
 
@@ -218,38 +227,48 @@ class _Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        for stream in filter(None, (self._process.stdin, self._process.stdout, self._said)):
+        for stream in filter(None, (self._process.stdin, self._process.stdout, self._stderr)):
             with contextlib.suppress(OSError):  # unwritten input of a dead process
                 stream.close()
 
-    def _dead(self) -> Row:
-        code = self._process.wait()
-        self._said.seek(0)
-        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return {"failed": f"its process ended with {name}: {self._said.read()[-TAIL:].strip()}"}
+
+# --- the child
 
 
-def _fill(source: IO[str] | None, lines: queue.Queue[str | None]) -> None:
-    with contextlib.suppress(ValueError):  # closed by `kill`
-        for line in source or ():
-            lines.put(line)
-    lines.put(None)
+def main() -> int:
+    """Answers the cases on standard input, one after the other."""
+    if sys.platform == "linux":  # so that a killed command leaves nothing on the device
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print to standard output must not mix with the answers
+
+    def say(**answer: Any) -> None:
+        print(json.dumps(_finite(answer)), file=out, flush=True)
+
+    for line in sys.stdin:
+        case = json.loads(line)
+        try:
+            module = importlib.import_module(f"mercury_jax.bench.gpu.{WORK[case['work']]}")
+            work: Work = getattr(module, case["work"])
+            for row in work(case["asked"], lambda stage: say(stage=stage)):
+                say(row=row)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" ({Path(place.filename).name}:{place.lineno})"
+            say(failed=f"{type(error).__name__}: {error}"[:600] + where)
+        else:
+            say(done=True)
+    return 0
 
 
-def _parsed(line: str) -> Row:
-    """A line of a child as JSON; empty for what libraries print."""
-    try:
-        told = json.loads(line)
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinity, which JSON lacks, as text."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _environment(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The user's environment, with this package importable and MERCURY_KERNELS unset unless it is given."""
-    found = {k: v for k, v in os.environ.items() if k != SWITCH} | ALWAYS
-    root = str(Path(__file__).parents[3])
-    found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    for name, value in env:  # XLA_FLAGS are appended to the user's own
-        found[name] = f"{found.get(name, '')} {value}".strip() if name == "XLA_FLAGS" else value
-    return found
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
-from mercury_jax.kernels import attend, checks, device as kernel_device
+from mercury_jax.kernels import attend, device as kernel_device
+from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import tile_rows
-from mercury_jax.kernels.kv_quant import quantise_int8
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 
@@ -27,7 +28,7 @@ CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
 SETS, CALLS, REPEATS = 6, 18, 7
 
 
-def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
 
     Args:
@@ -40,18 +41,16 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     way, shape = asked["way"], asked["shape"]
     causal, int8 = shape.get("causal", False), shape.get("int8", False)
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
-    told: dict[str, Any] = {"shape": shape, "way": way, "dtype": "bfloat16"}
-    like = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
-    key_like = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
+    row: Row = {"shape": shape, "way": way, "dtype": "bfloat16"}
     if way == "ours":
-        form = checks.attention_form(
-            like, jax.eval_shape(quantise_int8, key_like) if int8 else key_like, None
+        q = jax.ShapeDtypeStruct((b, t, h, width), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((b, s, g, width), jnp.bfloat16)
+        row |= _computed_by(
+            kernel_device.attention_form(q, jax.eval_shape(quantise_int8, k) if int8 else k, None)
         )
-        told["form"] = form
-        if (why := kernel_device.why_off(form)) is not None and kernel_device.present() is not None:
-            yield told | {"left_out": why}
+        if "left_out" in row:
+            yield row
             return
-        told["computed_by"] = "plain XLA" if kernel_device.present() is None else "kernel"
     stage("drawing")
     sets = max(1, min(SETS, math.ceil(CACHED / (2 * b * s * g * width * (1 if int8 else 2)))))
 
@@ -65,7 +64,13 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     q, pairs = drawn(jax.random.key(0))
     seen = np.zeros((b, t, 2, 2), np.int32)
     seen[:, :, 0, 1] = s - t + 1 + np.arange(t) if causal else s
-    call = _attention(way, causal, jnp.asarray(seen))
+    seen_on_device = jnp.asarray(seen)
+
+    def call(q: jax.Array, kv: Any) -> Any:
+        if way == "ours":
+            return attend(q, kv[0], kv[1], seen_on_device, cached=True)
+        return jax.nn.dot_product_attention(q, *kv, is_causal=causal, implementation=way)
+
     stage("compiling, then timing")
     try:
         seconds = _chained(call, q, pairs)
@@ -74,25 +79,14 @@ def time_attention(asked: dict[str, Any], stage: Callable[[str], None]) -> Itera
     except Exception as error:  # cuDNN does not support every shape, and is not on every machine
         if way == "ours":
             raise
-        yield told | {"refused": f"{type(error).__name__}: {error}"[:300]}
+        yield row | {"refused": f"{type(error).__name__}: {error}"[:300]}
         return
     visible = float((seen[..., 1] - seen[..., 0]).sum())
-    keys = 2 * b * s * g * (width + 4 if int8 else 2 * width)
-    yield (
-        told
-        | seconds
-        | {"bytes": keys + 4 * b * t * h * width, "flops": 4.0 * visible * h * width, "sets": sets}
-    )
+    moved = 2 * b * s * g * (width + 4 if int8 else 2 * width) + 4 * b * t * h * width
+    yield row | seconds | {"bytes": moved, "flops": 4.0 * visible * h * width, "sets": sets}
 
 
-def _attention(way: str, causal: bool, seen: Any) -> Callable[..., Any]:
-    if way == "ours":
-        return lambda q, kv: attend(q, kv[0], kv[1], seen, cached=True)
-    how: dict[str, Any] = dict(is_causal=causal, implementation=way)
-    return lambda q, kv: jax.nn.dot_product_attention(q, kv[0], kv[1], **how)
-
-
-def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def time_grouped(asked: Row, stage: Stage) -> Iterator[Row]:
     """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot".
 
     Args:
@@ -104,25 +98,30 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
     """
     way, shape = asked["way"], asked["shape"]
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
-    told: dict[str, Any] = {"shape": shape, "way": way}
+    row: Row = {"shape": shape, "way": way}
     if way == "ours":
-        told["form"] = checks.grouped_form(shape["dtype"])
-        why = kernel_device.why_off(told["form"])
-        if why is not None and kernel_device.present() is not None:
-            yield told | {"left_out": why}
+        row |= _computed_by(kernel_device.grouped_form(shape["dtype"]))
+        if "left_out" in row:
+            yield row
             return
-        told["computed_by"] = "plain XLA" if kernel_device.present() is None else "kernel"
     stage("drawing")
     sizes = routed(shape["routing"], rows, experts)
     int8 = shape["dtype"] == "int8"
 
     @jax.jit
-    def drawn(key: Any) -> Any:
+    def drawn(key: jax.Array) -> Any:
         keys = jax.random.split(key, 3)
-        x = jax.random.normal(keys[0], (rows, width), jnp.bfloat16)
-        return x, *(
-            _matrices(k, (experts, *s), int8) for k, s in zip(keys[1:], ((width, 2 * inner), (inner, width)))
-        )
+        x, matrices = jax.random.normal(keys[0], (rows, width), jnp.bfloat16), []
+        for key, (inputs, outputs) in zip(keys[1:], ((width, 2 * inner), (inner, width))):
+            shape = (experts, inputs, outputs)
+            if int8:
+                values = jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+                # 74 is the standard deviation of uniform bytes.
+                scale = jnp.full((experts, outputs), inputs**-0.5 / 74, jnp.float32)
+                matrices.append(QuantisedWeight(values, scale))
+            else:
+                matrices.append(jax.random.normal(key, shape, jnp.bfloat16) * inputs**-0.5)
+        return x, *matrices
 
     x, up, down = drawn(jax.random.key(0))
     act, tile = functools.partial(jax.nn.gelu, approximate=True), tile_rows(rows, experts)
@@ -132,13 +131,17 @@ def time_grouped(asked: dict[str, Any], stage: Callable[[str], None]) -> Iterato
     seconds = _chained(lambda x, ws: run(act, x, count, *ws, tile=tile), x, [(up, down)])
     touched, item = int((sizes > 0).sum()), 1 if int8 else 2
     moved = touched * 3 * width * inner * item + rows * (2 * width + 3 * inner) * 2
-    told |= {
-        "experts_touched": touched,
-        "largest": int(sizes.max()),
-        "bytes": moved,
-        "flops": 6.0 * rows * width * inner,
-    }
-    yield told | seconds | {"gigabytes_per_second": moved / seconds["seconds"] / 1e9}
+    row |= {"experts_touched": touched, "largest": int(sizes.max()), "bytes": moved}
+    row |= {"flops": 6.0 * rows * width * inner} | seconds
+    yield row | {"gigabytes_per_second": moved / seconds["seconds"] / 1e9}
+
+
+def _computed_by(form: str) -> Row:
+    """Whether our own call runs as a kernel here; `left_out` says why a form that did not pass is not timed."""
+    if kernel_device.present() is None:
+        return {"form": form, "computed_by": "plain XLA"}
+    why = kernel_device.why_off(form)
+    return {"form": form, "computed_by": "kernel"} if why is None else {"form": form, "left_out": why}
 
 
 def routed(routing: str, rows: int, experts: int) -> np.ndarray:
@@ -159,24 +162,24 @@ def routed(routing: str, rows: int, experts: int) -> np.ndarray:
     return rng.multinomial(rows, share / share.sum())
 
 
-def _matrices(key: Any, shape: tuple[int, ...], int8: bool) -> Any:
-    if not int8:
-        return jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5
-    values = jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
-    # 74 is the standard deviation of uniform bytes.
-    return QuantisedWeight(values, jnp.full((shape[0], shape[2]), shape[1] ** -0.5 / 74, jnp.float32))
-
-
 def _chained(call: Callable[[Any, Any], Any], start: Any, sets: list[Any]) -> dict[str, float]:
-    """Seconds of a call: median, fastest and slowest of REPEATS loops over the sets with about CALLS calls each."""
+    """Seconds of a call: the median, the fastest and the slowest of REPEATS loops, each of about CALLS calls.
+
+    Args:
+        call: (value, set) -> value of the same shape.
+        start: The first value.
+        sets: Second arguments, used in turn.
+
+    Returns:
+        `seconds`, `seconds_fastest` and `seconds_slowest`, each a loop's time divided by its calls.
+    """
     turns, call = max(1, CALLS // len(sets)), jax.jit(call)  # jitted, so that it is lowered once for all sets
 
-    def chain(x: Any, sets: list[Any]) -> Any:
-        # A loop of known length needs no synchronisation with the host, and its body is compiled once.
-        return jax.lax.fori_loop(0, turns, lambda _, x: functools.reduce(call, sets, x), x)
-
-    program, calls = jax.jit(chain), turns * len(sets)
+    # A loop of known length needs no synchronisation with the host, and its body is compiled once.
+    body = lambda x, sets: functools.reduce(call, sets, x)
+    program = jax.jit(lambda x, sets: jax.lax.fori_loop(0, turns, lambda _, x: body(x, sets), x))
     run = lambda: jax.block_until_ready(program(start, sets))
-    run()
+    calls = turns * len(sets)
+    run()  # compiles
     found = sorted(timed(run)[1] / calls for _ in range(REPEATS))
     return {"seconds": statistics.median(found), "seconds_fastest": found[0], "seconds_slowest": found[-1]}

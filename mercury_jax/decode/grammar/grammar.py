@@ -38,47 +38,38 @@ _LIMITS = {
 
 
 class Grammar:
-    """What an answer obeys, compiled for one tokenizer; immutable, and safe to share between threads."""
+    """What an answer obeys, compiled for one tokenizer; immutable, and safe to share between threads.
+
+    Attributes:
+        name: What errors call it.
+        shortest: The fewest tokens of an answer, as far as the search finds them.
+        words: uint32 words of a grammar mask, ceil(V / 32).
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: LarkGrammar, deadline: float):
-        self.vocabulary, self.name = vocabulary, source.name
+        self.vocabulary, self.name, self.words = vocabulary, source.name, vocabulary.words
         text = llguidance().LLMatcher.grammar_from_lark(source.lark)
-        self.tokens, self.units = (
-            _matcher(view, text, source) for view in (vocabulary.tokens, vocabulary.units)
-        )
+        self.tokens = _matcher(vocabulary.tokens, text, source)
+        self.units = _matcher(vocabulary.units, text, source)
         self.search = EndSearch(vocabulary, [list(macro) for macro in source.macros], {})
-        self.plan = tuple(self._shortest(source, deadline))
-
-    def _shortest(self, source: LarkGrammar, deadline: float) -> list[int]:
-        """Any answer first, by a narrow search; then one as short as can be found."""
+        # Any answer first, by a narrow search; then one as short as can be found.
         late = lambda: time.monotonic() > deadline
         early = lambda: time.monotonic() > deadline - COMPILE_SECONDS / 2
         plans = [self.search.find(self.units, START, MOST_TOKENS, ANY, late=late)]
+        trouble = lambda: f" ({_plain(self.search.trouble)})" if self.search.trouble else ""
         try:
             if plans[0] is None and not self.search.missed:
-                raise GrammarError(f"{source.name}: nothing satisfies it{self._trouble()}")
+                raise GrammarError(f"{source.name}: nothing satisfies it{trouble()}")
             plans.append(self.search.find(self.units, START, MOST_TOKENS, BEST, late=early))
         except TimeoutError:
             if plans[0] is None:
                 raise
-        spelled = [self.vocabulary.spell(plan) for plan in plans if plan is not None]
+        spelled = [vocabulary.spell(plan) for plan in plans if plan is not None]
         found = [ids for ids in spelled if ids is not None and self.completes(ids)]
         if not found:
-            raise GrammarError(f"{source.name}: nothing was found that satisfies it{self._trouble()}")
-        return min(found, key=len)
-
-    def _trouble(self) -> str:
-        return f" ({_plain(self.search.trouble)})" if self.search.trouble else ""
-
-    @property
-    def shortest(self) -> int:
-        """The fewest tokens of an answer, as far as the search finds them."""
-        return len(self.plan)
-
-    @property
-    def words(self) -> int:
-        """uint32 words of a grammar mask: ceil(V / 32)."""
-        return self.vocabulary.words
+            raise GrammarError(f"{source.name}: nothing was found that satisfies it{trouble()}")
+        self.plan = tuple(min(found, key=len))
+        self.shortest = len(self.plan)
 
     def completes(self, ids: list[int]) -> bool:
         """Returns whether these tokens are a complete answer."""
@@ -123,7 +114,17 @@ def compile(tokenizer: AnyTokenizer, spec: Spec) -> Grammar:
             return _cache[key]
     if not _workers.acquire(blocking=False):
         raise GrammarError(f"{source.name}: other grammars that take too long are still being compiled")
-    grammar = _bounded(vocabulary, source)
+
+    def work() -> Grammar:
+        try:
+            return Grammar(vocabulary, source, time.monotonic() + COMPILE_SECONDS)
+        finally:  # only now the worker is free again, also where nobody waits for it any longer
+            _workers.release()
+
+    try:
+        grammar = _pool.submit(work).result(COMPILE_SECONDS)
+    except TimeoutError:
+        raise GrammarError(f"{source.name}: takes longer than {COMPILE_SECONDS:g} s to compile") from None
     with _lock:
         _cache[key] = grammar
         while len(_cache) > MOST_CACHED or sum(len(text) for _, text in _cache) > MOST_CACHED_BYTES:
@@ -135,21 +136,6 @@ _cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 _lock = threading.Lock()
 _workers = threading.BoundedSemaphore(4)
 _pool = ThreadPoolExecutor(4, thread_name_prefix="grammar")
-
-
-def _bounded(vocabulary: GrammarVocabulary, source: LarkGrammar) -> Grammar:
-    """The grammar, or an error when its time is over; its worker is free again when it has really finished."""
-
-    def work() -> Grammar:
-        try:
-            return Grammar(vocabulary, source, time.monotonic() + COMPILE_SECONDS)
-        finally:
-            _workers.release()
-
-    try:
-        return _pool.submit(work).result(COMPILE_SECONDS)
-    except TimeoutError:
-        raise GrammarError(f"{source.name}: takes longer than {COMPILE_SECONDS:g} s to compile") from None
 
 
 def _matcher(view: Any, text: str, source: LarkGrammar) -> Any:
@@ -184,11 +170,11 @@ class WalkerStep(NamedTuple):
     commit: list[int]  # tokens that are committed, from the frontier on
     forced: list[bool]  # of each: the grammar or the budget left no choice
     ended: bool  # the answer is complete
-    clear: bool  # what the model proposed behind them does not fit them
+    clear: bool  # what the model proposed after them does not fit them
 
 
 class _Legal(NamedTuple):
-    """What the grammar alone makes of a proposal. plan: an end behind it; None where one must be searched."""
+    """What the grammar alone makes of a proposal. plan: an end after it; None where one must be searched."""
 
     taken: list[int]
     forced: list[bool]
@@ -268,21 +254,17 @@ class Walker:
         if count < len(taken):
             taken, forced, ended, clear = taken[:count], forced[:count], False, True
         if not taken and len(tokens) and not ended:
-            taken = self._own()
+            # The plan's next token; there is none where the answer is complete.
+            taken = self.plan[:1]
+            self._plan = self._plan[len(self.grammar.vocabulary.units_of(taken)) :]
+            self._tokens.try_consume_tokens(taken)
+            self.overruled += len(taken)
             forced, clear, ended = [True] * len(taken), True, not taken
         self.written += taken
         over = ended or (self._tokens.is_stopped() and not self._tokens.is_error())
         self.ended = over or self.room == 0  # a plan of no tokens fits: the answer is complete
         self.cut = self.ended and not over
         return WalkerStep(taken, forced, self.ended, clear)
-
-    def _own(self) -> list[int]:
-        """Takes the plan's next token; none where the answer is complete."""
-        first = self.plan[:1]
-        self._plan = self._plan[len(self.grammar.vocabulary.units_of(first)) :]
-        self._tokens.try_consume_tokens(first)
-        self.overruled += len(first)
-        return first
 
     def _legal(self, tokens: Sequence[int], accepted: Sequence[bool]) -> _Legal:
         """What the grammar takes of the model's tokens, and what it forces before and between them."""
@@ -301,30 +283,27 @@ class Walker:
             new = [tokens[at]] if fits else must[: self.room - at]
             if not new or matcher.try_consume_tokens(new) < len(new):
                 return _Legal(taken, forced, False, offered, plan)
-            plan = self._follow_plan(plan, new)
+            if plan is not None:  # the rest of the plan, where that needs no search
+                units = self.grammar.vocabulary.units_of(new)
+                if plan[: len(units)] == units:
+                    plan = plan[len(units) :]
+                elif not self._completes(plan):
+                    plan = None
             taken += new
             forced += [bool(must)] * len(new)
             if not fits and at < len(tokens) and list(tokens[at : at + len(new)]) != new:
                 return _Legal(taken, forced, False, True, plan)
         return _Legal(taken, forced, False, True, plan)
 
-    def _follow_plan(self, plan: list[Unit] | None, ids: Sequence[int]) -> list[Unit] | None:
-        """The rest of the plan behind these tokens, which were just consumed, where it needs no search."""
-        if plan is None:
-            return None
-        units = self.grammar.vocabulary.units_of(ids)
-        if plan[: len(units)] == units:
-            return plan[len(units) :]
-        return plan if self._completes(plan) else None
-
     def _affordable(self, taken: list[int], plan: list[Unit] | None, late: Callable[[], bool]) -> int:
-        """How many of the tokens leave room for a plan; the matcher is left behind that many, with a plan that fits."""
+        """How many of the tokens leave room for a plan; the matcher is left after that many, with a plan that fits."""
         broken = self._tokens.is_error()
         if plan is not None and not broken and self._fits(plan, self.room - len(taken)):
             self._plan = plan
             return len(taken)
         if self._tight and plan == self._plan and not broken:
             return self._affordable_before_plan(taken)
+        # Halve the number of tokens until what remains leaves room for an end that a search finds.
         consumed = count = len(taken)
         while True:
             self._roll_back(taken, consumed, count)
@@ -364,8 +343,11 @@ class Walker:
         if late():
             return None
         search, vocabulary, room = self._search, self.grammar.vocabulary, self.room - len(taken)
-        bridges = [self._plan[i:] for i in _cuts(self._plan)]
+        # Ends of the plan that another one may join: at its start, and after some of its closing bytes.
+        closing = [i + 1 for i, unit in enumerate(self._plan[:-1]) if unit in b'"}],' or unit > 255]
+        bridges = [self._plan[i:] for i in list(dict.fromkeys([0, *closing]))[:_MOST_BRIDGES]]
         mask = self._tokens.compute_bitmask()
+        # Cheap guesses before a search: the plan without its first units, and ways that led to an end before.
         guesses = [self._plan[i:] for i in range(min(_MOST_SKIPPED, len(self._plan)))]
         guesses += [way + bridge for way in search.learned(mask) for bridge in (*bridges, [])]
         for guess in guesses:
@@ -373,10 +355,9 @@ class Walker:
                 return None
             if vocabulary.begins(guess, mask) and self._fits(guess, room) and self._completes(guess):
                 return guess
+        # No room beside the plan, and the last search found nothing: nor would 98 of 100 others.
         if self._tight and not self._fits(self._plan, self.room - 1):
-            return (
-                None  # no room beside the plan, and the last search found nothing: nor would 98 of 100 others
-            )
+            return None
         units, lex = self._synced(vocabulary.units_of(taken))
         try:
             plan = search.find(units, lex, room, QUICK, bridges, late)
@@ -392,7 +373,7 @@ class Walker:
         return size is not None and size <= room
 
     def _completes(self, plan: list[Unit]) -> bool:
-        """Returns whether the token matcher takes the plan and accepts behind it."""
+        """Returns whether the token matcher takes the plan and accepts after it."""
         ids = self.grammar.vocabulary.bytewise(plan)
         if ids is None:
             return False
@@ -400,7 +381,7 @@ class Walker:
         return self._tokens.validate_tokens(ids) == len(ids)
 
     def _synced(self, new: list[Unit]) -> tuple[Any, Lex]:
-        """The byte matcher behind what is written and these units, and its lexical state."""
+        """The byte matcher after what is written and these units, and its lexical state."""
         late = self.grammar.vocabulary.units_of(self.written[self._synced_tokens :])
         self._units.try_consume_tokens(late)
         self._lex = advance_lex(self._lex, late)
@@ -408,9 +389,3 @@ class Walker:
         units = self._units.deep_copy()
         units.try_consume_tokens(new)
         return units, advance_lex(self._lex, new)
-
-
-def _cuts(units: Sequence[Unit]) -> list[int]:
-    """Where ends of a plan begin: at its start, and behind some of its closing bytes."""
-    closing = [i + 1 for i, unit in enumerate(units[:-1]) if unit in b'"}],' or unit > 255]
-    return list(dict.fromkeys([0, *closing]))[:_MOST_BRIDGES]

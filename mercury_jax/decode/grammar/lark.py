@@ -16,7 +16,6 @@ from mercury_jax.decode.grammar.spec import (
     MOST_BYTES,
     MOST_PATTERN,
     CallsOr,
-    CheckedSchema,
     Choice,
     FreeOr,
     GrammarError,
@@ -64,29 +63,44 @@ def lark_grammar(spec: Spec) -> LarkGrammar:
         GrammarError: It is out of bounds, or no spec.
     """
     if isinstance(spec, JSONSchema | JSONObject):
-        answer = _answer(spec)
-        return LarkGrammar(f"start: {_json(answer.schema)}\n", "schema", _macros(answer.patterns))
+        answer, patterns = _json(spec)
+        return LarkGrammar(f"start: {answer}\n", "schema", _macros(patterns))
     if isinstance(spec, Regex):
-        return _regex(spec)
+        pattern = spec.pattern
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= MOST_PATTERN:
+            raise grammar_error("pattern", pattern, f"a regular expression of 1..{MOST_PATTERN} characters")
+        text = shortest_match(pattern) or ""
+        ends = tuple(text[i:].encode() for i in range(min(len(text), 64)))
+        # As JSON Schema defines them, \d and \w are ASCII. Between slashes: slashes are escaped, line ends written \n.
+        lark = llguidance().regex_to_lark(pattern, "dw")
+        lark = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", lark).replace("\n", "\\n")
+        return LarkGrammar(f"start: /{lark}/\n", "pattern", ends)
     if isinstance(spec, Choice):
-        return _choice(spec)
+        options = spec.options
+        if (
+            isinstance(options, str)
+            or not isinstance(options, Sequence)
+            or not 0 < len(options) <= MOST_OPTIONS
+        ):
+            raise grammar_error("options", options, f"a list of 1..{MOST_OPTIONS} texts")
+        for i, option in enumerate(options):
+            if not isinstance(option, str) or not option:
+                raise grammar_error(f"options[{i}]", option, "a text of at least one character")
+        lark = "start: " + " | ".join(_item(option) for option in dict.fromkeys(options)) + "\n"
+        if len(lark) > MOST_BYTES:
+            raise grammar_error("options", f"{len(lark)} bytes", f"at most {MOST_BYTES}")
+        return LarkGrammar(lark, "options", ())
     if isinstance(spec, ToolCalls | FreeOr | CallsOr):
         return _calls(spec)
     raise grammar_error("schema", spec, "a JSON Schema or a spec of mercury_jax.grammar")
 
 
-def _answer(spec: JSONSchema | JSONObject) -> CheckedSchema:
-    return check_schema(spec.schema if isinstance(spec, JSONSchema) else {"type": "object"})
-
-
-def special_name(id: int) -> str:
-    """Returns the name of a special token in a grammar."""
-    return f"<|{id}|>"
-
-
-def _json(schema: dict[str, Any] | bool) -> str:
+def _json(spec: JSONSchema | JSONObject, where: str = "schema") -> tuple[str, list[str]]:
+    """A JSON value in a grammar, and the regular expressions of its schema."""
+    given = spec.schema if isinstance(spec, JSONSchema) else {"type": "object"}
+    schema, patterns = check_schema(given, where)
     whole = {"allOf": [schema]} if isinstance(schema, bool) else schema
-    return f"%json {json.dumps({**whole, 'x-guidance': _LAYOUT})}"
+    return f"%json {json.dumps({**whole, 'x-guidance': _LAYOUT})}", patterns
 
 
 def _macros(patterns: Sequence[str]) -> tuple[bytes, ...]:
@@ -96,60 +110,53 @@ def _macros(patterns: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(json.dumps(end, ensure_ascii=False)[1:-1].encode() for end in dict.fromkeys(ends))
 
 
-def _regex(spec: Regex) -> LarkGrammar:
-    if not isinstance(spec.pattern, str) or not 0 < len(spec.pattern) <= MOST_PATTERN:
-        raise grammar_error("pattern", spec.pattern, f"a regular expression of 1..{MOST_PATTERN} characters")
-    text = shortest_match(spec.pattern) or ""
-    ends = tuple(text[i:].encode() for i in range(min(len(text), 64)))
-    # As JSON Schema defines them: \d and \w are ASCII.
-    pattern = llguidance().regex_to_lark(spec.pattern, "dw")
-    return LarkGrammar(f"start: /{_slashed(pattern)}/\n", "pattern", ends)
-
-
-def _slashed(pattern: str) -> str:
-    """The pattern between slashes: its own slashes escaped, line ends written as \\n."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n")
-
-
-def _choice(spec: Choice) -> LarkGrammar:
-    options = spec.options
-    if isinstance(options, str) or not isinstance(options, Sequence) or not 0 < len(options) <= MOST_OPTIONS:
-        raise grammar_error("options", options, f"a list of 1..{MOST_OPTIONS} texts")
-    for i, option in enumerate(options):
-        if not isinstance(option, str) or not option:
-            raise grammar_error(f"options[{i}]", option, "a text of at least one character")
-    lark = "start: " + " | ".join(map(_text, dict.fromkeys(options))) + "\n"
-    if len(lark) > MOST_BYTES:
-        raise grammar_error("options", f"{len(lark)} bytes", f"at most {MOST_BYTES}")
-    return LarkGrammar(lark, "options", ())
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _calls(spec: ToolCalls | FreeOr | CallsOr) -> LarkGrammar:
+    """The grammar of tool calls, alone or beside another form of answer."""
     calls = spec if isinstance(spec, ToolCalls) else spec.calls
     if not isinstance(calls, ToolCalls):
         raise grammar_error(type(spec).__name__, calls, "ToolCalls")
     tools = calls.tools
     if isinstance(tools, str) or not isinstance(tools, Sequence) or not 0 < len(tools) <= MOST_TOOLS:
         raise grammar_error("tools", tools, f"a list of 1..{MOST_TOOLS} tools")
-    bodies, patterns = [], []
+    # 1. One rule per tool, for the JSON of its call.
+    bodies, patterns = "", []
     for i, tool in enumerate(tools):
         body, found = _body(calls, tool, f"tools[{i}]")
-        bodies.append(f"b{i}: {body}\n")
+        bodies += f"b{i}: {body}\n"
         patterns += found
-    rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{''.join(bodies)}"
+    rules = f"body: {' | '.join(f'b{i}' for i in range(len(tools)))}\n{bodies}"
     if len(rules) > MOST_BYTES:
         raise grammar_error("tools", f"{len(rules)} bytes", f"at most {MOST_BYTES}")
+    # 2. The list of calls: the first one, and those after it.
+    least, most = calls.at_least, MOST_CALLS if calls.at_most is None else calls.at_most
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MOST_CALLS:
+        raise grammar_error("at_most", calls.at_most, f"1..{MOST_CALLS}, or None")
+    if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= most:
+        raise grammar_error("at_least", least, f"0..{most}")
+    first, *rest = _marks(calls.open, "open")
+    opening, close = " ".join([first, *rest]), " ".join(_marks(calls.close, "close"))
+    separator = " ".join(_marks(calls.separator, "separator"))
+    repeats = f"{{{max(least, 1) - 1},{most - 1}}}"
+    more = "" if most == 1 else f"({separator} {opening} body {close}){repeats}"
+    listed = f"{opening} body {close} {more}"
+    # 3. What else the answer may be.
     if isinstance(spec, CallsOr):
         if not isinstance(spec.answer, JSONSchema | JSONObject):
             raise grammar_error("CallsOr", spec.answer, "JSONSchema or JSONObject")
-        answer = _answer(spec.answer)
-        start = f"start: calls | answer\ncalls: {_listed(calls)}\nanswer: {_json(answer.schema)}\n"
-        return LarkGrammar(start + rules, "tools and schema", _macros([*patterns, *answer.patterns]))
-    start = _free(calls) if isinstance(spec, FreeOr) else _bound(calls)
+        answer, found = _json(spec.answer)
+        start = f"start: calls | answer\ncalls: {listed}\nanswer: {answer}\n"
+        return LarkGrammar(start + rules, "tools and schema", _macros([*patterns, *found]))
+    if isinstance(spec, ToolCalls):
+        start = f"start: {listed}\n" if least else f"start: ({listed})?\n"
+        return LarkGrammar(start + rules, "tools", _macros(patterns))
+    # Free text up to what opens a call. Where a text opens it, that cannot be part of the free text. Free text without
+    # calls is not blank: a reply of spaces alone would be no answer.
+    text = "TEXT: /(?s:\\s*\\S.*)/\n"
+    if first.startswith("<"):  # a special token
+        start = f"start: TEXT ({listed})? | SPACE? {listed}\n{text}SPACE: /\\s+/\n"
+    else:
+        head = f"head[lazy]: /(?s:.*)/ {first}\n"
+        start = f"start: TEXT | {' '.join(['head', *rest])} body {close} {more}\n{head}{text}"
     return LarkGrammar(start + rules, "tools", _macros(patterns))
 
 
@@ -162,80 +169,34 @@ def _body(calls: ToolCalls, tool: Any, where: str) -> tuple[str, list[str]]:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise grammar_error(f"{where}.parameters", parameters, "a JSON Schema of an object")
-    inner = check_schema({"type": "object", **parameters}, f"{where}.parameters")
-    name, arguments, called = (json.dumps(x) for x in (calls.name, calls.arguments, tool["name"]))
-    head = f"\\{{{_quoted(name)}: ?{_quoted(called)}, ?{_quoted(arguments)}: ?"
-    return f'/{head}/ {_json(inner.schema)} "}}"', inner.patterns
+    inner, patterns = _json(JSONSchema({"type": "object", **parameters}), f"{where}.parameters")
+    # JSON texts, escaped for a regular expression between slashes.
+    escape = lambda text: re.sub(
+        r"[^\w\s\"<>'=:;,@#%&!~`-]", lambda found: "\\" + found.group(), json.dumps(text)
+    )
+    name, arguments, called = map(escape, (calls.name, calls.arguments, tool["name"]))
+    return f'/\\{{{name}: ?{called}, ?{arguments}: ?/ {inner} "}}"', patterns
 
 
-def _quoted(text: str) -> str:
-    """A text escaped for a regular expression between slashes."""
-    return re.sub(r"[^\w\s\"<>'=:;,@#%&!~`-]", lambda found: "\\" + found.group(), text)
-
-
-def _bound(calls: ToolCalls) -> str:
-    listed = _listed(calls)
-    return f"start: {listed}\n" if _counts(calls)[0] else f"start: ({listed})?\n"
-
-
-def _listed(calls: ToolCalls) -> str:
-    """One call or more."""
-    return f"{_mark(calls.open, 'open')} body {_mark(calls.close, 'close')} {_again(calls)}"
-
-
-def _again(calls: ToolCalls) -> str:
-    """The calls behind the first one."""
-    least, most = _counts(calls)
-    if most == 1:
-        return ""
-    one = f"{_mark(calls.separator, 'separator')} {_mark(calls.open, 'open')} body {_mark(calls.close, 'close')}"
-    return f"({one}){{{max(least, 1) - 1},{most - 1}}}"
-
-
-def _free(calls: ToolCalls) -> str:
-    """Free text up to what opens a call; where that is a text, it cannot be part of the free text.
-
-    A text without calls is not blank: a reply of spaces alone would be no answer.
-    """
-    parts = _parts(calls.open, "open")
-    text = "TEXT: /(?s:\\s*\\S.*)/\n"
-    if isinstance(parts[0], int):
-        return f"start: TEXT ({_listed(calls)})? | SPACE? {_listed(calls)}\n{text}SPACE: /\\s+/\n"
-    rest = "".join(f" {_one(part)}" for part in parts[1:])
-    close = _mark(calls.close, "close")
-    head = f"head[lazy]: /(?s:.*)/ {_text(parts[0])}\n"
-    return f"start: TEXT | head{rest} body {close} {_again(calls)}\n{head}{text}"
-
-
-def _counts(calls: ToolCalls) -> tuple[int, int]:
-    most = MOST_CALLS if calls.at_most is None else calls.at_most
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MOST_CALLS:
-        raise grammar_error("at_most", calls.at_most, f"1..{MOST_CALLS}, or None")
-    if (
-        isinstance(calls.at_least, bool)
-        or not isinstance(calls.at_least, int)
-        or not 0 <= calls.at_least <= most
-    ):
-        raise grammar_error("at_least", calls.at_least, f"0..{most}")
-    return calls.at_least, most
-
-
-def _parts(mark: Mark, name: str) -> list[int | str]:
+def _marks(mark: Mark, name: str) -> list[str]:
+    """The items of a mark in a grammar; at least one, but for the separator."""
     parts = [mark] if isinstance(mark, int | str) else list(mark)
     if not all(isinstance(part, int | str) and not isinstance(part, bool) for part in parts):
         raise grammar_error(name, mark, "a special token's id, a text, or a list of these")
-    found = [part for part in parts if part != ""]
+    found = [_item(part) for part in parts if part != ""]
     if not found and name != "separator":
         raise grammar_error(name, mark, "at least one token or character")
     return found
 
 
-def _mark(mark: Mark, name: str) -> str:
-    return " ".join(map(_one, _parts(mark, name)))
+def _item(part: int | str) -> str:
+    """A special token or a text in a grammar."""
+    return special_name(part) if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
 
 
-def _one(part: int | str) -> str:
-    return special_name(part) if isinstance(part, int) else _text(part)
+def special_name(id: int) -> str:
+    """Returns the name of a special token in a grammar."""
+    return f"<|{id}|>"
 
 
 def llguidance() -> Any:
@@ -247,9 +208,8 @@ def llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError:
-        raise GrammarError(
-            "schema needs the package llguidance: install mercury-jax with its extra `serve`"
-        ) from None
+        allowed = "install mercury-jax with its extra `serve`"
+        raise GrammarError(f"schema needs the package llguidance: {allowed}") from None
 
 
 MOST_SAMPLE = 4_096  # characters of a sample of a regular expression
@@ -273,66 +233,67 @@ def shortest_match(pattern: str) -> str | None:
     """
     parser: Any = importlib.import_module("re._parser")
     try:
-        return _of(parser.parse(pattern))
+        return _shortest(parser.parse(pattern))
     except _TooLong:
-        raise grammar_error(
-            "pattern", pattern, f"what a text of at most {MOST_SAMPLE} characters matches"
-        ) from None
+        allowed = f"what a text of at most {MOST_SAMPLE} characters matches"
+        raise grammar_error("pattern", pattern, allowed) from None
     except (ValueError, KeyError, StopIteration, RecursionError, OverflowError, parser.error):
         return None
 
 
-def _of(parsed: Any) -> str:
+def _shortest(parsed: Any) -> str:
+    """A short text of a parsed pattern: of each repetition the fewest, of alternatives the shortest."""
     text = ""
     for op, arg in parsed:
-        text += _piece(str(op), arg)
+        match str(op):
+            case "LITERAL":
+                text += chr(arg)
+            case "ANY":
+                text += "a"
+            case "NOT_LITERAL":
+                text += "b" if arg == ord("a") else "a"
+            case "IN":
+                text += _member([(str(kind), value) for kind, value in arg])
+            case "BRANCH":
+                text += min((_shortest(branch) for branch in arg[1]), key=len)
+            case "SUBPATTERN" | "ATOMIC_GROUP":
+                text += _shortest(arg[-1] if str(op) == "SUBPATTERN" else arg)
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                least, _, inner = arg
+                one = _shortest(inner)
+                if least * len(one) > MOST_SAMPLE:
+                    raise _TooLong
+                text += one * least
         if len(text) > MOST_SAMPLE:
             raise _TooLong
-    return text
+    return text  # anchors add nothing
 
 
-def _piece(op: str, arg: Any) -> str:
-    if op == "LITERAL":
-        return chr(arg)
-    if op == "ANY":
-        return "a"
-    if op == "NOT_LITERAL":
-        return "b" if arg == ord("a") else "a"
-    if op == "IN":
-        return _member(arg)
-    if op == "BRANCH":
-        return min((_of(branch) for branch in arg[1]), key=len)
-    if op in ("SUBPATTERN", "ATOMIC_GROUP"):
-        return _of(arg[-1] if op == "SUBPATTERN" else arg)
-    if op in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        least, _, inner = arg
-        one = _of(inner)
-        if least * len(one) > MOST_SAMPLE:
-            raise _TooLong
-        return one * least
-    return ""  # an anchor
+# A character of each class, and all candidates for a negated one that are in it.
+_CATEGORY = {
+    "DIGIT": "09",
+    "SPACE": " ",
+    "WORD": "a0_AzZ9",
+    "NOT_DIGIT": "a",
+    "NOT_SPACE": "a",
+    "NOT_WORD": "-",
+}
 
 
-_CATEGORY = {"CATEGORY_DIGIT": "0", "CATEGORY_SPACE": " ", "CATEGORY_WORD": "a"}
-_NONE = {"CATEGORY_NOT_DIGIT": "a", "CATEGORY_NOT_SPACE": "a", "CATEGORY_NOT_WORD": "-"}
+def _member(items: list[tuple[str, Any]]) -> str:
+    """One character of a class; of a negated one, a candidate that none of its items holds."""
 
+    def holds(op: str, arg: Any, character: str) -> bool:
+        if op == "RANGE":
+            return arg[0] <= ord(character) <= arg[1]
+        if op == "CATEGORY":  # the negated categories are taken to hold nothing; the caller verifies the text
+            name = str(arg).removeprefix("CATEGORY_")
+            return not name.startswith("NOT_") and character in _CATEGORY[name]
+        return ord(character) == arg
 
-def _member(items: Any) -> str:
-    """One character of a class."""
-    named = [(str(op), arg) for op, arg in items]
-    if named[0][0] == "NEGATE":
-        return next(c for c in "a0 -_.AzZ9" if not any(_holds(op, arg, c) for op, arg in named[1:]))
-    op, arg = named[0]
+    if items[0][0] == "NEGATE":
+        return next(c for c in "a0 -_.AzZ9" if not any(holds(op, arg, c) for op, arg in items[1:]))
+    op, arg = items[0]
     if op == "CATEGORY":
-        return {**_CATEGORY, **_NONE}[str(arg)]
+        return _CATEGORY[str(arg).removeprefix("CATEGORY_")][0]
     return chr(arg[0] if op == "RANGE" else arg)
-
-
-def _holds(op: str, arg: Any, character: str) -> bool:
-    if op == "RANGE":
-        return arg[0] <= ord(character) <= arg[1]
-    if op == "CATEGORY":
-        return character in {"CATEGORY_DIGIT": "09", "CATEGORY_SPACE": " ", "CATEGORY_WORD": "a0_AzZ9"}.get(
-            str(arg), ""
-        )
-    return ord(character) == arg

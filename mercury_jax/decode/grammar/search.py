@@ -23,7 +23,7 @@ _MOST_LEARNED = 3  # completions that are remembered per state
 MOST_DEPTH = 96  # nested brackets that a completion opens
 RUN = 64  # bytes of filler that are taken at once
 
-# Lexical state of JSON: (open brackets; 1 inside of a string, 2 behind a backslash; finished strings, separators and
+# Lexical state of JSON: (open brackets; 1 inside of a string, 2 after a backslash; finished strings, separators and
 # closed brackets).
 Lex: TypeAlias = tuple[int, int, int]
 START: Lex = (0, 0, 0)
@@ -37,7 +37,7 @@ def advance_lex(lex: Lex, units: Iterable[Unit]) -> Lex:
         units: Bytes and special tokens.
 
     Returns:
-        The state behind them.
+        The state after them.
     """
     depth, inside, marks = lex
     for unit in units:
@@ -80,10 +80,6 @@ ANY = SearchLimits(3, 12_000, first=True)  # at the start of a grammar
 BEST = SearchLimits(24, 4_000)
 
 
-def _never() -> bool:
-    return False
-
-
 class _Node(NamedTuple):
     matcher: Any
     lex: Lex
@@ -123,9 +119,8 @@ class EndSearch:
     ):
         self.vocabulary, self.macros, self._known = vocabulary, macros, known
         self.run = vocabulary.fill[:1] * RUN
-        self.missed = (
-            False  # whether a state was left out: then finding nothing does not prove that there is nothing
-        )
+        # Whether a state was left out: then finding nothing does not prove that there is nothing.
+        self.missed = False
         self.trouble = ""  # the error of llguidance where a state exceeded its limits
         self._new: dict[bytes, list[Unit]] = {}
         self._led: dict[bytes, deque[list[Unit]]] = {}
@@ -159,7 +154,7 @@ class EndSearch:
         room: int,
         limits: SearchLimits,
         bridges: Sequence[list[Unit]] = (),
-        late: Callable[[], bool] = _never,
+        late: Callable[[], bool] = lambda: False,
     ) -> list[Unit] | None:
         """Searches for a completion of a byte matcher.
 
@@ -183,6 +178,7 @@ class EndSearch:
         heap = [0]
         best, cost, last, left = None, room + 1, math.inf, limits.nodes
         seen: Counter[bytes] = Counter()
+        # Levels by number of bytes, the shortest first. `last` bounds the levels once a completion is known.
         while heap and left > 0 and heap[0] <= min(last, 16 * max(room, 1)):
             at = heapq.heappop(heap)
             level = levels.pop(at)
@@ -223,6 +219,7 @@ class EndSearch:
         if forced:
             child = self._child(node, forced, late)
             return [] if child is None else [(child, len(forced))]
+        # Texts of the patterns are tried as a whole, and inside of strings runs of filler.
         macros = [macro for macro in self.macros if node.allows(macro[0])]
         if not node.allows(0x22) and node.allows(self.run[0]):
             macros.append(self.run)
@@ -276,6 +273,7 @@ def _kept(nodes: list[_Node], limits: SearchLimits, seen: Counter[bytes]) -> lis
             group.append(node)
     if len(groups) <= width:
         return [node for group in groups.values() for node in group]
+    # Half of the beam for states near an end (few open brackets), half for those furthest in the structure.
     heads = [group[0] for group in groups.values()]
     near = sorted(heads, key=lambda node: (node.lex[0] + (node.lex[1] > 0), seen[node.mask], -node.lex[2]))
     far = sorted(heads, key=lambda node: (-node.lex[2], seen[node.mask]))

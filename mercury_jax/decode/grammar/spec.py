@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-Mark: TypeAlias = (
-    int | str | Sequence[int | str]
-)  # a special token by its id, a text, or several of these in a row
+# A special token by its id, a text, or several of these in a row.
+Mark: TypeAlias = int | str | Sequence[int | str]
 
 
 class GrammarError(ValueError):
@@ -40,7 +39,7 @@ def grammar_error(where: str, value: object, allowed: str) -> GrammarError:
 class JSONSchema:
     """A JSON value that validates against a schema (draft 2020-12, or the one that `$schema` names).
 
-    Properties come in the schema's order, with at most one space behind a comma and a colon. Keywords that cannot be
+    Properties come in the schema's order, with at most one space after a comma and a colon. Keywords that cannot be
     guaranteed (`not`, `if`, `uniqueItems`, remote references, ...) are refused.
 
     Attributes:
@@ -125,17 +124,10 @@ MOST_VALUES = 20_000  # numbers, texts, lists and objects in it
 MOST_NEEDED = 4_096  # minItems, minLength, minProperties
 MOST_PATTERN = 2_048  # characters of a regular expression
 
+# Keywords that hold one schema, a list of schemas, schemas by name, counts and numbers.
 _ONE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-)
+    "items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else",
+)  # fmt: skip
 _LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -219,31 +211,31 @@ def _rewritten(schema: Any, where: str, patterns: list[str]) -> dict[str, Any] |
     new = {key: value for key, value in schema.items() if key != "x-guidance"}
     if new.get("uniqueItems") is False:
         del new["uniqueItems"]
-    _check_counts(new, where)
     _check_numbers(new, where)
-    _check_reference(new, where)
-    _check_fixed(new, where)
+    _check_texts(new, where)
     _tighten(new)
     patterns += _patterns(new, where)
-    for key in new:
-        new[key] = _inner(key, new[key], f"{where}/{key}", patterns)
-    _date(new)
+    for key, value in new.items():
+        place = f"{where}/{key}"
+        if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
+            if not isinstance(value, list | tuple):
+                raise grammar_error(place, value, "a list of schemas")
+            new[key] = [_rewritten(inner, f"{place}/{i}", patterns) for i, inner in enumerate(value)]
+        elif key in _NAMED:
+            if not isinstance(value, Mapping):
+                raise grammar_error(place, value, "an object of schemas")
+            new[key] = {name: _rewritten(inner, f"{place}/{name}", patterns) for name, inner in value.items()}
+        elif key in _ONE:
+            new[key] = _rewritten(value, place, patterns)
+    # Dates and times are those that exist: no 29 February in other years, no second 60.
+    format, every = new.get("format"), new.get("allOf", [])
+    if isinstance(format, str) and format in _EXACT and isinstance(every, list | tuple):
+        new["allOf"] = [*every, *({"pattern": pattern} for pattern in _EXACT[format])]
     return new
 
 
-def _inner(key: str, value: Any, where: str, patterns: list[str]) -> Any:
-    if key in _LIST or (key == "items" and isinstance(value, list | tuple)):
-        if not isinstance(value, list | tuple):
-            raise grammar_error(where, value, "a list of schemas")
-        return [_rewritten(inner, f"{where}/{i}", patterns) for i, inner in enumerate(value)]
-    if key in _NAMED:
-        if not isinstance(value, Mapping):
-            raise grammar_error(where, value, "an object of schemas")
-        return {name: _rewritten(inner, f"{where}/{name}", patterns) for name, inner in value.items()}
-    return _rewritten(value, where, patterns) if key in _ONE else value
-
-
-def _check_counts(schema: dict[str, Any], where: str) -> None:
+def _check_numbers(schema: dict[str, Any], where: str) -> None:
+    """Checks counts, the list of required properties, and the bounds of numbers."""
     for key in _COUNTS:
         value = schema.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
@@ -257,9 +249,6 @@ def _check_counts(schema: dict[str, Any], where: str) -> None:
     if schema.get("minProperties", 0) > len(set(required)) + 1:
         allowed = f"at most {len(set(required)) + 1}: the required properties and one more"
         raise grammar_error(f"{where}/minProperties", schema["minProperties"], allowed)
-
-
-def _check_numbers(schema: dict[str, Any], where: str) -> None:
     for key in _NUMBERS:
         value = schema.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
@@ -270,19 +259,15 @@ def _check_numbers(schema: dict[str, Any], where: str) -> None:
         raise grammar_error(f"{where}/multipleOf", step, allowed)
 
 
-def _check_reference(schema: dict[str, Any], where: str) -> None:
-    # llguidance does not know its keywords (`extends`, `disallow`) and would ignore them.
+def _check_texts(schema: dict[str, Any], where: str) -> None:
+    """Refuses other dialects, remote references, and fixed texts that no answer can hold."""
+    # llguidance does not know the keywords of draft 3 (`extends`, `disallow`) and would ignore them.
     if "draft-03" in str(schema.get("$schema")):
         raise grammar_error(f"{where}/$schema", schema["$schema"], "a dialect from draft 4 on")
     target = schema.get("$ref", "#")
     if not isinstance(target, str) or not target.startswith("#"):
-        raise grammar_error(
-            f"{where}/$ref", target, "a place in this schema, such as '#/$defs/name': nothing is fetched"
-        )
-
-
-def _check_fixed(schema: dict[str, Any], where: str) -> None:
-    """Refuses texts of `const` and `enum` that JSON can only write with \\u escapes, which no answer uses."""
+        allowed = "a place in this schema, such as '#/$defs/name': nothing is fetched"
+        raise grammar_error(f"{where}/$ref", target, allowed)
     for key in ("const", "enum"):
         waiting = [schema[key]] if key in schema else []
         while waiting:
@@ -307,13 +292,6 @@ def _tighten(schema: dict[str, Any]) -> None:
             pick = max if sign > 0 else min
             schema[bound] = pick(edge, schema[bound]) if bound in schema else edge
             del schema[key]
-
-
-def _date(schema: dict[str, Any]) -> None:
-    """Restricts dates and times to those that exist: no 29 February in other years, no second 60."""
-    format, every = schema.get("format"), schema.get("allOf", [])
-    if isinstance(format, str) and format in _EXACT and isinstance(every, list | tuple):
-        schema["allOf"] = [*every, *({"pattern": pattern} for pattern in _EXACT[format])]
 
 
 def _patterns(schema: dict[str, Any], where: str) -> list[str]:

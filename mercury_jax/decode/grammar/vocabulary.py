@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,7 +56,9 @@ class GrammarVocabulary:
         self._id: dict[bytes, int] = {}
         for i, piece in enumerate(pieces):
             # Of two tokens with the same bytes, the one that the tokenizer emits.
-            if 0 < len(piece) <= MOST_PIECE and (piece not in self._id or _writes(tokenizer, piece, i)):
+            if 0 < len(piece) <= MOST_PIECE and (
+                piece not in self._id or tokenizer.encode(piece.decode(errors="replace")) == [i]
+            ):
                 self._id[piece] = i
         self._longest = max(map(len, self._id), default=1)
         self._single = [self._id.get(bytes([b]), -1) for b in range(256)] + self.specials
@@ -69,16 +71,21 @@ class GrammarVocabulary:
         self.whole = min(self._single) >= 0  # every byte is a token
         names = [b"\xff" + special_name(i).encode() for i in self.specials]
         named = dict(zip(self.specials, names, strict=True))
+        spelled = [piece or named[i] for i, piece in enumerate(pieces)]
         self.tokens = _tokenizer(
-            [piece or named[i] for i, piece in enumerate(pieces)],
-            self.specials, sorted(self.ends), lambda text: self._encoded(tokenizer, text),
-        )  # fmt: skip
-        single = [bytes([b]) for b in range(256)]
-        stops = [self._unit[i] for i in sorted(self.ends)]
-        self.units = _tokenizer(
-            [*single, *names], list(self._unit.values()), stops, lambda text: list(_bytes(text))
+            spelled, self.specials, sorted(self.ends), lambda text: self._encoded(tokenizer, text)
         )
-        self.fill = self._fillers()
+        single = [*(bytes([b]) for b in range(256)), *names]
+        stops = [self._unit[i] for i in sorted(self.ends)]
+        self.units = _tokenizer(single, list(self._unit.values()), stops, list)
+        # All bytes, first those whose repetition is the longest token: filler made of them is cheapest.
+        run = np.zeros(256, int)
+        for piece in self._id:
+            if len(set(piece)) == 1:
+                run[piece[0]] = max(run[piece[0]], len(piece))
+        plain = b'1023456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz "'
+        place = {byte: n for n, byte in enumerate(plain)}
+        self.fill = sorted(range(256), key=lambda byte: (-run[byte], place.get(byte, 256 + byte)))
 
     def units_of(self, ids: Sequence[int]) -> list[Unit]:
         """Converts tokens to bytes and special tokens."""
@@ -157,6 +164,7 @@ class GrammarVocabulary:
         """Shortest path over the positions of the text, from its end, so that the longest first token wins a tie."""
         if text in self._spelt:
             return self._spelt[text]
+        # cost[i]: fewest tokens of text[i:]; step[i]: bytes of the first of them.
         far = len(text) + 1
         cost = [far] * len(text) + [0]
         step = [0] * len(text)
@@ -173,23 +181,12 @@ class GrammarVocabulary:
         self._spelt[text] = ids if cost[0] < far else None
         return self._spelt[text]
 
-    def _encoded(self, tokenizer: AnyTokenizer, text: str | bytes) -> list[int]:
+    def _encoded(self, tokenizer: AnyTokenizer, wanted: bytes) -> list[int]:
         """As the tokenizer encodes it; where that adds to the text (a space in front), in the fewest tokens."""
-        wanted = _bytes(text)
         ids = tokenizer.encode(wanted.decode("utf-8", errors="replace"))
         if b"".join(self.pieces[i] for i in ids) == wanted:
             return ids
         return list(self._fewest(wanted) or [])
-
-    def _fillers(self) -> list[int]:
-        """All bytes, first those whose repetition is the longest token: filler made of them is cheapest."""
-        run = np.zeros(256, int)
-        for piece in self._id:
-            if len(set(piece)) == 1:
-                run[piece[0]] = max(run[piece[0]], len(piece))
-        plain = b'1023456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz "'
-        place = {byte: n for n, byte in enumerate(plain)}
-        return sorted(range(256), key=lambda byte: (-run[byte], place.get(byte, 256 + byte)))
 
 
 class _TokenizerAdapter:
@@ -197,30 +194,20 @@ class _TokenizerAdapter:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], specials: list[int], end: int, encode: Any):
+    def __init__(self, tokens: list[bytes], specials: list[int], end: int, encode: Callable):
         self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, specials, end, encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text)
+        return self._encode(text if isinstance(text, bytes) else text.encode())
 
 
 def _tokenizer(
-    tokens: list[bytes], specials: list[int], ends: list[int], encode: Any, slices: list[str] | None = None
+    tokens: list[bytes], specials: list[int], ends: list[int], encode: Callable[[bytes], list[int]]
 ) -> Any:
+    """A tokenizer of llguidance."""
     package = llguidance()
     wrapped = package.TokenizerWrapper(_TokenizerAdapter(tokens, specials, ends[0], encode))
-    return package.LLTokenizer(wrapped, eos_token=ends, slices=slices)
-
-
-def _writes(tokenizer: AnyTokenizer, piece: bytes, id: int) -> bool:
-    try:
-        return tokenizer.encode(piece.decode()) == [id]
-    except UnicodeDecodeError:
-        return False
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text if isinstance(text, bytes) else text.encode()
+    return package.LLTokenizer(wrapped, eos_token=ends)
 
 
 _kept: OrderedDict[str, GrammarVocabulary] = OrderedDict()

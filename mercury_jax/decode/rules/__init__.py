@@ -1,7 +1,6 @@
 """Decoding rules: each a pure function of one row's `View` and its own memory.
 
-masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, LocalLeap, dInfer)
-dream             Dream's rules
+masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, LocalLeap, dInfer, Dream)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
@@ -13,25 +12,28 @@ The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so 
 
 from typing import TYPE_CHECKING, Any
 
-from mercury_jax.decode.registration import RULES
-from mercury_jax.decode.rules import combined, dream, history, masked, remask, uniform, variable_length
+from mercury_jax.decode.registration import RULES, rule
+from mercury_jax.decode.rules import combined, history, masked, remask, uniform, variable_length
 from mercury_jax.decode.rules.combined import one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation
-    from mercury_jax.decode.rules.dream import dream_entropy, dream_origin, maskgit_plus, topk_margin
     from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
     from mercury_jax.decode.rules.masked import (
         ancestral,
         confidence,
+        dream_entropy,
+        dream_origin,
         factor,
         first_hitting,
         hierarchical,
         local_leap,
+        maskgit_plus,
         random,
         scheduled,
         threshold,
-    )
+        topk_margin,
+    )  # fmt: skip
     from mercury_jax.decode.rules.remask import (
         blind_editing,
         editing,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         remdm_rescale,
         self_correct,
         wino,
-    )
+    )  # fmt: skip
     from mercury_jax.decode.rules.uniform import diffusion_gemma, entropy_bound, predictor_corrector
     from mercury_jax.decode.rules.variable_length import daedal, expand, levenshtein
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import jax
 
 from mercury_jax.config import refuse
-from mercury_jax.decode.ranges import AtLeast, Between, check_number
-from mercury_jax.decode.registration import sampler_preset
+from mercury_jax.decode.registration import AtLeast, Between, NonNegative, check_number, sampler_preset
 from mercury_jax.decode.rules.masked import confidence
 from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion
 
@@ -77,6 +76,7 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     variable = [p.name for p in rules if p.variable_length]
     if len(rules) > 1 and variable:
         raise refuse("one_of parts", variable, "rules that keep the number of tokens")
+    # The combination is made for the noise that all of its rules are made for.
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
@@ -90,8 +90,8 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     )
 
 
-@sampler_preset(name="autoregressive")
-def autoregressive(temperature: Annotated[Param, AtLeast(0)] = 0.0) -> Sampler:
+@sampler_preset()
+def autoregressive(temperature: NonNegative = 0.0) -> Sampler:
     """Returns a sampler for plain autoregressive decoding: one token per pass, from the causal pass's prediction.
 
     Args:
@@ -106,10 +106,10 @@ def autoregressive(temperature: Annotated[Param, AtLeast(0)] = 0.0) -> Sampler:
     return Sampler(confidence(), temperature=temperature, speculate=0)
 
 
-@sampler_preset(name="self_speculation", source="LinearSpec; TiDAR, arXiv 2511.08923")
+@sampler_preset("LinearSpec; TiDAR, arXiv 2511.08923")
 def self_speculation(
     draft: Annotated[int, AtLeast(1, integer=True)] = 31,
-    temperature: Annotated[Param, AtLeast(0)] = 0.0,
+    temperature: NonNegative = 0.0,
     rule: Rule | None = None,
 ) -> Sampler:
     """Returns a sampler that drafts by diffusion and verifies by one causal pass of the same weights.

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule
+from mercury_jax.decode.registration import AtLeast, Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import even_share, fixed_share, top
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(
-    name="credit",
     noise="absorbing",
     init=lambda canvas, vocab: jnp.zeros((*canvas.shape, vocab), jnp.float32),
     source="dInfer's `CreditThresholdParallelDecoder`, arXiv 2510.08666",
@@ -25,10 +23,10 @@ def credit(
     key: Key,
     view: View,
     memory: Float[Array, "L V"],
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    weight: Annotated[Param, AtLeast(0)] = 0.7,
-    boost: Annotated[Param, AtLeast(0)] = 0.2,
-    decay: Annotated[Param, Between(0, 1)] = 0.8,
+    p: Probability = 0.9,
+    weight: NonNegative = 0.7,
+    boost: NonNegative = 0.2,
+    decay: Probability = 0.8,
 ) -> tuple[Proposal, Float[Array, "L V"]]:
     """Applies `threshold` to logits that favour what has been the argmax in earlier passes.
 
@@ -51,9 +49,11 @@ def credit(
     the draw is from the logits before, and only the best is accepted where none passes.
     """
     stats, at = view.stats, jnp.arange(view.canvas.shape[0])
+    # Masks earn credit for their argmax; all credit decays.
     earned = jnp.where(view.masked, stats.p_argmax**boost, 0.0)
     memory = jnp.asarray(decay * memory).at[at, stats.argmax].add(earned).astype(jnp.float32)
     log_p = jax.nn.log_softmax(view.logits + weight * jnp.log1p(memory), axis=-1)
+    # The draw was made from the logits before: it is kept unless it was their argmax.
     argmax = log_p.argmax(-1).astype(stats.sample.dtype)
     token = jnp.where(stats.sample == stats.argmax, argmax, stats.sample)
     c = jnp.exp(log_p[at, token])
@@ -68,22 +68,19 @@ class Stability(NamedTuple):
     stable: Int[Array, "L"]  # passes in a row in which the distribution has hardly changed
 
 
-def _unstable(canvas: Int[Array, "L"], vocab: int) -> Stability:
-    return Stability(jnp.zeros((*canvas.shape, vocab), jnp.float32), jnp.zeros(canvas.shape, jnp.int32))
-
-
 @rule(
-    name="klass",
     noise="absorbing",
-    init=_unstable,
+    init=lambda canvas, vocab: Stability(
+        jnp.zeros((*canvas.shape, vocab), jnp.float32), jnp.zeros(canvas.shape, jnp.int32)
+    ),
     source="KLASS, arXiv 2511.05664, `stable_confident_decode` in its `llada_klass.py`",
 )
 def klass(
     key: Key,
     view: View,
     memory: Stability,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    kl: Annotated[Param, AtLeast(0)] = 0.01,
+    p: Probability = 0.9,
+    kl: NonNegative = 0.01,
     patience: Annotated[Param, AtLeast(0, integer=True)] = 2,
 ) -> tuple[Proposal, Stability]:
     """Accepts every mask above `p` whose distribution changed by less than `kl` in each of `patience` passes.
@@ -105,6 +102,7 @@ def klass(
     Departs from the reference: it keeps the distributions of the last pass across blocks; here each block starts anew.
     """
     log_p, c = jax.nn.log_softmax(view.logits, axis=-1), view.stats.p_sample
+    # KL(p_now || p_before) of each position [L]. There is no earlier pass at step 0.
     change = jnp.sum(jnp.exp(log_p) * (log_p - memory.log_p), axis=-1)
     stable = jnp.where((view.step > 0) & (change < kl), memory.stable + 1, 0)
     ready = view.masked & (c > p) & (stable >= patience)
@@ -123,15 +121,11 @@ class Cycle(NamedTuple):
     filling: Bool[Array, ""]
 
 
-def _first_cycle(canvas: Int[Array, "L"], vocab: int) -> Cycle:
-    zero, no = jnp.asarray(0, jnp.int32), jnp.asarray(False)
-    return Cycle(jnp.asarray(-1, jnp.int32), zero, zero, zero, no, no)
-
-
 @rule(
-    name="slow_fast",
     noise="absorbing",
-    init=_first_cycle,
+    init=lambda canvas, vocab: Cycle(
+        jnp.int32(-1), jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.bool_(False), jnp.bool_(False)
+    ),
     needs_logits=False,
     source="SlowFast Sampling, arXiv 2506.10848, section 3.3",
 )
@@ -139,13 +133,13 @@ def slow_fast(
     key: Key,
     view: View,
     memory: Cycle,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    low: Annotated[Param, Between(0, 1)] = 0.3,
-    spread: Annotated[Param, AtLeast(0)] = 1.0,
-    least: Annotated[Param, AtLeast(1, integer=True)] = 2,
-    most: Annotated[Param, AtLeast(1, integer=True)] = 6,
+    p: Probability = 0.9,
+    low: Probability = 0.3,
+    spread: NonNegative = 1.0,
+    least: Count = 2,
+    most: Count = 6,
 ) -> tuple[Proposal, Cycle]:
-    """Explores until the span that the model predicts well is known, fills it in parallel, and continues behind it.
+    """Explores until the span that the model predicts well is known, fills it in parallel, and continues after it.
 
     Both phases accept every mask of confidence `p` in their reach and at least the most confident one. Exploring
     reaches from the cycle's start to the end of the block, filling from its start to the cycle's end. An exploring
@@ -171,11 +165,11 @@ def slow_fast(
     cycle = _current_cycle(view, memory)
     reach = view.masked & ((at < cycle.end) | ~cycle.filling)  # nothing is masked before the start
     which = reach & ((c >= p) | top(c, reach, 1))
+    # One past the furthest mask that the model is not unsure of.
     guess = 1 + jnp.max(jnp.where(reach & (c >= low), at, cycle.start)).astype(jnp.int32)
     explored = _explore(cycle, guess, spread, least, most)
-    return accept(view, which), jax.tree.map(
-        lambda old, new: jnp.where(cycle.filling, old, new), cycle, explored
-    )
+    pick = lambda old, new: jnp.where(cycle.filling, old, new)
+    return accept(view, which), jax.tree.map(pick, cycle, explored)
 
 
 def _current_cycle(view: View, cycle: Cycle) -> Cycle:
@@ -205,9 +199,7 @@ def _explore(cycle: Cycle, guess: Int[Array, ""], spread: Param, least: Param, m
 
 
 @rule(
-    name="prophet",
-    noise="absorbing",
-    source="Prophet, arXiv 2508.19982, `should_early_exit` in its `generate_earlyexit.py`",
+    noise="absorbing", source="Prophet, arXiv 2508.19982, `should_early_exit` in its `generate_earlyexit.py`"
 )
 def prophet(
     key: Key,
@@ -236,6 +228,7 @@ def prophet(
     Departs from the reference: it looks at five positions where the answer is expected and counts the steps of all
     blocks; here a block looks at all of its own masks and counts its own steps.
     """
+    # Mean gap between the two largest logits of the open masks.
     two, _ = jax.lax.top_k(view.logits, 2)
     gap = jnp.sum(jnp.where(view.masked, two[:, 0] - two[:, 1], 0.0)) / jnp.maximum(view.masked.sum(), 1)
     progress = (view.step + 1) / view.steps

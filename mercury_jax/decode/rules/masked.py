@@ -2,6 +2,15 @@
 
 All of them are functions of the current view alone; rules with a memory are in `history.py`, rules that put masks back
 in `remask.py`. Most rank the masks by confidence, the probability of the drawn token.
+
+The last four are Dream's, named by its `alg` (with the prefix `dream_` where that is too short). Dream-7B
+(arXiv 2508.15487; `_sample` in Dream's `generation_utils.py`) accepts the share 1 - s/t of the masks in each step, on
+times that are evenly spaced from 1 to `eps` whatever the model's own schedule, and all that are left in the last step.
+The share is rounded down, so that a step with few masks may accept none: with as many steps as tokens the first passes
+accept nothing. Dream reads its confidence after dividing the logits by its temperature and cutting them to top-p. Here
+these are processors:
+
+    Sampler(dream_entropy(), (processors.temperature(0.2), processors.top_p(0.95)), temperature=1.0)
 """
 
 from __future__ import annotations
@@ -12,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.ranges import Above, AtLeast, Between
-from mercury_jax.decode.registration import rule
+from mercury_jax.decode.registration import Above, AtLeast, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -74,11 +82,7 @@ def fixed_share(view: View) -> Int[Array, ""]:
     return every + (view.step < rest)
 
 
-@rule(
-    name="confidence",
-    source="LLaDA's low-confidence remasking, arXiv 2502.09992, algorithm 5",
-    needs_logits=False,
-)
+@rule(source="LLaDA's low-confidence remasking, arXiv 2502.09992, algorithm 5", needs_logits=False)
 def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts the most confident masks, spread evenly over the remaining steps.
 
@@ -95,10 +99,8 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     return accept(view, top(view.stats.p_sample, view.masked, even_share(view))), memory
 
 
-@rule(name="threshold", source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
-def threshold(
-    key: Key, view: View, memory: Memory, p: Annotated[Param, Between(0, 1)] = 0.9
-) -> tuple[Proposal, Memory]:
+@rule(source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
+def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tuple[Proposal, Memory]:
     """Accepts every mask whose drawn token has a probability above `p`, and at least the most confident one.
 
     Args:
@@ -117,7 +119,7 @@ def threshold(
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
 
 
-@rule(name="random", source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
+@rule(source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
 def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts masks in random order, spread evenly over the remaining steps.
 
@@ -133,13 +135,7 @@ def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     return accept(view, top(score, view.masked, even_share(view))), memory
 
 
-@rule(
-    name="ancestral",
-    noise="absorbing",
-    temperature=1.0,
-    needs_logits=False,
-    source="MDLM, arXiv 2406.07524, eq. 6",
-)
+@rule(noise="absorbing", temperature=1.0, needs_logits=False, source="MDLM, arXiv 2406.07524, eq. 6")
 def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts each mask with probability (alpha_s - alpha_t) / (1 - alpha_t): the reverse process itself.
 
@@ -158,7 +154,6 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 
 
 @rule(
-    name="first_hitting",
     noise="absorbing",
     temperature=1.0,
     needs_logits=False,
@@ -185,7 +180,7 @@ def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memor
     return accept(view, top(score, view.masked, count)), memory
 
 
-@rule(name="factor", noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
+@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
 def factor(
     key: Key, view: View, memory: Memory, f: Annotated[Param, Above(0)] = 1.0
 ) -> tuple[Proposal, Memory]:
@@ -212,10 +207,8 @@ def factor(
     return accept(view, view.masked & (passes | (rank == 0))), memory
 
 
-@rule(name="scheduled", noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
-def scheduled(
-    key: Key, view: View, memory: Memory, p: Annotated[Param, Between(0, 1)] = 0.95
-) -> tuple[Proposal, Memory]:
+@rule(noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
+def scheduled(key: Key, view: View, memory: Memory, p: Probability = 0.95) -> tuple[Proposal, Memory]:
     """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
 
     It is never slower than its schedule.
@@ -234,18 +227,13 @@ def scheduled(
     return accept(view, jnp.where(certain.sum() >= due, certain, top(c, view.masked, due))), memory
 
 
-@rule(
-    name="local_leap",
-    noise="absorbing",
-    needs_logits=False,
-    source="LocalLeap, arXiv 2510.07081, `get_transfer_index`",
-)
+@rule(noise="absorbing", needs_logits=False, source="LocalLeap, arXiv 2510.07081, `get_transfer_index`")
 def local_leap(
     key: Key,
     view: View,
     memory: Memory,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    relaxed: Annotated[Param, Between(0, 1)] = 0.75,
+    p: Probability = 0.9,
+    relaxed: Probability = 0.75,
     radius: Annotated[Param, AtLeast(0, integer=True)] = 4,
 ) -> tuple[Proposal, Memory]:
     """Accepts every mask of confidence `p`, and within `radius` of one every mask of confidence `relaxed`.
@@ -274,18 +262,9 @@ def local_leap(
     return accept(view, anchor | relaxed_masks | top(c, view.masked, 1)), memory
 
 
-@rule(
-    name="hierarchical",
-    noise="absorbing",
-    needs_logits=False,
-    source="dInfer's `HierarchyDecoder`, arXiv 2510.08666",
-)
+@rule(noise="absorbing", needs_logits=False, source="dInfer's `HierarchyDecoder`, arXiv 2510.08666")
 def hierarchical(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    low: Annotated[Param, Between(0, 1)] = 0.4,
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, low: Probability = 0.4
 ) -> tuple[Proposal, Memory]:
     """Accepts the best mask of each run of adjacent masks if above `low`, every mask above `p`, and the best of all.
 
@@ -309,3 +288,100 @@ def hierarchical(
     best = jax.ops.segment_max(jnp.where(masked, c, -1.0), run, num_segments=c.shape[0])[run]
     leads = masked & (c == best) & (c > low)
     return accept(view, leads | (masked & (c > p)) | top(c, masked, 1)), memory
+
+
+def _accepted_share(view: View, eps: Param) -> Float[Array, ""]:
+    """The share 1 - s/t of the masks that this step accepts, on t = linspace(1, eps, steps + 1)."""
+    stride = (1.0 - eps) / view.steps
+    return jnp.where(view.step + 1 >= view.steps, 1.0, stride / (1.0 - view.step * stride))
+
+
+def _accept_share(key: Key, view: View, score: Float[Array, "L"], alg_temp: Param, eps: Param) -> Proposal:
+    """Accepts this step's share: the highest scores, or with `alg_temp` > 0 a random choice.
+
+    The choice is without replacement from softmax(score / alg_temp): the highest of the perturbed scores (Gumbel
+    top-k, arXiv 1903.06059).
+    """
+    count = jnp.floor(view.masked.sum() * _accepted_share(view, eps)).astype(jnp.int32)
+    perturbed = score / jnp.maximum(alg_temp, 1e-9) + jax.random.gumbel(key, score.shape)
+    return accept(view, top(jnp.where(jnp.asarray(alg_temp) > 0, perturbed, score), view.masked, count))
+
+
+@rule(noise="absorbing", needs_logits=False, source='Dream, arXiv 2508.15487, `alg="origin"`')
+def dream_origin(key: Key, view: View, memory: Memory, eps: Probability = 1e-3) -> tuple[Proposal, Memory]:
+    """Accepts each mask independently with probability 1 - s/t: `ancestral` on Dream's times.
+
+    Like Dream it takes the argmax unless the sampler has a temperature.
+
+    Args:
+        key: Draws which masks are accepted.
+        view: Reads `masked`, `step` and `steps`.
+        memory: Unused.
+        eps: Time of the last step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    which = view.masked & (jax.random.uniform(key, view.canvas.shape) < _accepted_share(view, eps))
+    return accept(view, which), memory
+
+
+@rule(noise="absorbing", needs_logits=False, source='MaskGIT, arXiv 2202.04200; Dream, `alg="maskgit_plus"`')
+def maskgit_plus(
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
+) -> tuple[Proposal, Memory]:
+    """Accepts this step's share of the masks, those whose drawn token is the most probable.
+
+    Args:
+        key: Draws the choice where `alg_temp` > 0.
+        view: Reads `stats.p_sample`, `masked`, `step` and `steps`.
+        memory: Unused.
+        alg_temp: Temperature of the choice; 0 takes the highest scores.
+        eps: Time of the last step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    return _accept_share(key, view, view.stats.p_sample, alg_temp, eps), memory
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source='top-k probability margin, arXiv 2502.06768; Dream, `alg="topk_margin"`',
+)
+def topk_margin(
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
+) -> tuple[Proposal, Memory]:
+    """Accepts this step's share of the masks, those with the largest margin between the two most probable tokens.
+
+    Args:
+        key: Draws the choice where `alg_temp` > 0.
+        view: Reads `stats.margin`, `masked`, `step` and `steps`.
+        memory: Unused.
+        alg_temp: Temperature of the choice; 0 takes the highest scores.
+        eps: Time of the last step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    return _accept_share(key, view, view.stats.margin, alg_temp, eps), memory
+
+
+@rule(noise="absorbing", needs_logits=False, source='Dream, arXiv 2508.15487, `alg="entropy"`')
+def dream_entropy(
+    key: Key, view: View, memory: Memory, alg_temp: NonNegative = 0.0, eps: Probability = 1e-3
+) -> tuple[Proposal, Memory]:
+    """Accepts this step's share of the masks, those of the lowest entropy.
+
+    Args:
+        key: Draws the choice where `alg_temp` > 0.
+        view: Reads `stats.entropy`, `masked`, `step` and `steps`.
+        memory: Unused.
+        alg_temp: Temperature of the choice; 0 takes the lowest entropies.
+        eps: Time of the last step.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    return _accept_share(key, view, -view.stats.entropy, alg_temp, eps), memory

@@ -5,21 +5,24 @@ ReMDM's reverse processes, WINO's draft and verify, LLaDA2.1's joint thresholds,
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stopping
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule
+from mercury_jax.decode.registration import Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import top
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.decode.token_stats import draw
 from mercury_jax.types import Key, Proposal, TokenStats, View
 
 Alpha = Float[Array, ""]
+# The reverse processes use every step, and draw at temperature 1.
+_remdm = functools.partial(
+    rule, noise="absorbing", temperature=1.0, stopping=stopping.never, needs_logits=False
+)
 
 
 def sigma_max(alpha_t: Alpha, alpha_s: Alpha) -> Float[Array, ""]:
@@ -88,17 +91,8 @@ def replace_tokens(proposal: Proposal, which: Bool[Array, "L"], tokens: Int[Arra
     return proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
 
 
-@rule(
-    name="remdm_cap",
-    noise="absorbing",
-    temperature=1.0,
-    stopping=stopping.never,
-    needs_logits=False,
-    source="ReMDM, arXiv 2503.00307, `remdm-cap`",
-)
-def remdm_cap(
-    key: Key, view: View, memory: Memory, eta: Annotated[Param, Between(0, 1)] = 0.008
-) -> tuple[Proposal, Memory]:
+@_remdm(source="ReMDM, arXiv 2503.00307, `remdm-cap`")
+def remdm_cap(key: Key, view: View, memory: Memory, eta: Probability = 0.008) -> tuple[Proposal, Memory]:
     """Decodes as `ancestral`, and remasks each decided token with probability min(eta, sigma_max).
 
     sigma_max = min(1, (1 - alpha_s) / alpha_t) keeps the marginals of the forward process. The paper draws from the
@@ -117,17 +111,8 @@ def remdm_cap(
     return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
 
 
-@rule(
-    name="remdm_rescale",
-    noise="absorbing",
-    temperature=1.0,
-    stopping=stopping.never,
-    needs_logits=False,
-    source="ReMDM, arXiv 2503.00307, `remdm-rescale`",
-)
-def remdm_rescale(
-    key: Key, view: View, memory: Memory, eta: Annotated[Param, Between(0, 1)] = 0.015
-) -> tuple[Proposal, Memory]:
+@_remdm(source="ReMDM, arXiv 2503.00307, `remdm-rescale`")
+def remdm_rescale(key: Key, view: View, memory: Memory, eta: Probability = 0.015) -> tuple[Proposal, Memory]:
     """Decodes as `ancestral`, and remasks each decided token with probability eta * sigma_max.
 
     Args:
@@ -143,21 +128,12 @@ def remdm_rescale(
     return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
 
 
-def _certain(canvas: Int[Array, "L"], vocab: int) -> Float[Array, "L"]:
-    return jnp.ones(canvas.shape, jnp.float32)
-
-
-@rule(
-    name="remdm_confidence",
-    noise="absorbing",
-    init=_certain,
-    temperature=1.0,
-    stopping=stopping.never,
-    needs_logits=False,
+@_remdm(
+    init=lambda canvas, vocab: jnp.ones(canvas.shape, jnp.float32),
     source="ReMDM, arXiv 2503.00307, `remdm-conf`, which has eta 1",
 )
 def remdm_confidence(
-    key: Key, view: View, memory: Float[Array, "L"], eta: Annotated[Param, Between(0, 1)] = 1.0
+    key: Key, view: View, memory: Float[Array, "L"], eta: Probability = 1.0
 ) -> tuple[Proposal, Float[Array, "L"]]:
     """Decodes as `remdm_rescale`, remasking most often the tokens that were least certain when accepted.
 
@@ -174,6 +150,7 @@ def remdm_confidence(
     Returns:
         The proposal, and the new c.
     """
+    # softmax(-c) over the decided tokens alone.
     doubt = jnp.where(view.editable & ~view.masked, jnp.exp(-memory), 0.0)
     share = doubt / jnp.maximum(doubt.sum(), 1e-9)
     sigma = jnp.minimum(eta * share, 1.0) * sigma_max(view.alpha_t, view.alpha_s)
@@ -182,22 +159,15 @@ def remdm_confidence(
     return proposal, jnp.where(accepted, view.stats.p_sample, memory).astype(memory.dtype)
 
 
-@rule(
-    name="remdm_loop",
-    noise="absorbing",
-    temperature=1.0,
-    stopping=stopping.never,
-    needs_logits=False,
-    source="ReMDM, arXiv 2503.00307, `remdm-loop`",
-)
+@_remdm(source="ReMDM, arXiv 2503.00307, `remdm-loop`")
 def remdm_loop(
     key: Key,
     view: View,
     memory: Memory,
-    eta: Annotated[Param, Between(0, 1)] = 0.02,
-    t_on: Annotated[Param, Between(0, 1)] = 0.55,
-    t_off: Annotated[Param, Between(0, 1)] = 0.05,
-    alpha_on: Annotated[Param, Between(0, 1)] = 0.9,
+    eta: Probability = 0.02,
+    t_on: Probability = 0.55,
+    t_off: Probability = 0.05,
+    alpha_on: Probability = 0.9,
 ) -> tuple[Proposal, Memory]:
     """Fills most masks early, then remasks for a while, then fills the rest.
 
@@ -245,24 +215,15 @@ def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
     return jnp.where(t > t_on, rising, jnp.where(t > t_off, alpha_on, closing))
 
 
-def _thirty(canvas: Int[Array, "L"], vocab: int) -> Int[Array, ""]:
-    return jnp.asarray(30, jnp.int32)
-
-
 @rule(
-    name="wino",
     noise="absorbing",
-    init=_thirty,
+    init=lambda canvas, vocab: jnp.asarray(30, jnp.int32),
     leave_one_out=True,
     needs_logits=False,
     source="WINO, arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM",
 )
 def wino(
-    key: Key,
-    view: View,
-    memory: Int[Array, ""],
-    p: Annotated[Param, Between(0, 1)] = 0.6,
-    p_back: Annotated[Param, Between(0, 1)] = 0.9,
+    key: Key, view: View, memory: Int[Array, ""], p: Probability = 0.6, p_back: Probability = 0.9
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Drafts with a low threshold, and remasks tokens that are improbable when the model cannot see them.
 
@@ -283,9 +244,11 @@ def wino(
         The proposal, and how many tokens were drafted.
     """
     c = view.stats.p_sample
+    # 1. Draft: the most confident masks above p, a bounded number of them.
     most = jnp.clip(view.masked.sum() * 7 // 10, 5, 20)
     which = top(c, view.masked & (c > p), most) | top(c, view.masked, 1)
     drafted = which.sum()
+    # 2. Verify the tokens that were there before this step, by what the model predicts without seeing them.
     p_seen = view.leave_one_out.p_canvas
     wrong = view.editable & ~view.masked & (p_seen < p_back)
     wrong = top(-p_seen, wrong, memory - 1) & (drafted > 1)
@@ -301,18 +264,13 @@ def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) ->
 
 
 @rule(
-    name="editing",
     noise="absorbing",
     stopping=stopping.after_sixteen_edits,
     needs_logits=False,
     source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
 )
 def editing(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Annotated[Param, Between(0, 1)] = 0.95,
-    p_edit: Annotated[Param, Between(0, 1)] = 0.9,
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
 ) -> tuple[Proposal, Memory]:
     """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
 
@@ -336,7 +294,6 @@ def editing(
 
 
 @rule(
-    name="blind_editing",
     noise="absorbing",
     stopping=stopping.after_sixteen_edits,
     leave_one_out=True,
@@ -344,11 +301,7 @@ def editing(
     source="`editing` with the leave-one-out predictions of WINO, arXiv 2507.18578",
 )
 def blind_editing(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Annotated[Param, Between(0, 1)] = 0.95,
-    p_edit: Annotated[Param, Between(0, 1)] = 0.9,
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
 ) -> tuple[Proposal, Memory]:
     """Decodes as `editing`, where decided tokens are judged by masks that see everything but the token itself.
 
@@ -371,18 +324,12 @@ def blind_editing(
 
 
 @rule(
-    name="self_correct",
     noise="absorbing",
     stopping=stopping.stalled,
     source="GIDD's self-correction, arXiv 2503.04482; gidd/eval/self_correction.py",
 )
 def self_correct(
-    key: Key,
-    view: View,
-    memory: Memory,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    t: Annotated[Param, AtLeast(0)] = 0.1,
-    count: Annotated[Param, AtLeast(1, integer=True)] = 1,
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, t: NonNegative = 0.1, count: Count = 1
 ) -> tuple[Proposal, Memory]:
     """Fills the masks by threshold `p`, then resamples the most probable disagreements until none is left.
 
@@ -406,6 +353,7 @@ def self_correct(
     """
     c = view.stats.p_sample
     filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
+    # Correction starts once no mask is left.
     tokens, chance = resample(key, view.logits, jnp.asarray(t, jnp.float32))
     full = ~jnp.any(view.masked)
     differ = view.editable & full & (tokens != view.canvas)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mercury_jax.decode import processors, stopping
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule, sampler_preset
-from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
+from mercury_jax.decode.registration import NonNegative, Probability, rule, sampler_preset
+from mercury_jax.decode.sampler import Memory, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 
 
 @rule(
-    name="entropy_bound",
     temperature=1.0,
     needs_logits=False,
     source="EB-Sampler, arXiv 2505.24857, in the form of transformers' generation_diffusion_gemma.py",
 )
-def entropy_bound(
-    key: Key, view: View, memory: Memory, gamma: Annotated[Param, AtLeast(0)] = 0.1
-) -> tuple[Proposal, Memory]:
+def entropy_bound(key: Key, view: View, memory: Memory, gamma: NonNegative = 0.1) -> tuple[Proposal, Memory]:
     """Accepts the positions of the lowest entropy whose joint entropy without the last stays below `gamma`.
 
     Positions are sorted by entropy H; position i is accepted while cumsum(H) - H_i <= gamma, so that the first always
@@ -39,14 +33,15 @@ def entropy_bound(
     Returns:
         The proposal, and the unchanged memory.
     """
+    # Sort by entropy, closed positions last; a position fits while the entropies before it sum to at most gamma.
     entropy = jnp.where(view.masked, view.stats.entropy, jnp.inf)
     order = jnp.argsort(entropy, stable=True)
     ordered = jnp.where(jnp.isfinite(entropy), entropy, 0.0)[order]
     fits = jnp.cumsum(ordered) - ordered <= gamma
     which = jnp.zeros_like(fits).at[order].set(fits) & view.masked
     proposal = accept(view, which)
-    answer = jnp.where(is_uniform(view), argmax_answer(view), proposal.answer)
-    return proposal._replace(answer=answer), memory
+    argmax = jnp.where(view.editable, view.stats.argmax, view.canvas)
+    return proposal._replace(answer=jnp.where(is_uniform(view), argmax, proposal.answer)), memory
 
 
 def is_uniform(view: View) -> Bool[Array, ""]:
@@ -55,12 +50,7 @@ def is_uniform(view: View) -> Bool[Array, ""]:
     return jnp.any(view.masked & ~holds_mask)
 
 
-def argmax_answer(view: View) -> Int[Array, "L"]:
-    """Returns the argmax at every editable position, and the canvas elsewhere."""
-    return jnp.where(view.editable, view.stats.argmax, view.canvas)
-
-
-@sampler_preset(name="diffusion_gemma", source="transformers' DiffusionGemmaGenerationConfig")
+@sampler_preset("transformers' DiffusionGemmaGenerationConfig")
 def diffusion_gemma() -> Sampler:
     """Returns DiffusionGemma's own sampler.
 
@@ -77,18 +67,13 @@ def diffusion_gemma() -> Sampler:
 
 
 @rule(
-    name="predictor_corrector",
     noise="uniform",
     temperature=1.0,
     stopping=stopping.never,
     source="Psi-sampler of DUO, arXiv 2506.10892 and 2602.21185; s-sahoo/duo, trainer_base.py",
 )
 def predictor_corrector(
-    key: Key,
-    view: View,
-    memory: Memory,
-    kappa: Annotated[Param, Between(0, 1)] = 0.95,
-    own: Annotated[Param, Between(0, 1)] = 0.0,
+    key: Key, view: View, memory: Memory, kappa: Probability = 0.95, own: Probability = 0.0
 ) -> tuple[Proposal, Memory]:
     """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
@@ -117,12 +102,14 @@ def predictor_corrector(
     on_canvas = view.alpha_t * allowed * view.stats.p_canvas
     stays = uniform(tilt) * (on_canvas + 1.0 - view.alpha_t) < on_canvas * own
     x0 = jnp.where(stays, view.canvas, view.stats.sample)
+    # Draw x_s: the token of the canvas with weight `old`, x_0 with weight `new`, else a fresh one.
     old, new = bridge(x0 == view.canvas, view.alpha_t, view.alpha_s, allowed)
     u = uniform(walk)
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))
     corrected = jnp.where(u < view.alpha_s, x0, view.noise)
     canvas = jnp.where(uniform(mix) < kappa, predicted, corrected)
-    return propose(view, jnp.where(view.editable, canvas, view.canvas), argmax_answer(view)), memory
+    keep = lambda new: jnp.where(view.editable, new, view.canvas)
+    return propose(view, keep(canvas), keep(view.stats.argmax)), memory
 
 
 def bridge(

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stopping
-from mercury_jax.decode.ranges import AtLeast, Between
-from mercury_jax.decode.registration import rule
+from mercury_jax.decode.registration import AtLeast, Count, Probability, rule
 from mercury_jax.decode.rules.masked import top
 from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.token_stats import NEVER
@@ -51,6 +50,8 @@ def rearrange(
         For each new position the old one that it continues; -1 where it is new, or unused.
     """
     size = keep.shape[0]
+    # Each old position leaves `count` new ones: those inserted before it, and itself where it is kept. Its new place
+    # is that of its stretch, plus what the positions before it in the stretch leave, plus what is inserted before it.
     count = keep + extra.astype(jnp.int32)
     before = jnp.cumsum(count) - count
     to = start + before - before[start] + extra.astype(jnp.int32)
@@ -101,19 +102,9 @@ def resized(
     return Proposal(canvas, inside(moved(answer, word, source, view.used)), used, source)
 
 
-def is_last_step(view: View) -> Bool[Array, ""]:
-    """Returns whether this is the last step of the block."""
-    return view.step + 1 >= view.steps
-
-
-def _budget(canvas: Int[Array, "L"], vocab: int) -> Int[Array, ""]:
-    return jnp.asarray(canvas.shape[0], jnp.int32)
-
-
 @rule(
-    name="expand",
     noise="absorbing",
-    init=_budget,
+    init=lambda canvas, vocab: jnp.asarray(canvas.shape[0], jnp.int32),
     variable_length=True,
     source="DreamOn, arXiv 2602.01326; eval/generator.py of DreamLM/DreamOn",
 )
@@ -123,7 +114,7 @@ def expand(
     memory: Int[Array, ""],
     expand: Annotated[Param, AtLeast(-1, integer=True)] = -1,
     delete: Annotated[Param, AtLeast(-1, integer=True)] = -1,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
+    p: Probability = 0.9,
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Decodes as `threshold`, where the prediction for a mask may also be to split it in two, or to delete it.
 
@@ -144,17 +135,19 @@ def expand(
     Returns:
         The proposal, and the expansions that are left.
 
-    Departs from the reference: its option to empty everything behind a predicted end is left out, because with
+    Departs from the reference: its option to empty everything after a predicted end is left out, because with
     several holes it would empty the later ones.
     """
+    # What the answer shows at open masks: the two ids are no text.
     word, _ = argmax_without(view, expand, delete)
-    room = jnp.where(is_last_step(view), 0, jnp.minimum(view.growth, memory))
+    room = jnp.where(view.step + 1 >= view.steps, 0, jnp.minimum(view.growth, memory))
     # In a full window: the draw and its probability as if `expand` were impossible.
     log_p, drawn = log_p_without(view, expand), view.stats.sample
     other = jnp.where(drawn == expand, log_p.argmax(-1).astype(jnp.int32), drawn)
     p_other = jnp.exp(jnp.take_along_axis(log_p, other[:, None], axis=-1)[:, 0])
     token, c = jnp.where(room == 0, other, drawn), jnp.where(room == 0, p_other, view.stats.p_sample)
     which = view.masked & (c > p) | top(c, view.masked, 1)
+    # Accepted predictions either split their mask, or delete it, or are written.
     split = which & (token == expand)
     grow = split & (jnp.cumsum(split) <= room)  # the others remain masks
     gone = which & (token == delete)
@@ -167,14 +160,12 @@ def expand(
 Loops = tuple[Bool[Array, "L"], Int[Array, "H L"]]
 
 
-def _nothing_seen(canvas: Int[Array, "L"], vocab: int) -> Loops:
-    return jnp.ones(canvas.shape, bool), jnp.full((HISTORY, *canvas.shape), -1, jnp.int32)
-
-
 @rule(
-    name="levenshtein",
     noise="absorbing",
-    init=_nothing_seen,
+    init=lambda canvas, vocab: (
+        jnp.ones(canvas.shape, bool),
+        jnp.full((HISTORY, *canvas.shape), -1, jnp.int32),
+    ),
     variable_length=True,
     stopping=stopping.after_sixteen_edits,
     source="LLaDA2.2, its technical report; sglang/srt/dllm/algorithm/joint_threshold_indel.py",
@@ -185,8 +176,8 @@ def levenshtein(
     memory: Loops,
     delete: Annotated[Param, AtLeast(-1, integer=True)] = -1,
     insert: Annotated[Param, AtLeast(-1, integer=True)] = -1,
-    p: Annotated[Param, Between(0, 1)] = 0.5,
-    p_edit: Annotated[Param, Between(0, 1)] = 0.0,
+    p: Probability = 0.5,
+    p_edit: Probability = 0.0,
 ) -> tuple[Proposal, Loops]:
     """Edits by joint thresholds; an edit may also delete a position, or insert a mask before it.
 
@@ -231,7 +222,7 @@ def levenshtein(
     edited = jnp.where(moves >= 0, written[jnp.maximum(moves, 0)], view.noise)
     # 2. If it leads back to a canvas that was there before, only fill.
     seen = seen.at[view.step % HISTORY].set(view.canvas)
-    looping = jnp.any(jnp.all((seen == edited) | ~view.editable, axis=-1)) | is_last_step(view)
+    looping = jnp.any(jnp.all((seen == edited) | ~view.editable, axis=-1)) | (view.step + 1 >= view.steps)
     source = jnp.where(looping, jnp.arange(token.shape[0], dtype=jnp.int32), moves)
     canvas = jnp.where(looping, jnp.where(fills(p_word), word, view.canvas), edited)
     answer = jnp.where(view.editable & (canvas == view.noise), moved(word, word, source, view.used), canvas)
@@ -254,7 +245,6 @@ def editable_runs(editable: Bool[Array, "L"]) -> tuple[Int[Array, "L"], Int[Arra
 
 
 @rule(
-    name="daedal",
     noise="absorbing",
     init=lambda canvas, vocab: jnp.asarray(True),
     variable_length=True,
@@ -264,13 +254,13 @@ def daedal(
     key: Key,
     view: View,
     memory: Bool[Array, ""],
-    start: Annotated[Param, AtLeast(1, integer=True)] = 64,
-    by: Annotated[Param, AtLeast(1, integer=True)] = 8,
-    p: Annotated[Param, Between(0, 1)] = 0.9,
-    p_low: Annotated[Param, Between(0, 1)] = 0.1,
-    p_end: Annotated[Param, Between(0, 1)] = 0.5,
-    p_full: Annotated[Param, Between(0, 1)] = 0.9,
-    tail: Annotated[Param, AtLeast(1, integer=True)] = 32,
+    start: Count = 64,
+    by: Count = 8,
+    p: Probability = 0.9,
+    p_low: Probability = 0.1,
+    p_end: Probability = 0.5,
+    p_full: Probability = 0.9,
+    tail: Count = 32,
 ) -> tuple[Proposal, Bool[Array, ""]]:
     """Starts with a short answer, lengthens it until its end is predicted, and expands uncertain positions.
 
@@ -295,13 +285,15 @@ def daedal(
     Returns:
         The proposal, and whether the answer is still being lengthened.
 
-    Departs from the reference: it fixes 16 tokens of end-of-text behind the answer and decodes in blocks of its own;
+    Departs from the reference: it fixes 16 tokens of end-of-text after the answer and decodes in blocks of its own;
     here the answer is not padded, and blocks are the plan's.
     """
     confidence = jnp.where(view.eos < 0, 1.0, end_confidence(view, tail))
-    room = jnp.where(is_last_step(view), 0, view.growth)
+    room = jnp.where(view.step + 1 >= view.steps, 0, view.growth)
+    # 1. Lengthening: masks are appended, and nothing is accepted.
     lengthen = memory & (confidence < p_end) & (room > 0)
     c, at = view.stats.p_sample, jnp.arange(view.canvas.shape[0])
+    # 2. Decoding: accept by threshold; the least confident mask may become several.
     which = (view.masked & (c > p) | top(c, view.masked, 1)) & ~lengthen
     uncertain = view.masked & ~which & (c < p_low) & (confidence < p_full) & ~lengthen
     uncertain = top(-c, uncertain, 1)

@@ -11,23 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub.families import qwen_llama
-from mercury_jax.hub.family import (
-    BOOL,
-    COMMON,
-    INT,
-    LIST,
-    NULL,
-    NUMBER,
-    TEXT,
-    ConfigKeys,
-    Family,
-    Json,
-    TensorSource,
-    dtype_of,
-    listed_ids,
-    need,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
+from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.gemma import GemmaConfig
 
 PATTERN = 6  # without `layer_types` every sixth layer is global
@@ -46,80 +32,61 @@ _MIXED = {
     "moe_branch_norm": "post_feedforward_layernorm_2",
 }
 
-
-_ROPE = ConfigKeys(used={"rope_type": TEXT, "rope_theta": NUMBER})
-_PROPORTIONAL = _ROPE.plus(ConfigKeys(used={"partial_rotary_factor": NUMBER, "factor": NUMBER}))
-_LAYER = ConfigKeys(used={"head_dim": INT, "num_key_value_heads": INT})
-
-
+_ROPE = ConfigKeys(used={"rope_type": "text", "rope_theta": "number"})
+_PROPORTIONAL = _ROPE.plus(used={"partial_rotary_factor factor": "number"})
+_LAYER = ConfigKeys(used={"head_dim num_key_value_heads": "int"})
 ROPES = ConfigKeys(
     nested={
-        "sliding_attention": lambda _: _ROPE,
+        "sliding_attention": _ROPE,
         "full_attention": lambda found: _PROPORTIONAL if found.get("rope_type") == "proportional" else _ROPE,
     }
 )
-TEXT_KEYS = COMMON.plus(
-    ConfigKeys(
-        used={
-            "vocab_size": INT, "hidden_size": INT, "intermediate_size": INT, "num_hidden_layers": INT,
-            "num_attention_heads": INT, "num_key_value_heads": INT, "head_dim": INT, "global_head_dim": INT,
-            "num_global_key_value_heads": INT + NULL, "sliding_window": INT, "layer_types": LIST + NULL,
-            "max_position_embeddings": INT, "rms_norm_eps": NUMBER, "num_experts": INT + NULL,
-            "top_k_experts": INT + NULL, "moe_intermediate_size": INT + NULL,
-        },
-        only={
-            "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
-            "use_bidirectional_attention": ("vision", None),
-        },
-        nested={
-            "rope_parameters": lambda _: ROPES,
-            "per_layer_config": lambda found: ConfigKeys(nested={i: lambda _: _LAYER for i in found if i.isdecimal()}),
-        },
-    )
+TEXT_KEYS = family.COMMON.plus(
+    used={
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads": "int",
+        "num_key_value_heads head_dim global_head_dim sliding_window max_position_embeddings": "int",
+        "num_global_key_value_heads num_experts top_k_experts moe_intermediate_size": "int null",
+        "layer_types": "list null", "rms_norm_eps": "number",
+    },
+    only={
+        "hidden_activation": tuple(ACTIVATIONS), "attention_bias": (False,), "tie_word_embeddings": (True,),
+        "use_bidirectional_attention": ("vision", None),
+    },
+    nested={
+        "rope_parameters": ROPES,
+        "per_layer_config": lambda found: ConfigKeys(nested={i: _LAYER for i in found if i.isdecimal()}),
+    }
 )  # fmt: skip
 # DiffusionGemma lacks some options of Gemma 4's text model.
 DIFFUSION_INNER_KEYS = TEXT_KEYS.plus(
-    ConfigKeys(
-        used={"final_logit_softcapping": NUMBER},
-        only={
-            "hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
-        },
-        unused={"attention_k_eq_v": "keys are values in every global layer, by its class"},
-    )
+    used={"final_logit_softcapping": "number"},
+    only={
+        "hidden_size_per_layer_input num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
+    },
+    unused={"attention_k_eq_v": "keys are values in every global layer, by its class"}
 )  # fmt: skip
 GEMMA4_INNER_KEYS = TEXT_KEYS.plus(
-    ConfigKeys(
-        used={
-            "final_logit_softcapping": NUMBER + NULL, "attention_k_eq_v": BOOL, "enable_moe_block": BOOL,
-            "hidden_size_per_layer_input": INT, "vocab_size_per_layer_input": INT, "num_kv_shared_layers": INT,
-            "use_double_wide_mlp": BOOL,
-        }
-    )
+    used={
+        "final_logit_softcapping": "number null",
+        "attention_k_eq_v enable_moe_block use_double_wide_mlp": "bool",
+        "hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers": "int",
+    }
 )  # fmt: skip
 # Around a text model. Images and audio are refused, so no logit depends on these keys.
-MULTIMODAL = COMMON.plus(
-    ConfigKeys(
-        only={"tie_word_embeddings": (True,)},
-        unused=dict.fromkeys(
-            (
-                "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
-                "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "vision_soft_tokens_per_image",
-            ),
-            "images and audio are not read",
-        ),
-    )
+MULTIMODAL = family.COMMON.plus(
+    only={"tie_word_embeddings": (True,)},
+    unused={
+        "vision_config audio_config boi_token_id eoi_token_id image_token_id video_token_id boa_token_id "
+        "eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image": "images and audio are not read"
+    }
 )  # fmt: skip
 DIFFUSION_KEYS = MULTIMODAL.plus(
-    ConfigKeys(
-        used={"canvas_length": INT},
-        only={"model_type": ("diffusion_gemma",)},
-        nested={"text_config": lambda _: DIFFUSION_INNER_KEYS},
-    )
+    used={"canvas_length": "int"},
+    only={"model_type": ("diffusion_gemma",)},
+    nested={"text_config": DIFFUSION_INNER_KEYS},
 )
-GEMMA4_KEYS = MULTIMODAL.plus(
-    ConfigKeys(only={"model_type": ("gemma4",)}, nested={"text_config": lambda _: GEMMA4_INNER_KEYS})
-)
-GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(ConfigKeys(only={"model_type": ("gemma4_text",)}))
+GEMMA4_KEYS = MULTIMODAL.plus(only={"model_type": ("gemma4",)}, nested={"text_config": GEMMA4_INNER_KEYS})
+GEMMA4_TEXT_KEYS = GEMMA4_INNER_KEYS.plus(only={"model_type": ("gemma4_text",)})
 
 
 def _text_of(config: Json) -> Json:
@@ -130,30 +97,30 @@ def _text_of(config: Json) -> Json:
 def _fields(config: Json, **ours: Any) -> dict[str, Any]:
     """Fields of `GemmaConfig`; `ours` adds those in which DiffusionGemma and Gemma 4 differ."""
     text = _text_of(config)
-    activation = text.get("hidden_activation", "gelu_pytorch_tanh")
-    layers = need(text, "num_hidden_layers")
-    found = dict(
-        vocab=need(text, "vocab_size"), width=need(text, "hidden_size"), layers=layers,
+    # Ids of the text model's config, and further ends of the whole checkpoint's.
+    ends = [i for part in (text, config) for i in family.listed_ids(part.get("eos_token_id"))]
+    dtype = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    common = family.common_fields({**text, **dtype, "eos_token_id": list(dict.fromkeys(ends)) or [1]})
+    pad = text.get("pad_token_id")
+    fields = common | dict(
+        vocab=need(text, "vocab_size"), width=need(text, "hidden_size"), layers=need(text, "num_hidden_layers"),
         heads=need(text, "num_attention_heads"), kv_heads=need(text, "num_key_value_heads"),
         head_dim=need(text, "head_dim"), ffn=need(text, "intermediate_size"), tied=True,
-        global_layers=_global_layers(text, layers), window=need(text, "sliding_window"),
-        activation=ACTIVATIONS[activation], norm_eps=text.get("rms_norm_eps", 1e-6),
-        context=text.get("max_position_embeddings", 131_072), dtype=dtype_of({**text, **{k: v for k, v in
-        config.items() if k in ("dtype", "torch_dtype")}}), **_rope_fields(text), **_special_ids(config),
+        global_layers=_global_layers(text), window=need(text, "sliding_window"),
+        activation=ACTIVATIONS[text.get("hidden_activation", "gelu_pytorch_tanh")],
+        norm_eps=text.get("rms_norm_eps", 1e-6), context=text.get("max_position_embeddings", 131_072),
+        mask=None, pad=0 if pad is None else pad, **_rope_fields(text),
     )  # fmt: skip
-    return found | ours
+    return fields | ours
 
 
-def _global_layers(text: Json, layers: int) -> tuple[int, ...]:
+def _global_layers(text: Json) -> tuple[int, ...]:
     """Layers without a sliding window; the last layer never has one, whatever the list says."""
-    kinds = text.get("layer_types")
-    kinds = (
-        [qwen_llama.SLIDING if (i + 1) % PATTERN else qwen_llama.FULL for i in range(layers)]
-        if kinds is None
-        else kinds
-    )
-    qwen_llama.check_layer_types([*kinds[:-1], qwen_llama.FULL], layers)
-    return tuple(i for i in range(layers) if kinds[i] == qwen_llama.FULL or i == layers - 1)
+    layers, kinds = need(text, "num_hidden_layers"), text.get("layer_types")
+    if kinds is None:
+        kinds = [family.SLIDING if (i + 1) % PATTERN else family.FULL for i in range(layers)]
+    family.check_layer_types([*kinds[:-1], family.FULL], layers)
+    return tuple(i for i in range(layers) if kinds[i] == family.FULL or i == layers - 1)
 
 
 def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
@@ -169,21 +136,16 @@ def _global_sizes(text: Json, own_heads: bool) -> dict[str, int]:
         return dict(
             global_head_dim=text.get("global_head_dim", 512), global_kv_heads=heads if wide is None else wide
         )
-    layers = need(text, "num_hidden_layers")
     listed = {int(i): entry for i, entry in (text["per_layer_config"] or {}).items()}
-    size = lambda i: (
-        listed.get(i, {}).get("head_dim", width),
-        listed.get(i, {}).get("num_key_value_heads", heads),
-    )
-    seen = _global_layers(text, layers)
-    kinds = {size(i) for i in seen}
-    if len(kinds) != 1 or any(size(i) != (width, heads) for i in listed if i not in seen):
-        raise refuse(
-            "config.json: per_layer_config",
-            sorted(listed),
-            f"the same entry for each of the global layers {list(seen)}, and none for the others",
-        )
-    (global_width, global_heads) = kinds.pop()
+    size = lambda entry: (entry.get("head_dim", width), entry.get("num_key_value_heads", heads))
+    layers = _global_layers(text)
+    sizes = {size(listed.get(i, {})) for i in layers}
+    if len(sizes) != 1 or any(
+        size(entry) != (width, heads) for i, entry in listed.items() if i not in layers
+    ):
+        allowed = f"the same entry for each of the global layers {list(layers)}, and none for the others"
+        raise refuse("config.json: per_layer_config", sorted(listed), allowed)
+    (global_width, global_heads) = sizes.pop()
     return dict(global_head_dim=global_width, global_kv_heads=global_heads)
 
 
@@ -207,21 +169,9 @@ def _rope_fields(text: Json) -> dict[str, float]:
     )  # fmt: skip
 
 
-def _special_ids(config: Json) -> dict[str, Any]:
-    """Ids of the text model's config, and further ends of the whole checkpoint's."""
-    text = _text_of(config)
-    found = [id for some in (text, config) for id in listed_ids(some.get("eos_token_id"))]
-    ends = list(dict.fromkeys(found)) or [1]
-    pad = text.get("pad_token_id")
-    return dict(mask=None, pad=0 if pad is None else pad, eos=ends[0], ends=tuple(ends[1:]))
-
-
 def _experts(text: Json) -> Experts:
-    return Experts(
-        count=need(text, "num_experts"),
-        active=need(text, "top_k_experts"),
-        width=need(text, "moe_intermediate_size"),
-    )
+    count, active = need(text, "num_experts"), need(text, "top_k_experts")
+    return Experts(count=count, active=active, width=need(text, "moe_intermediate_size"))
 
 
 def _diffusion_config(config: Json) -> GemmaConfig:
@@ -256,64 +206,60 @@ def _gemma4_config(config: Json) -> GemmaConfig:
 def _names(c: ModelConfig, stem: str) -> dict[str, TensorSource]:
     """Tensors that both models have; `stem` precedes every name."""
     assert isinstance(c, GemmaConfig)
-    found = {
+    sources = {
         "embed": TensorSource(f"{stem}embed_tokens.weight"),
         "norm/scale": TensorSource(f"{stem}norm.weight"),
     }
     if not c.tied:
-        found["head"] = TensorSource("lm_head.weight", 1)
+        sources["head"] = TensorSource("lm_head.weight", 1)
     if c.per_layer_width:
-        found |= {
+        sources |= {
             "per_layer/embed": TensorSource(f"{stem}embed_tokens_per_layer.weight", fold=2),
             "per_layer/projection/w": TensorSource(f"{stem}per_layer_model_projection.weight", 1),
             "per_layer/norm/scale": TensorSource(f"{stem}per_layer_projection_norm.weight"),
         }
-    for i in range(c.layers):
-        found |= _layer_names(c, i, f"block_{i}/", f"{stem}layers.{i}.")
-    return found
-
-
-def _layer_names(c: GemmaConfig, i: int, ours: str, theirs: str) -> dict[str, TensorSource]:
     norms = _NORMS | (_MIXED if c.experts is not None else {})
-    found = {f"{ours}{mine}/scale": TensorSource(f"{theirs}{name}.weight") for mine, name in norms.items()}
-    found[f"{ours}scalar"] = TensorSource(f"{theirs}layer_scalar")
-    found |= _attention_names(c, i, f"{ours}attention/", f"{theirs}self_attn.")
-    found |= qwen_llama.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
-    if c.experts is not None:
-        found |= {
-            f"{ours}moe/router/scale": TensorSource(f"{theirs}router.scale"),
-            f"{ours}moe/router/w": TensorSource(f"{theirs}router.proj.weight", 1),
-            f"{ours}moe/router/expert_scale": TensorSource(f"{theirs}router.per_expert_scale"),
-            f"{ours}moe/gate_up": TensorSource(f"{theirs}experts.gate_up_proj", 1, c.experts.count),
-            f"{ours}moe/down": TensorSource(f"{theirs}experts.down_proj", 1, c.experts.count),
+    for i in range(c.layers):
+        ours, theirs = f"block_{i}/", f"{stem}layers.{i}."
+        sources |= {
+            f"{ours}{mine}/scale": TensorSource(f"{theirs}{name}.weight") for mine, name in norms.items()
         }
-    if c.per_layer_width:
-        found |= {
-            f"{ours}per_layer/gate/w": TensorSource(f"{theirs}per_layer_input_gate.weight", 1),
-            f"{ours}per_layer/projection/w": TensorSource(f"{theirs}per_layer_projection.weight", 1),
-            f"{ours}per_layer/norm/scale": TensorSource(f"{theirs}post_per_layer_input_norm.weight"),
-        }
-    return found
-
-
-def _attention_names(c: GemmaConfig, i: int, ours: str, theirs: str) -> dict[str, TensorSource]:
-    """A layer that uses another's keys and values has none; one whose keys are its values has no values."""
-    parts = "q" if c.source(i) != i else "qk" if c.keys_as_values and c.is_global(i) else "qkv"
-    found = {f"{ours}{p}/w": TensorSource(f"{theirs}{p}_proj.weight", 1) for p in parts}
-    found |= {f"{ours}{p}_norm/scale": TensorSource(f"{theirs}{p}_norm.weight") for p in parts if p != "v"}
-    return found | {f"{ours}o/w": TensorSource(f"{theirs}o_proj.weight", 2)}
+        sources[f"{ours}scalar"] = TensorSource(f"{theirs}layer_scalar")
+        # A layer that uses another's keys and values has none; one whose keys are its values has no values.
+        parts = "q" if c.source(i) != i else "qk" if c.keys_as_values and c.is_global(i) else "qkv"
+        mine, attention = f"{ours}attention/", f"{theirs}self_attn."
+        for p in parts:
+            sources[f"{mine}{p}/w"] = TensorSource(f"{attention}{p}_proj.weight", 1)
+            if p != "v":
+                sources[f"{mine}{p}_norm/scale"] = TensorSource(f"{attention}{p}_norm.weight")
+        sources[f"{mine}o/w"] = TensorSource(f"{attention}o_proj.weight", 2)
+        sources |= family.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
+        if c.experts is not None:
+            sources |= {
+                f"{ours}moe/router/scale": TensorSource(f"{theirs}router.scale"),
+                f"{ours}moe/router/w": TensorSource(f"{theirs}router.proj.weight", 1),
+                f"{ours}moe/router/expert_scale": TensorSource(f"{theirs}router.per_expert_scale"),
+                f"{ours}moe/gate_up": TensorSource(f"{theirs}experts.gate_up_proj", 1, c.experts.count),
+                f"{ours}moe/down": TensorSource(f"{theirs}experts.down_proj", 1, c.experts.count),
+            }
+        if c.per_layer_width:
+            sources |= {
+                f"{ours}per_layer/gate/w": TensorSource(f"{theirs}per_layer_input_gate.weight", 1),
+                f"{ours}per_layer/projection/w": TensorSource(f"{theirs}per_layer_projection.weight", 1),
+                f"{ours}per_layer/norm/scale": TensorSource(f"{theirs}post_per_layer_input_norm.weight"),
+            }
+    return sources
 
 
 def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
     """The decoder's tensors; the encoder has the same weights but for the layers' scalars."""
     stem, conditioning = "model.decoder.", "model.decoder.self_conditioning."
-    found = _names(c, stem) | qwen_llama.mlp_names("self_conditioning/mlp/", conditioning)
-    found["self_conditioning/norm/scale"] = TensorSource(f"{conditioning}pre_norm.weight")
+    sources = _names(c, stem) | family.mlp_names("self_conditioning/mlp/", conditioning)
+    sources["self_conditioning/norm/scale"] = TensorSource(f"{conditioning}pre_norm.weight")
     for i in range(c.layers):
-        found[f"block_{i}/encoder_scalar"] = TensorSource(
-            f"model.encoder.language_model.layers.{i}.layer_scalar"
-        )
-    return found
+        encoder = f"model.encoder.language_model.layers.{i}.layer_scalar"
+        sources[f"block_{i}/encoder_scalar"] = TensorSource(encoder)
+    return sources
 
 
 def _ignored(c: ModelConfig) -> tuple[str, ...]:
@@ -357,28 +303,26 @@ def _text_config(c: ModelConfig, kind: str) -> dict[str, Any]:
     assert isinstance(c, GemmaConfig)
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation)
     overrides = {"head_dim": c.global_head_dim, "num_key_value_heads": c.global_kv_heads}
+    far: dict[str, Any] = dict(
+        rope_type="proportional", rope_theta=c.global_rope_theta, partial_rotary_factor=c.global_rope_fraction
+    )
+    if c.global_rope_factor != 1.0:
+        far["factor"] = c.global_rope_factor
+    near = dict(rope_type="default", rope_theta=c.rope_theta)
     found: dict[str, Any] = dict(
         model_type=kind, vocab_size=c.vocab, hidden_size=c.width, intermediate_size=c.ffn, num_hidden_layers=c.layers,
         num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim,
         hidden_activation=activation, max_position_embeddings=c.context, rms_norm_eps=c.norm_eps, pad_token_id=c.pad,
         eos_token_id=[c.eos, *c.ends] if c.ends else c.eos, bos_token_id=2, tie_word_embeddings=True,
-        attention_bias=False, sliding_window=c.window, rope_parameters=_exported_rope(c), dtype=c.dtype,
-        layer_types=["full_attention" if c.is_global(i) else "sliding_attention" for i in range(c.layers)],
+        attention_bias=False, sliding_window=c.window, dtype=c.dtype,
+        rope_parameters=dict(sliding_attention=near, full_attention=far),
+        layer_types=[family.FULL if c.is_global(i) else family.SLIDING for i in range(c.layers)],
         per_layer_config={str(i): overrides for i in c.global_layers},
     )  # fmt: skip
     if c.experts is not None:
         e = c.experts
         found |= dict(num_experts=e.count, top_k_experts=e.active, moe_intermediate_size=e.width)
     return found
-
-
-def _exported_rope(c: GemmaConfig) -> dict[str, Any]:
-    far: dict[str, Any] = dict(
-        rope_type="proportional", rope_theta=c.global_rope_theta, partial_rotary_factor=c.global_rope_fraction
-    )
-    if c.global_rope_factor != 1.0:
-        far["factor"] = c.global_rope_factor
-    return dict(sliding_attention=dict(rope_type="default", rope_theta=c.rope_theta), full_attention=far)
 
 
 def export_diffusion(c: ModelConfig) -> dict[str, Any]:
@@ -429,6 +373,7 @@ GEMMA4 = Family(
     about="autoregressive; text only, images and audio are refused",
     ignored=_ignored,
     licence="Apache-2.0",
+    rank=2,
 )
 
 GEMMA4_TEXT = GEMMA4._replace(
@@ -440,3 +385,5 @@ GEMMA4_TEXT = GEMMA4._replace(
     about="autoregressive, the text model alone",
     export=_export_text,
 )
+
+register(DIFFUSION_GEMMA, GEMMA4, GEMMA4_TEXT)

@@ -5,20 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig
-from mercury_jax.hub.family import (
-    BOOL,
-    COMMON,
-    INT,
-    NULL,
-    NUMBER,
-    ConfigKeys,
-    Family,
-    Json,
-    TensorSource,
-    dtype_of,
-    need,
-    special_ids,
-)
+from mercury_jax.hub import family
+from mercury_jax.hub.family import Family, Json, need, register
+from mercury_jax.hub.params import TensorSource
 
 # Options of the reference that no published model uses; each would change the arithmetic.
 PLAIN = dict(
@@ -26,31 +15,29 @@ PLAIN = dict(
     include_bias=(False,), include_qkv_bias=(False,), bias_for_layer_norm=(False,), attention_layer_norm=(False,),
     scale_logits=(False,), input_emb_norm=(False,), block_group_size=(1,), layer_norm_with_affine=(True,),
 )  # fmt: skip
-KEYS = COMMON.plus(
-    ConfigKeys(
-        used={
-            "vocab_size": INT, "embedding_size": INT + NULL, "d_model": INT, "n_layers": INT, "n_heads": INT,
-            "n_kv_heads": INT + NULL, "multi_query_attention": BOOL + NULL, "mlp_hidden_size": INT + NULL,
-            "mlp_ratio": NUMBER, "rope_theta": NUMBER, "rms_norm_eps": NUMBER, "max_sequence_length": INT,
-            "weight_tying": BOOL,
-        },
-        only=PLAIN,
-        unused={
-            "alibi_bias_max": "alibi is false",
-            "attention_layer_norm_with_affine": "attention_layer_norm is false",
-            "rope_full_precision": "angles are always computed in fp32 here",
-            "precision": "of its training",
-            **dict.fromkeys(("init_device", "init_fn", "init_std", "init_cutoff_factor"), "training only"),
-        },
-    )
+KEYS = family.COMMON.plus(
+    used={
+        "vocab_size d_model n_layers n_heads max_sequence_length": "int",
+        "embedding_size n_kv_heads mlp_hidden_size": "int null", "multi_query_attention": "bool null",
+        "mlp_ratio rope_theta rms_norm_eps": "number", "weight_tying": "bool",
+    },
+    only=PLAIN,
+    unused={
+        "alibi_bias_max": "alibi is false",
+        "attention_layer_norm_with_affine": "attention_layer_norm is false",
+        "rope_full_precision": "angles are always computed in fp32 here", "precision": "of its training",
+        "init_device init_fn init_std init_cutoff_factor": "training only",
+    }
 )  # fmt: skip
-_OURS = dict(q="q_proj", k="k_proj", v="v_proj", o="attn_out")
-_MLP = dict(gate="ff_proj", up="up_proj", down="ff_out")
+# Ours and theirs; `ff_proj` is the gate. `ff_out` is the last projection of a block, and also the name of the head.
+PROJECTIONS = {
+    "attention/q": "q_proj", "attention/k": "k_proj", "attention/v": "v_proj", "attention/o": "attn_out",
+    "mlp/gate": "ff_proj", "mlp/up": "up_proj", "mlp/down": "ff_out",
+}  # fmt: skip
 
 
 def _config(config: Json) -> ModelConfig:
     heads, width = need(config, "n_heads"), need(config, "d_model")
-    ids = special_ids({"mask_token_id": 126336, **config})
     return ModelConfig(
         # The embedding may have more rows than the vocabulary.
         vocab=need(config, "embedding_size", "vocab_size"), width=width, layers=need(config, "n_layers"),
@@ -59,27 +46,24 @@ def _config(config: Json) -> ModelConfig:
         pattern="bidirectional", block=32, rope_theta=float(config.get("rope_theta", 10_000.0)), qk_norm=False,
         tied=bool(config.get("weight_tying", False)), zero_centred=False, scale_embed=False,
         norm_eps=config.get("rms_norm_eps", 1e-5), context=need(config, "max_sequence_length"),
-        dtype=dtype_of(config), **ids,
+        **family.common_fields({"mask_token_id": 126336, **config}),
     )  # type: ignore[arg-type]  # fmt: skip
 
 
 def _names(c: ModelConfig) -> dict[str, TensorSource]:
-    """`ff_proj` is the gate; `ff_out` is the last projection of a block, and also the name of the head."""
     stem = "model.transformer."
-    found = {"embed": TensorSource(f"{stem}wte.weight"), "norm/scale": TensorSource(f"{stem}ln_f.weight")}
+    sources = {"embed": TensorSource(f"{stem}wte.weight"), "norm/scale": TensorSource(f"{stem}ln_f.weight")}
     if not c.tied:
-        found["head"] = TensorSource(f"{stem}ff_out.weight", 1)
+        sources["head"] = TensorSource(f"{stem}ff_out.weight", 1)
     for i in range(c.layers):
         ours, theirs = f"block_{i}/", f"{stem}blocks.{i}."
-        found[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}attn_norm.weight")
-        found[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}ff_norm.weight")
-        for mine, name in _OURS.items():
-            found[f"{ours}attention/{mine}/w"] = TensorSource(
-                f"{theirs}{name}.weight", 2 if mine == "o" else 1
-            )
-        for mine, name in _MLP.items():
-            found[f"{ours}mlp/{mine}/w"] = TensorSource(f"{theirs}{name}.weight", 1)
-    return found
+        sources[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}attn_norm.weight")
+        sources[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}ff_norm.weight")
+        for mine, name in PROJECTIONS.items():
+            # The output projection contracts two of our axes, heads and head_dim.
+            inputs = 2 if mine == "attention/o" else 1
+            sources[f"{ours}{mine}/w"] = TensorSource(f"{theirs}{name}.weight", inputs)
+    return sources
 
 
 def _export(c: ModelConfig) -> dict[str, Any]:
@@ -92,16 +76,19 @@ def _export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-LLADA = Family(
-    name="LLaDA",
-    architectures=("LLaDAModelLM",),
-    checkpoints=("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
-    keys=KEYS,
-    config=_config,
-    names=_names,
-    noise=NoiseConfig(kind="absorbing"),
-    about="masked, trained from scratch",
-    export=_export,
-    fits=lambda config: "d_model" in config,
-    licence="MIT",
+register(
+    Family(
+        name="LLaDA",
+        architectures=("LLaDAModelLM",),
+        checkpoints=("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
+        keys=KEYS,
+        config=_config,
+        names=_names,
+        noise=NoiseConfig(kind="absorbing"),
+        about="masked, trained from scratch",
+        ignored=(),
+        export=_export,
+        fits=lambda config: "d_model" in config,
+        licence="MIT",
+    )
 )

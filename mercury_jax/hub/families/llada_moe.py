@@ -9,25 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig
-from mercury_jax.hub.families import qwen_llama
-from mercury_jax.hub.family import BOOL, INT, LIST, NULL, NUMBER, ConfigKeys, Family, Json, TensorSource, need
+from mercury_jax.hub import family
+from mercury_jax.hub.families.qwen_llama import export_config
+from mercury_jax.hub.family import Family, Json, need, register
+from mercury_jax.hub.params import TensorSource
 
 MASK, BLOCK = 156895, 32  # not in config.json
 
-MOE_KEYS = qwen_llama.KEYS.plus(qwen_llama.NO_WINDOW).plus(
-    ConfigKeys(
-        used={
-            "num_experts": INT, "num_experts_per_tok": INT, "expert_intermediate_size": INT,
-            "dense_intermediate_size": INT + NULL, "moe_layer_freq": LIST + NULL, "qk_layernorm": BOOL,
-            "partial_rotary_factor": NUMBER + NULL,
-        },
-        only={
-            "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias": (False,),
-            "attention_bias": (False,), "norm_topk_prob": (False, None), "router_num_group": (None,),
-            "router_topk_group": (None,), "shared_expert_intermediate_size": (None,), "clip_qkv": (None,),
-            "routed_scaling_factor": (1, 1.0),
-        },
-    )
+MOE_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
+    used={
+        "num_experts num_experts_per_tok expert_intermediate_size": "int",
+        "dense_intermediate_size": "int null", "moe_layer_freq": "list null", "qk_layernorm": "bool",
+        "partial_rotary_factor": "number null",
+    },
+    only={
+        "moe_router_score_function": ("softmax",), "moe_router_enable_expert_bias attention_bias": (False,),
+        "norm_topk_prob": (False, None),
+        "router_num_group router_topk_group shared_expert_intermediate_size clip_qkv": (None,),
+        "routed_scaling_factor": (1, 1.0),
+    }
 )  # fmt: skip
 
 
@@ -41,22 +42,19 @@ def _moe_config(config: Json) -> ModelConfig:
         dense=tuple(i for i in range(layers) if not frequency[i]),
     )  # fmt: skip
     ffn = config.get("dense_intermediate_size") or experts.width
-    plain = {"mask_token_id": MASK, **config, "intermediate_size": ffn}
-    return ModelConfig(
-        **qwen_llama.config_fields(
-            plain, experts=experts, qk_norm=bool(config.get("qk_layernorm")), pattern="bidirectional", block=32,
-            rope_fraction=float(config.get("partial_rotary_factor") or 1.0),
-        )
+    return family.decoder_config(
+        {**config, "intermediate_size": ffn}, default_mask=MASK, experts=experts,
+        qk_norm=bool(config.get("qk_layernorm")), pattern="bidirectional", block=32,
+        rope_fraction=float(config.get("partial_rotary_factor") or 1.0),
     )  # fmt: skip
 
 
 def _moe_export(c: ModelConfig) -> dict[str, Any]:
     e = c.experts
     assert e is not None
-    found = qwen_llama.export_config(c, architectures=["LLaDAMoEModelLM"], model_type="llada")
-    for key in ("mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size", "intermediate_size"):
-        del found[key]
-    return found | dict(
+    return export_config(
+        c, "LLaDAMoEModelLM", "llada",
+        mlp_only_layers=..., decoder_sparse_step=..., moe_intermediate_size=..., intermediate_size=...,
         dense_intermediate_size=c.ffn, expert_intermediate_size=e.width, qk_layernorm=c.qk_norm,
         moe_layer_freq=[0 if i in e.dense else 1 for i in range(c.layers)], moe_router_score_function="softmax",
         moe_router_enable_expert_bias=False, norm_topk_prob=None, partial_rotary_factor=c.rope_fraction,
@@ -64,40 +62,24 @@ def _moe_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-LLADA_MOE = Family(
-    name="LLaDA-MoE",
-    architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
-    checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
-    keys=MOE_KEYS,
-    config=_moe_config,
-    names=qwen_llama.tensor_names,
-    noise=NoiseConfig(kind="absorbing"),
-    about="masked, with experts, trained from scratch",
-    ignored=qwen_llama.IGNORED,
-    export=_moe_export,
-    licence="Apache-2.0",
-)
-
-
-LLADA2_KEYS = qwen_llama.KEYS.plus(qwen_llama.NO_WINDOW).plus(
-    ConfigKeys(
-        used={
-            "num_experts": INT, "num_experts_per_tok": INT, "moe_intermediate_size": INT, "n_group": INT,
-            "topk_group": INT, "num_shared_experts": INT + NULL, "routed_scaling_factor": NUMBER,
-            "first_k_dense_replace": INT, "use_qk_norm": BOOL, "partial_rotary_factor": NUMBER, "block_size": INT,
-        },
-        only={
-            "score_function": ("sigmoid",), "use_bias": (False,), "use_qkv_bias": (False,), "use_rmsnorm": (True,),
-            "norm_head": (False,), "norm_softmax": (False,), "using_split_qkv_in_self_attention": (False,),
-            "moe_router_enable_expert_bias": (True,), "expert_capacity": (None, 0), "attention_bias": (False,),
-            "num_nextn_predict_layers": (0, None),
-        },
-        unused={
-            "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
-            "router_dtype": "the router always computes in fp32 here",
-            "rotary_dim": "partial_rotary_factor says it",
-        },
-    )
+LLADA2_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
+    used={
+        "num_experts num_experts_per_tok moe_intermediate_size n_group topk_group": "int",
+        "first_k_dense_replace block_size": "int", "num_shared_experts": "int null",
+        "routed_scaling_factor partial_rotary_factor": "number", "use_qk_norm": "bool",
+    },
+    only={
+        "score_function": ("sigmoid",),
+        "use_bias use_qkv_bias norm_head norm_softmax using_split_qkv_in_self_attention": (False,),
+        "attention_bias": (False,), "use_rmsnorm moe_router_enable_expert_bias": (True,),
+        "expert_capacity": (None, 0), "num_nextn_predict_layers": (0, None),
+    },
+    unused={
+        "norm_topk_prob": "the class divides by the sum wherever it chooses more than one expert",
+        "router_dtype": "the router always computes in fp32 here",
+        "rotary_dim": "partial_rotary_factor says it",
+    }
 )  # fmt: skip
 
 
@@ -110,58 +92,51 @@ def _llada2_config(config: Json) -> ModelConfig:
         groups=config.get("n_group", 1), active_groups=config.get("topk_group", 1), correction=True,
         shared=width * (config.get("num_shared_experts") or 0), dense=dense,
     )  # fmt: skip
-    return ModelConfig(
-        **qwen_llama.config_fields(
-            {"mask_token_id": MASK, **config}, experts=experts,
-            qk_norm=config.get("use_qk_norm", True), rope_fraction=config.get("partial_rotary_factor", 1.0),
-            qkv_bias=False, pattern="block_causal", block=config.get("block_size", BLOCK),
-        )
+    return family.decoder_config(
+        config, default_mask=MASK, experts=experts,
+        qk_norm=config.get("use_qk_norm", True), rope_fraction=config.get("partial_rotary_factor", 1.0),
+        qkv_bias=False, pattern="block_causal", block=config.get("block_size", BLOCK),
     )  # fmt: skip
 
 
 def _llada2_names(c: ModelConfig) -> dict[str, TensorSource]:
     assert c.experts is not None
-    found = {
+    sources = {
         "embed": TensorSource("model.word_embeddings.weight"),
         "norm/scale": TensorSource("model.norm.weight"),
     }
     if not c.tied:
-        found["head"] = TensorSource("lm_head.weight", 1)
-    for i in range(c.layers):
-        ours, theirs = f"block_{i}/", f"model.layers.{i}."
-        found[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}input_layernorm.weight")
-        found[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}post_attention_layernorm.weight")
-        found |= _llada2_attention(c, f"{ours}attention/", f"{theirs}attention.")
-        if i in c.experts.dense:
-            found |= qwen_llama.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
-            continue
-        found |= qwen_llama.expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
-        found[f"{ours}moe/correction"] = TensorSource(f"{theirs}mlp.gate.expert_bias")
-        if c.experts.shared:
-            found |= qwen_llama.mlp_names(f"{ours}moe/shared/", f"{theirs}mlp.shared_experts.")
-    return found
-
-
-def _llada2_attention(c: ModelConfig, ours: str, theirs: str) -> dict[str, TensorSource]:
-    """Queries, keys and values are rows of one tensor, in this order."""
+        sources["head"] = TensorSource("lm_head.weight", 1)
+    # Queries, keys and values are rows of one tensor, in this order.
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = dict(q=(0, q), k=(q, q + kv), v=(q + kv, q + 2 * kv))
-    fused = f"{theirs}query_key_value.weight"
-    found = {f"{ours}{p}/w": TensorSource(fused, 1, rows=(a, b, q + 2 * kv)) for p, (a, b) in rows.items()}
-    found[f"{ours}o/w"] = TensorSource(f"{theirs}dense.weight", 2)
-    if c.qk_norm:
-        found[f"{ours}q_norm/scale"] = TensorSource(f"{theirs}query_layernorm.weight")
-        found[f"{ours}k_norm/scale"] = TensorSource(f"{theirs}key_layernorm.weight")
-    return found
+    for i in range(c.layers):
+        ours, theirs = f"block_{i}/", f"model.layers.{i}."
+        sources[f"{ours}attention_norm/scale"] = TensorSource(f"{theirs}input_layernorm.weight")
+        sources[f"{ours}mlp_norm/scale"] = TensorSource(f"{theirs}post_attention_layernorm.weight")
+        mine, attention = f"{ours}attention/", f"{theirs}attention."
+        for p, (first, last) in rows.items():
+            fused = f"{attention}query_key_value.weight"
+            sources[f"{mine}{p}/w"] = TensorSource(fused, 1, rows=(first, last, q + 2 * kv))
+        sources[f"{mine}o/w"] = TensorSource(f"{attention}dense.weight", 2)
+        if c.qk_norm:
+            sources[f"{mine}q_norm/scale"] = TensorSource(f"{attention}query_layernorm.weight")
+            sources[f"{mine}k_norm/scale"] = TensorSource(f"{attention}key_layernorm.weight")
+        if i in c.experts.dense:
+            sources |= family.mlp_names(f"{ours}mlp/", f"{theirs}mlp.")
+            continue
+        sources |= family.expert_names(c.experts, f"{ours}moe/", f"{theirs}mlp.")
+        sources[f"{ours}moe/correction"] = TensorSource(f"{theirs}mlp.gate.expert_bias")
+        if c.experts.shared:
+            sources |= family.mlp_names(f"{ours}moe/shared/", f"{theirs}mlp.shared_experts.")
+    return sources
 
 
 def _llada2_export(c: ModelConfig) -> dict[str, Any]:
     e = c.experts
     assert e is not None
-    found = qwen_llama.export_config(c, architectures=["LLaDA2MoeModelLM"], model_type="llada2_moe")
-    for key in ("mlp_only_layers", "decoder_sparse_step", "attention_bias"):
-        del found[key]
-    return found | dict(
+    return export_config(
+        c, "LLaDA2MoeModelLM", "llada2_moe", mlp_only_layers=..., decoder_sparse_step=..., attention_bias=...,
         n_group=e.groups, topk_group=e.active_groups, routed_scaling_factor=e.scale, score_function="sigmoid",
         num_shared_experts=e.shared // e.width, first_k_dense_replace=len(e.dense), use_qk_norm=c.qk_norm,
         partial_rotary_factor=c.rope_fraction, use_bias=False, use_qkv_bias=False, block_size=c.block,
@@ -169,20 +144,30 @@ def _llada2_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
-LLADA2 = Family(
-    name="LLaDA2.0, 2.1",
-    architectures=("LLaDA2MoeModelLM",),
-    checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash"),
-    keys=LLADA2_KEYS,
-    config=_llada2_config,
-    names=_llada2_names,
-    noise=NoiseConfig(kind="absorbing"),
-    block="32",
-    about="masked blocks, experts with a sigmoid router; DMax too",
-    ignored=qwen_llama.IGNORED,
-    export=_llada2_export,
-    fits=lambda config: (
-        not config.get("expert_capacity")
-    ),  # that of LLaDA2.2, which routes whole blocks, is refused
-    licence="Apache-2.0",
+register(
+    Family(
+        name="LLaDA-MoE",
+        architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
+        checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
+        keys=MOE_KEYS,
+        config=_moe_config,
+        noise=NoiseConfig(kind="absorbing"),
+        about="masked, with experts, trained from scratch",
+        export=_moe_export,
+        licence="Apache-2.0",
+    ),
+    Family(
+        name="LLaDA2.0, 2.1",
+        architectures=("LLaDA2MoeModelLM",),
+        checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash"),
+        keys=LLADA2_KEYS,
+        config=_llada2_config,
+        names=_llada2_names,
+        noise=NoiseConfig(kind="absorbing"),
+        block="32",
+        about="masked blocks, experts with a sigmoid router; DMax too",
+        export=_llada2_export,
+        fits=lambda config: not config.get("expert_capacity"),  # LLaDA2.2 routes whole blocks and is refused
+        licence="Apache-2.0",
+    ),
 )

@@ -1,229 +1,299 @@
-"""Entry point of the attention kernel for Hopper: what it refuses, its configuration for given shapes, its launch.
+"""Attention for Hopper: what it refuses, its configuration for a call, and its warpgroups up to head size 256.
 
-`program` has the code of the warpgroups that compute, `producer` that of the one that loads, `tile_loop` what both
-share with Blackwell.
+One or two computing warpgroups have 64 rows each and share the tiles of keys and values that the producer loads
+(`tile_loop`). For head size 512 they divide the work differently (`head_dim_512`).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
 
 from mercury_jax.kernels import tiling
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 from mercury_jax.kernels.hopper import head_dim_512
-from mercury_jax.kernels.hopper.producer import INT8_STAGES, sources_of
-from mercury_jax.kernels.hopper.program import program
-from mercury_jax.kernels.hopper.tile_loop import ROWS, AttentionConfig, SharedMemory, padded_slots
-from mercury_jax.kernels.kv_quant import Int8Vectors, KVArray, KVPool
-from mercury_jax.types import Device
+from mercury_jax.kernels.hopper.tile_loop import (
+    ALIGN,
+    FLOOR,
+    INT8_STAGES,
+    ROWS,
+    SMEM_BYTES,
+    AttentionConfig,
+    KeyTiles,
+    OnlineSoftmax,
+    Ref,
+    SharedMemory,
+    Value,
+    across_columns,
+    clear_values,
+    full,
+    is_covered,
+    is_unmasked,
+    key_tiles,
+    launch,
+    mask_scores,
+    produce,
+    scaled_scores,
+    swizzled_tile,
+)
 
 PROCESSORS = 132  # of an H100 and an H200
-SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a program, without barriers and alignment
 KEYS = {64: 128, 128: 128, 256: 64, 512: head_dim_512.KEYS}  # head size: keys of a tile, as registers allow
 
 
-def refuses(
-    q: Any,
-    k: Any,
-    v: Any,
-    ranges: Any,
-    *,
-    scale: float,
-    softcap: float | None,
-    residual: bool,
-    pages: Any = None,
-) -> str | None:
-    """Why this kernel does not take these shapes and dtypes; None: it does."""
-    if isinstance(k, Int8Vectors) != isinstance(v, Int8Vectors):
+def refuses(call: AttentionCall) -> str | None:
+    """Why this kernel does not take a call.
+
+    Args:
+        call: Reads shapes, dtypes and the scale.
+
+    Returns:
+        The reason in words; None: it takes the call.
+    """
+    q, k = call.q, call.k
+    if isinstance(k, Int8Vectors) != isinstance(call.v, Int8Vectors):
         return "of keys and values one is int8 and the other is not"
-    dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k, v) if not isinstance(x, Int8Vectors)]
+    dtypes = [str(jnp.dtype(x.dtype)) for x in (q, k, call.v) if not isinstance(x, Int8Vectors)]
     if dtypes[0] not in ("bfloat16", "float16") or len(set(dtypes)) > 1:
         return f"of {', '.join(dtypes)}; the tensor cores take bfloat16 or float16, one for all"
-    if q.shape[-1] not in KEYS:
-        return f"head size {q.shape[-1]} is not one of {', '.join(map(str, KEYS))}"
-    if q.shape[-1] > 256 and isinstance(k, Int8Vectors):
-        return (
-            f"of head size {q.shape[-1]} the keys are int8; there is no shared memory left to widen them in"
-        )
-    if ranges.shape[2] > 3:
-        return f"{ranges.shape[2]} ranges a row; registers suffice for 3"
-    if q.shape[2] % k.shape[2]:
-        return f"{q.shape[2]} heads are no multiple of {k.shape[2]} key heads"
-    if pages is not None and k.shape[1] % (keys := KEYS[q.shape[-1]]):
-        return f"pages of {k.shape[1]} slots are no multiple of the {keys} keys that it copies at once"
-    return None if scale > 0 else f"scale {scale} is not above 0"
+    width, heads, groups, ranges = q.shape[-1], q.shape[2], k.shape[2], call.ranges.shape[2]
+    if width not in KEYS:
+        return f"head size {width} is not one of {', '.join(map(str, KEYS))}"
+    if width > 256 and isinstance(k, Int8Vectors):
+        return f"of head size {width} the keys are int8; there is no shared memory left to widen them in"
+    if ranges > 3:
+        return f"{ranges} ranges a row; registers suffice for 3"
+    if heads % groups:
+        return f"{heads} heads are no multiple of {groups} key heads"
+    if call.pages is not None and k.shape[1] % KEYS[width]:
+        return f"pages of {k.shape[1]} slots are no multiple of the {KEYS[width]} keys that it copies at once"
+    return None if call.scale > 0 else f"scale {call.scale} is not above 0"
 
 
-def run(
-    q: Float[Array, "B T H K"],
-    k: KVArray | KVPool,
-    v: KVArray | KVPool,
-    ranges: Int[Array, "B T R 2"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    residual: bool = False,
-    pages: Int[Array, "B N"] | None = None,
-    device: Device | None = None,
-) -> Any:
-    """`kernels.attend` by this kernel, without a gradient.
+def run(call: AttentionCall) -> AttentionResult:
+    """Attention by this kernel, without a gradient.
 
     Keys that no row attends to may hold anything, also NaN. So may values, unless they lie between the lowest start and
     the highest end that one range has over the rows of a tile: there they must be finite.
 
     Args:
-        q: Queries.
-        k: Keys, or a pool of them [P, page, G, K].
-        v: Values, or a pool of them.
-        ranges: Key ranges.
-        scale: Of the scores.
-        softcap: Of the scores.
-        residual: Also return the log-sum-exp.
-        pages: With pools, the pages of each row, all within 0..P-1 (`kernels.attend_paged`).
-        device: To compile for.
+        call: A call that `refuses` takes; with pages it reads them in place.
 
     Returns:
-        As `kernels.attend`.
+        As `attend`.
     """
-    batch, queries, heads, _ = q.shape
-    interpret = None if device is None else device.interpret
-    c = _config(q, k, ranges, scale, softcap, pages, interpret is not None)
-    if pages is None:  # no row attends to the padding behind the last slot
-        ranges = jnp.minimum(ranges, k.shape[1])
-    edges = tiling.fold_ranges(ranges, heads // c.groups, c.rows)
-    bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
-    sources = sources_of(c, k, v) if pages is None else _pool_sources(c, k, v, pages)
-    outs, lses = _launch(c, tiling.fold_queries(q, c.groups, c.rows), edges, bounds, sources, interpret)
-    out, lse = (outs[0], lses[0]) if c.splits == 1 else tiling.merge_splits(outs, lses)
-    out = tiling.unfold_queries(out, batch, queries, heads).astype(q.dtype)
-    return (out, tiling.unfold_queries(lse, batch, queries, heads)) if residual else out
+    c, width, dtype = config_of(call), call.q.shape[-1], call.q.dtype
+    scratch = _shared_memory_512(c, width, dtype) if c.wide else _shared_memory(c, width, dtype)
+    # For head size 512 the output is always fp32: writing 16 bits in whole lines would spill registers.
+    return launch(c, call, _program, [scratch], jnp.float32 if c.wide or c.splits > 1 else dtype)
 
 
-def _config(
-    q: Any,
-    k: Any,
-    ranges: Any,
-    scale: float,
-    softcap: float | None,
-    pages: Any = None,
-    interpreted: bool = False,
-) -> AttentionConfig:
-    batch, queries, heads, width = q.shape
-    _, slots, groups, _ = k.shape
-    rows, keys, int8, wide = queries * (heads // groups), KEYS[width], isinstance(k, Int8Vectors), width > 256
+def config_of(call: AttentionCall) -> AttentionConfig:
+    """Chooses the tiles of a call: as many in flight as shared memory holds, and splits that fill the GPU.
+
+    Args:
+        call: Reads shapes and dtypes.
+
+    Returns:
+        The static configuration of the kernel.
+    """
+    (batch, _, _, width), (_, slots, groups, _) = call.q.shape, call.k.shape
+    ranges, int8, wide = call.ranges.shape[2], isinstance(call.k, Int8Vectors), width > 256
+    keys = KEYS[width]
     # A producer that dequantises int8 needs more registers than two computing warpgroups could leave.
-    workers = 2 if wide else 1 if rows <= ROWS or int8 else 2
-    line, edge = 2 * width, 8 * ranges.shape[2]  # bytes of a row of queries or keys, and of its ranges
+    workers = 2 if wide else 1 if call.group_rows <= ROWS or int8 else 2
+    rows = ROWS if wide else workers * ROWS
+    line, edge = 2 * width, 8 * ranges  # bytes of a row of queries or keys, and of its ranges
     free = SMEM_BYTES - workers * ROWS * (line + edge) - (INT8_STAGES * keys * (line + 8) if int8 else 0)
-    slots = padded_slots(slots, keys) if pages is None else pages.shape[1] * slots
-    c = AttentionConfig(
-        workers,
-        keys,
+    slots = max(slots + -slots % ALIGN, keys) if call.pages is None else call.pages.shape[1] * slots
+    programs = batch * groups * -(-call.group_rows // rows)
+    return AttentionConfig(
+        rows=rows,
+        workers=workers,
+        keys=keys,
         stages=head_dim_512.STAGES if wide else min(4, free // (2 * keys * line)),
-        splits=1,
+        splits=tiling.choose_splits(programs, -(-slots // keys), PROCESSORS),
         slots=slots,
         groups=groups,
-        ranges=ranges.shape[2],
-        scale=scale,
-        softcap=softcap,
+        ranges=ranges,
+        scale=call.scale,
+        softcap=call.softcap,
         int8=int8,
-        interpreted=interpreted,
+        interpreted=call.device is not None and call.device.interpret is not None,
         wide=wide,
-        paged=pages is not None,
+        paged=call.pages is not None,
     )
-    programs, steps = batch * groups * -(-rows // c.rows), -(-slots // keys)
-    return c._replace(splits=tiling.choose_splits(programs, steps, PROCESSORS))
 
 
-def _pool_sources(c: AttentionConfig, k: KVPool, v: KVPool, pages: Int[Array, "B N"]) -> tuple[Array, ...]:
-    """The producer's sources over a pool: it is one row of slots, and each tile of keys lies within a page."""
-    page = k.shape[1]
-    starts = pages[:, :, None] * page + jnp.arange(0, page, c.keys, dtype=jnp.int32)
-    k, v = (jax.tree.map(lambda y: y.reshape(1, -1, *y.shape[2:]), x) for x in (k, v))
-    return *sources_of(c, k, v), starts.reshape(len(pages), -1)
-
-
-def _launch(
-    c: AttentionConfig, q: Array, edges: Array, bounds: Array, sources: tuple[Array, ...], interpret: Any
-) -> tuple[Array, Array]:
-    """The kernel over its grid: outputs [splits, P, M, K], in fp32 if split, and log-sum-exp [splits, P, M].
-
-    For head size 512 they are always fp32: writing 16 bits in whole lines would spill registers.
-    """
-    pairs, rows, width = q.shape
-    exact = c.wide or c.splits > 1
-    out = jax.ShapeDtypeStruct((c.splits, *q.shape), jnp.float32 if exact else q.dtype)
-
-    def attention(*refs: Any) -> None:  # the kernel's name in a profile
-        program(c, 3 + len(sources), *refs)
-
-    return plgpu.kernel(
-        attention,
-        out_type=(out, jax.ShapeDtypeStruct((c.splits, pairs, rows), jnp.float32)),
-        scratch_types=[(_shared_memory_512 if c.wide else _shared_memory)(c, width, q.dtype)],
-        grid=(c.splits, rows // c.rows, pairs),
-        grid_names=("split", "tile", "pair"),
-        num_threads=c.workers + 1,
-        thread_name="warpgroup",
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )(q, edges, bounds, *sources)
-
-
-def _tile(*shape: int, dtype: Any) -> Any:
-    """Shared memory with its last two axes in the tiles that wgmma reads without bank conflicts."""
-    line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers of 1 or 2 bytes
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line)))
-
-
-def _barrier(barriers: int, arrivals: int = 1) -> Any:
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=barriers)
-
-
-def _shared_memory(c: AttentionConfig, width: int, dtype: Any) -> SharedMemory:
-    tiles = _tile(c.stages, c.keys, width, dtype=dtype)
-    full, free = _barrier(c.stages), _barrier(c.stages, c.workers)
+def _shared_memory(c: AttentionConfig, width: int, dtype: DTypeLike) -> SharedMemory:
+    tiles = swizzled_tile(c.stages, c.keys, width, dtype=dtype)
+    loaded = plgpu.Barrier(
+        num_barriers=c.stages
+    )  # one arrival: of the copy, or of the producer that dequantises
+    read = plgpu.Barrier(num_arrivals=c.workers, num_barriers=c.stages)
     memory = SharedMemory(
-        q=_tile(c.workers, ROWS, width, dtype=dtype),
+        q=swizzled_tile(c.workers, ROWS, width, dtype=dtype),
         edges=plgpu.SMEM((c.workers, 2 * c.ranges, ROWS), jnp.int32),
         k=tiles,
         v=tiles,
-        q_full=_barrier(c.workers, 2),
-        k_full=full,
-        v_full=full,
-        k_free=free,
-        v_free=free,
-        cleared=_barrier(1, c.workers),
+        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.workers),  # queries and their ranges
+        k_full=loaded,
+        v_full=loaded,
+        k_free=read,
+        v_free=read,
+        cleared=plgpu.Barrier(num_arrivals=c.workers, num_barriers=1),
     )
     if not c.int8:
         return memory
     return memory._replace(
-        int8=_tile(2, INT8_STAGES, c.keys, width, dtype=jnp.int8),
+        int8=swizzled_tile(2, INT8_STAGES, c.keys, width, dtype=jnp.int8),
         scales=plgpu.SMEM((2, INT8_STAGES, c.keys), jnp.float32),
-        int8_full=_barrier(INT8_STAGES, 4),  # keys, values and the scales of both
+        int8_full=plgpu.Barrier(num_arrivals=4, num_barriers=INT8_STAGES),  # keys, values, the scales of both
     )
 
 
-def _shared_memory_512(c: AttentionConfig, width: int, dtype: Any) -> SharedMemory:
+def _shared_memory_512(c: AttentionConfig, width: int, dtype: DTypeLike) -> SharedMemory:
     half, depth = head_dim_512.HALF, head_dim_512.DEPTH
     return SharedMemory(
-        q=_tile(width // depth, ROWS, depth, dtype=dtype),
+        q=swizzled_tile(width // depth, ROWS, depth, dtype=dtype),
         edges=plgpu.SMEM((1, 2 * c.ranges, ROWS), jnp.int32),
-        k=_tile(c.stages, 2, half, depth, dtype=dtype),
-        v=_tile(c.stages, half, head_dim_512.SPAN, dtype=dtype),
-        q_full=_barrier(1, width // depth + 1),  # pieces of the queries, their ranges
-        k_full=_barrier(c.stages, 2),  # both halves of the keys
-        v_full=_barrier(c.stages),
-        k_free=_barrier(c.stages, 2),
-        v_free=_barrier(c.stages),  # one warpgroup reads it
-        weights=_tile(2, ROWS, half, dtype=dtype),
+        k=swizzled_tile(c.stages, 2, half, depth, dtype=dtype),
+        v=swizzled_tile(c.stages, half, head_dim_512.SPAN, dtype=dtype),
+        q_full=plgpu.Barrier(
+            num_arrivals=width // depth + 1, num_barriers=1
+        ),  # pieces of queries, their ranges
+        k_full=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),  # both halves of the keys
+        v_full=plgpu.Barrier(num_barriers=c.stages),
+        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+        v_free=plgpu.Barrier(num_barriers=c.stages),  # one warpgroup reads it
+        weights=swizzled_tile(2, ROWS, half, dtype=dtype),
         exchange=plgpu.SMEM((2, ROWS), jnp.float32),
-        exchanged=_barrier(1, 2),
-        weights_full=_barrier(1, 2),
+        exchanged=plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        weights_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),
     )
+
+
+# --- the program
+
+
+def _program(c: AttentionConfig, inputs: int, *refs: Ref) -> None:
+    """One program of the grid; `refs` are those of `tile_loop.launch`, the scratch is `SharedMemory`."""
+    (q, edges, bounds, *sources), (out, lse, s) = refs[:inputs], refs[inputs:]
+    warpgroup, tiles = jax.lax.axis_index("warpgroup"), key_tiles(c, bounds)
+    # Registers per thread; together all that there are.
+    compute_registers, producer_registers = (240, 24) if c.wide else (232, 40)
+
+    def compute(worker: Value) -> None:
+        if c.workers == 2:  # takes registers that the producer releases
+            plgpu.set_max_registers(compute_registers, action="increase")
+        (head_dim_512.compute if c.wide else _compute)(c, s, tiles, worker, q, edges, out, lse)
+
+    def load() -> None:
+        if c.workers == 2:
+            plgpu.set_max_registers(producer_registers, action="decrease")
+        (head_dim_512.produce if c.wide else produce)(c, s, tiles, tuple(sources))
+
+    if c.wide and not c.interpreted:  # a static worker index: addresses that depend on it take no registers
+        jax.lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), load])
+    else:
+        jax.lax.cond(warpgroup < c.workers, lambda: compute(warpgroup), load)
+
+
+def _compute(
+    c: AttentionConfig,
+    s: SharedMemory,
+    tiles: KeyTiles,
+    worker: Value,
+    q: Ref,
+    edges: Ref,
+    out: Ref,
+    lse: Ref,
+) -> None:
+    """All steps of one computing warpgroup, and the store of its result."""
+    pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
+    rows = pl.ds((tile * c.workers + worker) * ROWS, ROWS)
+    # 1. Its queries [64, K] and their ranges [2 R, 64] into shared memory: two copies, two arrivals.
+    plgpu.copy_gmem_to_smem(q.at[pair, rows], s.q.at[worker], s.q_full.at[worker])
+    plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges.at[worker], s.q_full.at[worker])
+    plgpu.barrier_wait(s.q_full.at[worker])
+    # 2. The loop over key tiles; sums [64, K], maxima and totals [64] stay in registers.
+    start = OnlineSoftmax(full(0.0, (ROWS, q.shape[-1])), full(FLOOR, (ROWS,)), full(0.0, (ROWS,)))
+    step = functools.partial(_step, c, s, tiles, worker)
+    end = OnlineSoftmax(*jax.lax.fori_loop(0, tiles.steps, step, tuple(start)))
+    # 3. The result. fp32 goes to memory directly from registers, 16 bits through shared memory in whole lines: four
+    # threads hold 8 numbers of a row, which are 32 bytes in fp32, the least that memory moves, but 16 in bf16.
+    safe = jnp.where(end.total > 0, end.total, 1.0)
+    result = end.sum * across_columns(1.0 / safe, end.sum)
+    to = out.at[split, pair, rows]
+    if to.dtype == jnp.float32:
+        to[...] = result
+    else:
+        staging = s.q.at[worker]  # the queries are not read any more
+        staging[...] = result.astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, to)
+        plgpu.wait_smem_to_gmem(0)
+    lse[split, pair, rows] = jnp.where(end.total > 0, end.peak * math.log(2) + jnp.log(safe), -jnp.inf)
+
+
+def _step(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Value, i: Value, carry: tuple[Value, ...]
+) -> tuple[Value, ...]:
+    """Adds the key tile of step i to the softmax."""
+    state, slot = OnlineSoftmax(*carry), jax.lax.rem(i, jnp.int32(c.stages))
+    # 1. Scores [64, keys]. The product is complete when `_scores` returns, so the keys may be overwritten.
+    plgpu.barrier_wait(s.k_full.at[slot])
+    scores = _scores(c, s.q.at[worker], s.k.at[slot])
+    plgpu.barrier_arrive(s.k_free.at[slot])
+    scores, unit = scaled_scores(c, scores)
+    begin, unmasked = tiles.start(c, i), is_unmasked(c, tiles, i)
+    mask = functools.partial(mask_scores, s.edges.at[worker], begin, (tiles.first + i) * c.keys)
+    scores = jax.lax.cond(unmasked, lambda x: x, mask, scores)
+    # 2. Weights relative to the new maximum; what was summed before shrinks to it.
+    peak = jnp.maximum(state.peak, scores.max(axis=1) * unit)
+    weights = jnp.exp2(scores * unit - across_columns(peak, scores))
+    shrink = jnp.exp2(state.peak - peak)
+    total = state.total * shrink + weights.sum(axis=1)
+    # 3. Sums [64, K] += weights [64, keys] v [keys, K], with the weights in registers.
+    plgpu.barrier_wait(s.v_full.at[slot])
+    pl.when(jnp.logical_not(unmasked))(lambda: _clear(c, s, tiles, worker, slot, begin))
+    sums = state.sum * across_columns(shrink, state.sum)
+    weights, v = weights.astype(s.v.dtype), s.v.at[slot]
+    if c.interpreted:  # the interpreter has no wgmma with an operand in registers
+        sums = sums + jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
+    else:  # the sums are updated in place
+        sums = pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v))(plgpu.WGMMAAccumulatorRef.init(sums))
+    plgpu.barrier_arrive(s.v_free.at[slot])
+    return sums, peak, total
+
+
+def _clear(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Value, slot: Value, begin: Value
+) -> None:
+    """If a tile of values has keys that no row attends to, one warpgroup clears them for both."""
+
+    @pl.when(jnp.logical_not(is_covered(c, tiles, begin)))
+    def _() -> None:
+        pl.when(worker == 0)(lambda: clear_values(c, tiles, begin, s.v.at[slot]))
+        # Neither warpgroup multiplies before the tile is clear. Both come here: the condition is that of the tile.
+        plgpu.barrier_arrive(s.cleared.at[0])
+        plgpu.barrier_wait(s.cleared.at[0])
+
+
+def _scores(c: AttentionConfig, q: Ref, k: Ref) -> Value:
+    """q k^T in fp32."""
+    if c.interpreted:  # the interpreter has no wgmma with a transposed operand
+        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+
+    def multiply(acc: Any) -> Value:
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]  # waits for the product
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, c.keys), jnp.float32))

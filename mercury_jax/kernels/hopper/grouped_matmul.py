@@ -16,6 +16,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.types import Device
@@ -46,7 +47,7 @@ def run(
     rows: int,
     tile: int,
     transposed: bool,
-    dtype: Any,
+    dtype: DTypeLike,
     device: Device | None = None,
 ) -> Float[Array, "rows O"]:
     """The rows of every visit times its expert's matrix.
@@ -84,7 +85,7 @@ def run(
     return call(visits, x, w)
 
 
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+def _swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Any, ...]:
     """The layout of shared memory that wgmma reads without bank conflicts: swizzled lines of at most 128 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     line = min(shape[-1], 128 // itemsize)
@@ -114,7 +115,8 @@ def _multiply(c: GroupedConfig, n: Any, w: Any, x: Any, widened: Any = None) -> 
     """[block, tile] = block n of the outputs of w^T times x^T, with inputs streamed in steps of DEPTH."""
 
     def step(acc: Any, at: Any, w_s: Any, x_s: Any) -> None:
-        if widened is not None:
+        """acc [block, tile] += w_s^T x_s^T over DEPTH inputs; w_s is [DEPTH, block], x_s is [tile, DEPTH]."""
+        if widened is not None:  # 1. 8-bit numbers become 16-bit ones in shared memory, which wgmma reads
             slot = widened.at[jax.lax.rem(at[0], jnp.int32(2))]
             # In the first layout each thread reads 8 bits where it will hold 16; the second writes wgmma's tiles.
             values = plgpu.layout_cast(w_s[...], plgpu.Layout.WGMMA_UPCAST_2X)
@@ -123,23 +125,26 @@ def _multiply(c: GroupedConfig, n: Any, w: Any, x: Any, widened: Any = None) -> 
             slot[...] = plgpu.layout_cast(values.astype(slot.dtype), plgpu.Layout.WGMMA)
             plgpu.commit_smem()
             w_s = slot
+        # 2. The product is asynchronous: wait until the one of the step before is complete.
         plgpu.wgmma(acc, w_s if c.transposed else w_s.transpose((1, 0)), x_s.transpose((1, 0)))
         plgpu.wgmma_wait(1)
         plgpu.commit_smem()  # all warps are past the step before this one: what it read may be overwritten
 
-    def stream(shape: tuple[int, int], index: Any, dtype: Any) -> Any:
-        return plgpu.BlockSpec(shape, index, transforms=_swizzled(shape, dtype), delay_release=1)
-
+    # The pipeline copies blocks of w and x STAGES steps ahead. It reuses a buffer one step late (delay_release),
+    # because the product that reads it is still running when its step ends.
+    blocks = (
+        (c.w_shape, lambda k: (n, k) if c.transposed else (k, n), w),
+        ((c.tile, DEPTH), lambda k: (0, k), x),
+    )
     streams = [
-        stream(c.w_shape, lambda k: (n, k) if c.transposed else (k, n), w.dtype),
-        stream((c.tile, DEPTH), lambda k: (0, k), x.dtype),
+        plgpu.BlockSpec(shape, index, transforms=_swizzled(shape, source.dtype), delay_release=1)
+        for shape, index, source in blocks
     ]
-    steps = (x.shape[1] // DEPTH,)
 
     def all_steps(acc: Any) -> Any:
-        body = functools.partial(step, acc)
+        body, steps = functools.partial(step, acc), (x.shape[1] // DEPTH,)
         plgpu.emit_pipeline(body, grid=steps, in_specs=streams, max_concurrent_steps=STAGES)(w, x)
-        return acc[...]
+        return acc[...]  # waits for the last product
 
     return pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef((c.block, c.tile)))
 

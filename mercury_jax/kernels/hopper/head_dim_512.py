@@ -24,7 +24,9 @@ from mercury_jax.kernels.hopper.tile_loop import (
     ROWS,
     AttentionConfig,
     KeyTiles,
+    Ref,
     SharedMemory,
+    Value,
     across_columns,
     clear_values,
     full,
@@ -44,13 +46,40 @@ STAGES = 4  # pieces of keys in flight, and of values
 # --- the producer
 
 
-def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...]) -> None:
-    """Loads all pieces of a program, in the order in which they are read; arguments as of `producer.produce`."""
-    args = (c, s, tiles, sources)
+def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...]) -> None:
+    """Loads all pieces of a program, in the order in which they are read.
 
-    def step(i: Any, _: None) -> None:  # loops: unrolled, addresses would take more registers than there are
-        jax.lax.fori_loop(0, s.q.shape[0], lambda n, _: _load_keys(*args, i, n), None)
-        jax.lax.fori_loop(0, s.q.shape[0], lambda n, _: _load_values(*args, i, n), None)
+    Args:
+        c: Static configuration.
+        s: Shared memory and barriers.
+        tiles: The program's key tiles.
+        sources: From `tile_loop.sources_of`.
+    """
+    pieces = s.q.shape[0]  # of the keys of a tile, and of its values
+
+    def load_keys(i: Value, n: Value) -> None:
+        """Columns n * DEPTH .. of the keys of step i, in two copies: the halves are tiles of their own."""
+        slot, (row, begin) = _free_slot(s.k_free, i, n), tiles.place(c, i, sources)
+        for half in (0, 1):
+            at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(n * DEPTH, DEPTH))
+            plgpu.copy_gmem_to_smem(sources[0].at[at], s.k.at[slot, half], s.k_full.at[slot])
+
+    def load_values(i: Value, n: Value) -> None:
+        """The n-th piece of the values of step i; even pieces are for warpgroup 0, odd ones for warpgroup 1."""
+        slot, (row, begin) = _free_slot(s.v_free, i, n), tiles.place(c, i, sources)
+        worker, index = jax.lax.rem(n, jnp.int32(2)), jax.lax.div(n, jnp.int32(2))
+        # A warpgroup reads its columns of values with its own half of the keys first, then those with the other half.
+        spans = jnp.int32(pieces // 4)  # pieces that the columns of one warpgroup take
+        half = jnp.where(index < spans, worker, 1 - worker)
+        column = (worker * spans + jax.lax.rem(index, spans)) * SPAN
+        at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(column, SPAN))
+        plgpu.copy_gmem_to_smem(sources[1].at[at], s.v.at[slot], s.v_full.at[slot])
+
+    def step(
+        i: Value, _: None
+    ) -> None:  # loops: unrolled, addresses would take more registers than there are
+        jax.lax.fori_loop(0, pieces, lambda n, _: load_keys(i, n), None)
+        jax.lax.fori_loop(0, pieces, lambda n, _: load_values(i, n), None)
 
     jax.lax.fori_loop(0, tiles.steps, step, None)
 
@@ -61,29 +90,7 @@ def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple
             plgpu.barrier_wait(s.v_free.at[slot])
 
 
-def _load_keys(
-    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...], i: Any, n: Any
-) -> None:
-    slot, (row, begin) = _free_slot(s.k_free, i, n), tiles.place(c, i, sources)
-    for half in (0, 1):
-        at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(n * DEPTH, DEPTH))
-        plgpu.copy_gmem_to_smem(sources[0].at[at], s.k.at[slot, half], s.k_full.at[slot])
-
-
-def _load_values(
-    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Any, ...], i: Any, n: Any
-) -> None:
-    slot, (row, begin) = _free_slot(s.v_free, i, n), tiles.place(c, i, sources)
-    worker, index = jax.lax.rem(n, jnp.int32(2)), jax.lax.div(n, jnp.int32(2))
-    # A warpgroup reads its pieces of values with its own half of the keys first, then those with the other half.
-    spans = jnp.int32(s.q.shape[0] // 4)  # of the columns of one warpgroup
-    half = jnp.where(index < spans, worker, 1 - worker)
-    column = (worker * spans + jax.lax.rem(index, spans)) * SPAN
-    at = (row, pl.ds(begin + half * HALF, HALF), tiles.group, pl.ds(column, SPAN))
-    plgpu.copy_gmem_to_smem(sources[1].at[at], s.v.at[slot], s.v_full.at[slot])
-
-
-def _free_slot(free: Any, i: Any, n: Any) -> Any:
+def _free_slot(free: Ref, i: Value, n: Value) -> Value:
     """Waits for the slot of the n-th piece of step i and returns it. STAGES divides the pieces of a tile."""
     slot = jax.lax.rem(n, jnp.int32(STAGES))
     pl.when((i > 0) | (n >= STAGES))(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -97,11 +104,11 @@ def compute(
     c: AttentionConfig,
     s: SharedMemory,
     tiles: KeyTiles,
-    worker: Any,
-    q: Any,
-    edges: Any,
-    out: Any,
-    lse: Any,
+    worker: Value,
+    q: Ref,
+    edges: Ref,
+    out: Ref,
+    lse: Ref,
 ) -> None:
     """All steps of one of the two computing warpgroups, and the store of its columns.
 
@@ -119,18 +126,19 @@ def compute(
     rows, spans = pl.ds(tile * ROWS, ROWS), q.shape[-1] // 2 // SPAN
 
     @pl.when(worker == 0)
-    def _() -> None:
+    def _() -> None:  # both warpgroups have the same rows: one loads them, both wait
         for n in range(s.q.shape[0]):
             piece = q.at[pair, rows, pl.ds(n * DEPTH, DEPTH)]
             plgpu.copy_gmem_to_smem(piece, s.q.at[n], s.q_full.at[0])
         plgpu.copy_gmem_to_smem(edges.at[tiles.batch, :, rows], s.edges.at[0], s.q_full.at[0])
 
     plgpu.barrier_wait(s.q_full.at[0])
+    # This warpgroup's columns of the sums, in arrays [64, SPAN]; then maxima and totals [64].
     sums = tuple(full(0.0, (ROWS, SPAN)) for _ in range(spans))
     start = (*sums, full(FLOOR, (ROWS,)), full(0.0, (ROWS,)))
     step = functools.partial(_step, c, s, tiles, worker)
     *sums, peak, total = jax.lax.fori_loop(0, tiles.steps, step, start)
-    total = total + _exchange(s, worker, total)
+    total = total + _exchange(s, worker, total)  # each has summed the weights of its half of the keys
     safe = jnp.where(total > 0, total, 1.0)
     for n, x in enumerate(sums):
         columns = pl.ds((worker * spans + n) * SPAN, SPAN)
@@ -142,30 +150,35 @@ def compute(
 
 
 def _step(
-    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Any, i: Any, carry: tuple[Any, ...]
-) -> Any:
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, worker: Value, i: Value, carry: tuple[Value, ...]
+) -> tuple[Value, ...]:
     """Adds the key tile of step i to the softmax: the weights of this half of the keys, the sums of these columns."""
     *sums, before, total = carry
-    scores, unit = scaled_scores(c, _scores(s, worker))  # [64, HALF]
+    # 1. Scores of this half of the keys [64, HALF].
+    scores, unit = scaled_scores(c, _scores(s, worker))
     begin, unmasked = tiles.start(c, i) + worker * HALF, is_unmasked(c, tiles, i)
     mask = functools.partial(mask_scores, s.edges.at[0], begin, (tiles.first + i) * c.keys)
     scores = jax.lax.cond(unmasked, lambda x: x, mask, scores)
+    # 2. Both warpgroups agree on the maximum of each row over both halves, because they share the sums.
     own = scores.max(axis=1) * unit
     peak = jnp.maximum(before, jnp.maximum(own, _exchange(s, worker, own)))
     weights = jnp.exp2(scores * unit - across_columns(peak, scores))
     shrink = jnp.exp2(before - peak)
     total = total * shrink + weights.sum(axis=1)
+    # 3. The weights of this half, for the other warpgroup. It has read those of the step before: it arrived at
+    # `exchanged` in this step after its last product with them.
     weights = weights.astype(s.weights.dtype)
     s.weights.at[worker][...] = weights
     plgpu.commit_smem()
     plgpu.barrier_arrive(s.weights_full.at[0])
+    # 4. Sums of these columns over both halves of the keys.
     sums = [x * across_columns(shrink, x) for x in sums]
     clear = functools.partial(_clear, c, s, tiles, i, unmasked)
     sums = _add_products(c, s, worker, sums, weights, clear)
     return *sums, peak, total
 
 
-def _exchange(s: SharedMemory, worker: Any, x: Any) -> Any:
+def _exchange(s: SharedMemory, worker: Value, x: Value) -> Value:
     """Gives the other warpgroup this one's number of each row, and returns the other's."""
     s.exchange.at[worker][...] = x
     plgpu.barrier_arrive(s.exchanged.at[0])
@@ -174,7 +187,7 @@ def _exchange(s: SharedMemory, worker: Any, x: Any) -> Any:
 
 
 def _clear(
-    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, i: Any, unmasked: Any, slot: Any, half: Any
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, i: Value, unmasked: Value, slot: Value, half: Value
 ) -> None:
     """Clears the values of keys that no row attends to; only one warpgroup reads a piece of values."""
     begin = tiles.start(c, i)
@@ -184,26 +197,26 @@ def _clear(
         clear_values(c, tiles, begin + half * HALF, s.v.at[slot])
 
 
-def _scores(s: SharedMemory, worker: Any) -> Any:
+def _scores(s: SharedMemory, worker: Value) -> Value:
     """q k^T [ROWS, HALF] in fp32, a sum over pieces of the columns.
 
     wgmma is asynchronous: a piece is released when the product after it has started.
     """
 
-    def fill(acc: Any) -> Any:
-        def multiply(n: Any) -> None:
+    def fill(acc: Any) -> Value:
+        def multiply(n: Value) -> None:
             slot = jax.lax.rem(jnp.int32(n), jnp.int32(STAGES))
             plgpu.barrier_wait(s.k_full.at[slot])
             plgpu.wgmma(acc, s.q.at[n], s.k.at[slot, worker].transpose((1, 0)))
 
-        def next_piece(n: Any, _: None) -> None:
+        def next_piece(n: Value, _: None) -> None:
             multiply(n)
-            plgpu.wgmma_wait(1)
+            plgpu.wgmma_wait(1)  # all products but the one just started are complete
             plgpu.barrier_arrive(s.k_free.at[jax.lax.rem(n - 1, jnp.int32(STAGES))])
 
         multiply(0)
         jax.lax.fori_loop(1, s.q.shape[0], next_piece, None)
-        scores = acc[...]
+        scores = acc[...]  # waits for the last product
         plgpu.barrier_arrive(s.k_free.at[(s.q.shape[0] - 1) % STAGES])
         return scores
 
@@ -213,40 +226,36 @@ def _scores(s: SharedMemory, worker: Any) -> Any:
 def _add_products(
     c: AttentionConfig,
     s: SharedMemory,
-    worker: Any,
-    sums: list[Any],
-    weights: Any,
-    clear: Callable[[Any, Any], None],
-) -> list[Any]:
+    worker: Value,
+    sums: list[Value],
+    weights: Value,
+    clear: Callable[[Value, Value], None],
+) -> list[Value]:
     """sums + weights v over this warpgroup's columns; its own half of the keys first, then the other half."""
     spans = len(sums)
-    slots = [2 * n % STAGES + worker for n in range(2 * spans)]
+    slots = [2 * n % STAGES + worker for n in range(2 * spans)]  # as `produce` fills them
 
     def add_all(accs: Any) -> None:
         for n, slot in enumerate(slots):
             plgpu.barrier_wait(s.v_full.at[slot])
             clear(slot, worker if n < spans else 1 - worker)
-            if n == spans:
+            if n == spans:  # only now are the other warpgroup's weights needed
                 plgpu.barrier_wait(s.weights_full.at[0])
-            left = weights if n < spans else s.weights.at[1 - worker]
-            _accumulate(c, accs, n % spans, left, s.v.at[slot])
-            if n:
+            left, right = weights if n < spans else s.weights.at[1 - worker], s.v.at[slot]
+            if c.interpreted:  # the interpreter has no wgmma with an operand in registers
+                left = left if isinstance(left, jax.Array) else left[...]
+                product = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+                accs[n % spans] = accs[n % spans] + product
+            else:
+                plgpu.wgmma(accs[n % spans], left, right)
+            if n:  # a piece is released when the product after it has started
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(s.v_free.at[slots[n - 1]])
 
-    if c.interpreted:  # the interpreter has no run_state, nor wgmma with an operand in registers
+    if c.interpreted:  # nor has it run_state
         found = list(sums)
         add_all(found)
     else:
         found = pl.run_state(add_all)([plgpu.WGMMAAccumulatorRef.init(x) for x in sums])
     plgpu.barrier_arrive(s.v_free.at[slots[-1]])
     return found
-
-
-def _accumulate(c: AttentionConfig, accs: Any, n: int, left: Any, right: Any) -> None:
-    """accs[n] += left right; `left` is in registers or in shared memory."""
-    if c.interpreted:
-        weights = left if isinstance(left, jax.Array) else left[...]
-        accs[n] = accs[n] + jnp.dot(weights, right[...], preferred_element_type=jnp.float32)
-    else:
-        plgpu.wgmma(accs[n], left, right)

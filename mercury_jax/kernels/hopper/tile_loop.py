@@ -1,31 +1,52 @@
-"""What the attention programs for Hopper and Blackwell share: configuration, shared memory, key tiles, masks, softmax.
+"""What the attention kernels for Hopper and Blackwell share: launch, producer warpgroup, key tiles, masks, softmax.
 
-A program walks over a share of the key tiles that any of its rows attends to (`KeyTiles`), masks what a row does not
-attend to, and keeps an online softmax. Only tiles at the borders of the ranges need masks.
+A program has the rows of one tile of queries and walks over a share of the key tiles that any of its rows attends to
+(`KeyTiles`). A producer warpgroup copies tiles of keys and values into shared memory, `stages` of them ahead; the
+computing warpgroups (`attention`, `head_dim_512`, `blackwell`) multiply, mask what a row does not attend to, and keep
+an online softmax (arXiv 1805.02867). Only tiles at the borders of the ranges need masks.
+
+Every buffer of a tile has two barriers. `full` completes when the copy has arrived, and computing warpgroups wait for
+it before they read; `free` completes when all of them have read the tile, and the producer waits for it before it
+overwrites the buffer. A phase of `free` is waited for once per use of the buffer, so that no arrival is left over when
+a program ends.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from mercury_jax.kernels import tiling
+from mercury_jax.kernels.attention_inputs import AttentionCall, AttentionResult, Int8Vectors
 
 ROWS = 64  # of one warpgroup's wgmma
 ALIGN = 8  # slots of a tile in shared memory: TMA copies whole tiles
+SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a program, without barriers and alignment
 FLOOR = -1e30  # initial maximum of the scores; finite, so that rows without keys have no inf - inf
+INT8_STAGES = 2  # int8 tiles in flight
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = WGMMA.reduce(1)  # the layout of one number for each row
+# A thread loads four adjacent int8 and stores their 16-bit values at once.
+INT8_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+
+Ref = Any  # a reference to global, shared or tensor memory, or a barrier, inside a kernel
+Value = Any  # an array or index in the registers of a kernel
 
 
 class AttentionConfig(NamedTuple):
     """What a program is compiled for."""
 
-    workers: int  # warpgroups that compute, 64 rows each
+    rows: int  # of a program
+    workers: int  # warpgroups that compute
     keys: int  # of a tile
     stages: int  # tiles in flight
     splits: int  # of the keys
@@ -39,58 +60,184 @@ class AttentionConfig(NamedTuple):
     wide: bool = False  # head size 512: both warpgroups share 64 rows, each with half of the columns
     paged: bool = False  # a table gives the place of each tile of keys in a pool that all rows share
 
-    @property
-    def rows(self) -> int:
-        """Rows of one program."""
-        return ROWS if self.wide else self.workers * ROWS
-
 
 class SharedMemory(NamedTuple):
     """Shared memory and barriers of one program: `full` when data has arrived, `free` when it has been read."""
 
-    q: Any
-    edges: Any  # ranges of the rows
-    k: Any
-    v: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    k_free: Any
-    v_free: Any
-    cleared: Any = None  # values without readers are zero
+    q: Ref
+    edges: Ref  # ranges of the rows
+    k: Ref
+    v: Ref
+    q_full: Ref
+    k_full: Ref
+    v_full: Ref
+    k_free: Ref
+    v_free: Ref
+    cleared: Ref = None  # values without readers are zero
     # Of head size 512: weights of each half of a tile's keys, a number per row that the warpgroups exchange, and the
     # barriers of both.
-    weights: Any = None
-    exchange: Any = None
-    exchanged: Any = None
-    weights_full: Any = None
+    weights: Ref = None
+    exchange: Ref = None
+    exchanged: Ref = None
+    weights_full: Ref = None
     # Of int8: tiles of keys and of values, their scales, and their barrier.
-    int8: Any = None
-    scales: Any = None
-    int8_full: Any = None
+    int8: Ref = None
+    scales: Ref = None
+    int8_full: Ref = None
+
+
+# --- the launch
+
+
+def swizzled_tile(*shape: int, dtype: DTypeLike) -> Ref:
+    """Shared memory with its last two axes in the tiles that tensor cores read without bank conflicts.
+
+    Args:
+        *shape: The last axis is a multiple of 64, the one before it of 8.
+        dtype: Of 1 or 2 bytes.
+
+    Returns:
+        The scratch type.
+    """
+    line = 64 * jnp.dtype(dtype).itemsize  # bytes of a swizzled line: 64 numbers
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(line)))
+
+
+def sources_of(c: AttentionConfig, call: AttentionCall) -> tuple[Array, ...]:
+    """What the producer reads.
+
+    Keys are in shared memory in tiles of 8 slots, and TMA copies whole tiles: a cache whose slots are no multiple of 8
+    is copied first. A pool becomes one long row of slots, [1, P * page, G, K]; each tile of keys lies within a page.
+
+    Args:
+        c: Static configuration.
+        call: Keys and values, of a cache or of a pool.
+
+    Returns:
+        Keys and values, padded with zeros to `c.slots`; for int8 also their scales, slots last; for a pool also the
+        slots of the pool at which the tiles of each row begin [B, N * page / c.keys].
+    """
+    k, v, pages = call.k, call.v, call.pages
+    starts = ()
+    if pages is not None:
+        page = k.shape[1]
+        starts = pages[:, :, None] * page + jnp.arange(0, page, c.keys, dtype=jnp.int32)
+        starts = (starts.reshape(len(pages), -1),)
+        k, v = (jax.tree.map(lambda y: y.reshape(1, -1, *y.shape[2:]), x) for x in (k, v))
+
+    def pad(x: Array) -> Array:
+        more = 0 if c.paged else c.slots - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+
+    if not (isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors)):
+        return *(pad(jnp.asarray(x)) for x in (k, v)), *starts
+    # Slots last and a multiple of 8: TMA needs rows whose bytes are a multiple of 16.
+    scales = [pad(x.scale).transpose(0, 2, 1) for x in (k, v)]
+    return pad(k.values), pad(v.values), *scales, *starts
+
+
+def launch(
+    c: AttentionConfig,
+    call: AttentionCall,
+    program: Callable[..., None],
+    scratch: Sequence[Ref],
+    out_dtype: DTypeLike,
+) -> AttentionResult:
+    """Runs a program for each split of the keys, tile of rows, and pair of (row of the batch, key head).
+
+    Args:
+        c: Static configuration.
+        call: The arguments of attention.
+        program: program(c, number of inputs, *refs); refs are the inputs (queries [P, M, K], their ranges [B, E, M],
+            `tiling.tile_bounds`, then `sources_of`), the outputs, the scratch.
+        scratch: Types of the scratch.
+        out_dtype: Of the kernel's output.
+
+    Returns:
+        As `attend`.
+    """
+    batch, queries, heads, _ = call.q.shape
+    # No row attends to the padding behind the last slot.
+    ranges = call.ranges if c.paged else jnp.minimum(call.ranges, call.k.shape[1])
+    edges = tiling.fold_ranges(ranges, heads // c.groups, c.rows)
+    bounds = tiling.tile_bounds(edges, c.rows, c.keys, c.slots)
+    sources = sources_of(c, call)
+    q = tiling.fold_queries(call.q, c.groups, c.rows)
+    pairs, rows, _ = q.shape
+
+    def attention(*refs: Ref) -> None:  # the kernel's name in a profile
+        program(c, 3 + len(sources), *refs)
+
+    outs, lses = plgpu.kernel(
+        attention,
+        out_type=(
+            jax.ShapeDtypeStruct((c.splits, *q.shape), out_dtype),
+            jax.ShapeDtypeStruct((c.splits, pairs, rows), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(c.splits, rows // c.rows, pairs),
+        grid_names=("split", "tile", "pair"),
+        num_threads=c.workers + 1,  # the producer
+        thread_name="warpgroup",
+        interpret=None if call.device is None else call.device.interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(q, edges, bounds, *sources)
+    out, lse = (outs[0], lses[0]) if c.splits == 1 else tiling.merge_splits(outs, lses)
+    out = tiling.unfold_queries(out, batch, queries, heads).astype(call.q.dtype)
+    return (out, tiling.unfold_queries(lse, batch, queries, heads)) if call.residual else out
+
+
+# --- key tiles
 
 
 class KeyTiles(NamedTuple):
     """The key tiles of one program."""
 
-    batch: Any  # row of the batch
-    group: Any  # key head
-    first: Any  # index of the first tile
-    steps: Any  # number of tiles
-    unmasked: Any  # in memory, because registers are scarce: keys [from, to) that every row attends to
-    hulls: Any  # in memory: for each range the lowest start and the highest end over the rows
+    batch: Value  # row of the batch
+    group: Value  # key head
+    first: Value  # index of the first tile
+    steps: Value  # number of tiles
+    unmasked: Ref  # in memory, because registers are scarce: keys [from, to) that every row attends to
+    hulls: Ref  # in memory: for each range the lowest start and the highest end over the rows
 
-    def start(self, c: AttentionConfig, i: Any) -> Any:
-        """The first key loaded at step i: the last tile may not fit, and then starts earlier."""
+    def start(self, c: AttentionConfig, i: Value) -> Value:
+        """The first key loaded at a step: the last tile may not fit, and then starts earlier.
+
+        Args:
+            c: Static configuration.
+            i: The step.
+
+        Returns:
+            A slot of the row.
+        """
         return jnp.minimum((self.first + i) * c.keys, c.slots - c.keys)
 
-    def place(self, c: AttentionConfig, i: Any, sources: tuple[Any, ...]) -> tuple[Any, Any]:
-        """(row of the batch, slot) of the tile of step i in the producer's sources; a pool is one long row."""
+    def place(self, c: AttentionConfig, i: Value, sources: tuple[Ref, ...]) -> tuple[Value, Value]:
+        """Where the tile of a step lies in the producer's sources.
+
+        Args:
+            c: Static configuration.
+            i: The step.
+            sources: From `sources_of`; a pool is one long row.
+
+        Returns:
+            (row of the batch, slot).
+        """
         return (0, sources[-1][self.batch, self.first + i]) if c.paged else (self.batch, self.start(c, i))
 
 
-def key_tiles(c: AttentionConfig, bounds: Any) -> KeyTiles:
-    """This program's share of the tiles that its rows attend to; bounds are those of `tiling.tile_bounds`."""
+def key_tiles(c: AttentionConfig, bounds: Ref) -> KeyTiles:
+    """This program's share of the tiles that its rows attend to.
+
+    Args:
+        c: Static configuration.
+        bounds: From `tiling.tile_bounds`.
+
+    Returns:
+        The tiles; the last splits may have none.
+    """
     pair, tile, split = (jax.lax.axis_index(name) for name in ("pair", "tile", "split"))
     batch, group = jax.lax.div(pair, jnp.int32(c.groups)), jax.lax.rem(pair, jnp.int32(c.groups))
     own = bounds.at[batch, tile]
@@ -101,9 +248,79 @@ def key_tiles(c: AttentionConfig, bounds: Any) -> KeyTiles:
     return KeyTiles(batch, group, first, steps, own.at[pl.ds(2, 2)], own.at[pl.ds(4, 2 * c.ranges)])
 
 
-def padded_slots(slots: int, keys: int) -> int:
-    """Slots that keys and values are padded to: whole tiles of shared memory, and at least one tile of keys."""
-    return max(slots + -slots % ALIGN, keys)
+# --- the producer warpgroup
+
+
+def produce(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...]) -> None:
+    """Loads all key tiles of a program, dequantising int8 on the way.
+
+    Args:
+        c: Static configuration.
+        s: Shared memory and barriers.
+        tiles: The program's key tiles.
+        sources: From `sources_of`.
+    """
+    if c.int8:
+        for i in range(INT8_STAGES):
+            pl.when(i < tiles.steps)(functools.partial(_load_int8, c, s, tiles, sources, i))
+    load = _dequantise if c.int8 else _load
+    jax.lax.fori_loop(0, tiles.steps, lambda i, _: load(c, s, tiles, sources, i), None)
+    for slot in range(c.stages):  # a program may end only when every arrival at a barrier has been waited for
+
+        @pl.when(slot < tiles.steps)
+        def _(slot: int = slot) -> None:
+            plgpu.barrier_wait(s.k_free.at[slot])
+            plgpu.barrier_wait(s.v_free.at[slot])
+
+
+def _load(c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...], i: Value) -> None:
+    """Loads the keys and values of step i."""
+    slot = jax.lax.rem(i, jnp.int32(c.stages))
+    row, start = tiles.place(c, i, sources)
+    at = (row, pl.ds(start, c.keys), tiles.group)
+    buffers = (s.k, s.v), (s.k_full, s.v_full), (s.k_free, s.v_free)
+    for source, tile, full, free in zip(sources[:2], *buffers, strict=True):
+        # The buffer's tile of `stages` steps ago must have been read; there is none in the first round.
+        pl.when(i >= c.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        plgpu.copy_gmem_to_smem(source.at[at], tile.at[slot], full.at[slot])
+
+
+def _load_int8(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...], i: Value
+) -> None:
+    """Loads the int8 keys and values of step i, and their scales: four copies that arrive at one barrier."""
+    slot, (row, start) = jax.lax.rem(jnp.int32(i), jnp.int32(INT8_STAGES)), tiles.place(c, i, sources)
+    keys = pl.ds(start, c.keys)
+    for x in (0, 1):
+        full = s.int8_full.at[slot]
+        plgpu.copy_gmem_to_smem(sources[x].at[row, keys, tiles.group], s.int8.at[x, slot], full)
+        plgpu.copy_gmem_to_smem(sources[2 + x].at[row, tiles.group, keys], s.scales.at[x, slot], full)
+
+
+def _dequantise(
+    c: AttentionConfig, s: SharedMemory, tiles: KeyTiles, sources: tuple[Ref, ...], i: Value
+) -> None:
+    """Writes values * scale of step i's keys and values where `_load` would have loaded them."""
+    source_slot = jax.lax.rem(i, jnp.int32(INT8_STAGES))
+    slot = jax.lax.rem(i, jnp.int32(c.stages))
+    plgpu.barrier_wait(s.int8_full.at[source_slot])
+    buffers = (s.k, s.v), (s.k_full, s.v_full), (s.k_free, s.v_free)
+    for x, (tile, full, free) in enumerate(zip(*buffers, strict=True)):
+        pl.when(i >= c.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        # [64, 64] numbers at a time: 32 registers per thread.
+        for row in range(0, c.keys, ROWS):
+            rows = pl.ds(row, ROWS)
+            scale = plgpu.layout_cast(s.scales[x, source_slot, rows], INT8_LAYOUT.reduce(1))
+            for column in range(0, tile.shape[-1], 64):
+                at = (rows, pl.ds(column, 64))
+                values = plgpu.layout_cast(s.int8[x, source_slot, *at], INT8_LAYOUT).astype(jnp.float32)
+                scales = plgpu.layout_cast(across_columns(scale, values), INT8_LAYOUT)
+                values = values * scales
+                tile[slot, *at] = values.astype(tile.dtype)
+        plgpu.commit_smem()  # the tensor cores see what threads have written
+        plgpu.barrier_arrive(full.at[slot])
+    # This warpgroup alone reads the int8 tile, so the next copy may overwrite it now.
+    pl.when(i + INT8_STAGES < tiles.steps)(lambda: _load_int8(c, s, tiles, sources, i + INT8_STAGES))
 
 
 # --- softmax
@@ -112,23 +329,47 @@ def padded_slots(slots: int, keys: int) -> int:
 class OnlineSoftmax(NamedTuple):
     """State of the online softmax: sum of weight * value, maximum score in units of log 2, sum of weights."""
 
-    sum: Any
-    peak: Any
-    total: Any
+    sum: Value
+    peak: Value
+    total: Value
 
 
-def full(x: float, shape: tuple[int, ...]) -> Any:
-    """An array of one number, in the layout of the results of wgmma."""
+def full(x: float, shape: tuple[int, ...]) -> Value:
+    """An array of one number, in the layout of the results of wgmma.
+
+    Args:
+        x: The number.
+        shape: [rows, columns], or [rows] for one number per row.
+
+    Returns:
+        The array in fp32.
+    """
     return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), WGMMA if len(shape) == 2 else PER_ROW)
 
 
-def across_columns(x: Any, like: Any) -> Any:
-    """One number per row, broadcast to the columns of `like`."""
+def across_columns(x: Value, like: Value) -> Value:
+    """Broadcasts one number per row to the columns of another array.
+
+    Args:
+        x: Numbers [rows].
+        like: An array [rows, columns].
+
+    Returns:
+        x in the shape of `like`.
+    """
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def scaled_scores(c: AttentionConfig, scores: Any) -> tuple[Any, float]:
-    """(scores, soft-capped if there is a cap; the factor that they need for exp2)."""
+def scaled_scores(c: AttentionConfig, scores: Value) -> tuple[Value, float]:
+    """Applies the softcap. The scale is left to the exponent, where it costs no product of its own.
+
+    Args:
+        c: Static configuration.
+        scores: q k^T.
+
+    Returns:
+        (scores, unit) such that exp2(scores * unit) is the exponential of the final scores.
+    """
     if c.softcap is None:
         return scores, c.scale * math.log2(math.e)
     return jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * math.log2(math.e)
@@ -137,16 +378,35 @@ def scaled_scores(c: AttentionConfig, scores: Any) -> tuple[Any, float]:
 # --- masks
 
 
-def is_unmasked(c: AttentionConfig, tiles: KeyTiles, i: Any) -> Any:
-    """Whether every row attends to every key of step i, and none of the keys was in the tile before."""
+def is_unmasked(c: AttentionConfig, tiles: KeyTiles, i: Value) -> Value:
+    """Whether every row attends to every key of a step, and none of the keys was in the tile before.
+
+    Args:
+        c: Static configuration.
+        tiles: The program's key tiles.
+        i: The step.
+
+    Returns:
+        A boolean; if it holds, the tile needs no mask.
+    """
     begin, own = tiles.start(c, i), (tiles.first + i) * c.keys
     return (begin >= jnp.maximum(tiles.unmasked[0], own)) & (begin + c.keys <= tiles.unmasked[1])
 
 
-def mask_scores(edges: Any, begin: Any, own: Any, scores: Any, layout: Any = WGMMA) -> Any:
-    """Scores, -inf for keys that a row does not attend to and for those below `own`, which the tile before had.
+def mask_scores(edges: Ref, begin: Value, own: Value, scores: Value, layout: plgpu.Layout = WGMMA) -> Value:
+    """Masks keys that a row does not attend to, and keys that the tile before had.
 
     The ranges are read again each time: few tiles need them, and registers are scarce.
+
+    Args:
+        edges: Ranges of the rows in shared memory [2 R, rows].
+        begin: Slot of the first column.
+        own: First slot that no tile before had.
+        scores: Scores [rows, keys].
+        layout: Of the scores in registers.
+
+    Returns:
+        The scores, -inf where masked.
     """
     key = begin + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
     edge = [plgpu.layout_cast(edges[e], layout.reduce(1)) for e in range(edges.shape[0])]
@@ -157,14 +417,30 @@ def mask_scores(edges: Any, begin: Any, own: Any, scores: Any, layout: Any = WGM
     return jnp.where(functools.reduce(jnp.logical_or, mask), scores, -jnp.inf)
 
 
-def is_covered(c: AttentionConfig, tiles: KeyTiles, begin: Any) -> Any:
-    """Whether the hull of one range holds all keys of a tile, so that its values are finite."""
+def is_covered(c: AttentionConfig, tiles: KeyTiles, begin: Value) -> Value:
+    """Whether the hull of one range holds all keys of a tile, so that its values are finite.
+
+    Args:
+        c: Static configuration.
+        tiles: The program's key tiles.
+        begin: First slot of the tile.
+
+    Returns:
+        A boolean; if it holds, no value has to be cleared.
+    """
     covers = [(begin >= low) & (begin + c.keys <= high) for low, high in _hulls(c, tiles)]
     return functools.reduce(jnp.logical_or, covers)
 
 
-def clear_values(c: AttentionConfig, tiles: KeyTiles, begin: Any, values: Any) -> None:
-    """Sets values [keys, columns] of keys in no range of any row to zero: a weight of 0 times NaN would be NaN."""
+def clear_values(c: AttentionConfig, tiles: KeyTiles, begin: Value, values: Ref) -> None:
+    """Sets values of keys in no range of any row to zero: a weight of 0 times NaN would be NaN.
+
+    Args:
+        c: Static configuration.
+        tiles: The program's key tiles.
+        begin: Slot of the first value.
+        values: Values in shared memory [keys, columns], changed in place.
+    """
     for row in range(0, values.shape[0], ROWS):
         for column in range(0, values.shape[1], 64):
             part = values.at[pl.ds(row, ROWS), pl.ds(column, 64)]
@@ -175,5 +451,5 @@ def clear_values(c: AttentionConfig, tiles: KeyTiles, begin: Any, values: Any) -
     plgpu.commit_smem()
 
 
-def _hulls(c: AttentionConfig, tiles: KeyTiles) -> list[tuple[Any, Any]]:
+def _hulls(c: AttentionConfig, tiles: KeyTiles) -> list[tuple[Value, Value]]:
     return [(tiles.hulls[2 * r], tiles.hulls[2 * r + 1]) for r in range(c.ranges)]

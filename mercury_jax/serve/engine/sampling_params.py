@@ -22,7 +22,7 @@ import numpy as np
 from mercury_jax.config import refuse
 from mercury_jax.decode import defaults, processors, rules as all_rules
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.ranges import check_number
+from mercury_jax.decode.registration import check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler, Static
 from mercury_jax.decode.state import SamplingParams
 from mercury_jax.decode.thinking import visible_ids

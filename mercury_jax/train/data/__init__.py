@@ -2,6 +2,10 @@
 
 mix = mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 batches = build(mix, tokenizer, model.layout, rows=16, row=512, seed=0)
+
+sources    what to train on: the values that a recipe holds, and how each is read
+packing    cutting, laying out and packing documents
+pipeline   the mixture of sources as batches; the only module that imports grain
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from mercury_jax.train.data.sources import (
     Chat,
+    DataSource,
     Generated,
     Mixture,
-    Source,
     Text,
     chat,
     generated,
@@ -25,17 +29,17 @@ from mercury_jax.train.data.sources import (
 )
 
 if TYPE_CHECKING:
-    from mercury_jax.train.data.pipeline import build, check_fit, held_out, texts
+    from mercury_jax.train.data.pipeline import build, check_fit, texts
 
 __all__ = [
-    "Chat", "Generated", "Mixture", "Source", "Text", "build", "chat", "check_fit", "generated", "held_out",
-    "hf", "jsonl", "mixture", "stdlib", "text", "texts",
+    "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated", "hf",
+     "jsonl", "mixture", "stdlib", "text", "texts",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """The pipeline needs grain; a recipe that only names its sources, an evaluation and `mercury info` do not."""
-    if name not in ("build", "check_fit", "held_out", "texts"):
+    """Imports the pipeline, and grain with it, at first use: a recipe that only names its sources needs neither."""
+    if name not in ("build", "check_fit", "texts"):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )

@@ -1,0 +1,349 @@
+"""Saving and restoring the steps of a run: any pytree beside its configuration, with a checksum of every byte.
+
+A step is a folder that appears complete or not at all:
+
+    00000100/state/           the arrays, written by Orbax
+             checkpoint.json  format, step, configuration, small state, names and shapes of the arrays
+             manifest.json    size and SHA-256 of every file, written last, checked first
+
+Orbax restores flipped bits as wrong numbers without an error; the manifest detects them. A step is written under
+`00000100.tmp` and renamed when its manifest is complete, so a process that is killed leaves at most a folder that
+`clean` removes. `restore` checks the checksums first, and then reads the arrays into the structure of a target.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+
+from mercury_jax.checkpoint import manifest
+from mercury_jax.checkpoint.manifest import CheckpointError
+from mercury_jax.config import refuse
+from mercury_jax.sharding import path_name
+
+FORMAT = 1
+STATE, ABOUT = "state", "checkpoint.json"
+# How Orbax and the system say that the disk is full.
+DISK_FULL = ("RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "No space", "File too large")
+
+
+class SaveFailed(CheckpointError):
+    """A checkpoint could not be written; earlier ones are unchanged."""
+
+    exit_code = 4
+
+
+def steps(folder: str | Path) -> list[int]:
+    """Lists the complete steps of a run, oldest first.
+
+    Args:
+        folder: The folder of the run; it need not exist.
+
+    Returns:
+        Step numbers.
+    """
+    folder = Path(folder)
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
+def latest(folder: str | Path) -> int | None:
+    """Returns the newest complete step of a run, or None."""
+    return max(steps(folder), default=None)
+
+
+def path_of(folder: str | Path, step: int) -> Path:
+    """Names the folder of a step.
+
+    Args:
+        folder: The folder of the run.
+        step: The step's number.
+
+    Returns:
+        The step's folder, whether it exists or not.
+    """
+    return Path(folder) / f"{step:08d}"
+
+
+def clean(folder: str | Path) -> list[str]:
+    """Removes what interrupted saves and removals left behind.
+
+    Only for a run that has started and not yet saved: a save that is being written would be removed, too.
+
+    Args:
+        folder: The folder of the run; it need not exist.
+
+    Returns:
+        Names of the removed folders.
+    """
+    folder = Path(folder)
+    if jax.process_index() or not folder.is_dir():
+        return []
+    stale = sorted(p for p in folder.iterdir() if p.is_dir() and p.name.endswith(".tmp"))
+    for path in stale:
+        shutil.rmtree(path)
+    return [p.name for p in stale]
+
+
+@dataclass
+class Saver:
+    """Saves the steps of one run in the background, one at a time.
+
+    An error of the background work is raised as `SaveFailed` by the next `save`, `check` or `wait`.
+
+    Attributes:
+        folder: The folder of the run.
+        keep: How many of the newest steps remain.
+    """
+
+    folder: Path
+    keep: int = 2
+    _orbax: Any = field(default=None, repr=False)
+    _thread: threading.Thread | None = field(default=None, repr=False)
+    _error: BaseException | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise refuse("keep", self.keep, "1 or more")
+        self.folder = Path(self.folder).absolute()
+
+    def save(
+        self, step: int, tree: Any, config: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts to save a step. Returns when the arrays are copied off the devices; they may be donated then.
+
+        Args:
+            step: Its number.
+            tree: Pytree of arrays and typed PRNG keys.
+            config: JSON-ready configuration.
+            extra: JSON-ready small state, such as the position in the data.
+
+        Raises:
+            SaveFailed: This save could not start, or the one before it failed.
+        """
+        self.wait()
+        arrays = _flatten(tree)
+        about = {
+            "format": FORMAT, "step": step, "config": config, "extra": extra or {}, "arrays": _shapes(arrays)
+        }  # fmt: skip
+        work = self.folder / f"{step:08d}.tmp"
+        try:
+            import orbax.checkpoint as ocp  # takes 2 s to import, and sampling needs none of it
+
+            if self._orbax is None:
+                self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+            if jax.process_index() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+                manifest.write_json(work / ABOUT, about)
+            # Orbax synchronises all processes with process 0 before any of them writes.
+            self._orbax.save(work / STATE, args=ocp.args.PyTreeSave(dict(arrays)))
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, work), name=f"save-{step}", daemon=True
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Reports an error of the background work; never waits.
+
+        Raises:
+            SaveFailed: A save has failed since the last call.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Returns when no process is saving any more; raises as `check`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("mercury_jax.checkpoint")
+        self.check()
+
+    def _finish(self, step: int, work: Path) -> None:
+        try:
+            self._orbax.wait_until_finished()  # on process 0 this waits for the writes of all processes
+            if jax.process_index() == 0:
+                manifest.write(work)
+                final = path_of(self.folder, step)
+                _remove(final)
+                work.rename(final)
+                manifest.sync_folder(self.folder)
+                for old in steps(self.folder)[: -self.keep]:
+                    _remove(path_of(self.folder, old))
+        except Exception as error:
+            self._error = self._failed(step, error)
+            self._error.__cause__ = error
+
+    def _failed(self, step: int, error: Exception) -> SaveFailed:
+        earlier = steps(self.folder)
+        full = any(words in str(error) for words in DISK_FULL)
+        return SaveFailed(
+            f"step {step} could not be saved in {self.folder}"
+            + (": the disk is full or a file-size limit is reached" if full else "")
+            + (f"; steps {earlier} are unchanged" if earlier else "; no earlier step exists")
+            + f". {type(error).__name__}: {str(error)[:300]}"
+        )
+
+
+def _remove(path: Path) -> None:
+    """Deletes a step; it is renamed first, so that a process that is killed leaves nothing that looks complete."""
+    if path.exists():
+        doomed = path.with_name(path.name + ".old.tmp")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A step that was read.
+
+    Attributes:
+        step: Its number.
+        tree: Its arrays, in the structure of the target.
+        config: The configuration that was saved beside them.
+        extra: The small state that was saved beside them.
+    """
+
+    step: int
+    tree: Any
+    config: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+
+def restore(folder: str | Path, target: Any, step: int | None = None) -> Restored:
+    """Reads a step into the structure, dtypes and shardings of `target`.
+
+    Every file is checked against the manifest before Orbax opens any.
+
+    Args:
+        folder: The folder of the run.
+        target: Pytree of arrays or `jax.ShapeDtypeStruct`s; a part of what was saved is enough.
+        step: Default: the newest.
+
+    Returns:
+        The restored step.
+
+    Raises:
+        CheckpointError: The step does not exist or is damaged, or `target` has an array that was not saved or was
+            saved with another dtype or shape.
+    """
+    path, about = inspect(folder, step)
+    # Process 0 alone verifies the checksums, because all processes see the same files.
+    error = None
+    if jax.process_index() == 0:
+        try:
+            manifest.verify(path)
+        except CheckpointError as found:
+            error = found
+    if jax.process_count() > 1:
+        bad = multihost_utils.broadcast_one_to_all(jnp.int32(error is not None))
+        if int(bad) and error is None:
+            error = CheckpointError(f"{path} is damaged; process 0 reports how")
+    if error is not None:
+        others = [other for other in steps(folder) if path_of(folder, other) != path]
+        hint = f". To continue from step {others[-1]} instead, move {path} away" if others else ""
+        raise CheckpointError(f"{error}{hint}")
+    wanted = _flatten(target, abstract=True)
+    saved = about["arrays"]
+    for name, shape in _shapes(wanted).items():
+        if name not in saved:
+            raise CheckpointError(f"{path} has no array {name!r}: it was saved by another model or optimizer")
+        if list(saved[name]) != shape:
+            error = refuse(f"array {name}", saved[name], f"{shape}, as this model has it")
+            raise CheckpointError(f"{path}: {error}")
+    arrays = _read_arrays(path / STATE, wanted)
+
+    def pick(path: tuple[Any, ...], leaf: Any) -> Any:
+        array = arrays[path_name(path)]
+        if not _is_key(leaf):
+            return array
+        # A ShapeDtypeStruct does not know the implementation of its keys: the default one then.
+        kind = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
+        return jax.random.wrap_key_data(array, impl=kind)
+
+    tree = jax.tree_util.tree_map_with_path(pick, target)
+    return Restored(about["step"], tree, about["config"], about["extra"])
+
+
+def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """Reads the checkpoint.json of a step; no array is read.
+
+    Args:
+        folder: The folder of the run.
+        step: Default: the newest.
+
+    Returns:
+        (path of the step, contents of its checkpoint.json).
+
+    Raises:
+        CheckpointError: There is no such step, its checkpoint.json is damaged, or its format is another version's.
+    """
+    have = steps(folder)
+    step = max(have, default=None) if step is None else step
+    if step is None or step not in have:
+        allowed = f"one of {have} in {folder}" if have else f"none: {folder} has no checkpoint"
+        raise CheckpointError(str(refuse("step", step, allowed)))
+    path = path_of(folder, step)
+    # This file alone first: its contents are used before the arrays are verified.
+    manifest.verify(path, only=ABOUT)
+    about = manifest.read_json(path / ABOUT)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: {refuse('format', about.get('format'), f'{FORMAT}, by this version')}"
+        )
+    return path, about
+
+
+def _read_arrays(state: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    import orbax.checkpoint as ocp  # takes 2 s to import, and sampling needs none of it
+
+    shardings = ocp.checkpoint_utils.construct_restore_args(dict(wanted))
+    args = ocp.args.PyTreeRestore(dict(wanted), restore_args=shardings, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(state.absolute(), args=args)
+
+
+# --- pytrees as arrays by name
+
+
+def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
+    """Flattens a pytree into arrays by name, such as "params/block_0/attention/q/w".
+
+    Args:
+        tree: Pytree of arrays. A typed PRNG key is replaced by its key data, which every version of JAX can read.
+        abstract: Return `jax.ShapeDtypeStruct`s with the leaves' shardings instead of arrays.
+
+    Returns:
+        Leaves by name.
+    """
+
+    def plain(leaf: Any) -> Any:
+        if not abstract:
+            return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        like = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=getattr(leaf, "sharding", None))
+
+    return {path_name(path): plain(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns [dtype, *shape] of each array by name, JSON-ready."""
+    return {name: [str(x.dtype), *x.shape] for name, x in arrays.items()}

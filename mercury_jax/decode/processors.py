@@ -1,0 +1,443 @@
+"""Logits processors: what changes the logits of a row before the token statistics are computed.
+
+Those whose parameters are numbers (temperature, truncation, penalties) are registered in `ALL`; those that take tables
+of ids (bias, ban, and hard constraints by position) are not. A user's own, registered by `mj.logits_processor`, is
+found here too. A forbidden id (its logit is `token_stats.NEVER`) stays forbidden, and finite, through every chain of
+processors.
+
+An autoregressive decoder counts the tokens before a position. On a canvas tokens are decided in any order: what counts
+for a position is every decided token, before and after it, but not the position's own.
+
+Tables become arrays that are padded to a power of two, so that another table of a similar size recompiles nothing; a
+grammar writes new bits between two passes. A hard constraint belongs into `Sampler(allow=)`, whose processors run last.
+Position 0 is the first one after the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Annotated, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Int, UInt
+
+from mercury_jax.config import refuse
+from mercury_jax.decode.inputs import check_whole
+from mercury_jax.decode.registration import (
+    PROCESSORS,
+    Above,
+    AtLeast,
+    Count,
+    Finite,
+    NonNegative,
+    Probability,
+    check_number,
+    logits_processor,
+)  # fmt: skip
+from mercury_jax.decode.sampler import Logits, LogitsProcessor, Param, Static
+from mercury_jax.decode.token_stats import NEVER
+from mercury_jax.types import View
+
+ALL = PROCESSORS  # by name
+Ids: TypeAlias = Sequence[int] | np.ndarray
+Biases: TypeAlias = Mapping[int, float]
+MOST_ID = 2**31 - 1
+
+
+def keep_forbidden(old: Logits, new: Logits) -> Logits:
+    """Returns `new`, finite, with NEVER wherever `old` has it: scaling alone would revive an id, or overflow.
+
+    Args:
+        old: Logits before a processor.
+        new: Logits after it.
+
+    Returns:
+        The new logits.
+    """
+    return jnp.where(old > NEVER, jnp.clip(new, NEVER, -NEVER), NEVER)
+
+
+def columns_of(ids: Int[Array, "*s"], first_id: int | Int[Array, ""], size: int) -> Int[Array, "*s"]:
+    """Converts ids to columns of a chunk of the vocabulary.
+
+    Args:
+        ids: Ids; negative ones are padding.
+        first_id: The id of the chunk's first column.
+        size: Columns of the chunk.
+
+    Returns:
+        The column of each id; `size` for padding and for ids outside of the chunk, so that `mode="drop"` drops it.
+    """
+    column = ids - first_id
+    return jnp.where((ids < 0) | (column < 0), size, column)
+
+
+@logits_processor(needs_logits=False)
+def temperature(logits: Logits, view: View, t: NonNegative = 1.0) -> Logits:
+    """Divides the logits by `t`, for everything that is read from them (confidence, entropy).
+
+    The temperature of the draw is a separate parameter, `Sampler.temperature`.
+
+    Args:
+        logits: Of one row.
+        view: Unused.
+        t: Temperature.
+
+    Returns:
+        The scaled logits.
+    """
+    return keep_forbidden(logits, logits / jnp.maximum(t, 1e-6))
+
+
+@logits_processor(needs_logits=False, source="DiffusionGemma, transformers' generation config")
+def cooling(logits: Logits, view: View, last: NonNegative = 0.4, first: NonNegative = 0.8) -> Logits:
+    """Divides by a temperature that falls linearly in time, from `first` at pure noise to `last` at clean text.
+
+    Args:
+        logits: Of one row.
+        view: Reads `t`.
+        last: Temperature at time 0.
+        first: Temperature at time 1.
+
+    Returns:
+        The scaled logits.
+    """
+    return keep_forbidden(logits, logits / jnp.maximum(last + (first - last) * view.t, 1e-6))
+
+
+@logits_processor
+def top_k(logits: Logits, view: View, k: Count = 50) -> Logits:
+    """Keeps the `k` most probable ids of each position; ties with the k-th stay.
+
+    Args:
+        logits: Of one row.
+        view: Unused.
+        k: How many ids.
+
+    Returns:
+        Logits that are NEVER at all other ids.
+    """
+    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+    at = jnp.clip(k, 1, logits.shape[-1]) - 1
+    return jnp.where(logits >= jax.lax.dynamic_slice_in_dim(ordered, at, 1, axis=1), logits, NEVER)
+
+
+@logits_processor(source="nucleus sampling, arXiv 1904.09751")
+def top_p(logits: Logits, view: View, p: Probability = 0.95) -> Logits:
+    """Keeps the smallest set of ids whose total probability reaches `p`.
+
+    Args:
+        logits: Of one row.
+        view: Unused.
+        p: Probability of the set; 1 keeps every id.
+
+    Returns:
+        Logits that are NEVER at all other ids.
+    """
+    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
+    mass = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    # An id is kept while the mass before it is below p. The first always is; at p = 1 all are, although the sums
+    # may round up to 1 before the last one.
+    needed = ((before < p) | (p >= 1)).at[:, 0].set(True)
+    least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, NEVER)
+
+
+@logits_processor(source="arXiv 2407.01082")
+def min_p(logits: Logits, view: View, p: Probability = 0.05) -> Logits:
+    """Keeps the ids that are at least `p` times as probable as the most probable one.
+
+    Args:
+        logits: Of one row.
+        view: Unused.
+        p: Share of the largest probability.
+
+    Returns:
+        Logits that are NEVER at all other ids.
+    """
+    least = logits.max(axis=-1, keepdims=True) + jnp.log(jnp.clip(p, 1e-30, 1.0))
+    return jnp.where(logits >= least, logits, NEVER)
+
+
+@logits_processor(needs_logits=False, source="CTRL, arXiv 1909.05858, section 4.1")
+def repetition(logits: Logits, view: View, p: Annotated[Param, Above(0)] = 1.0) -> Logits:
+    """Divides positive logits by `p`, and multiplies negative ones, of ids in the prompt or the answer.
+
+    Args:
+        logits: Of one row.
+        view: Reads the counts, the canvas and the answer.
+        p: Penalty; 1 changes nothing.
+
+    Returns:
+        The penalised logits.
+
+    Departs from the paper: it divides all logits; here, as in the implementations in use, negative ones are
+    multiplied, so that they fall as well.
+    """
+    p, size = jnp.maximum(p, 1e-6), logits.shape[-1]
+    in_prompt = jax.lax.dynamic_slice_in_dim(view.prompt_counts, view.first_id, size) > 0
+    seen = (answer_counts(view, size) > 0) | in_prompt
+    return keep_forbidden(logits, jnp.where(seen, jnp.where(logits > 0, logits / p, logits * p), logits))
+
+
+@logits_processor(needs_logits=False, source="presence_penalty of the OpenAI API")
+def presence(logits: Logits, view: View, p: Annotated[Param, Finite()] = 0.0) -> Logits:
+    """Subtracts `p` from every id that the answer holds.
+
+    Args:
+        logits: Of one row.
+        view: Reads the counts, the canvas and the answer.
+        p: Penalty; negative values favour repetition.
+
+    Returns:
+        The penalised logits.
+    """
+    return keep_forbidden(logits, logits - p * (answer_counts(view, logits.shape[-1]) > 0))
+
+
+@logits_processor(needs_logits=False, source="frequency_penalty of the OpenAI API")
+def frequency(logits: Logits, view: View, p: Annotated[Param, Finite()] = 0.0) -> Logits:
+    """Subtracts `p` for each time that the answer holds an id.
+
+    Args:
+        logits: Of one row.
+        view: Reads the counts, the canvas and the answer.
+        p: Penalty per occurrence; negative values favour repetition.
+
+    Returns:
+        The penalised logits.
+    """
+    return keep_forbidden(logits, logits - p * answer_counts(view, logits.shape[-1]))
+
+
+def answer_counts(view: View, size: int) -> Int[Array, "L v"]:
+    """Counts how often ids occur in the answer, as seen from each position of the window.
+
+    The answer before the window counts for every position, and a decided token for every position but its own. Under
+    uniform noise nothing is ever decided: there the previous answer counts instead, but only for the positions after
+    a token, because two equal neighbours would otherwise suppress each other in turn. At time 0 the canvas is a draft
+    that is verified from left to right, and a token counts for the positions after it only. The end of text does not
+    count: a run of them at the end would make the position before them avoid ending.
+
+    Args:
+        view: Of one row.
+        size: Number of ids, from `view.first_id` on.
+
+    Returns:
+        Counts [L, size].
+    """
+    at = jnp.arange(view.canvas.shape[0], dtype=jnp.int32)
+    i, j = at[:, None], at[None, :]  # i: the position that looks, j: the token that counts. [L, L]
+    decided = (view.editable & ~view.masked) & jnp.where(view.t > 0, i != j, j < i)
+    # Under masked noise an open position holds exactly the mask, and so does `noise`. A uniform canvas equals its
+    # fresh noise at every open position with probability V^-open, which costs one step's counts and nothing else.
+    redrawn = jnp.any(view.masked & (view.canvas != view.noise)) & (view.step > 0)
+    counted = jnp.where(view.masked, redrawn & (j < i), decided)
+    token = jnp.where(view.masked, view.answer, view.canvas)
+    counted &= token != view.eos
+    counts = jax.lax.dynamic_slice_in_dim(view.output_counts, view.first_id, size)
+    counts = jnp.broadcast_to(counts, (at.shape[0], size))
+    # A scatter of L x L ones is cheaper than one-hot rows [L, V] and their sums.
+    column = columns_of(token, view.first_id, size)
+    return counts.at[i, column[None, :]].add(counted.astype(counts.dtype), mode="drop")
+
+
+def bias(table: Biases | Sequence[Biases | None]) -> LogitsProcessor:
+    """Adds a number to the logits of some ids (OpenAI's `logit_bias`, without its limits of -100 and 100).
+
+    Args:
+        table: {id: value} for all rows, or a list with one such table (or None) per row.
+
+    Returns:
+        The processor.
+
+    Raises:
+        ValueError: Names the entry that is not an id with a finite number.
+    """
+    rows, shared = _tables("logit_bias", table)
+    for row in rows:
+        for id, value in row.items():
+            check_whole("logit_bias id", id, 0, MOST_ID)
+            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+            if not number or not abs(value) <= np.finfo(np.float32).max:
+                raise refuse(f"logit_bias[{id}]", value, "a finite number")
+    ids = _packed([list(row) for row in rows], np.int32, shared)
+    values = _packed([list(row.values()) for row in rows], np.float32, shared)
+    return LogitsProcessor(_add_bias, {"ids": ids, "values": values}, "bias", needs_logits=False)
+
+
+def ban(ids: Ids | Sequence[Ids | None]) -> LogitsProcessor:
+    """Forbids ids at every position.
+
+    Args:
+        ids: A list of ids for all rows, or a list with one such list (or None) per row.
+
+    Returns:
+        The processor.
+
+    Raises:
+        ValueError: Names the entry that is not an id.
+    """
+    allowed = "a list of ids, or a list with such a list or None for each row"
+    if not _is_list(ids):
+        raise refuse("ban", ids, allowed)
+    shared = not any(x is None or _is_list(x) for x in ids)
+    rows: list[Any] = [ids] if shared else [() if x is None else x for x in ids]
+    for row in rows:
+        if not _is_list(row):
+            raise refuse("ban", row, allowed)
+    checked = [[check_whole("ban id", x, 0, MOST_ID) for x in row] for row in rows]
+    packed = _packed(checked, np.int32, shared)
+    return LogitsProcessor(_forbid, {"ids": packed}, "ban", needs_logits=False)
+
+
+def allow(table: Mapping[int, Ids] | Sequence[Mapping[int, Ids] | None]) -> LogitsProcessor:
+    """Allows only the given ids at the given positions.
+
+    Args:
+        table: {position: ids} for all rows, or a list with one such table (or None) per row. Positions that are not
+            named are free.
+
+    Returns:
+        The processor, for `Sampler(allow=)`.
+
+    Raises:
+        ValueError: Names the entry that is not a position with at least one id.
+    """
+    tables, shared = _tables("allow", table)
+    rows: list[list[tuple[int, int]]] = []
+    for one in tables:
+        pairs = []
+        for at, ids in one.items():
+            position = check_whole("allow position", at, 0, MOST_ID)
+            if not _is_list(ids) or len(ids) == 0:
+                raise refuse(f"allow[{position}]", ids, "a list of at least one id")
+            pairs += [(position, check_whole(f"allow[{position}] id", id, 0, MOST_ID)) for id in ids]
+        rows.append(pairs)
+    positions = _packed([[at for at, _ in row] for row in rows], np.int32, shared)
+    ids = _packed([[id for _, id in row] for row in rows], np.int32, shared)
+    return LogitsProcessor(_allow, {"positions": positions, "ids": ids}, "allow", needs_logits=False)
+
+
+def allow_bits(bits: np.ndarray | jax.Array, start: Any = 0) -> LogitsProcessor:
+    """Allows only the ids whose bits are set, at a range of positions: the form of a grammar mask.
+
+    Args:
+        bits: uint32 [P, words] for all rows or [rows, P, words]: bit v % 32 of word v // 32 says whether the id v is
+            allowed at position `start` + p. Other positions are free.
+        start: Position of the first mask; one number, or one per row.
+
+    Returns:
+        The processor, for `Sampler(allow=)`.
+
+    Raises:
+        ValueError: `bits` has another shape or dtype, or `start` is not a whole number.
+    """
+    shape, kind = np.shape(bits), getattr(bits, "dtype", None)
+    if len(shape) not in (2, 3) or kind not in (np.uint32, np.int32) or 0 in shape:
+        raise refuse("allow_bits bits", (shape, str(kind)), "uint32 [P, words], or [rows, P, words]")
+    if not np.issubdtype(getattr(start, "dtype", type(start)), np.integer) or np.ndim(start) > 1:
+        raise refuse("allow_bits start", start, "a whole number, or one per row")
+    start = check_number("allow_bits(start=)", start, AtLeast(0, integer=True))
+    words = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.uint32)
+    params = {"bits": Static(words) if len(shape) == 2 else words, "start": start}
+    return LogitsProcessor(_allow_bits, params, "allow_bits", needs_logits=False)
+
+
+def check_ids(processor: LogitsProcessor, vocab: int) -> None:
+    """Checks that a processor made by this module names only ids of the vocabulary.
+
+    Args:
+        processor: Any processor; those of other modules pass.
+        vocab: V.
+
+    Raises:
+        ValueError: Names the id, or the number of words, that does not fit.
+    """
+    names = {_add_bias: "logit_bias", _forbid: "ban", _allow: "allow", _allow_bits: "allow_bits"}
+    name = names.get(processor.function)
+    if name is None:
+        return
+    params = {k: v.value if isinstance(v, Static) else v for k, v in processor.params.items()}
+    if "bits" in params:
+        words, found = -(-vocab // 32), params["bits"].shape[-1]
+        if found != words:
+            raise refuse(f"{name} words", found, f"{words}, one bit for each of {vocab} ids")
+    elif not isinstance(params["ids"], Tracer):
+        ids = np.asarray(params["ids"])
+        if ids.max() >= vocab:
+            raise refuse(name, int(ids[ids >= vocab][0]), f"ids in 0..{vocab - 1}")
+
+
+def _add_bias(logits: Logits, view: View, *, ids: Int[Array, "n"], values: Array) -> Logits:
+    column = columns_of(ids, view.first_id, logits.shape[-1])
+    return keep_forbidden(logits, logits.at[:, column].add(jnp.asarray(values, logits.dtype), mode="drop"))
+
+
+def _forbid(logits: Logits, view: View, *, ids: Int[Array, "n"]) -> Logits:
+    return logits.at[:, columns_of(ids, view.first_id, logits.shape[-1])].set(NEVER, mode="drop")
+
+
+def _allow(logits: Logits, view: View, *, positions: Int[Array, "n"], ids: Int[Array, "n"]) -> Logits:
+    length, size = logits.shape
+    row = jnp.asarray(positions) - view.position
+    # A negative index would count from the end: pairs outside of the window go past its end and are dropped.
+    row = jnp.where((jnp.asarray(ids) >= 0) & (row >= 0), row, length)
+    column = columns_of(jnp.asarray(ids), view.first_id, size)
+    allowed = jnp.zeros((length, size), bool).at[row, column].set(True, mode="drop")
+    constrained = jnp.zeros((length,), bool).at[row].set(True, mode="drop")
+    return jnp.where(allowed | ~constrained[:, None], logits, NEVER)
+
+
+def _allow_bits(
+    logits: Logits, view: View, *, bits: UInt[Array, "P words"], start: Int[Array, ""] | int
+) -> Logits:
+    length, size = logits.shape
+    words = jnp.asarray(bits)
+    at = view.position + jnp.arange(length, dtype=jnp.int32) - start
+    constrained = (at >= 0) & (at < words.shape[0])
+    mask = words[jnp.clip(at, 0, words.shape[0] - 1)]  # [L, words]
+    # The words that hold this chunk's columns, then their bits; a chunk may begin within a word.
+    count = min(words.shape[1], size // 32 + 2)
+    word = jnp.minimum(view.first_id // 32, words.shape[1] - count)
+    mask = jax.lax.dynamic_slice_in_dim(mask, word, count, axis=1)
+    each = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [L, count, 32]
+    allowed = each.reshape(length, -1).astype(bool)
+    allowed = jax.lax.dynamic_slice_in_dim(allowed, view.first_id - 32 * word, size, axis=1)
+    return jnp.where(allowed | ~constrained[:, None], logits, NEVER)
+
+
+def _packed(rows: Sequence[Sequence[Any]], dtype: Any, shared: bool) -> Any:
+    """Packs lists into one array [rows, n], padded with -1 to a power of two; one Static [n] where shared."""
+    size = 1 << max(max(len(r) for r in rows) - 1, 0).bit_length()
+    full = np.full((len(rows), size), -1, dtype)
+    for row, values in zip(full, rows, strict=True):
+        row[: len(values)] = values
+    return Static(jnp.asarray(full[0])) if shared else jnp.asarray(full)
+
+
+def _tables(name: str, table: Any) -> tuple[list[Mapping[Any, Any]], bool]:
+    """Returns one mapping per row, and whether a single one was given for all rows."""
+    if isinstance(table, Mapping):
+        return [table], True
+    if not isinstance(table, Sequence) or isinstance(table, str | bytes) or not table:
+        raise refuse(name, table, "a mapping, or a non-empty list with a mapping or None for each row")
+    for i, one in enumerate(table):
+        if one is not None and not isinstance(one, Mapping):
+            raise refuse(f"{name}[{i}]", one, "a mapping, or None")
+    return [one or {} for one in table], False
+
+
+def _is_list(x: Any) -> bool:
+    listed = isinstance(x, Sequence | Set) and not isinstance(x, str | bytes)
+    return listed or (isinstance(x, np.ndarray) and x.ndim > 0)
+
+
+def __getattr__(name: str) -> Any:
+    if name in PROCESSORS:
+        return PROCESSORS[name]
+    raise AttributeError(f"no logits processor is called {name!r}; there are {', '.join(PROCESSORS)}")

@@ -1,0 +1,184 @@
+"""A part is known by its name once it is decorated. Every number that a rule, logits processor or stop takes has a
+range, and the check is that range."""
+
+import inspect
+import math
+import types
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.decode.registration import Finite, Probability
+
+KINDS = {
+    "rule": (mj.rules, "key, view, memory", "mj.accept(view, view.masked), memory"),
+    "logits_processor": (mj.processors, "logits, view", "logits * p"),
+    "stopping_criterion": (mj.stopping, "view, proposal, memory", "view.step > p, memory"),
+}
+
+
+def execute(source, module="users_module"):
+    """The names that a module of this source defines."""
+    space = types.ModuleType(module)
+    space.__dict__.update(mj=mj)
+    exec(compile(source, f"{module}.py", "exec"), space.__dict__)
+    return space
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    registries = [mj.rules.ALL, mj.processors.ALL, mj.stopping.ALL]
+    before = [dict(x) for x in registries]
+    yield
+    for registry, old in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(old)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decorated_function_is_registered_under_its_own_name(kind):
+    home, arguments, result = KINDS[kind]
+    source = f"@mj.{kind}\ndef users_own({arguments}, p=0.5):\n    return {result}"
+    made = execute(source).users_own
+    assert home.ALL["users_own"] is made and home.users_own is made
+    assert made().name == "users_own"
+
+
+def test_a_notebooks_cell_may_run_twice_and_its_last_run_counts():
+    source = (
+        "@mj.rule\ndef users_own(key, view, memory, p={}):\n    return mj.accept(view, view.masked), memory"
+    )
+    execute(source.format(0.1))
+    execute(source.format(0.2))
+    assert mj.rules.users_own().params == {"p": 0.2}
+
+
+def test_a_module_may_be_imported_under_two_names():
+    source = "@mj.rule\ndef users_own(key, view, memory):\n    return view, memory"
+    for module in ("__main__", "users_own"):
+        exec(compile(source, "users_own.py", "exec"), {"mj": mj, "__name__": module})
+    assert mj.rules.users_own.__module__ == "users_own"
+
+
+@pytest.mark.parametrize(
+    "decorator", ["@mj.rule", "@mj.rule(noise='absorbing')", "@mj.rule(name='threshold')"]
+)
+def test_the_name_of_another_modules_rule_is_refused(decorator):
+    name = "threshold" if "name" not in decorator else "users_own"
+    source = f"{decorator}\ndef {name}(key, view, memory):\n    return mj.accept(view, view.masked), memory"
+    with pytest.raises(ValueError, match="mercury_jax.decode.rules.masked defines threshold"):
+        execute(source)
+    assert mj.rules.threshold().params == {"p": 0.9}
+
+
+def test_a_function_inside_another_one_is_a_value_only():
+    @mj.rule
+    def users_own(key, view, memory):
+        return mj.accept(view, view.masked), memory
+
+    assert users_own().name == "users_own" and "users_own" not in mj.rules.ALL
+    assert mj.rule(lambda key, view, memory: (mj.accept(view, view.masked), memory))().name == "<lambda>"
+    assert "<lambda>" not in mj.rules.ALL
+
+
+def ours(registry):
+    """What the package registers; other tests may register more."""
+    return {name: make for name, make in registry.items() if make.__module__.startswith("mercury_jax.")}
+
+
+MAKERS = ours(mj.rules.ALL | mj.processors.ALL | mj.stopping.ALL)
+EACH = [(name, knob) for name, make in MAKERS.items() for knob in make.params]
+CLOSE = 1e-6
+
+
+def ends(allowed):
+    """(numbers that are allowed, numbers that are not), each as near to an end of the range as can be."""
+    step = 1 if allowed.integer else CLOSE
+    inside, outside = [], [math.nan]
+    for end, sign, opened in ((allowed.low, -1, allowed.open_low), (allowed.high, 1, allowed.open_high)):
+        if math.isfinite(end):
+            (outside if opened else inside).append(end)
+            (inside if opened else outside).append(end - sign * step if opened else end + sign * step)
+        else:
+            (outside if opened or end < 0 else inside).append(end)
+    return inside, [*outside, 1.5] if allowed.integer else outside
+
+
+def test_every_registered_maker_is_walked():
+    assert len(ours(mj.rules.ALL)) == 33 and len(EACH) >= 60
+    public = {name for name, make in vars(mj.processors).items() if hasattr(make, "params")}
+    assert public == set(ours(mj.processors.ALL))
+    assert {name for name, make in vars(mj.stopping).items() if hasattr(make, "params")} == set(
+        ours(mj.stopping.ALL)
+    )
+
+
+@pytest.mark.parametrize(("name", "knob"), EACH)
+def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name, knob):
+    make = MAKERS[name]
+    inside, outside = ends(make.ranges[knob])
+    assert outside and (make.params[knob] is None or make.ranges[knob].contains(make.params[knob]))
+    for value in inside:
+        make(**{knob: value})
+    for value in outside:
+        with pytest.raises(ValueError, match=rf"^{name}\({knob}=\) is .*allowed: a (whole )?number"):
+            make(**{knob: value})
+    assert f"{knob}: {make.ranges[knob]}" in str(inspect.getdoc(make))
+
+
+def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():
+    threshold = mj.rules.threshold
+    for rows in (np.array([0.2, 1.0]), jnp.array([0.2, 1.0]), [0.2, 1]):
+        np.testing.assert_allclose(threshold(rows).params["p"], [0.2, 1.0])
+    for rows in (np.array([0.2, 1.5]), jnp.array([0.2, 1.5]), [0.2, 1.5]):
+        with pytest.raises(ValueError, match=r"threshold\(p=\) is 1.5"):
+            threshold(rows)
+    assert jax.jit(lambda p: threshold(p).params["p"] * 2)(3.0) == 6.0
+
+
+def test_a_rule_of_ones_own_states_its_range_and_is_checked():
+    @mj.rule
+    def mine(key, view, memory, *, p: Annotated[float, mj.Between(0, 1)] = 0.5, free=3.0):
+        return mj.accept(view, view.masked), memory
+
+    assert mine(1, -7.0).params == {"p": 1.0, "free": -7.0}
+    for wrong in (dict(p=2), dict(p="1"), dict(p=True), dict(free=math.nan), dict(free=None)):
+        with pytest.raises(ValueError, match=r"mine\((p|free)=\)"):
+            mine(**wrong)
+
+
+def test_a_range_may_be_stated_by_the_name_of_an_alias():
+    def mine(key, view, memory, p: Probability = 0.5, q=1.0):
+        return mj.accept(view, view.masked), memory
+
+    mine.__annotations__ |= {"p": "Probability", "q": "NameOfALocalScope"}
+    assert set(mj.rule(mine).ranges) == {"p"}
+    with pytest.raises(ValueError, match=r"mine\(p=\) is 2"):
+        mj.rule(mine)(p=2)
+
+
+def test_ranges_say_what_they_hold():
+    said = {
+        str(x): x
+        for x in (
+            mj.Between(0, 1),
+            mj.Between(0, 3, integer=True),
+            mj.AtLeast(1, integer=True),
+            mj.Above(0),
+            Finite(),
+        )
+    }
+    assert list(said) == [
+        "a number in [0, 1]", "a whole number in [0, 3]", "a whole number, 1 or more", "a number, above 0",
+        "a number, finite",
+    ]  # fmt: skip
+    assert str(mj.AtLeast(0, infinite=True)) == "a number, 0 or more, or infinity"
+
+
+def test_truncation_by_all_of_the_probability_keeps_every_id():
+    logits = jnp.log(jnp.full((1, 1000), 1e-3)) + jnp.arange(1000) * 1e-3
+    assert (mj.processors.top_p(1.0)(logits, None) == logits).all()
