@@ -9,7 +9,7 @@ name. `render_prompt` applies the model's chat template. How models write tool c
     Gemma     <|tool_call>call:f{key:<|"|>text<|"|>,n:3}<tool_call|>                   Gemma 4, DiffusionGemma: ids
 
 If the chat template of a checkpoint knows none of them, the tools are described in the prompt (`described_tools`), and
-the model is asked to write Hermes' form as text. `output_parser` reads what the model writes.
+the instructions request Hermes' form as text. `output_parser` reads what the model writes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def render_prompt(
         messages: As `plain_messages` returns them.
         tools: As `plain_tools` returns them.
         thinking: The prompt opens the thinking, so the model must have thinking marks. Otherwise a template that can
-            skip thinking is asked to (`enable_thinking`), since the answer has no budget for it.
+            skip thinking does so (`enable_thinking`), since the answer has no budget for it.
 
     Returns:
         Token ids, ready for the answer.
