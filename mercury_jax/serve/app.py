@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -30,7 +31,10 @@ from mercury_jax.serve.openapi import openapi_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground.app import Playground
 from mercury_jax.serve.responses import ModelList, ModelObject
-from mercury_jax.serve.service import Service, ServingEngine
+from mercury_jax.serve.service import Service
+
+if TYPE_CHECKING:
+    from mercury_jax.serve.engine.engine import Engine
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -65,16 +69,16 @@ async def _metrics(service: Service, request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _list_models(service: Service, request: Request) -> Response:
+async def _list_models(
+    service: Service, request: Request, features: tuple[str, ...] = MODEL_FEATURES
+) -> Response:
     """GET /v1/models: the model that is loaded, under each of its names."""
-    data = [_model_object(service, name, MODEL_FEATURES) for name in service.names]
+    data = [_model_object(service, name, features) for name in service.names]
     return JsonResponse(ModelList(object="list", data=data))
 
 
-async def _list_code_models(service: Service, request: Request) -> Response:
-    """The models of fill-in-the-middle and of edits, which have neither tools nor schemas."""
-    data = [_model_object(service, name, ()) for name in service.names]
-    return JsonResponse(ModelList(object="list", data=data))
+# The models of fill-in-the-middle and of edits, which have neither tools nor schemas.
+_list_code_models = functools.partial(_list_models, features=())
 
 
 async def _get_model(service: Service, request: Request) -> Response:
@@ -105,7 +109,7 @@ POST_ROUTES: Mapping[str, Handler] = {
 }
 
 
-def create_app(engine: ServingEngine, options: ServerOptions = ServerOptions()) -> Starlette:
+def create_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:
     """Returns the ASGI app of an engine.
 
     Args:

@@ -52,7 +52,7 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def authenticate(self, headers: Headers) -> str:
-        """Returns the digest of the client's key, in hex; "" where no key is asked for.
+        """Returns the digest of the client's key, in hex; "" where the server has no keys.
 
         Args:
             headers: Headers of the request.
@@ -66,7 +66,7 @@ class AuthMiddleware:
         # All keys are compared, in a time that depends neither on the given key nor on the one that matches.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(matches):
-            # A browser that opens a page is asked for a password; programs are told about the bearer key only.
+            # Browsers show a password dialog for Basic; programs should send a bearer key.
             page = any(b"text/html" in value for value in _values(headers, b"accept"))
             challenge = 'Basic realm="mercury", charset="UTF-8"' if page else 'Bearer realm="mercury"'
             raise ApiError(
@@ -85,7 +85,7 @@ def digest(key: str) -> bytes:
 
 
 def cache_salt(scope: Scope) -> str:
-    """Returns what separates the prefix caches of different API keys; "" where no key is asked for.
+    """Returns what separates the prefix caches of different API keys; "" where the server has no keys.
 
     Args:
         scope: ASGI scope of a request that `AuthMiddleware` let in.

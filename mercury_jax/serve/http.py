@@ -11,8 +11,8 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -87,7 +87,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope[REQUEST_ID] = request_id = _request_id(scope)
+        # The client's X-Request-Id where it is harmless, else a fresh one.
+        given = (v for k, v in scope["headers"] if k == b"x-request-id" and REQUEST_ID_PATTERN.fullmatch(v))
+        scope[REQUEST_ID] = request_id = next(given, b"req_" + secrets.token_hex(12).encode()).decode()
         own = {b"x-request-id": request_id.encode(), b"x-content-type-options": b"nosniff"}
         status: int | None = None
 
@@ -157,16 +159,18 @@ async def read_json(request: Request, options: ServerOptions, convert: Callable[
         raise ApiError(415, "Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "Content-Encoding must be identity")
+    message = f"The request is larger than {options.max_body} bytes"
+    too_large = ApiError(413, message, headers={"connection": "close"})
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > options.max_body:
-        raise _body_too_large(options.max_body)
+        raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(options.read_timeout):
             async for part in request.stream():
                 size += len(part)
                 if size > options.max_body:
-                    raise _body_too_large(options.max_body)
+                    raise too_large
                 parts.append(part)
     except ClientDisconnect:
         raise ApiError(400, "The client disconnected before its request was complete") from None
@@ -192,9 +196,9 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
         ApiError: 400, with the place where the text is not valid.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise _too_deep(max_depth) from None
+        raise invalid_request(None, f"The body is nested more than {max_depth} levels deep") from None
     except UnicodeDecodeError:
         raise invalid_request(None, "The body is not valid UTF-8") from None
     except json.JSONDecodeError as error:
@@ -203,41 +207,57 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
         raise invalid_request(None, f"The body is not valid JSON: {str(error)[:80]}") from None
     if not isinstance(value, dict):
         raise invalid_request(None, f"The body is a JSON {type(value).__name__}; allowed: an object")
-    _check_depth_and_text(value, max_depth, check_text=rb"\u" in body)
+    # UTF-8 has no lone surrogates, so only escapes can have made them.
+    check_json(value, "The body", max_depth, check_text=rb"\u" in body)
     return value
 
 
-def _check_depth_and_text(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
-    """Walks over all lists and objects, level by level, without recursion.
+def check_json(
+    value: Any, what: str, max_depth: int, param: str | None = None, check_text: bool = True
+) -> None:
+    """Refuses JSON that is nested too deeply, and lone surrogates, which JSON escapes can spell and UTF-8 cannot.
 
-    check_text: whether texts may hold lone surrogates. UTF-8 has none, so only escapes can have made them.
+    Walks over all lists and objects level by level, without recursion.
+
+    Args:
+        value: A list or an object.
+        what: How the error calls it.
+        max_depth: Most levels of nested lists and objects.
+        param: Field that the error names.
+        check_text: Whether texts may hold lone surrogates.
+
+    Raises:
+        ApiError: 400.
     """
-    level: list[Any] = [root]
+    level: list[Any] = [value]
     for _ in range(max_depth):
-        for text in _texts(level) if check_text else ():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise invalid_request(
-                    None, "The body holds a lone surrogate, which is no Unicode text"
-                ) from None
-        values = (holder.values() if isinstance(holder, dict) else holder for holder in level)
-        level = [value for inner in values for value in inner if isinstance(value, dict | list)]
-        if not level:
+        inner: list[Any] = []
+        for holder in level:
+            values = list(holder.values()) if isinstance(holder, dict) else holder
+            inner += [one for one in values if isinstance(one, dict | list)]
+            texts = [*values, *holder] if isinstance(holder, dict) else values
+            for text in texts if check_text else ():
+                try:
+                    _ = isinstance(text, str) and text.encode("utf-8")
+                except UnicodeEncodeError:
+                    message = f"{what} holds a lone surrogate, which is no Unicode text"
+                    raise invalid_request(param, message) from None
+        if not inner:
             return
-    raise _too_deep(max_depth)
+        level = inner
+    raise invalid_request(param, f"{what} is nested more than {max_depth} levels deep")
 
 
-def _texts(holders: Iterable[Any]) -> Iterator[str]:
-    for holder in holders:
-        if isinstance(holder, dict):
-            yield from holder
-        values = holder.values() if isinstance(holder, dict) else holder
-        yield from (value for value in values if isinstance(value, str))
+def refuse_constant(constant: str) -> NoReturn:
+    """Refuses NaN and Infinity, which are not JSON though Python reads them.
 
+    Args:
+        constant: What `json.loads(parse_constant=)` has read.
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -245,19 +265,3 @@ def _finite(text: str) -> float:
     if value - value != 0:
         raise ValueError(f"{text[:20]} is out of range")
     return value
-
-
-def _too_deep(max_depth: int) -> ApiError:
-    return invalid_request(None, f"The body is nested more than {max_depth} levels deep")
-
-
-def _body_too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The request is larger than {max_bytes} bytes", headers={"connection": "close"})
-
-
-def _request_id(scope: Scope) -> str:
-    """Returns the client's X-Request-Id where it is harmless, else a fresh one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and REQUEST_ID_PATTERN.fullmatch(value):
-            return value.decode()
-    return "req_" + secrets.token_hex(12)

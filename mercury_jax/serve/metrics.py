@@ -5,6 +5,7 @@ The engine's own counters are read at each scrape; HTTP responses and answers ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -40,28 +41,6 @@ ENGINE_COUNTERS = {
 }
 
 
-class EngineCollector:
-    """Reads the engine's statistics whenever the metrics are scraped.
-
-    Args:
-        stats: The engine's statistics.
-        ready: Whether the engine takes requests.
-    """
-
-    def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool]):
-        self._stats, self._ready = stats, ready
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields one family for each field; called by prometheus_client."""
-        stats = self._stats()
-        for name, about in ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
-        for name, about in ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
-        about = "Whether requests are accepted."
-        yield GaugeMetricFamily("mercury_ready", about, value=float(self._ready()))
-
-
 class Metrics:
     """The registry of one app; nothing is global, so that one process may hold several apps.
 
@@ -71,39 +50,38 @@ class Metrics:
         paths: Paths that are counted one by one; all others are counted together, so that no client makes up labels.
 
     Attributes:
+        registry: Of all metrics.
         schema_failures: Counts answers that did not obey their schema.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], ready: Callable[[], bool], paths: Collection[str]):
-        self.registry = registry = CollectorRegistry()
-        registry.register(EngineCollector(stats, ready))  # type: ignore[arg-type]
-        self._paths = frozenset(paths)
-        self._responses = Counter(
-            "mercury_http_responses", "Responses by route and status.", ["path", "status"], registry=registry
+        self.registry = CollectorRegistry()
+        self._stats, self._ready, self._paths = stats, ready, frozenset(paths)
+        self.registry.register(self)  # type: ignore[arg-type]
+        histogram = functools.partial(Histogram, registry=self.registry)
+        counter = functools.partial(Counter, registry=self.registry)
+        about = "Responses by route and status."
+        self._responses = counter("mercury_http_responses", about, labelnames=["path", "status"])
+        about = "From the request's arrival to its first snapshot."
+        self._first_frame = histogram("mercury_first_frame_seconds", about, buckets=SECONDS_BUCKETS)
+        about = "From the request's arrival to its last token."
+        self._last_token = histogram("mercury_last_token_seconds", about, buckets=SECONDS_BUCKETS)
+        about = "Tokens of an answer per denoising pass."
+        self._tokens_per_forward = histogram(
+            "mercury_tokens_per_forward", about, buckets=TOKENS_PER_FORWARD_BUCKETS
         )
-        self._first_frame = Histogram(
-            "mercury_first_frame_seconds",
-            "From the request's arrival to its first snapshot.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self._last_token = Histogram(
-            "mercury_last_token_seconds",
-            "From the request's arrival to its last token.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self._tokens_per_forward = Histogram(
-            "mercury_tokens_per_forward",
-            "Tokens of an answer per denoising pass.",
-            buckets=TOKENS_PER_FORWARD_BUCKETS,
-            registry=registry,
-        )
-        self.schema_failures = Counter(
-            "mercury_structured_output_failures",
-            "Answers that did not obey the schema they were promised to. Must stay 0.",
-            registry=registry,
-        )
+        about = "Answers that did not obey the schema they were promised to. Must stay 0."
+        self.schema_failures = counter("mercury_structured_output_failures", about)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields a family for each field of the engine's statistics; `prometheus_client` calls it at each scrape."""
+        stats = self._stats()
+        for name, about in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
+        for name, about in ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(f"mercury_{name}", about, value=getattr(stats, name))
+        about = "Whether requests are accepted."
+        yield GaugeMetricFamily("mercury_ready", about, value=float(self._ready()))
 
     def count_response(self, scope: Scope, status: int) -> None:
         """Counts one HTTP response.

@@ -27,7 +27,7 @@ class ServerOptions:
     """How a server answers. What concerns the engine is in `serve.engine`.
 
     Args:
-        keys: API keys; each of them opens every route. Empty: no key is asked for.
+        keys: API keys; each of them opens every route. Empty: none is needed.
         hosts: Names that `Host` may have, or "*" for any. The loopback names keep foreign web pages from using a local
             server (DNS rebinding).
         aliases: Further names of the model, each with the name it stands for; None for the vendor's names.
@@ -114,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, options: ServerOptions) -> None:
-    """Refuses an address that other machines can reach while no API key is asked for.
+    """Refuses an address that other machines can reach while no API key is needed.
 
     Args:
         host: The address to listen on.

@@ -5,8 +5,9 @@ the two cannot differ. Names, ranges and defaults follow the vendor's document; 
 accepted as well. `parse_request` turns a validation failure into an `ApiError` that names the field, its value and
 what is allowed.
 
-To add a field: declare it here, and use it in `sampling_params.py` (if it changes how tokens are chosen) or in the
-module of its endpoint.
+To add a field: declare it here with its description as a docstring, and use it in one other file: in
+`engine_requests.py` if it changes how tokens are chosen, else in the module of its endpoint. A field that
+`EngineRequest` has under the same name only needs its name in `engine_requests.SAMPLING_FIELDS`.
 """
 
 from __future__ import annotations

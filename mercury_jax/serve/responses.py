@@ -176,7 +176,7 @@ class Usage(TypedDict):
 
 
 class ReasoningSummary(TypedDict):
-    """The thinking, where it was asked for."""
+    """The thinking, of requests with `reasoning_summary`."""
 
     content: str | None
     status: Literal["complete", "unavailable", "skipped"]

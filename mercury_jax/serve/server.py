@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
@@ -20,7 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mercury_jax.config import refuse
 from mercury_jax.serve.errors import invalid_request
 from mercury_jax.serve.http import MAX_HEADER_BYTES, dump_json
-from mercury_jax.serve.service import ServingEngine
+
+if TYPE_CHECKING:
+    from mercury_jax.serve.engine.engine import Engine
 
 HEADER_SECONDS = 15.0  # in which the headers of a request must arrive
 KEEP_ALIVE_SECONDS = 30  # that a connection may idle between two requests
@@ -133,7 +135,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        engine: ServingEngine,
+        engine: Engine,
         drain: float = 30.0,
         on_ready: Callable[[], None] = lambda: None,
     ):

@@ -12,64 +12,30 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import Request
 
 from mercury_jax.serve import errors
 from mercury_jax.serve.engine.request import (
     ContextLengthExceeded,
-    EngineConfig,
     EngineRequest,
-    EngineStats,
     RequestRejected,
     Snapshot,
 )
-from mercury_jax.serve.engine.sampling_params import RuleSet
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import read_json
 from mercury_jax.serve.metrics import Metrics
 from mercury_jax.serve.options import ServerOptions, model_names
 from mercury_jax.serve.protocol import ApiRequest, parse_request
-from mercury_jax.types import LM
+
+if TYPE_CHECKING:
+    from mercury_jax.serve.engine.engine import Engine
 
 WORKERS = 2  # threads of each pool; more would only take turns on the interpreter
 SMALL_GRAMMAR_BYTES = 8 << 10
 T = TypeVar("T")
 R = TypeVar("R", bound=ApiRequest)
-
-
-@runtime_checkable
-class ServingEngine(Protocol):
-    """What the server needs of `serve.engine.engine.Engine`, which documents it."""
-
-    lm: LM
-    config: EngineConfig
-    rules: RuleSet
-    block: int
-    context: int
-    ready: bool
-    closing: bool
-
-    def start(self) -> None:
-        """Compiles what every request fits into, then serves."""
-        ...
-
-    def submit(self, request: EngineRequest) -> AnswerHandle:
-        """Queues a job; raises `RequestRejected`, `ContextLengthExceeded` or ValueError."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Returns counters since the start, and gauges of this moment."""
-        ...
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Accepts no more jobs, and waits for the running ones."""
-        ...
-
-    def stop(self) -> None:
-        """Cancels what is left."""
-        ...
 
 
 @runtime_checkable
@@ -104,7 +70,7 @@ class Service:
         created: Start of the server, in seconds since the epoch.
     """
 
-    def __init__(self, engine: ServingEngine, options: ServerOptions, paths: Sequence[str] = ()):
+    def __init__(self, engine: Engine, options: ServerOptions, paths: Sequence[str] = ()):
         self.engine, self.options = engine, options
         self.metrics = Metrics(lambda: engine.stats(), lambda: self.ready, paths)
         self.names: Mapping[str, str] = model_names(engine.lm.name, options)
@@ -140,10 +106,7 @@ class Service:
         parsed = await read_json(request, self.options, functools.partial(parse_request, model))
         if parsed.model not in self.names:
             raise errors.unknown_model(parsed.model)
-        if not self.ready:
-            raise (
-                shutting_down() if self.engine.closing else errors.unavailable("The model is warming up.", 5)
-            )
+        check_ready(self.engine)
         return parsed
 
     def check_size(self, size: int, param: str = "messages") -> None:
@@ -285,6 +248,21 @@ class SubmittedJobs:
             for handle in self.handles:
                 handle.cancel()
             self._limit.leave(self._count, time.monotonic() - self._submitted)
+
+
+def check_ready(engine: Engine) -> None:
+    """Checks that an engine takes requests.
+
+    Args:
+        engine: The engine.
+
+    Raises:
+        ApiError: 503 while it warms up, and once it shuts down.
+    """
+    if engine.closing:
+        raise shutting_down()
+    if not engine.ready:
+        raise errors.unavailable("The model is warming up.", 5)
 
 
 def shutting_down() -> ApiError:

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -27,7 +27,10 @@ from mercury_jax.serve.engine_requests import Continuation
 from mercury_jax.serve.http import REQUEST_ID, JsonResponse, dump_json, to_reported_error
 from mercury_jax.serve.protocol import ApiRequest
 from mercury_jax.serve.responses import ResponseKind, ResponseWriter, Usage
-from mercury_jax.serve.service import AnswerHandle, Service, ServingEngine, SubmittedJobs, shutting_down
+from mercury_jax.serve.service import AnswerHandle, Service, SubmittedJobs, shutting_down
+
+if TYPE_CHECKING:
+    from mercury_jax.serve.engine.engine import Engine
 
 log = logging.getLogger("mercury.serve")
 T = TypeVar("T")
@@ -158,12 +161,12 @@ class Responder:
         Raises:
             ApiError: The engine did not finish an answer.
         """
-        tasks = [asyncio.ensure_future(self._answer(handle)) for handle in jobs.handles]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        found: dict[int, FinishedAnswer] = {}
+        streams = [self._choice_chunks(i, handle, found) for i, handle in enumerate(jobs.handles)]
+        async with contextlib.aclosing(interleave(streams)) as chunks:
+            async for _ in chunks:
+                pass
+        answers = [found[i] for i in range(len(streams))]
         choices = [
             self.writer.choice(i, a.text, a.message.tool_calls, a.finish_reason, a.logprobs)
             for i, a in enumerate(answers)
@@ -232,13 +235,6 @@ class Responder:
         last = writer.chunk_choice(i, finish=answer.finish_reason, logprobs=answer.logprobs)
         yield writer.chunk([last], self._extra(answer))
 
-    async def _answer(self, handle: AnswerHandle) -> FinishedAnswer:
-        parser, snapshot, first = self.plan.parser(), None, None
-        async with contextlib.aclosing(parsed_snapshots(handle, parser)) as steps:
-            async for step in steps:
-                snapshot, first = step[0], first or time.perf_counter()
-        return self._finish(parser, snapshot, first)
-
     def _finish(self, parser: OutputParser, snapshot: Snapshot | None, first: float | None) -> FinishedAnswer:
         """Checks and counts an answer.
 
@@ -306,7 +302,7 @@ class ContinuedAnswer:
 
     def __init__(
         self,
-        engine: ServingEngine,
+        engine: Engine,
         handle: AnswerHandle,
         continuation: Continuation,
         parser: Callable[[], OutputParser],

@@ -197,6 +197,9 @@ def test_info_offers_what_the_table_takes(served):
 
 
 def test_only_rules_of_the_engine_are_offered(lm):
+    from tests.browser.conftest import Served
+    from tests.browser.scripted import Scripted
+
     engine = Scripted(lm, lambda request: [])
     engine.rules = rule_set(lm, ("confidence",))
     with Served(engine) as served:

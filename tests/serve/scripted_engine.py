@@ -50,10 +50,14 @@ class ScriptedEngine:
     def __init__(self, lm, script=(), pause=0.0, slots=4, queue=8):
         self.lm, self.script, self.pause = lm, script, pause
         self.config, self.context = EngineConfig(slots=slots, queue=queue), 512
-        self.rules, self.block = rules_of(lm), 32
+        self.block = 32
         self.ready, self.closing = True, False
         self.tickets, self.gate = [], threading.Event()
         self.gate.set()
+
+    @property
+    def rules(self):
+        return rules_of(self.lm)
 
     def submit(self, job):
         if self.closing:

@@ -43,7 +43,7 @@
 19 a request chooses the model          here
 20 a remote $ref                        test_attacks_schemas;
                                         test_grammar_refusals: test_a_schema_that_cannot_be_guaranteed_is_refused
-21 special tokens in a user's text      here; test_tool_prompt: test_user_text_never_becomes_a_control_token;
+21 special tokens in a user's text      here; test_messages_tools: test_user_text_never_becomes_a_control_token;
                                         test_hub_tokenizer: test_every_text_round_trips_without_control_tokens
 22 tensors and ids from a client        here
 23 an error tells of the inside         here; test_streaming: test_an_unexpected_exception_is_a_500_with_a_request_id,

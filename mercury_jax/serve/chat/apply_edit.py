@@ -1,7 +1,7 @@
 """Apply: a file and an update snippet that shows how parts of it should read; the reply is the updated file.
 
 The snippet leaves out what stays, with marks such as "# ... existing code ...". Where it says unambiguously where its
-lines belong, `merge_update` writes the file at once and exactly; otherwise a model is asked (`apply_prompt`).
+lines belong, `merge_update` writes the file at once and exactly; otherwise a model writes the file (`apply_prompt`).
 
 The runs of lines between the marks (`UpdateSegment`) are placed one behind the other. A segment is placed by its
 anchors: its first and its last line that the file has too. Between the anchors the file then reads as the segment
@@ -121,14 +121,14 @@ def parse_apply(content: str) -> ApplyInput:
 
 
 def apply_update(request: ApplyInput, guess: bool = False) -> str | None:
-    """The updated file; None where a model has to be asked. See `merge_update` for `guess`.
+    """The updated file; None where a model has to write it. See `merge_update` for `guess`.
 
     Args:
         request: The message.
         guess: As for `merge_update`.
 
     Returns:
-        The updated file; None if the snippet is ambiguous, so that a model has to be asked.
+        The updated file; None if the snippet is ambiguous, so that a model has to write it.
     """
     return merge_update(request.original, unfenced(request.update, request.original)[0], guess)
 

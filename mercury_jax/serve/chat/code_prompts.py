@@ -1,8 +1,8 @@
 """Prompts and replies of code completion: fill-in-the-middle (FIM) and next edit.
 
-A next edit is asked for in one message that holds a file, a region of it that may change, the cursor and recent edits,
-each between tags `<|name|>` and `<|/name|>`. Two layouts are understood: the one of the vendor's documentation, where
-`<|code_to_edit|>` stands inside `<|current_file_content|>`, and the one of the vendor's OpenAPI example, where it
+The request for a next edit is one message that holds a file, a region of it that may change, the cursor and recent
+edits, each between tags `<|name|>` and `<|/name|>`. Two layouts are understood: the one of the vendor's documentation,
+where `<|code_to_edit|>` stands inside `<|current_file_content|>`, and the one of the vendor's OpenAPI example, where it
 follows and repeats a part of the file. The reply is the new region in a bare Markdown fence, or `None` without a fence
 where nothing changes. Editors depend on it: Zed strips exactly "```\\n" and "\\n```", Kilo ignores replies without a
 fence.

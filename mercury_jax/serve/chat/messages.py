@@ -9,7 +9,7 @@ name. `render_prompt` applies the model's chat template. How models write tool c
     Gemma     <|tool_call>call:f{key:<|"|>text<|"|>,n:3}<tool_call|>                   Gemma 4, DiffusionGemma: ids
 
 If the chat template of a checkpoint knows none of them, the tools are described in the prompt (`described_tools`), and
-the model is asked to write Hermes' form as text. `output_parser` reads what the model writes.
+the instructions request Hermes' form as text. `output_parser` reads what the model writes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mercury_jax import chat
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.serve import protocol
 from mercury_jax.serve.errors import invalid_request, invalid_value
+from mercury_jax.serve.http import check_json, refuse_constant
 from mercury_jax.tokenizer import SPECIAL, AnyTokenizer
 from mercury_jax.types import LM
 
@@ -125,7 +126,7 @@ def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str,
         if function.parameters is not None:
             if function.parameters.get("type", "object") != "object":
                 raise invalid_value(f"{at}.parameters.type", function.parameters["type"], "object")
-            _check_json(function.parameters, f"{at}.parameters")
+            check_json(function.parameters, f"{at}.parameters", MAX_DEPTH, f"{at}.parameters")
         fields = function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         plain[function.name] = {"type": "function", "function": fields}
     return list(plain.values())
@@ -147,38 +148,8 @@ def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict):
         raise invalid_value(f"{at}.arguments", function.arguments, "an object, or the JSON text of one")
-    _check_json(arguments, f"{at}.arguments")
+    check_json(arguments, f"{at}.arguments", MAX_DEPTH, f"{at}.arguments")
     return {"name": function.name, "arguments": arguments}
-
-
-def _check_json(value: Any, name: str) -> None:
-    """Refuses lists that are nested too deeply, and lone surrogates, which JSON text can spell and UTF-8 cannot."""
-    stack = [(value, 0)]
-    while stack:
-        found, depth = stack.pop()
-        if depth > MAX_DEPTH:
-            raise invalid_request(name, f"{name} has lists within lists; allowed: at most {MAX_DEPTH} levels")
-        if isinstance(found, str):
-            try:
-                found.encode()
-            except UnicodeEncodeError:
-                raise invalid_request(name, f"{name} has a lone surrogate; allowed: Unicode text") from None
-        elif isinstance(found, dict):
-            stack += [(inside, depth + 1) for pair in found.items() for inside in pair]
-        elif isinstance(found, list):
-            stack += [(inside, depth + 1) for inside in found]
-
-
-def refuse_constant(constant: str) -> NoReturn:
-    """Refuses NaN and Infinity, which are not JSON though Python reads them.
-
-    Args:
-        constant: What `json.loads(parse_constant=)` has read.
-
-    Raises:
-        ValueError: Always.
-    """
-    raise ValueError(f"{constant} is not JSON")
 
 
 class ToolFormat(NamedTuple):
@@ -232,7 +203,7 @@ def render_prompt(
         messages: As `plain_messages` returns them.
         tools: As `plain_tools` returns them.
         thinking: The prompt opens the thinking, so the model must have thinking marks. Otherwise a template that can
-            skip thinking is asked to (`enable_thinking`), since the answer has no budget for it.
+            skip thinking does so (`enable_thinking`), since the answer has no budget for it.
 
     Returns:
         Token ids, ready for the answer.

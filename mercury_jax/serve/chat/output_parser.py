@@ -449,22 +449,17 @@ def output_format(tok: AnyTokenizer, chat: bool, tools: bool) -> OutputFormat:
     Returns:
         The format.
     """
-    form = tool_format(tok) if chat and tools else None
+    form, marks = tool_format(tok) if chat and tools else None, None
+    if chat and tok.thinking is not None:
+        first, *lead = tok.thinking.opening
+        marks = ThinkingMarks(first, tok.thinking.close, tok.decode(lead), isinstance(tok, HFTokenizer))
     turn = (tok.end_turn, *(form.ends if form else ())) if chat else ()
     letter = tok.encode("a")
     spaced = b"".join(tok.pieces[i] for i in letter) == b" a"  # SentencePiece puts a space in front of a text
     return OutputFormat(
         pieces=tok.pieces,
         ends=frozenset((*tok.ends, tok.pad, *turn)),
-        thinking=thinking_marks(tok) if chat else None,
+        thinking=marks,
         tools=form,
         strips_space=chat and spaced and tok.decode(letter) == "a",
     )
-
-
-def thinking_marks(tok: AnyTokenizer) -> ThinkingMarks | None:
-    """The marks of thinking of a tokenizer; None if its model does not think."""
-    if tok.thinking is None:
-        return None
-    first, *lead = tok.thinking.opening
-    return ThinkingMarks(first, tok.thinking.close, tok.decode(lead), isinstance(tok, HFTokenizer))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 
-from mercury_jax.serve.chat.messages import refuse_constant
+from mercury_jax.serve.http import refuse_constant
 from mercury_jax.serve.protocol import NAME_PATTERN
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # the latter in the form of Llama's models

@@ -63,6 +63,9 @@ def _run_passes(
         idle: Rows without a request; they end here, whatever they hold.
         limit: Traced number of passes, at most `passes`.
         passes: Static number of frames of the result.
+
+    Returns:
+        The next state, frames [passes, B, ...], the number of passes that were made, and the report.
     """
     state = state._replace(done=state.done | idle)
     state, frames, used = decoder.run(program, params, state, sampling, passes, limit)

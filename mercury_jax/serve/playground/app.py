@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from pydantic import Field
@@ -37,9 +37,12 @@ from mercury_jax.serve.http import JsonResponse, read_json
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import frames
 from mercury_jax.serve.protocol import RequestModel, parse_request
-from mercury_jax.serve.service import AnswerHandle, ServingEngine, shutting_down, to_api_error
+from mercury_jax.serve.service import AnswerHandle, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
 from mercury_jax.types import LM
+
+if TYPE_CHECKING:
+    from mercury_jax.serve.engine.engine import Engine
 
 STATIC = Path(__file__).parent / "static"
 MAX_WAITING = 8  # questions about cells that may wait
@@ -169,7 +172,7 @@ class Playground:
         options: Options of the server. If they hold API keys, the page asks for one.
     """
 
-    def __init__(self, engine: ServingEngine, options: ServerOptions = ServerOptions()):
+    def __init__(self, engine: Engine, options: ServerOptions = ServerOptions()):
         self.engine, self.lm, self.options = engine, engine.lm, options
         self.info = page_info(engine, bool(options.keys))
         self.labels = frames.TokenLabels(self.lm)
@@ -200,7 +203,7 @@ class Playground:
             ApiError: 400 for an invalid request, 429 or 503 where the engine rejects it.
         """
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
-        self._check_ready()
+        check_ready(self.engine)
         prepared = dataclasses.replace(build_request(self.engine, body), cache_salt=cache_salt(request.scope))
         if (
             body.answer_schema is not None
@@ -224,7 +227,7 @@ class Playground:
             ApiError: 400 for an invalid request, 429 where too many questions wait, 503 while the engine is not ready.
         """
         body = await read_json(request, self.options, partial(parse_request, CellRequest))
-        self._check_ready()
+        check_ready(self.engine)
         prepared = build_request(self.engine, body.request)
         self._check_cell(prepared, body)
         if self.waiting >= MAX_WAITING:
@@ -235,13 +238,6 @@ class Playground:
         finally:
             self.waiting -= 1
         return JsonResponse(found, headers={"cache-control": "no-store"})
-
-    def _check_ready(self) -> None:
-        """Raises ApiError 503 while the engine accepts no requests."""
-        if self.engine.closing:
-            raise shutting_down()
-        if not self.engine.ready:
-            raise errors.unavailable("The model is warming up.", 5)
 
     async def _events(
         self, handle: AnswerHandle, request: EngineRequest, body: PlaygroundRequest, started: float
@@ -297,7 +293,7 @@ class Playground:
         return {"top": cells, "exact": top.exact and body.request.answer_schema is None}
 
 
-def build_request(engine: ServingEngine, body: PlaygroundRequest) -> EngineRequest:
+def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     """The request of the engine, without its grammar.
 
     Args:
@@ -322,12 +318,12 @@ def build_request(engine: ServingEngine, body: PlaygroundRequest) -> EngineReque
         raise invalid_request(param, str(error)) from None
 
 
-def _max_tokens(engine: ServingEngine) -> int:
+def _max_tokens(engine: Engine) -> int:
     """Most tokens of an answer that the page may ask for."""
     return max(1, min(MAX_TOKENS, engine.context - 1))
 
 
-def _answer(engine: ServingEngine, body: PlaygroundRequest, param: str) -> EngineRequest:
+def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineRequest:
     """Thinking takes what the answer leaves of the context; if that is too little, there is none."""
     lm, chat, max_tokens = engine.lm, body.kind == "chat", body.max_tokens or DEFAULT_ANSWER
     if (body.messages if chat else body.prompt) is None:
@@ -346,7 +342,7 @@ def _answer(engine: ServingEngine, body: PlaygroundRequest, param: str) -> Engin
     return EngineRequest(prompt=prompt, max_tokens=max_tokens, thinking=budget.thinking, **decoding)
 
 
-def _hole(engine: ServingEngine, body: PlaygroundRequest) -> EngineRequest:
+def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     """The text in front of the hole is the prompt, the text behind it the suffix."""
     lm = engine.lm
     if body.answer_schema is not None:
@@ -373,7 +369,7 @@ def _text_ids(lm: LM, text: str) -> tuple[int, ...]:
     return tuple(encode_prompts(lm, text)[0][0].ids)
 
 
-def _decoding(engine: ServingEngine, body: PlaygroundRequest) -> dict[str, Any]:
+def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
     """Rule, steps, temperature and seed. The p of an effort is a probability, so it applies to `threshold` only."""
     rule, p, steps = body.rule or engine.rules.names[0], body.p, body.steps
     effort = EFFORTS.get(body.effort or "")
@@ -389,7 +385,7 @@ def _decoding(engine: ServingEngine, body: PlaygroundRequest) -> dict[str, Any]:
     return {"rule": rule, "p": p, "steps": steps, "frames": True, **sampling}
 
 
-def page_info(engine: ServingEngine, locked: bool) -> dict[str, Any]:
+def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
     """The answer of `GET /playground/info`.
 
     Args:

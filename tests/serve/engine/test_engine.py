@@ -11,12 +11,12 @@ import pytest
 
 from mercury_jax import sample
 from mercury_jax.config import Plan
-from mercury_jax.decode import defaults, grammar, infill, rules
+from mercury_jax.decode import grammar, infill, rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.infill import Hole
 from mercury_jax.decode.registration import rule
 from mercury_jax.decode.request import Request
-from mercury_jax.decode.sampler import Sampler, accept
+from mercury_jax.decode.sampler import accept
 from mercury_jax.serve.engine.buckets import Bucket
 from mercury_jax.serve.engine.engine import Engine
 from mercury_jax.serve.engine.request import (
@@ -98,8 +98,7 @@ def test_every_registered_rule_that_can_share_the_program_is_offered(monkeypatch
         monkeypatch.delitem(rules.ALL, name, raising=False)
         rule(name=name, noise="absorbing", needs_logits=name == "costly")(accept_none)
     offered = rule_set(lm).names
-    own = defaults.default_sampler(lm)
-    assert not isinstance(own, Sampler) and offered[0] == own.name and "cheap" in offered
+    assert offered[0] == rule_set(lm).own.rule.name and "cheap" in offered
     assert {"threshold", "confidence", "factor", "slow_fast", "remdm_cap"} <= set(offered)
     # Logits of every position for every request only where the rule is named; never a row of another shape.
     assert not {"costly", "credit", "wino", "expand", "predictor_corrector"} & set(offered)
