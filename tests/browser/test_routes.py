@@ -29,8 +29,6 @@ def three(job):
 
 @pytest.fixture(scope="module")
 def served(lm):
-    from tests.browser.conftest import Served
-    from tests.browser.scripted import Scripted
 
     with Served(Scripted(lm, three)) as served:
         yield served
@@ -197,8 +195,6 @@ def test_info_offers_what_the_table_takes(served):
 
 
 def test_only_rules_of_the_engine_are_offered(lm):
-    from tests.browser.conftest import Served
-    from tests.browser.scripted import Scripted
 
     engine = Scripted(lm, lambda request: [])
     engine.rules = rule_set(lm, ("confidence",))
