@@ -204,4 +204,4 @@ def test_only_rules_of_the_engine_are_offered(lm):
     with Served(engine) as served:
         info = json.loads(ask(served.url + "playground/info")[2])
         assert [rule["name"] for rule in info["rules"]] == [*engine.rules.names] and len(info["rules"]) == 2
-        assert ask(served.url + "playground/stream", CHAT | {"rule": "factor"})[0] == 400
+        assert ask(served.url + "playground/stream", CHAT | {"rule": "local_leap"})[0] == 400
