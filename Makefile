@@ -10,16 +10,19 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types notebooks parity browser clients load fuzz deviceless setup clean
+.PHONY: help demo test test-all lint types notebooks parity browser clients load fuzz deviceless setup clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## */  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
 
 demo: $(VENV)/.core  ## watch the embedded model turn noise into an answer
 	@$(BIN)/mercury demo $(ARGS)
 
-test: $(VENV)/.test  ## run the tests; ARGS="-k sample --jaxtyping" goes to pytest
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(VENV)/.test  ## run the tests in under 6 minutes on 2 cores; ARGS="-k sample --jaxtyping" goes to pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+test-all: $(VENV)/.test  ## run the slow tests too
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 	$(BIN)/ruff format --check .

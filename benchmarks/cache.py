@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from mercury_jax.bench import decode, records
+from mercury_jax.bench import decode
 from mercury_jax.bench.decode import QuestionSet, SweepEntry
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
@@ -123,7 +123,7 @@ def compare(
     """
     found = entries(lm, block, steps)
     for one in asked:
-        for record in records.records(decode.run(found, one, tick), one):
+        for record in decode.records(decode.run(found, one, tick), one):
             yield {"cache": record.pop("rule"), "block": block, **record, "compared_with": NO_CACHE}
 
 

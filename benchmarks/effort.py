@@ -62,8 +62,8 @@ def main() -> None:
         for effort in (None, *mj.EFFORTS):
             row = measure(lm, task, effort, args.limit, args.seed)
             rows.append(row)
-            told = f"{row['accuracy']:6.1%} right (95% {100 * row['low']:.1f} to {100 * row['high']:.1f})"
-            print(f"{task:8s} {effort or 'none':8s} {told}, {row['forwards']:.1f} forwards", flush=True)
+            figures = f"{row['accuracy']:6.1%} right (95% {100 * row['low']:.1f} to {100 * row['high']:.1f})"
+            print(f"{task:8s} {effort or 'none':8s} {figures}, {row['forwards']:.1f} forwards", flush=True)
     if args.out is not None:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -30,8 +30,8 @@ def main(folder: str, prompt: list[int], threads: int) -> None:
     canvas = model.config.canvas_length
     passes = [0]
     model.model.decoder.register_forward_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
-    said = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps(said | {"ready": True}), flush=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps(versions | {"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         if asked.get("stop"):

@@ -34,6 +34,7 @@ from mercury_jax.decode.request import PREFILL, Request, rows_of, start
 from mercury_jax.decode.state import Rows
 from mercury_jax.evaluate import card
 from mercury_jax.kernels import attend
+from mercury_jax.kernels.attention_inputs import AttentionResult
 from mercury_jax.types import LM
 
 SAMPLED = 32  # tokens decoded after the prompt
@@ -151,7 +152,7 @@ def _measure(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
     peak = _peak(lambda: _prefill(lm, asked))
     seconds = statistics.median(steady(lambda: _prefill(lm, asked))[1] for _ in range(repeats))
     session = _prefill(lm, asked)
-    (said, passes), sampling = steady(lambda: _decode(lm, session))
+    (sampled, passes), sampling = steady(lambda: _decode(lm, session))
     attention = _attention(config, session, length)
     rest = seconds - (config.layers - 1) * attention
     cache = sum(x.nbytes for x in jax.tree.leaves(session.state.cache))
@@ -169,7 +170,7 @@ def _measure(lm: LM, length: int, repeats: int, seed: int) -> dict[str, Any]:
         "cache_bytes_per_token": cache / length,
         "peak_bytes": peak,
         "peak_bytes_per_token": peak / length,
-        "sampled": said,
+        "sampled": sampled,
         "sample_passes": passes,
         "sample_seconds": sampling,
         "layers": config.layers,
@@ -212,7 +213,7 @@ def _attention(config: ModelConfig, session: Session, length: int, samples: int 
 
 
 @jax.jit
-def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
+def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> AttentionResult:
     stop = start + jnp.arange(queries.shape[1]) + 1
     ranges = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[None, :, None]
     ranges = jnp.concatenate([ranges, jnp.zeros_like(ranges)], axis=2)

@@ -87,16 +87,16 @@ def run(argv: Sequence[str]) -> int:
 
 def line(row: Mapping[str, Any]) -> str:
     """A record for people."""
-    kept = (
+    text = (
         f"{row['task']:14} weights {row['weights']:8} {row['parameter_bytes'] / 1e6:8.2f} MB, "
         f"KV cache {row['kv']:8} {row['cache_bytes_per_token']:7.0f} bytes per token: "
     )
     if "accuracy" in row:
-        return kept + (
+        return text + (
             f"{100 * row['accuracy']:5.1f}% of {row['n']}, {row['points']:+.1f} points "
             f"({row['points_low']:+.1f} to {row['points_high']:+.1f}), agreement {100 * row['agreement']:.1f}%"
         )
-    return kept + (
+    return text + (
         f"{row['nats_per_token']:.4f} nats per token, {row['more']:+.4f} "
         f"({row['more_low']:+.4f} to {row['more_high']:+.4f})"
     )

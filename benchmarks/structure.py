@@ -3,7 +3,7 @@
     python benchmarks/structure.py            # the counts, and what is over its limit
     python benchmarks/structure.py --list     # also the names behind each count
 
-Reads the source as text (`ast`, `tokenize`) and imports nothing of it. `tests/test_structure.py` holds the limits.
+Reads the source as text (`ast`, `tokenize`) without importing the package. `tests/test_structure.py` holds the limits.
 """
 
 from __future__ import annotations
@@ -202,11 +202,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     found = sources(args.root)
-    told = counts(found)
+    totals = counts(found)
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(totals))
         return
-    for name, value in told.items():
+    for name, value in totals.items():
         print(f"{name:28s} {value:g}")
     if args.list:
         print("\nlonger than 600 lines or shorter than 80:")

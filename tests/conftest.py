@@ -1,7 +1,10 @@
-"""Settings of the test session: the platform, four devices, quick compiles, shape checks on request."""
+"""Settings of the test session: platform, four devices, quick compiles, a cache of programs, optional shape checks."""
 
+import gc
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,16 +29,27 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.set_threshold(
+        50_000, 20, 10
+    )  # tracing makes many objects and little garbage: 1 collection where 70 were
     # JAX reads both variables when it is first imported, and subprocesses of tests inherit them.
     assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could choose its platform"
     os.environ["JAX_PLATFORMS"] = config.getoption("--platform")
     os.environ["MERCURY_CACHE"] = ""  # what a test compiles is not kept in the user's home
-    if config.getoption("--platform") == "cpu":
+    if config.getoption("--platform") != "cpu":  # leave memory to the processes that tests start
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
         given = os.environ.get("XLA_FLAGS", "").split()  # what the user has set stands
         names = {flag.split("=")[0] for flag in given}
         os.environ["XLA_FLAGS"] = " ".join(
             given + [flag for flag in FLAGS if flag.split("=")[0] not in names]
         )
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of xdist inherits it from the controller
+        folder = tempfile.mkdtemp(prefix="mercury-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     if config.getoption("--jaxtyping"):
         from jaxtyping import install_import_hook
@@ -45,8 +59,9 @@ def pytest_configure(config):
         install_import_hook("mercury_jax", "tests.shapes.check")
 
 
-# A compiled program holds some ten memory mappings, and Linux ends a process that wants more than 65,530.
-MAPPINGS = 20_000
+# A compiled program holds some ten memory mappings, and Linux ends a process that wants more than 65,530. Compiling
+# anew reads the cache on disk, so that forgetting early costs little and keeps a worker smaller.
+MAPPINGS = 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)

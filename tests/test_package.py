@@ -38,6 +38,7 @@ def files(*parts: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_recipes_the_model_and_every_module(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())

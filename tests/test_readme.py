@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.marks import slow_except
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
@@ -36,6 +38,11 @@ PAGES = [
 ]
 SHORTER = {"mercury train my_recipe.py": ["--steps", "2", "--sample-every", "0", "--eval-every", "0"]}
 FULL = os.environ.get("MERCURY_README") == "full"
+LONG = {
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/command-line.md",
+}  # more than ten seconds: only in `make test-all`
 SERVER = "http://127.0.0.1:8000"
 RESULT = re.compile(r"# -> ?(.*)")
 REASON = re.compile(r"<!-- not run: (.+) -->")
@@ -212,7 +219,7 @@ def page(tmp_path, monkeypatch, lm):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", slow_except(RUN, *RUN.keys() - LONG))
 def test_blocks_run_and_print_what_they_say(name, page, request):
     namespace: dict = {"__name__": "readme"}
     wrong: list[str] = []

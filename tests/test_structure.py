@@ -22,7 +22,6 @@ AT_MOST = {"files": 190, "functions_per_1000_lines": 42.0, "code_lines": 23_500}
 SAME_NAME = {
     "app.py": {"cli", "serve", "serve/playground"},
     "attention.py": {"kernels", "kernels/blackwell", "kernels/hopper"},
-    "decode.py": {"bench", "cli"},
     "dit.py": {"hub/families", "models"},
     "dream.py": {"decode/rules", "hub/families"},
     "edit.py": {"cli", "decode"},
@@ -32,6 +31,7 @@ SAME_NAME = {
     "infill.py": {"cli", "decode"},
     "info.py": {"cli", "hub"},
     "kv_quant.py": {"kernels", "models"},
+    "masked.py": {"decode/rules", "train/objectives"},
     "program.py": {"kernels/blackwell", "kernels/hopper"},
     "report.py": {"evaluate", "train"},
     "request.py": {"decode", "serve/engine"},

@@ -63,7 +63,7 @@ def build(words: Sequence[str]) -> Callable[[], Any]:
         from mercury_jax.serve.app import create_app
         from mercury_jax.serve.engine.engine import Engine
 
-        lm = command.with_rule(args.loading.load(), args.rule, parameters)
+        lm = command.with_rule(args.loading.load(mesh=command.mesh_of(args.mesh)), args.rule, parameters)
         engine = Engine(lm, settings)
         aliases = command.aliases_of(args.alias, lm.name)
         made = create_app(engine, dataclasses.replace(options, aliases=aliases))

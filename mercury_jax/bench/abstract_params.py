@@ -46,13 +46,11 @@ class ModelPreset(NamedTuple):
     Attributes:
         config: Its configuration.
         noise: The noise it was trained with.
-        about: One line.
         decoding: As `LM.decoding`.
     """
 
     config: ModelConfig
     noise: NoiseConfig
-    about: str
     decoding: Mapping[str, Any] = {}
 
 
@@ -98,13 +96,11 @@ GEMMA_DECODING = {
 MASKED, UNIFORM = NoiseConfig(kind="absorbing"), NoiseConfig(kind="uniform")
 
 PRESETS = {
-    "diffusiongemma-26b-a4b": ModelPreset(
-        DIFFUSION_GEMMA, UNIFORM, "DiffusionGemma, 26B parameters, 4B of them active", GEMMA_DECODING
-    ),
-    "llada-8b": ModelPreset(LLADA, MASKED, "LLaDA 8B"),
-    "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED, "ours, 100M parameters"),
-    "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED, "ours, 350M parameters"),
-    "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED, "ours, 1B parameters"),
+    "diffusiongemma-26b-a4b": ModelPreset(DIFFUSION_GEMMA, UNIFORM, GEMMA_DECODING),
+    "llada-8b": ModelPreset(LLADA, MASKED),
+    "mercury-100m": ModelPreset(causal_encoder(768, 12, 12, 4, 64, 2048), MASKED),
+    "mercury-350m": ModelPreset(causal_encoder(1024, 24, 16, 8, 64, 3200), MASKED),
+    "mercury-1b": ModelPreset(causal_encoder(2048, 20, 16, 8, 128, 5632), MASKED),
 }
 
 
@@ -124,7 +120,7 @@ def find_preset(name: str) -> ModelPreset:
 
 
 class ModelSource(NamedTuple):
-    """What is known of a model without its weights.
+    """A model without its weights.
 
     Attributes:
         stored: dtype of its parameters.
@@ -148,7 +144,7 @@ def source(name: str, dtype: str | None = None) -> ModelSource:
         dtype: Of parameters and arithmetic. Default: the model's own.
 
     Returns:
-        Its configuration and what else is known of it.
+        Its configuration, noise, stored dtype and decoding; of a recipe also how it is trained.
 
     Raises:
         ValueError: There is no such model, or the dtype is unknown.

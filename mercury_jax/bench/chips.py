@@ -132,16 +132,19 @@ def target(name: str) -> Target:
     return Target(name, chip, devices, f"1x{hosts}x{devices // hosts}")
 
 
-def missing(chip: Chip) -> str | None:
-    """What has to be installed to compile for a chip, in words; None where nothing is missing."""
+def check_plugin(chip: Chip) -> None:
+    """Refuses a chip whose compiler is not installed.
+
+    Raises:
+        ValueError: With the command that installs it.
+    """
     plugins = ("libtpu",) if chip.dims else ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if any(importlib.util.find_spec(name) for name in plugins):
-        return None
-    what = "libtpu" if chip.dims else "JAX's CUDA plugin"
-    return (
-        f"compiling for {chip.label} needs {what}, which this Python does not have: "
-        f"{install.command('deviceless')}, best in an environment of its own"
-    )
+    if not any(importlib.util.find_spec(name) for name in plugins):
+        what = "libtpu" if chip.dims else "JAX's CUDA plugin"
+        raise ValueError(
+            f"compiling for {chip.label} needs {what}, which this Python does not have: "
+            f"{install.command('deviceless')}, best in an environment of its own"
+        )
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:

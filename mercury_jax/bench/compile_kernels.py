@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.bench import chips, hlo
-from mercury_jax.bench.aot import stage
+from mercury_jax.bench.compile import stage
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
@@ -126,6 +126,10 @@ def compile_forms(name: str) -> list[dict[str, Any]]:
     Returns:
         A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
         no such form, and `fallback`, what runs instead.
+
+    Raises:
+        ValueError: An unknown target.
+        RuntimeError: ptxas reported nothing for a form that was compiled.
     """
     target = chips.target(name)
     stage(f"describing {name}")
@@ -157,7 +161,7 @@ def captured_output() -> Iterator[Callable[[], str]]:
     """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryFile() as sink:
-        kept = {fd: os.dup(fd) for fd in (1, 2)}
+        saved = {fd: os.dup(fd) for fd in (1, 2)}
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
@@ -167,11 +171,11 @@ def captured_output() -> Iterator[Callable[[], str]]:
             return sink.read().decode(errors="replace")
 
         try:
-            for fd in kept:
+            for fd in saved:
                 os.dup2(sink.fileno(), fd)
             yield read
         finally:
             libc.fflush(None)
-            for fd, old in kept.items():
+            for fd, old in saved.items():
                 os.dup2(old, fd)
                 os.close(old)

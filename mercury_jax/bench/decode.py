@@ -2,7 +2,8 @@
 
 `questions` draws the questions of a task. `sweep` and `entries` list what is measured: rules at a few values of the
 parameter that trades accuracy for speed. `run` decodes each batch with all entries before the next batch, so that
-speeds compare on a shared machine. `records` turns the trials into rows.
+speeds compare on a shared machine. `records` turns the trials into
+rows, `results` into what `recommend` chooses from, and `plot` draws the rows.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mercury_jax import tasks
+from mercury_jax import install, tasks
+from mercury_jax.bench.recommend import RuleResult
 from mercury_jax.bench.timing import steady
 from mercury_jax.config import Plan, at_least, nearest, refuse
 from mercury_jax.decode import defaults, rules, sample as sampling
@@ -23,7 +26,8 @@ from mercury_jax.decode.inputs import check_seed
 from mercury_jax.decode.sample import Output
 from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
-from mercury_jax.evaluate import TASKS, find
+from mercury_jax.evaluate import TASKS, card, find
+from mercury_jax.evaluate.report import paired, wilson
 from mercury_jax.evaluate.runner import ONE_A_STEP
 from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
@@ -33,6 +37,7 @@ from mercury_jax.types import LM
 STALE, PAIRED = 4.0, 4
 
 TWIN = "autoregressive twin"
+MARKERS = "osD^v<>Pp*hX"  # of matplotlib, one for each curve
 
 Tick = Callable[[str], None]  # called with what is done next
 
@@ -111,11 +116,11 @@ def questions(
     return QuestionSet(task, problems, most, min(batch, limit), seed, min(alone, limit))
 
 
-def batches(asked: QuestionSet) -> list[QuestionBatch]:
+def batches(question_set: QuestionSet) -> list[QuestionBatch]:
     """Batches of questions of similar length, so that few shapes are compiled."""
-    order = sorted(range(len(asked.problems)), key=lambda i: len(asked.problems[i].input))
-    parts = [order[at : at + asked.batch] for at in range(0, len(order), asked.batch)]
-    return [QuestionBatch(i, p, p + p[-1:] * (asked.batch - len(p))) for i, p in enumerate(parts)]
+    order = sorted(range(len(question_set.problems)), key=lambda i: len(question_set.problems[i].input))
+    parts = [order[at : at + question_set.batch] for at in range(0, len(order), question_set.batch)]
+    return [QuestionBatch(i, p, p + p[-1:] * (question_set.batch - len(p))) for i, p in enumerate(parts)]
 
 
 # --- what is measured
@@ -288,20 +293,22 @@ def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> lis
     return found
 
 
-def units(found: Sequence[SweepEntry], asked: QuestionSet) -> int:
+def units(found: Sequence[SweepEntry], question_set: QuestionSet) -> int:
     """How often `run` calls `tick`, unless a rule is refused.
 
     Args:
         found: The entries.
-        asked: The questions.
+        question_set: The questions.
 
     Returns:
         Two calls for each entry, and one for each entry and batch.
     """
-    return len(found) * (2 + len(batches(asked)))
+    return len(found) * (2 + len(batches(question_set)))
 
 
-def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda text: None) -> list[Trial]:
+def run(
+    found: Sequence[SweepEntry], question_set: QuestionSet, tick: Tick = lambda text: None
+) -> list[Trial]:
     """Measures every entry on one task.
 
     All entries decode a batch before the next one begins, in alternating order, so that a slow minute of the machine
@@ -309,7 +316,7 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
 
     Args:
         found: The first is the baseline of all others.
-        asked: The questions.
+        question_set: The questions.
         tick: Called with what comes next.
 
     Returns:
@@ -318,75 +325,227 @@ def run(found: Sequence[SweepEntry], asked: QuestionSet, tick: Tick = lambda tex
     Raises:
         ValueError: The model cannot run the baseline.
     """
-    trials, n = [], len(asked.problems)
+    trials, n = [], len(question_set.problems)
     for entry in found:
-        tick(f"{asked.task.name}: compiling {entry.rule}")
+        tick(f"{question_set.task.name}: compiling {entry.rule}")
         trial = Trial(entry, [False] * n, [np.zeros(0, np.int32)] * n, [0] * n)
         trials.append(trial)
         try:
             trial.sampler = defaults.complete_sampler(entry.sampler(), entry.lm.corruption)
             # The number of steps is traced, so one step compiles the program of any number.
-            _decode(trial, batches(asked)[0], asked, replace(entry.plan, steps=1))
+            _decode(trial, batches(question_set)[0], question_set, replace(entry.plan, steps=1))
         except ValueError as error:
             trial.refused = str(error)
     if trials[0].refused is not None:
         raise refuse("model", found[0].lm.name, f"one that can decode {ONE_A_STEP} ({trials[0].refused})")
     able = [t for t in trials if t.refused is None]
-    for batch in batches(asked):
-        _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, asked, tick)
+    for batch in batches(question_set):
+        _measure_batch(able[0], able[1:] if batch.number % 2 == 0 else able[:0:-1], batch, question_set, tick)
     for trial in able:
-        tick(f"{asked.task.name}: {trial.entry.rule}, one prompt alone")
+        tick(f"{question_set.task.name}: {trial.entry.rule}, one prompt alone")
         times = []
-        for i in range(asked.alone):
-            (seconds, _) = steady(lambda trial=trial, i=i: _stream_times(trial, asked, i))
+        for i in range(question_set.alone):
+            (seconds, _) = steady(lambda trial=trial, i=i: _stream_times(trial, question_set, i))
             times.append(seconds)
         if times:
             trial.first, trial.last = (statistics.median(t[k] for t in times) for k in (0, 1))
     return trials
 
 
-def _decode(trial: Trial, batch: QuestionBatch, asked: QuestionSet, plan: Plan) -> Output:
+def _decode(trial: Trial, batch: QuestionBatch, question_set: QuestionSet, plan: Plan) -> Output:
     return sampling.sample(
-        trial.entry.lm, [asked.message(i) for i in batch.filled], max_tokens=asked.max_tokens,
-        seed=(asked.seed + batch.number * asked.batch) % 2**31, sampler=trial.sampler, plan=plan,
+        trial.entry.lm, [question_set.message(i) for i in batch.filled], max_tokens=question_set.max_tokens,
+        seed=(question_set.seed + batch.number * question_set.batch) % 2**31, sampler=trial.sampler, plan=plan,
     )  # fmt: skip
 
 
 def _measure_batch(
-    base: Trial, others: Sequence[Trial], batch: QuestionBatch, asked: QuestionSet, tick: Tick
+    base: Trial, others: Sequence[Trial], batch: QuestionBatch, question_set: QuestionSet, tick: Tick
 ) -> None:
     """One batch by all. In the first PAIRED batches the baseline is timed again once its last time is stale."""
     paired, ended, last, rate = batch.number < PAIRED, -np.inf, 0.0, 0.0
     for trial in (base, *others):
-        tick(f"{asked.task.name}: {trial.entry.rule}")
+        tick(f"{question_set.task.name}: {trial.entry.rule}")
         if trial is base or (paired and time.perf_counter() - ended > STALE * last):
-            out, last = steady(lambda: _decode(base, batch, asked, base.entry.plan))
+            out, last = steady(lambda: _decode(base, batch, question_set, base.entry.plan))
             ended, rate = time.perf_counter(), sum(out.lengths) / last
             if trial is base:
-                _record(base, batch, out, last, asked)
+                _record(base, batch, out, last, question_set)
         if trial is not base:
-            out, seconds = steady(lambda trial=trial: _decode(trial, batch, asked, trial.entry.plan))
-            _record(trial, batch, out, seconds, asked)
+            out, seconds = steady(lambda trial=trial: _decode(trial, batch, question_set, trial.entry.plan))
+            _record(trial, batch, out, seconds, question_set)
         if paired:
             trial.ratios.append(trial.made[-1] / trial.seconds[-1] / max(rate, 1e-9))
 
 
-def _record(trial: Trial, batch: QuestionBatch, out: Output, seconds: float, asked: QuestionSet) -> None:
+def _record(
+    trial: Trial, batch: QuestionBatch, out: Output, seconds: float, question_set: QuestionSet
+) -> None:
     """Notes the answers of a batch and its time; rows that fill up the batch only count for the speed."""
     for at, i in enumerate(batch.chosen):
-        trial.right[i] = bool(asked.task.check(asked.problems[i].input, out.texts[at]))
+        trial.right[i] = bool(question_set.task.check(question_set.problems[i].input, out.texts[at]))
         trial.tokens[i], trial.forwards[i] = out.tokens[at], int(out.forwards[at])
     trial.made.append(sum(out.lengths))
     trial.passes.append(int(out.forwards.sum()))
     trial.seconds.append(seconds)
 
 
-def _stream_times(trial: Trial, asked: QuestionSet, i: int) -> tuple[float, float]:
+def _stream_times(trial: Trial, question_set: QuestionSet, i: int) -> tuple[float, float]:
     """Seconds to the first frame of question i, and to its last token, streamed with a frame for every pass."""
     began, times = time.perf_counter(), []
     for _ in stream(
-        trial.entry.lm, asked.message(i), max_tokens=asked.max_tokens, seed=asked.seed,
+        trial.entry.lm, question_set.message(i), max_tokens=question_set.max_tokens, seed=question_set.seed,
         sampler=trial.sampler, plan=trial.entry.plan, every=1,
     ):  # fmt: skip
         times.append(time.perf_counter() - began)
     return times[0], times[-1]
+
+
+# --- records
+
+
+def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str, Any]]:
+    """One record for each trial, the baseline's first.
+
+    Forwards and tokens are means over the answers, rates are of whole batches, times in seconds. tokens_per_second =
+    tokens_per_forward of all rows x forwards_per_second: forwards are counted for each row, not for the device loop.
+    canvases_per_forward is 2 for a rule that also predicts each token with that token masked. Accuracy has Wilson's
+    95% interval, and points is its paired difference from the baseline.
+
+    Args:
+        trials: Of `decode.run`, the baseline first.
+        question_set: Their questions.
+
+    Returns:
+        One item for each trial; of a rule that the model cannot run it has `refused`, the reason.
+    """
+    base, found = trials[0], []
+    for trial in trials:
+        about = {
+            "rule": trial.entry.rule, "curve": trial.entry.curve, "task": question_set.task.name,
+            "seed": question_set.seed, "batch": question_set.batch, "max_tokens": question_set.max_tokens,
+            "steps": trial.entry.plan.steps, "model": trial.entry.lm.name, "hardware": card.hardware(),
+            "compared_with": ONE_A_STEP,
+        }  # fmt: skip
+        if trial.refused is not None:
+            found.append(about | {"refused": trial.refused})
+            continue
+        n, correct = len(trial.right), sum(trial.right)
+        low, high = wilson(correct, n)
+        points = (0.0,) * 3 if trial is base else tuple(100 * x for x in paired(base.right, trial.right))
+        same = [np.array_equal(a, b) for a, b in zip(trial.tokens, base.tokens, strict=True)]
+        # Ids of another tokenizer, such as a twin's, cannot be compared.
+        comparable = trial.entry.lm.tokenizer.fingerprint == base.entry.lm.tokenizer.fingerprint
+        about |= {"n": n, "correct": correct, "accuracy": correct / n, "low": low, "high": high}
+        about |= dict(zip(("points", "points_low", "points_high"), points))
+        seconds, tokens = max(sum(trial.seconds), 1e-9), sum(map(len, trial.tokens))
+        found.append(about | {
+            "agreement": sum(same) / n if comparable else None, "tokens": tokens / n,
+            "forwards": sum(trial.forwards) / n,
+            "tokens_per_forward": tokens / max(sum(trial.forwards), 1), "canvases_per_forward": trial.canvases,
+            "forwards_per_second": sum(trial.passes) / seconds, "tokens_per_second": sum(trial.made) / seconds,
+            "speedup": statistics.median(trial.ratios), "pairs": len(trial.ratios),
+            "time_to_first_frame": trial.first, "time_to_last_token": trial.last,
+            "temperature": float(trial.sampler.temperature),
+        })  # fmt: skip
+    return found
+
+
+def results(trials: Sequence[Trial], question_set: QuestionSet) -> tuple[RuleResult, list[RuleResult]]:
+    """(one token per step, the rules that may be recommended) on this task.
+
+    A pass of twice the width counts as two forwards, so that it is not recommended for being wide.
+
+    Args:
+        trials: Of `decode.run`, the baseline first.
+        question_set: Their questions.
+
+    Returns:
+        Results for `recommend.recommend`; rules that were refused are left out.
+    """
+    able = [t for t in trials[1:] if t.refused is None and t.entry.code is not None]
+    base, *others = (
+        RuleResult(
+            rule=t.entry.rule, code=t.entry.code or "", task=question_set.task.name, right=t.right,
+            tokens=[len(ids) for ids in t.tokens], forwards=[n * t.canvases for n in t.forwards],
+            made=sum(t.made), seconds=sum(t.seconds), speedup=statistics.median(t.ratios),
+        )
+        for t in (trials[0], *able)
+    )  # fmt: skip
+    return base, others
+
+
+# --- plot
+
+
+def check_plot(path: str | Path) -> None:
+    """Refuses a plot that could not be made or written, before anything is measured.
+
+    Raises:
+        ValueError: matplotlib is missing, the ending is unknown, or the folder does not exist.
+    """
+    path, kinds = Path(path), (".png", ".pdf", ".svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
+        raise refuse("plot", str(path), allowed) from None
+    if path.suffix.lower() not in kinds:
+        raise refuse("plot", str(path), f"a file that ends in {', '.join(kinds)}")
+    if not path.absolute().parent.is_dir():
+        raise refuse("plot", str(path), "a file in a folder that exists")
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
+    """Draws accuracy with its 95% interval against tokens per second on a log scale.
+
+    Args:
+        rows: Of `records`, of any number of tasks; those without an accuracy are left out.
+        path: A .png, .pdf or .svg file.
+
+    Returns:
+        The path. One panel for each task, one curve for each rule.
+
+    Raises:
+        ValueError: No row has an accuracy, or the plot cannot be written.
+    """
+    shown = [r for r in rows if "accuracy" in r]
+    if not shown:
+        raise refuse("rows", len(rows), "at least one with an accuracy")
+    check_plot(path)
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(r["task"] for r in shown))
+    curves = list(dict.fromkeys(r["curve"] for r in shown))
+    colors = colormaps["turbo"]
+    figure = Figure(figsize=(6.5 * len(names) + 2.5, 6), layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot, which would look for a window system
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for axes, task in zip(panels, names, strict=True):
+        rows = [r for r in shown if r["task"] == task]
+        for i, curve in enumerate(curves):
+            points = sorted((r for r in rows if r["curve"] == curve), key=lambda r: r["tokens_per_second"])
+            if not points:
+                continue
+            x, y = [r["tokens_per_second"] for r in points], [r["accuracy"] for r in points]
+            # Wilson's interval is not centred; at 0 and n rounding may put the accuracy slightly outside it.
+            low = [max(r["accuracy"] - r["low"], 0.0) for r in points]
+            high = [max(r["high"] - r["accuracy"], 0.0) for r in points]
+            color = colors(i / max(len(curves) - 1, 1))
+            axes.plot(x, y, color=color, marker=MARKERS[i % len(MARKERS)], markersize=5, label=curve)
+            axes.errorbar(x, y, yerr=(low, high), fmt="none", color=color, alpha=0.3, elinewidth=1)
+        slow = [r["accuracy"] for r in rows if r["rule"] == ONE_A_STEP]
+        if slow:
+            axes.axhline(slow[0], color="gray", linewidth=1, linestyle=":", label=ONE_A_STEP)
+        title = f"{task} (n = {rows[0]['n']})"
+        axes.set(title=title, xlabel="tokens per second", ylabel="accuracy (95%)", xscale="log")
+        axes.grid(alpha=0.2)
+    lines = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    columns = 1 + len(lines) // 32
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize="x-small", ncols=columns)
+    title = f"{shown[0]['model']}, batches of {shown[0]['batch']}, {shown[0]['hardware']}"
+    figure.suptitle(title, fontsize="small")
+    figure.savefig(path, dpi=150)
+    return Path(path)

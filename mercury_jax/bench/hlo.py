@@ -125,12 +125,16 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(behind, op.end() - 1)
     names = re.findall(r"%([\w.\-]+)", behind[op.end() : close])
+    # All arrays of the shape in order; of a tuple its elements.
+    shapes = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]", shape)
+    numbers = lambda dims: tuple(int(n.strip("<= ")) for n in dims.split(",") if n)
+    result = tuple(HloArray(kind, numbers(dims)) for kind, dims in shapes)
     rest = behind[close:]
     if op[1] == "custom-call" and "__cublas$" not in rest:
         rest, _, program = rest.partition(", backend_config=")  # Mosaic's is a whole program in bytes
         taken = re.search(r'"used_scoped_memory_configs":\[[^\]]*\]', program)
         rest += f", {taken[0]}" if taken else ""
-    return Instruction(head[2], arrays(shape), op[1], tuple(names), rest, head[1] is not None)
+    return Instruction(head[2], result, op[1], tuple(names), rest, head[1] is not None)
 
 
 def _closing(text: str, start: int) -> int:
@@ -141,14 +145,6 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return at + 1
     return len(text)
-
-
-def arrays(shape: str) -> tuple[HloArray, ...]:
-    """All arrays of a shape in order; of a tuple its elements."""
-    pairs = re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]", shape)
-    return tuple(
-        HloArray(kind, tuple(int(n.strip("<= ")) for n in dims.split(",") if n)) for kind, dims in pairs
-    )
 
 
 def visits(

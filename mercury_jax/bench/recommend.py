@@ -200,15 +200,12 @@ def _reported(
     tasks, differences = [], []
     for before, now, some in zip(base, best, second, strict=True):
         differences.append(points(before, now, some))
+        accuracy, base_accuracy = (sum(case.right[i] for i in some) / len(some) for case in (now, before))
         tasks.append({
-            "task": now.task,
-            "n": len(some),
-            "accuracy": sum(now.right[i] for i in some) / len(some),
-            "accuracy_one_a_step": sum(before.right[i] for i in some) / len(some),
+            "task": now.task, "n": len(some), "accuracy": accuracy, "accuracy_one_a_step": base_accuracy,
             **dict(zip(("points", "points_low", "points_high"), differences[-1])),
             "tokens_per_forward": per_forward([now], [some]),
-            "tokens_per_forward_one_a_step": per_forward([before], [some]),
-            "speedup": now.speedup,
+            "tokens_per_forward_one_a_step": per_forward([before], [some]), "speedup": now.speedup,
         })  # fmt: skip
     speedups = [c.speedup for c in best if c.speedup]
     figures: dict[str, Any] = dict(

@@ -129,6 +129,9 @@ def against(
 
     Yields:
         A JSON-ready record for each number of clients, for the open loop and for the agents.
+
+    Raises:
+        ValueError: The URL has another form, or its /v1/models does not answer.
     """
     with asyncio.Runner() as loop:
         client = Client(url, key)
@@ -219,23 +222,16 @@ def figures(parts: Sequence[LoadTurn], load: Load) -> Json:
     forwards = sum(part.counted.get("mercury_forwards_total", 0) for part in parts)
     made = sum(part.counted.get("mercury_tokens_total", 0) for part in parts)
     return {
-        "requests": len(seen),
-        "good": len(good),
-        "refused": sum(one.status == 429 for one in seen),
+        "requests": len(seen), "good": len(good), "refused": sum(one.status == 429 for one in seen),
         "failed": sum(not one.good and one.status != 429 for one in seen),
-        "first_frame": percentiles(one.first for one in good),
-        "last_token": percentiles(one.last for one in good),
+        "first_frame": percentiles(one.first for one in good), "last_token": percentiles(one.last for one in good),
         "whole": percentiles(one.whole for one in good),
         "tokens_per_second": statistics.median(part.tokens_per_second for part in parts),
         "requests_per_second": statistics.median(len(part.seen) / part.seconds for part in parts),
         "tokens": sum(one.tokens for one in good) / max(len(good), 1),
-        "tokens_per_forward": made / forwards if forwards else None,
-        "tasks": list(load.tasks),
-        "max_tokens": load.max_tokens,
-        "frames": load.frames,
-        "turns": len(parts),
-        "seed": load.seed,
-    }
+        "tokens_per_forward": made / forwards if forwards else None, "tasks": list(load.tasks),
+        "max_tokens": load.max_tokens, "frames": load.frames, "turns": len(parts), "seed": load.seed,
+    }  # fmt: skip
 
 
 def _gain(found: Sequence[LoadTurn], base: Sequence[LoadTurn]) -> Json:
@@ -255,19 +251,13 @@ def _batching(lm: LM, load: Load, parts: dict[int, list[LoadTurn]], settings: Js
     tokens = min(settings.get("context") or lm.model.config.context, 2 * load.max_tokens)
     found = serve_bound.measure_bound(lm, many, tokens)
     return {
-        "load": "batching",
-        "concurrency": [few, many],
-        **gain,
-        "at_least": GOAL,
+        "load": "batching", "concurrency": [few, many], **gain, "at_least": GOAL,
         "within": gain["throughput_ratio"] >= GOAL,
         "bound": serve_bound.explain(gain["throughput_ratio"], found, GOAL),
-        "pass_seconds": {str(n): s for n, s in found.seconds.items()},
-        "device_gain": found.gain,
-        "gflops": {str(n): r for n, r in found.rates.items()},
-        "matmul_gflops": found.matmul,
-        "model": lm.name,
+        "pass_seconds": {str(n): s for n, s in found.seconds.items()}, "device_gain": found.gain,
+        "gflops": {str(n): r for n, r in found.rates.items()}, "matmul_gflops": found.matmul, "model": lm.name,
         "hardware": card.hardware(),
-    }
+    }  # fmt: skip
 
 
 async def agents(client: Client, model: str, load: Load) -> Json:
@@ -286,26 +276,20 @@ async def agents(client: Client, model: str, load: Load) -> Json:
     for text in [texts[0], *texts[: load.turns * 3]]:  # the first one warms up
         how = (client, model, text, load.agent, load.max_tokens // 2)
         pairs.append([await run_agent(*how, tools=tools) for tools in (True, False)])
-    kept = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
-    tooled, free = [pair[0] for pair in kept], [pair[1] for pair in kept]
+    complete = [pair for pair in pairs[1:] if not any(one.refused for one in pair)]
+    with_tools, free = [pair[0] for pair in complete], [pair[1] for pair in complete]
     refused = next((one.refused for pair in pairs for one in pair if one.refused), None)
     return {
-        "load": "agent",
-        "loops": len(tooled),
-        "failed": len(pairs) - 1 - len(kept),
-        "refused": refused,
-        "turns": load.agent + 1,
-        "wall": percentiles(one.whole for one in tooled),
-        "turn": percentiles(second for one in tooled for second in one.turns),
+        "load": "agent", "loops": len(with_tools), "failed": len(pairs) - 1 - len(complete), "refused": refused,
+        "turns": load.agent + 1, "wall": percentiles(one.whole for one in with_tools),
+        "turn": percentiles(second for one in with_tools for second in one.turns),
         "wall_of_free_text": percentiles(one.whole for one in free),
-        "ratio": statistics.median(a.whole / b.whole for a, b in zip(tooled, free)) if kept else None,
-        "tokens": sum(one.tokens for one in tooled),
-        "tokens_of_free_text": sum(one.tokens for one in free),
-        "calls": sum(one.calls for one in tooled),
-        "valid_calls": sum(one.valid for one in tooled),
+        "ratio": statistics.median(a.whole / b.whole for a, b in zip(with_tools, free)) if complete else None,
+        "tokens": sum(one.tokens for one in with_tools), "tokens_of_free_text": sum(one.tokens for one in free),
+        "calls": sum(one.calls for one in with_tools), "valid_calls": sum(one.valid for one in with_tools),
         "seed": load.seed,
         "compared_with": "the same conversations with as many turns in free text, in alternation",
-    }
+    }  # fmt: skip
 
 
 def _task(name: str) -> Task:

@@ -69,9 +69,9 @@ def measure_bound(lm: LM, rows: int, tokens: int, turns: int = 7) -> BatchingBou
     for turn in range(turns + 1):  # the first one compiles
         for part in (few, many) if turn % 2 else (many, few):
             seconds[part.rows].append(seconds_per_pass(part))
-    kept = {n: found[1:] for n, found in seconds.items()}
-    middle = {n: statistics.median(found) for n, found in kept.items()}
-    gain = statistics.median(rows * a / b for a, b in zip(kept[1], kept[rows]))
+    timed_passes = {n: found[1:] for n, found in seconds.items()}
+    middle = {n: statistics.median(found) for n, found in timed_passes.items()}
+    gain = statistics.median(rows * a / b for a, b in zip(timed_passes[1], timed_passes[rows]))
     # 2 FLOP for each parameter of a matrix and position; attention is left out.
     work = 2.0 * sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) * few.width
     rates = {n: n * work / middle[n] / 1e9 for n in middle}

@@ -298,17 +298,18 @@ def chat(model: str, text: str, max_tokens: int, frames: bool = False, **more: A
 
 
 async def fetch(client: Client, request: LoadRequest, due: float | None = None) -> RequestResult:
-    """Sends a request and reads its stream to the end.
+    """Sends a request once it is due, and reads its stream to the end.
 
     Args:
         client: Connections to the server.
         request: What to send.
-        due: When it should have begun, on `time.perf_counter`. Default: now.
+        due: When to send it, on `time.perf_counter`; the times of the result count from then. Default: now.
 
     Returns:
         What the client saw, also of errors and of connections that broke.
     """
     due = time.perf_counter() if due is None else due
+    await asyncio.sleep(max(0.0, due - time.perf_counter()))
     try:
         async with client.open("POST", request.path, request.body) as response:
             if response.status == 200:
@@ -390,15 +391,10 @@ async def open_loop(
     Returns:
         (the results in the order of the requests, seconds in all).
     """
-
-    async def one(request: LoadRequest, due: float) -> RequestResult:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        return await fetch(client, request, due)
-
     with no_garbage_collection():
         began = time.perf_counter()
         dues = (began + at for at in arrivals(rate, seed))
-        results = await asyncio.gather(*(one(request, due) for request, due in zip(requests, dues)))
+        results = await asyncio.gather(*(fetch(client, *pair) for pair in zip(requests, dues)))
         return list(results), time.perf_counter() - began
 
 

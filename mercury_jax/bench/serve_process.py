@@ -30,7 +30,7 @@ class ServerProcess(NamedTuple):
 
     url: str
     process: subprocess.Popen[str]
-    said: Path
+    stderr: Path
 
     def end(self, seconds: float = 60.0) -> int:
         """Sends SIGTERM and returns the exit code. subprocess.TimeoutExpired where it does not end in time."""
@@ -64,20 +64,25 @@ def server(
     Raises:
         RuntimeError: It ended before it was ready; with its last lines.
     """
-    asked = {"model": model, "settings": dict(settings or {}), "options": dict(options or {}), "drain": drain}
+    request = {
+        "model": model,
+        "settings": dict(settings or {}),
+        "options": dict(options or {}),
+        "drain": drain,
+    }
     path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "stderr"
-        with said.open("w") as file:
+        stderr = Path(folder) / "stderr"
+        with stderr.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "mercury_jax.bench.serve_process", json.dumps(asked)], stdout=subprocess.PIPE,
+                [sys.executable, "-m", "mercury_jax.bench.serve_process", json.dumps(request)], stdout=subprocess.PIPE,
                 stderr=file, text=True, env=os.environ | {"PYTHONPATH": path} | dict(env or {}),
             )  # fmt: skip
         late = threading.Timer(within, process.kill)
         late.start()
         try:
-            own = ServerProcess(_next_line(process, said)["url"], process, said)
-            _next_line(process, said)
+            own = ServerProcess(_next_line(process, stderr)["url"], process, stderr)
+            _next_line(process, stderr)
             late.cancel()
             yield own
         finally:
@@ -86,17 +91,17 @@ def server(
             process.wait()
 
 
-def _next_line(process: subprocess.Popen[str], said: Path) -> dict[str, Any]:
+def _next_line(process: subprocess.Popen[str], stderr: Path) -> dict[str, Any]:
     """The next JSON line of the server."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        last = " | ".join(said.read_text(errors="replace").strip().splitlines()[-3:])
+        last = " | ".join(stderr.read_text(errors="replace").strip().splitlines()[-3:])
         raise RuntimeError(f"the server did not start, exit code {process.wait()}: {last}")
     return json.loads(line)
 
 
-def main(asked: dict[str, Any]) -> int:
+def main(request: dict[str, Any]) -> int:
     """Runs the server in this process until a signal ends it.
 
     Raises:
@@ -110,23 +115,20 @@ def main(asked: dict[str, Any]) -> int:
     from mercury_jax.serve.server import Server, freeze_startup_objects, listen
 
     logging.basicConfig(stream=sys.stderr)
-    engine = Engine(load(asked.get("model")), EngineConfig(**asked.get("settings", {})))
-    app = create_app(engine, ServerOptions(**asked.get("options", {})))
-    server = Server(app, engine, asked.get("drain", 30.0), freeze_startup_objects)
+    engine = Engine(load(request.get("model")), EngineConfig(**request.get("settings", {})))
+    app = create_app(engine, ServerOptions(**request.get("options", {})))
+    server = Server(app, engine, request.get("drain", 30.0), freeze_startup_objects)
     socket = listen("127.0.0.1", 0)
     began = time.perf_counter()
-
-    def say(**told: Any) -> None:
-        print(json.dumps(told), flush=True)
 
     def say_ready() -> None:
         while not (engine.ready and engine.compiled):
             if server.failure is not None:
                 return
             time.sleep(0.05)
-        say(ready=time.perf_counter() - began)
+        print(json.dumps({"ready": time.perf_counter() - began}), flush=True)
 
-    say(url="http://{}:{}".format(*socket.getsockname()[:2]))
+    print(json.dumps({"url": "http://{}:{}".format(*socket.getsockname()[:2])}), flush=True)
     threading.Thread(target=say_ready, daemon=True).start()
     server.run(sockets=[socket])
     if server.failure is not None:

@@ -1,7 +1,7 @@
 """Entry point: finds the command, runs it, and turns errors into one line and an exit code.
 
-Each command is a module with `run(argv) -> exit code`, imported when it runs. The text of `mercury --help` and of
-`mercury bench --help` stands here, so that it needs neither tyro nor JAX.
+Each command is a module with `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury` and `_bench`
+are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import inspect
 import os
 import platform
 import sys
@@ -37,65 +38,17 @@ COMMANDS = {
 }
 BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
-    "compile": (
-        "bench_compile",
-        "a program for a chip that is not here: memory, collectives, kernels, roofline",
-    ),
+    "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
     "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
-    "serve": (
-        "bench_serve",
-        "a server under load: latencies, batching against one request at a time, agents",
-    ),
+    "serve": ("bench_serve", "a server under load: latencies, batching against single requests, agents"),
 }
 
 # Names that other programs use -> ours.
 SYNONYMS = {
-    "chat": "sample --chat",
-    "complete": "sample",
-    "generate": "sample",
-    "run": "sample",
-    "finetune": "train",
-    "new": "init",
-    "evaluate": "eval",
-    "benchmark": "bench",
-    "export": "convert",
-    "server": "serve",
-}
+    "chat": "sample --chat", "complete": "sample", "generate": "sample", "run": "sample", "finetune": "train",
+    "new": "init", "evaluate": "eval", "benchmark": "bench", "export": "convert", "server": "serve",
+}  # fmt: skip
 BAD_INPUT, FAILED, DISK_FULL, INTERRUPTED = 2, 1, 4, 130
-
-HELP = """\
-usage: mercury COMMAND [OPTIONS]
-
-Train, sample and serve diffusion language models.
-
-{commands}
-
-examples:
-  mercury demo
-  mercury sample "347+585=" --chat
-  mercury infill "def area(r):\\n[[24]]\\n    return a" --escapes
-  mercury eval sudoku4 --limit 64
-  mercury init my_recipe.py
-
-Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an error.
-Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it is empty.
-Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else."""
-
-BENCH_HELP = """\
-usage: mercury bench WHAT [OPTIONS]
-
-Measure. Every figure says what it is compared with, on which hardware, in the same run.
-
-{commands}
-
-examples:
-  mercury bench decode --rules threshold entropy_bound --limit 128
-  mercury bench decode --rules all --recommend --plot rules.png
-  mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
-  mercury bench serve --concurrency 1 16 --agent 2
-  mercury bench gpu check --out h200.jsonl
-
-`mercury bench WHAT --help` lists the options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words behind the program's name. Default: those of this process.
 
     Returns:
-        The exit code: see `HELP`.
+        The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
     """
-    return execute(_run, sys.argv[1:] if argv is None else argv)
+    return execute(_mercury, sys.argv[1:] if argv is None else argv)
 
 
 def run_script(command: Command) -> int:
@@ -153,26 +106,63 @@ def execute(command: Command, argv: Sequence[str]) -> int:
         return exit_code(error)
 
 
-def _run(words: list[str]) -> int:
-    """Looks the command up, in the table of `mercury bench` where it is one of these, and runs its module."""
-    commands, text, kind, more = COMMANDS, HELP, "command", SYNONYMS
+def _mercury(words: list[str]) -> int:
+    r"""usage: mercury COMMAND [OPTIONS]
+
+    Train, sample and serve diffusion language models.
+
+    {commands}
+
+    examples:
+      mercury demo
+      mercury sample "347+585=" --chat
+      mercury infill "def area(r):\n[[24]]\n    return a" --escapes
+      mercury eval sudoku4 --limit 64
+      mercury init my_recipe.py
+
+    Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an
+    error. Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it
+    is empty.
+    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
+    """
     if words[:1] == ["bench"]:
-        words, commands, text, kind, more = words[1:], BENCHES, BENCH_HELP, "bench", {}
-    if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, commands))
-        print(
-            text.format(
-                commands="\n".join(f"  {name:{width}}  {about}" for name, (_, about) in commands.items())
-            )
-        )
-        return 0 if words else BAD_INPUT
-    if words[0] == "--version":
+        return _bench(words[1:])
+    if words[:1] == ["--version"]:
         from mercury_jax import __version__
 
         print(f"mercury_jax {__version__}")
         return 0
+    return _dispatch("command", COMMANDS, words, _mercury.__doc__)
+
+
+def _bench(words: list[str]) -> int:
+    """usage: mercury bench WHAT [OPTIONS]
+
+    Measure. Every figure says what it is compared with, on which hardware, in the same run.
+
+    {commands}
+
+    examples:
+      mercury bench decode --rules threshold entropy_bound --limit 128
+      mercury bench decode --rules all --recommend --plot rules.png
+      mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
+      mercury bench serve --concurrency 1 16 --agent 2
+      mercury bench gpu check --out h200.jsonl
+
+    `mercury bench WHAT --help` lists the options.
+    """
+    return _dispatch("bench", BENCHES, words, _bench.__doc__)
+
+
+def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[str], text: str | None) -> int:
+    """Runs the module of the command that the first word names, or prints the help, which is a docstring."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        width = max(map(len, commands))
+        lines = (f"  {name:{width}}  {about}" for name, (_, about) in commands.items())
+        print(inspect.cleandoc(text or "").format(commands="\n".join(lines)))
+        return 0 if words else BAD_INPUT
     if words[0] not in commands:
-        other = more.get(words[0])
+        other = SYNONYMS.get(words[0]) if commands is COMMANDS else None
         raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
     cache_compiled_programs()
     try:

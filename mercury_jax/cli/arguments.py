@@ -3,8 +3,8 @@
 A command is a frozen dataclass: its fields are the options, its docstring is the help. `read` turns words into one,
 and every mistake into a ValueError of one line that names the option, the value and what is allowed; `app` prints it
 and exits with 2. The groups `Loading`, `Decoding` and `Processing` are nested dataclasses whose fields become options
-of the command. `registered` is the only place where the command line reads the registries of rules, logits processors
-and stopping criteria. Imports tyro, but not JAX: `app` imports this module only when a command runs.
+of the command. Rules and logits processors come from the registries of `decode`; `find_rule` adds a user's own. Imports
+tyro, but not JAX: `app` imports this module only when a command runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -30,6 +31,7 @@ from mercury_jax.cli import show
 from mercury_jax.config import Plan, nearest, refuse
 
 if TYPE_CHECKING:
+    from mercury_jax.decode.registration import Factory
     from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler
     from mercury_jax.types import LM
 
@@ -50,15 +52,12 @@ def option(metavar: str, *, name: str | None = None) -> Any:
         Metadata for `typing.Annotated`. A default that is None or empty is not printed: the field's docstring says
         what happens then.
     """
-    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint=_default_hint)
-
-
-def _default_hint(default: str) -> str:
-    return "" if default in ("None", "", "()") else f"(default: {default})"
+    hint = lambda default: "" if default in ("None", "", "()") else f"(default: {default})"
+    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint=hint)
 
 
 def _numbers(kind: Callable[[str], float], metavar: str, allowed: str, many: bool = False) -> Any:
-    """How tyro reads numbers, with the words of our errors; the ranges are for the library to check."""
+    """How tyro reads numbers, with the words of our errors. The library checks their ranges."""
 
     def parse(words: list[str]) -> Any:
         found = []
@@ -131,18 +130,17 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
         ValueError, SystemExit: As `read`.
     """
     rule = _rule_word(argv)
-    wide, names = (_with_parameters(command, rule), []) if rule else (command, _option_names(command))
+    wide = _with_parameters(command, rule) if rule else command
     found, rest = _parse(wide, argv, prog, command.__doc__)
-    names = names or _option_names(wide)
+    names = _option_names(wide)
     unknown = next((word.split("=")[0] for word in rest if word.startswith("--") and word != "--"), None)
     if unknown is not None and unknown not in names:
         holders = _rules_with(unknown.removeprefix("--").replace("-", "_"))
         if holders and rule is None:
             raise refuse("--rule", None, f"with {unknown} one of {', '.join(holders)}")
         if holders:
-            raise refuse(
-                f"parameter of the rule {rule}", unknown, ", ".join(find_rule(rule or "").defaults) or "none"
-            )
+            allowed = ", ".join(find_rule(rule or "").params) or "none"
+            raise refuse(f"parameter of the rule {rule}", unknown, allowed)
     _refuse_rest(rest, names, prog)
     if rule is None:
         return found, {}
@@ -152,13 +150,13 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
 
 def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> tuple[Any, list[str]]:
     """(the dataclass, words that no field takes). tyro's error boxes become a ValueError of one line."""
-    words, said = list(argv), io.StringIO()
+    words, stderr = list(argv), io.StringIO()
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         words = ["--help"]  # behind other words tyro leaves out what these have filled in
     # tyro joins the lines of a paragraph unless they are indented.
     first, _, rest = inspect.cleandoc(about or "").partition("\n")
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(
                 command,
                 args=words,
@@ -170,7 +168,7 @@ def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> 
     except SystemExit as end:
         if not end.code:
             raise
-        raise ValueError(f"{_one_line(said.getvalue())} (`{prog} --help` explains)") from None
+        raise ValueError(f"{_one_line(stderr.getvalue())} (`{prog} --help` explains)") from None
 
 
 def _one_line(box: str) -> str:
@@ -183,8 +181,8 @@ def _one_line(box: str) -> str:
                 break
         else:
             words.append(text)
-    told = " ".join(filter(None, words))
-    return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", told)
+    text = " ".join(filter(None, words))
+    return re.sub(r"^Error parsing (\S+): (is )?", lambda m: f"{m[1]} {m[2] or 'is wrong: '}", text)
 
 
 def _refuse_rest(rest: Sequence[str], options: Sequence[str], prog: str) -> None:
@@ -227,7 +225,7 @@ def _with_parameters(command: type, rule: str) -> type:
     A parameter whose name is an option of the command stays reachable by `--param`.
     """
     taken, found, fields = _option_names(command), find_rule(rule), []
-    for name, default in found.defaults.items():
+    for name, default in found.params.items():
         if f"--{name.replace('_', '-')}" not in taken:
             about = f"Of the rule {rule}: {found.ranges.get(name, 'a number')}. Default: {default}."
             kind = Annotated[OptionalFloat, tyro.conf.arg(help=about)]
@@ -240,80 +238,47 @@ def _with_parameters(command: type, rule: str) -> type:
 
 
 def _rules_with(parameter: str) -> list[str]:
-    """The rules that have a parameter of this name."""
-    return [name for name, one in registered().rules.items() if parameter in one.defaults]
+    """The registered rules that have a parameter of this name."""
+    from mercury_jax.decode import rules
+
+    return [name for name, make in rules.ALL.items() if parameter in make.params]
 
 
-# --- rules, logits processors and stopping criteria by name
+def import_user_module(name: str) -> ModuleType:
+    """Imports a module of the user's own from the current folder or from where Python finds it."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
 
 
-class RegisteredPart(NamedTuple):
-    """A rule, logits processor or stopping criterion as the command line shows it.
-
-    Attributes:
-        make: Called with its parameters, it gives the part.
-        about: First line of its docstring.
-        defaults: Parameter -> default.
-        ranges: Parameter -> what it may be, in words.
-    """
-
-    make: Callable[..., Any]
-    about: str
-    defaults: dict[str, Any]
-    ranges: dict[str, str]
-
-
-class Registered(NamedTuple):
-    """Everything that can be named on the command line."""
-
-    rules: dict[str, RegisteredPart]
-    processors: dict[str, RegisteredPart]
-    stopping: dict[str, RegisteredPart]
-
-
-def registered() -> Registered:
-    """The registries of `decode`, with what the user's own modules have added to them."""
-    from mercury_jax.decode import processors, rules, stopping
-
-    return Registered(
-        *({name: _part(make) for name, make in kind.ALL.items()} for kind in (rules, processors, stopping))
-    )
-
-
-def _part(make: Any) -> RegisteredPart:
-    about = (make.__doc__ or "").strip().split("\n")[0]
-    ranges = {name: str(allowed) for name, allowed in getattr(make, "ranges", {}).items()}
-    return RegisteredPart(make, about, dict(getattr(make, "params", {})), ranges)
-
-
-def find_rule(name: str) -> RegisteredPart:
+def find_rule(name: str) -> Factory[..., Rule]:
     """A rule by its registered name, or MODULE:NAME of the user's own.
 
     Args:
-        name: Such as "threshold", or "my_rules:greedy": the module is imported from the current folder or from where
-            Python finds it.
+        name: Such as "threshold", or "my_rules:greedy".
+
+    Returns:
+        The function that makes the rule from its parameters.
 
     Raises:
         ValueError: There is no such rule; the message names the nearest one, or says why the module gives none.
     """
+    from mercury_jax.decode import rules
+
     module, colon, attribute = name.partition(":")
     if not colon:
-        known = registered().rules
-        if name not in known:
-            raise refuse(
-                "--rule", name, nearest(name, list(known)) + "; or MODULE:NAME for a rule of your own"
-            )
-        return known[name]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        if name not in rules.ALL:
+            allowed = nearest(name, list(rules.ALL)) + "; or MODULE:NAME for a rule of your own"
+            raise refuse("--rule", name, allowed)
+        return rules.ALL[name]
     try:
-        make = getattr(importlib.import_module(module), attribute)
+        make = getattr(import_user_module(module), attribute)
     except Exception as error:  # the user's own code may raise anything
         reason = f"MODULE:NAME of a rule that can be imported; {type(error).__name__}: {error}"
         raise refuse("--rule", name, reason) from error
     if not hasattr(make, "params"):
         raise refuse("--rule", name, "a function decorated with @mj.rule")
-    return _part(make)
+    return make
 
 
 # --- groups of options
@@ -388,14 +353,12 @@ class Decoding:
             first = next(iter(values))
             holders = ", ".join(_rules_with(first)) or "none: no rule has it"
             raise refuse("--rule", None, f"with --param {first} one of {holders}")
-        found = find_rule(self.rule)
+        make = find_rule(self.rule)
         for name in values:
-            if name not in found.defaults:
-                allowed = (
-                    nearest(name, list(found.defaults)) or f"none: the rule {self.rule} has no parameters"
-                )
+            if name not in make.params:
+                allowed = nearest(name, list(make.params)) or f"none: the rule {self.rule} has no parameters"
                 raise refuse(f"parameter of the rule {self.rule}", name, allowed)
-        return found.make(**values)
+        return make(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,10 +385,11 @@ class Processing:
     """With --guidance: guide against this prompt instead."""
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        """The logits processors that were asked for. ValueError for a value out of range."""
-        known = registered().processors
+        """The logits processors of the options that were given. ValueError for a value out of range."""
+        from mercury_jax.decode import processors
+
         names = ("top_k", "top_p", "min_p", "repetition", "presence", "frequency")
-        return tuple(known[name].make(x) for name in names if (x := getattr(self, name)) is not None)
+        return tuple(processors.ALL[name](x) for name in names if (x := getattr(self, name)) is not None)
 
     def logit_bias(self) -> dict[int, float]:
         """Token id -> what is added to its logit.
@@ -505,7 +469,7 @@ def read_text(word: str, escapes: bool) -> str:
 
 
 def read_text_or_file(name: str, text: str | None, file: str | None, escapes: bool) -> str:
-    """The text of an argument or of `--file`. ValueError where both or none were given, or the file is unreadable.
+    """The text of an argument or of `--file`.
 
     Args:
         name: Of the argument, for the error.

@@ -74,55 +74,42 @@ class BenchCompile:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a process is started.
+    """
     args = arguments.read(BenchCompile, argv, "mercury bench compile")
     show.check_writable("--out", args.out)
     from mercury_jax.bench import compile as bench_compile
-    from mercury_jax.bench.aot import CompileRequest
 
-    if args.model == "kernels":
-        return _all_kernels(args)
-    request = CompileRequest(**{name: getattr(args, name) for name in CompileRequest._fields})
-    with _stages(args) as stage:
-        record = bench_compile.compile_for(request, stage)
-    show.write_records(args.out, [record])
-    if args.json:
-        show.emit(record)
-    else:
-        print(table(record))
-    return 0
-
-
-def _all_kernels(args: BenchCompile) -> int:
-    """`kernels` in the place of a MODEL: a record for each form of each kernel."""
-    from mercury_jax.bench import compile as bench_compile
-
-    for name in ("context", "batch", "dtype", "quantise", "mesh"):
+    kernels = args.model == "kernels"
+    for name in ("context", "batch", "dtype", "quantise", "mesh") if kernels else ():
         if getattr(args, name) is not None:
-            raise refuse(
-                f"--{name}", getattr(args, name), "nothing with `kernels`, which are compiled in every form"
-            )
+            allowed = "nothing with `kernels`, which are compiled in every form"
+            raise refuse(f"--{name}", getattr(args, name), allowed)
     with _stages(args) as stage:
-        records = bench_compile.compile_all_kernels(args.target, stage)
+        if kernels:
+            records = bench_compile.compile_all_kernels(args.target, stage)
+        else:
+            fields = bench_compile.CompileRequest._fields
+            request = bench_compile.CompileRequest(**{name: getattr(args, name) for name in fields})
+            records = [bench_compile.compile_for(request, stage)]
     show.write_records(args.out, records)
     if args.json:
-        show.emit({"for": args.target, "kernels": records})
+        show.emit({"for": args.target, "kernels": records} if kernels else records[0])
+    elif kernels:
+        print(LINE.format("kernel", "shape", "registers", "spilled", "shared memory"))
+        print("\n".join(map(kernel_line, records)))
     else:
-        print(
-            "\n".join(
-                [
-                    LINE.format("kernel", "shape", "registers", "spilled", "shared memory"),
-                    *map(_line, records),
-                ]
-            )
-        )
+        print(table(records[0]))
     return 0
 
 
 LINE = "{:10} {:72} {:>9} {:>8} {:>13}"
 
 
-def _line(r: Mapping[str, Any]) -> str:
+def kernel_line(r: Mapping[str, Any]) -> str:
     """A row of the table of kernels; where there is no such form, the reason and what runs instead."""
     if "refused" in r:
         return f"{r['kernel']:10} {r['shape']:72} none: {r['refused']}; instead: {r['fallback']}"
@@ -132,8 +119,8 @@ def _line(r: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _stages(args: BenchCompile) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done: as a spinner with the time so far, or where there is no terminal as
-    lines, unless the output is for a program."""
+    """Yields a function that shows what is being done: beside a spinner and the time so far, or without a terminal as a
+    line; with --json nothing."""
     if args.json or not show.terminal(sys.stderr):
         yield lambda text: None if args.json else show.say(f"{text} ...")
         return
@@ -158,37 +145,26 @@ def table(r: Mapping[str, Any]) -> str:
         f"  {'FLOP':14} {r['flops']:.3g} {'an' if r['per'][0] == 'u' else 'a'} {r['per']} on each device",
         f"  {'roofline':14} {ms(roofline['seconds'])} ({roofline['bound']} bound: memory "
         f"{ms(roofline['memory_seconds'])}, compute {ms(roofline['compute_seconds'])})",
-        *_collectives(r), *_kernels(r),
     ]  # fmt: skip
-    for row in r["largest"][:5]:
-        made = f"{row['shape']} x {row['count']}  {row['of'][-60:] or 'by XLA itself'}"
-        lines.append(f"  {'makes':14} {format_bytes(row['bytes']):>9}  {made}")
-    return "\n".join(lines)
-
-
-def _collectives(r: Mapping[str, Any]) -> list[str]:
-    if not r["collectives"]:
-        return [f"  {'collectives':14} none"]
-    lines = []
     for kind, row in r["collectives"].items():
         looped = f", {row['per_pass']} of them in each pass of the loop" if row["per_pass"] else ""
         lines.append(f"  {'collectives':14} {row['count']} {kind}, {format_bytes(row['bytes'])}{looped}")
-    total = sum(row["per_pass"] or row["count"] for row in r["collectives"].values())
-    return [*lines, f"  {'':14} {total / r['layers']:.1f} a layer"]
-
-
-def _kernels(r: Mapping[str, Any]) -> list[str]:
-    found = []
+    if r["collectives"]:
+        total = sum(row["per_pass"] or row["count"] for row in r["collectives"].values())
+        lines.append(f"  {'':14} {total / r['layers']:.1f} a layer")
+    else:
+        lines.append(f"  {'collectives':14} none")
     for k in r["kernels"]:
         if k.get("registers") is None:
-            about = f"{k['name']} x {k['count']}: {format_bytes(k['vmem_bytes'])} of VMEM, where the compiler says so"
+            text = f"{k['name']} x {k['count']}: {format_bytes(k['vmem_bytes'])} of VMEM, where the compiler says so"
         else:
-            about = (
-                f"{k['name']}: {k['registers']} registers, {k['spill_bytes']} bytes spilled, "
-                f"{k['shared_bytes']} bytes of shared memory"
-            )
-        found.append(f"  {'kernel':14} {about}")
-    return found
+            text = f"{k['name']}: {k['registers']} registers, {k['spill_bytes']} bytes spilled, "
+            text += f"{k['shared_bytes']} bytes of shared memory"
+        lines.append(f"  {'kernel':14} {text}")
+    for row in r["largest"][:5]:
+        text = f"{row['shape']} x {row['count']}  {row['of'][-60:] or 'by XLA itself'}"
+        lines.append(f"  {'makes':14} {format_bytes(row['bytes']):>9}  {text}")
+    return "\n".join(lines)
 
 
 def format_bytes(count: int) -> str:

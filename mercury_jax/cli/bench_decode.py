@@ -83,12 +83,12 @@ class BenchDecode:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     args = arguments.read(BenchDecode, argv, "mercury bench decode")
-    from mercury_jax.bench import decode, recommend, records
+    from mercury_jax.bench import decode, recommend
 
-    names = [arguments.find_rule(n).make.__name__ if ":" in n else n for n in args.rules]
+    names = [arguments.find_rule(n).__name__ if ":" in n else n for n in args.rules]
     chosen = decode.sweep(None if "all" in names else names, args.points)
     if args.plot is not None:
-        records.check_plot(args.plot)
+        decode.check_plot(args.plot)
     show.check_writable("--plot", args.plot)
     show.check_writable("--out", args.out)
     lm = show.load(args.model)
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
         with show.progress("count", total=count, quiet=args.json) as update:
             update(completed=-1)  # a tick announces what comes next, and so ends what was before
             trials = decode.run(found, one, lambda text: update(description=text, advance=1))
-        new, (slow, able) = records.records(trials, one), records.results(trials, one)
+        new, (slow, able) = decode.records(trials, one), decode.results(trials, one)
         rows, base, others = rows + new, [*base, slow], others + able
         # After every task, so that one that fails does not take the others along.
         show.write_records(args.out, rows)
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
         if not args.json:
             print(table(new), flush=True)
     if args.plot is not None:
-        records.plot(rows, args.plot)
+        decode.plot(rows, args.plot)
     if args.recommend:
         _print_advice(recommend.recommend(base, others, args.seed), args)
     return 0

@@ -78,10 +78,7 @@ def run(argv: Sequence[str]) -> int:
 def _records(args: BenchServe) -> Iterator[dict[str, Any]]:
     from mercury_jax.bench import serve
 
-    load = serve.Load(
-        concurrency=args.concurrency, requests=args.requests, turns=args.turns, rate=args.rate, tasks=args.tasks,
-        max_tokens=args.max_tokens, frames=args.frames, effort=args.effort, agent=args.agent, seed=args.seed,
-    )  # fmt: skip
+    load = serve.Load(**{name: getattr(args, name) for name in serve.Load.__dataclass_fields__})
     if args.url is not None:
         yield from serve.against(args.url, load, args.api_key)
         return
@@ -102,8 +99,8 @@ def line(row: Mapping[str, Any]) -> str:
         )
     name = f"open, {row['rate']:g}/s" if row["load"] == "open" else f"closed, {row['concurrency']} at a time"
     times = "; ".join(
-        f"{told} " + " / ".join(_time(row[key][p]) for p in ("p50", "p90", "p99"))
-        for told, key in (("first frame", "first_frame"), ("last token", "last_token"), ("whole", "whole"))
+        f"{label} " + " / ".join(_time(row[key][p]) for p in ("p50", "p90", "p99"))
+        for label, key in (("first frame", "first_frame"), ("last token", "last_token"), ("whole", "whole"))
     )
     ratio = f", {row['throughput_ratio']:.2f} times the fewest" if row["load"] == "closed" else ""
     passes = row["tokens_per_forward"]
@@ -117,11 +114,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 def _agent_line(row: Mapping[str, Any]) -> str:
     wall, free = row["wall"], row["wall_of_free_text"]
-    told = (
+    text = (
         f"agent, {row['turns']} turns: wall p50 {_time(wall['p50'])}, p99 {_time(wall['p99'])}; "
         f"{row['valid_calls']} of {row['calls']} calls valid; as free text p50 {_time(free['p50'])}"
     )
-    return told + (f"; {row['failed']} conversations failed: {row['refused'][:300]}" if row["failed"] else "")
+    return text + (f"; {row['failed']} conversations failed: {row['refused'][:300]}" if row["failed"] else "")
 
 
 def _time(seconds: float) -> str:

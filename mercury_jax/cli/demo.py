@@ -7,6 +7,7 @@ answer is correct, at most `TRIES` times.
 from __future__ import annotations
 
 import ast
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,9 +70,10 @@ class Question(NamedTuple):
 
     Attributes:
         before: What precedes the answer on the screen.
-        check: Whether an answer is correct; None where that cannot be told.
-        right, wrong: What is said of a correct answer, and the correct answer beside a wrong one.
-        remark: What is said of an answer that cannot be checked.
+        check: Whether an answer is correct; None where that cannot be decided.
+        right: Printed with a correct answer: why it is correct.
+        wrong: Printed with a wrong answer: a correct one.
+        remark: Text -> what is printed with an answer that cannot be checked.
     """
 
     title: str
@@ -84,18 +86,6 @@ class Question(NamedTuple):
     remark: Callable[[str], str] = lambda text: ""
 
 
-class DemoAnswer(NamedTuple):
-    """One answer, whether it is right (None: that cannot be told), and what it cost."""
-
-    text: str
-    right: bool | None
-    tokens: int
-    nfe: int
-    seconds: float
-    slow_nfe: int  # of the same model, accepting one token per step
-    slow_seconds: float
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs the command; returns 0 when the sudoku and the sum were answered correctly, else 1."""
     args = arguments.read(Demo, argv, "mercury demo")
@@ -105,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     say = (lambda text: None) if args.json else (lambda text: print(show.readable(text), flush=True))
     say(f"{lm.name}: {lm.parameters:,} parameters, on {show.device()}")
     live = show.terminal() and not (args.no_live or args.json)
-    with show.waiting("compiling, once for all that follows"):
+    with show.progress(text="compiling, once for all that follows"):
         began = time.perf_counter()
         for question in (draw(0) for draw in kinds):
             _decode(lm, question)
@@ -114,58 +104,48 @@ def run(argv: Sequence[str]) -> int:
                 list(_frames(lm, question))
         seconds = time.perf_counter() - began
     say(f"compiled in {seconds:.1f} s\n")
-    results = [_ask(lm, draw, live, args.json, say) for draw in kinds]
+    right = [_ask(lm, draw, live, args.json, say) for draw in kinds]
     say(NEXT)
-    return int(any(shown.right is False for shown in results))
+    return int(False in right)
 
 
 # --- questions
 
 
 def questions(seed: int) -> list[Callable[[int], Question]]:
-    """The three kinds of questions, each as a function of the attempt; `seed` draws them."""
-    return [
-        lambda attempt: _sudoku(seed, attempt),
-        lambda attempt: _sum(seed, attempt),
-        lambda attempt: _python(PYTHON[(seed + attempt) % len(PYTHON)]),
-    ]
+    """The three kinds of questions, each as a function of the attempt.
+
+    Args:
+        seed: Draws the questions.
+
+    Returns:
+        A sudoku, a sum and a start of Python; each attempt gives another one.
+    """
+    puzzles = [functools.partial(_puzzle, name, seed) for name in ("sudoku4", "add3")]
+    return [*puzzles, lambda attempt: _python(PYTHON[(seed + attempt) % len(PYTHON)])]
 
 
-def _problem(name: str, seed: int, attempt: int) -> tuple[Any, Any]:
-    """(task, a held-out problem of it): of several sudokus the one with the most blanks, which has most to show."""
+def _puzzle(name: str, seed: int, attempt: int) -> Question:
+    """A held-out problem of a task; of several sudokus the one with the most blanks, which has most to show."""
     import numpy as np
 
     from mercury_jax.tasks import TASKS, draw
 
     task, rng = TASKS[name], np.random.default_rng((seed, attempt))
     drawn = [draw(task, rng, "test") for _ in range(DRAWN)]
-    return task, max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
-
-
-def _sudoku(seed: int, attempt: int) -> Question:
-    task, problem = _problem("sudoku4", seed, attempt)
+    problem = max(drawn, key=lambda p: p.input.count("0")) if name == "sudoku4" else drawn[0]
+    prompt = [{"role": "user", "content": problem.input}]
+    check = lambda text: task.check(problem.input, text)
+    if name == "sudoku4":
+        return Question(
+            "A 4x4 sudoku that training never saw", problem.input.replace("0", ".") + "\n\n", prompt, 32, check,
+            right="every row, column and box has each digit once, and the given digits stand",
+            wrong=problem.output.replace("\n", " / "),
+        )  # fmt: skip
     return Question(
-        title="A 4x4 sudoku that training never saw",
-        before=problem.input.replace("0", ".") + "\n\n",
-        prompt=[{"role": "user", "content": problem.input}],
-        max_tokens=32,
-        check=lambda text: task.check(problem.input, text),
-        right="every row, column and box has each digit once, and the given digits stand",
-        wrong=problem.output.replace("\n", " / "),
-    )
-
-
-def _sum(seed: int, attempt: int) -> Question:
-    task, problem = _problem("add3", seed, attempt)
-    return Question(
-        title="A sum, worked out column by column before it answers",
-        before=problem.input + "\n",
-        prompt=[{"role": "user", "content": problem.input}],
-        max_tokens=64,
-        check=lambda text: task.check(problem.input, text),
-        right=f"{problem.input}{problem.output}",
-        wrong=problem.output,
-    )
+        "A sum, worked out column by column before it answers", problem.input + "\n", prompt, 64, check,
+        right=f"{problem.input}{problem.output}", wrong=problem.output,
+    )  # fmt: skip
 
 
 def _python(start: str) -> Question:
@@ -176,69 +156,82 @@ def _python(start: str) -> Question:
             return "It does not parse as Python."
         return "Its whole lines parse as Python."
 
-    return Question(
-        title="Python, in the manner of the standard library it was trained on",
-        before=start,
-        prompt=start,
-        max_tokens=64,
-        check=lambda text: None,
-        remark=remark,
-    )
+    title = "Python, in the manner of the standard library it was trained on"
+    return Question(title, start, start, 64, check=lambda text: None, remark=remark)
 
 
 # --- answers
 
 
 def _decode(lm: LM, question: Question, one_per_step: bool = False) -> Any:
+    from mercury_jax.decode import rules
     from mercury_jax.decode.sample import sample
 
-    sampler = arguments.registered().rules["confidence"].make() if one_per_step else None
+    sampler = rules.confidence() if one_per_step else None
     return sample(lm, question.prompt, max_tokens=question.max_tokens, sampler=sampler)
 
 
 def _ask(
     lm: LM, draw: Callable[[int], Question], live: bool, as_json: bool, say: Callable[[str], None]
-) -> DemoAnswer:
-    """Asks questions of one kind until one is answered correctly."""
+) -> bool | None:
+    """Asks questions of one kind until one is answered correctly, and times each answer against one token per step.
+
+    Args:
+        lm: The model.
+        draw: Attempt -> question.
+        live: Whether to draw the answer step by step.
+        as_json: Whether to print a record for each question.
+        say: Prints text for people.
+
+    Returns:
+        Whether the last answer is correct; None where that cannot be decided.
+    """
+    right = False
     for attempt in range(TRIES):
         question = draw(attempt)
         say(f"--- {question.title}\n")
-        shown = _show(lm, question, live, say)
-        if as_json:
-            show.emit(_record(question, shown, attempt))
+        out, slow = _decode(lm, question), _decode(lm, question, one_per_step=True)
+        text, right = out.text, question.check(out.text)
+        if live:
+            text = _watch(lm, question)
+            right = right and question.check(
+                text
+            )  # both the answer that was shown and the one that was timed
         else:
-            say(_verdict(question, shown))
-        if shown.right is not False:
+            thinking = f"[thinking] {out.thinking[0]}\n[answer] " if out.thinking[0] else ""
+            say(question.before + thinking + out.text)
+        tokens, nfe, slow_nfe = out.lengths[0], int(out.forwards[0]), int(slow.forwards[0])
+        if as_json:
+            prompt = question.prompt if isinstance(question.prompt, str) else question.prompt[0]["content"]
+            show.emit({
+                "scene": question.title, "prompt": prompt, "text": text, "correct": right, "attempt": attempt,
+                "tokens": tokens, "forwards": nfe, "tokens_per_forward": tokens / max(nfe, 1),
+                "seconds": out.seconds, "tokens_per_second": tokens / max(out.seconds, 1e-9),
+                "one_token_a_forward": {"forwards": slow_nfe, "seconds": slow.seconds},
+            })  # fmt: skip
+        verdicts = {True: f"Right: {question.right}.", False: f"Wrong: it should be {question.wrong}."}
+        verdict = question.remark(text) if right is None else verdicts[right]
+        ratio = slow.seconds / max(out.seconds, 1e-9)
+        say(
+            f"\n{verdict}\n  {show.figures(tokens, nfe, out.seconds)}\n  the same model, one token per step: "
+            f"{slow_nfe} forward passes, {slow.seconds:.2f} s, {ratio:.1f} times as long\n"
+        )
+        if right is not False:
             break
         if attempt + 1 < TRIES:
             say("The next one:\n")
-    return shown
-
-
-def _show(lm: LM, question: Question, live: bool, say: Callable[[str], None]) -> DemoAnswer:
-    """Answers a question, shows it, and times it against one token per step."""
-    out, slow = _decode(lm, question), _decode(lm, question, one_per_step=True)
-    text, right = out.text, question.check(out.text)
-    if live:
-        text = _watch(lm, question)
-        right = right and question.check(text)  # both the answer that was shown and the one that was timed
-    else:
-        thinking = out.thinking[0]
-        say(question.before + (f"[thinking] {thinking}\n[answer] " if thinking else "") + out.text)
-    return DemoAnswer(
-        text, right, out.lengths[0], int(out.forwards[0]), out.seconds, int(slow.forwards[0]), slow.seconds
-    )
+    return right
 
 
 def _frames(lm: LM, question: Question) -> Any:
     """The answer step by step: the most confident tokens first, in LIVE_STEPS steps a block. The default rule would
     need one or two steps, too few to watch."""
     from mercury_jax.config import Plan
+    from mercury_jax.decode import rules
     from mercury_jax.decode.stream import stream
 
-    rule = arguments.registered().rules["confidence"].make()
-    plan = Plan(steps=LIVE_STEPS)
-    return stream(lm, question.prompt, max_tokens=question.max_tokens, sampler=rule, plan=plan)
+    how: dict[str, Any] = dict(sampler=rules.confidence(), plan=Plan(steps=LIVE_STEPS))
+    return stream(lm, question.prompt, max_tokens=question.max_tokens, **how)
 
 
 def _watch(lm: LM, question: Question) -> str:
@@ -252,29 +245,3 @@ def _watch(lm: LM, question: Question) -> str:
     console, frames = Console(highlight=False), _frames(lm, question)
     last = live.follow(console, lm.tokenizer, question.before, size, frames, pace=pace, first="noise")
     return last.text
-
-
-def _verdict(question: Question, shown: DemoAnswer) -> str:
-    """What is said of an answer: right or wrong, and its speed beside one token per step."""
-    told = {True: f"Right: {question.right}.", False: f"Wrong: it should be {question.wrong}."}
-    verdict = question.remark(shown.text) if shown.right is None else told[shown.right]
-    ours = show.figures(shown.tokens, shown.nfe, shown.seconds)
-    ratio = shown.slow_seconds / max(shown.seconds, 1e-9)
-    slow = f"{shown.slow_nfe} forward passes, {shown.slow_seconds:.2f} s, {ratio:.1f} times as long"
-    return f"\n{verdict}\n  {ours}\n  the same model, one token per step: {slow}\n"
-
-
-def _record(question: Question, shown: DemoAnswer, attempt: int) -> dict[str, Any]:
-    return {
-        "scene": question.title,
-        "prompt": question.prompt if isinstance(question.prompt, str) else question.prompt[0]["content"],
-        "text": shown.text,
-        "correct": shown.right,
-        "attempt": attempt,
-        "tokens": shown.tokens,
-        "forwards": shown.nfe,
-        "tokens_per_forward": shown.tokens / max(shown.nfe, 1),
-        "seconds": shown.seconds,
-        "tokens_per_second": shown.tokens / max(shown.seconds, 1e-9),
-        "one_token_a_forward": {"forwards": shown.slow_nfe, "seconds": shown.slow_seconds},
-    }

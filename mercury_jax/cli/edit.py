@@ -58,41 +58,39 @@ class Edit:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: A bad option, before a model is loaded.
+    """
     args, parameters = arguments.read_with_rule(Edit, argv, "mercury edit")
     arguments.check_request(args.decoding.seed, args.temperature)
     text = arguments.read_text_or_file("TEXT", args.text, args.file, args.escapes)
-    how = dict(
-        prompt=_prompt(args), spans=[arguments.read_text(s, args.escapes) for s in args.span] or None,
+    if args.chat is not None and args.prompt is not None:
+        raise refuse("--chat", args.chat, "--chat or --prompt, and not both")
+    prompt: Any = args.prompt if args.chat is None else args.chat
+    if prompt is not None:
+        prompt = arguments.read_text(prompt, args.escapes)
+    if args.chat is not None:
+        prompt = [{"role": "user", "content": prompt}]
+    how: dict[str, Any] = dict(
+        prompt=prompt, spans=[arguments.read_text(s, args.escapes) for s in args.span] or None,
         seed=args.decoding.seed, sampler=args.decoding.sampler(parameters), plan=args.decoding.plan(),
         temperature=args.temperature,
     )  # fmt: skip
     lm = args.loading.load()
     from mercury_jax.decode.edit import edit
 
-    with show.waiting("editing"):
+    with show.progress(text="editing"):
         out = edit(lm, text, **how)
     changes, nfe = out.changes[0], int(out.forwards[0])
     if args.json:
-        show.emit({
-            "text": out.text,
-            "changes": [{"at": c.at, "before": c.before, "after": c.after} for c in changes],
-            "tokens": len(out.tokens[0]),
-            "forwards": nfe,
-            "seconds": out.seconds,
-        })  # fmt: skip
+        found = [{"at": c.at, "before": c.before, "after": c.after} for c in changes]
+        tokens = len(out.tokens[0])
+        show.emit(dict(text=out.text, changes=found, tokens=tokens, forwards=nfe, seconds=out.seconds))
         return 0
     print(show.readable(out.text) if show.terminal() else out.text)
     for change in changes:
         show.say(f"  token {change.at}: {change.before!r} -> {change.after!r}")
     show.say(f"{len(changes)} tokens changed in {nfe} forward passes, {out.seconds:.2f} s")
     return 0
-
-
-def _prompt(args: Edit) -> Any:
-    """What precedes the text: a user's message, a plain prompt, or nothing."""
-    if args.chat is not None and args.prompt is not None:
-        raise refuse("--chat", args.chat, "--chat or --prompt, and not both")
-    if args.chat is not None:
-        return [{"role": "user", "content": arguments.read_text(args.chat, args.escapes)}]
-    return None if args.prompt is None else arguments.read_text(args.prompt, args.escapes)

@@ -72,14 +72,9 @@ def run(argv: Sequence[str]) -> int:
     out = _fill(args, pieces, args.decoding.sampler(parameters))
     if args.json:
         show.emit({
-            "text": out.text,
-            "holes": out.holes,
-            "tokens": sum(out.filled),
-            "forwards": int(out.forwards.sum()),
-            "tokens_per_forward": out.tokens_per_forward,
-            "seconds": out.seconds,
-            "tokens_per_second": out.tokens_per_second,
-            "seed": args.decoding.seed,
+            "text": out.text, "holes": out.holes, "tokens": sum(out.filled), "forwards": int(out.forwards.sum()),
+            "tokens_per_forward": out.tokens_per_forward, "seconds": out.seconds,
+            "tokens_per_second": out.tokens_per_second, "seed": args.decoding.seed,
             "compilation_included": not args.warm,
         })  # fmt: skip
         return 0
@@ -123,7 +118,7 @@ def _fill(args: Infill, pieces: Sequence[str | int], sampler: Any) -> InfillOutp
     parts = [Hole(None if p == OPEN else p, most=args.most) if isinstance(p, int) else p for p in pieces]
     plan, seed = args.decoding.plan(), args.decoding.seed
     for _ in range(1 + args.warm):
-        with show.waiting("denoising"):
+        with show.progress(text="denoising"):
             out = infill(lm, parts, seed=seed, sampler=sampler, plan=plan, temperature=args.temperature)
     return out
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, RegisteredPart, Repeated, option
+from mercury_jax.cli.arguments import Flag, OptionalInt, Positional, Repeated, option
 from mercury_jax.config import refuse
 
 
@@ -48,18 +45,25 @@ def run(argv: Sequence[str]) -> int:
     args = arguments.read(Info, argv, "mercury info")
     if args.path is not None and args.model is not None:
         raise refuse("MODEL", args.path, "one model: leave --model out")
-    if args.load and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     for module in args.load:
         try:
-            importlib.import_module(module)
+            arguments.import_user_module(module)
         except ImportError as error:
             raise refuse("--load", module, f"a module that can be imported ({error})") from error
     from mercury_jax import hub
 
     record = hub.info(args.path or args.model or hub.NANO, mask=args.mask)
     if args.path is None:
-        record |= _machine() | _choices()
+        import jax
+
+        from mercury_jax import __version__
+        from mercury_jax.kernels import device as kernel_device
+
+        record |= {
+            "mercury_jax": __version__, "jax": jax.__version__, "platform": jax.devices()[0].platform,
+            "devices": [d.device_kind for d in jax.devices()], "kernels": kernel_device.status(),
+        }  # fmt: skip
+        record |= _choices()
     if args.json:
         show.emit(record)
     else:
@@ -67,36 +71,22 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _machine() -> dict[str, Any]:
-    """Versions, devices, and which of our kernels are used on them."""
-    import jax
-
-    from mercury_jax import __version__
-    from mercury_jax.kernels import device as kernel_device
-
-    devices = jax.devices()
-    return {
-        "mercury_jax": __version__,
-        "jax": jax.__version__,
-        "platform": devices[0].platform,
-        "devices": [d.device_kind for d in devices],
-        "kernels": kernel_device.status(),
-    }
-
-
 def _choices() -> dict[str, Any]:
-    """Rules, processors and stopping criteria with their parameters, and tasks, each with its first line."""
+    """Registered rules, processors and stopping criteria with their parameters, and tasks, each with its first line."""
+    from mercury_jax.decode import processors, rules, stopping
     from mercury_jax.evaluate import TASKS
 
-    def described(parts: Mapping[str, RegisteredPart]) -> dict[str, Any]:
-        return {
-            name: {"about": p.about, "parameters": p.defaults, "ranges": p.ranges}
-            for name, p in parts.items()
+    found: dict[str, Any] = {}
+    for kind, registry in (("rules", rules.ALL), ("processors", processors.ALL), ("stopping", stopping.ALL)):
+        found[kind] = {
+            name: {
+                "about": (make.__doc__ or "").strip().split("\n")[0],
+                "parameters": make.params,
+                "ranges": {parameter: str(allowed) for parameter, allowed in make.ranges.items()},
+            }
+            for name, make in registry.items()
         }
-
-    found = arguments.registered()
-    kinds = {kind: described(parts) for kind, parts in found._asdict().items()}
-    return kinds | {"tasks": {name: task.about for name, task in TASKS.items()}}
+    return found | {"tasks": {name: task.about for name, task in TASKS.items()}}
 
 
 LISTS = (  # printed below the plain fields, each in its own way
@@ -124,13 +114,7 @@ def _print(record: Mapping[str, Any]) -> None:
         print(f"{'card':12} {name}: {value}")
     for note in record["notes"]:
         print(f"{'note':12} {note}")
-    _print_memory(record)
-    if "rules" in record:
-        _print_choices(record)
-
-
-def _print_memory(record: Mapping[str, Any]) -> None:
-    """For each number of devices: parameters as stored and in 8 bits, and the KV cache of one row at full context."""
+    # For each number of devices: parameters as stored and in 8 bits, and the KV cache of one row at full context.
     print(f"\nmemory of each device   {'parameters':>12} {'in 8 bits':>12} {'one full row':>14}")
     for count, need in record["bytes_per_device"].items():
         sizes = [_size(need[k]) for k in ("params", "params_int8", "cache")]
@@ -139,6 +123,8 @@ def _print_memory(record: Mapping[str, Any]) -> None:
     here = record["room"]
     if here["bytes"] is not None:
         print(f"  here: {here['devices']} x {here['kind']}, {_size(here['bytes'])} free on each")
+    if "rules" in record:
+        _print_choices(record)
 
 
 def _size(count: int) -> str:

@@ -49,9 +49,8 @@ def run(argv: Sequence[str]) -> int:
     own = args.recipe.endswith(".py") and args.file is None
     name = FIRST if own else args.recipe
     if name not in known:
-        raise refuse(
-            "RECIPE", args.recipe, f"a new file such as my_recipe.py, or {nearest(name, list(known))}"
-        )
+        allowed = f"a new file such as my_recipe.py, or {nearest(name, list(known))}"
+        raise refuse("RECIPE", args.recipe, allowed)
     path = Path(args.recipe if own else args.file or f"{name}.py")
     if path.suffix != ".py" or not re.fullmatch(r"[\w-]+", path.stem):
         raise refuse("FILE", str(path), "a name of letters, digits, _ and - that ends in .py")
@@ -59,9 +58,8 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("FILE", str(path), f"a file in a folder that exists; {path.parent} does not")
     # The copy names itself in its commands and in its output folder.
     text = known[name].read_text(encoding="utf-8").replace(f"configs/{name}.py", str(path))
-    text = text.replace(f'name="{name}"', f'name="{path.stem}"').replace(
-        f"runs/{name}/", f"runs/{path.stem}/"
-    )
+    text = text.replace(f'name="{name}"', f'name="{path.stem}"')
+    text = text.replace(f"runs/{name}/", f"runs/{path.stem}/")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

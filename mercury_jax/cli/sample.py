@@ -123,9 +123,9 @@ def _timed(lm: LM, prompts: Any, seed: int, warm: bool, how: dict[str, Any]) -> 
     from mercury_jax.decode.sample import sample
 
     if warm:
-        with show.waiting("compiling"):
+        with show.progress(text="compiling"):
             sample(lm, prompts, seed=seed, **how)
-    with show.waiting("decoding"):
+    with show.progress(text="decoding"):
         return sample(lm, prompts, seed=seed, **how)
 
 
@@ -137,9 +137,8 @@ def _print(out: Output, args: Sample) -> None:
             continue
         print(show.readable(text) if show.terminal() else text)
         if out.thinking[i] and not text.strip():
-            show.say(
-                f"the answer ended while thinking ({out.finish[i]}): {out.thinking[i]!r}; raise --max-tokens"
-            )
+            why = f"({out.finish[i]}): {out.thinking[i]!r}; raise --max-tokens"
+            show.say(f"the answer ended while thinking {why}")
     if not args.json:
         note = "" if args.warm else ", compilation included"
         show.say(show.figures(sum(out.lengths), int(out.forwards.sum()), out.seconds, note))
@@ -150,27 +149,16 @@ def _record(out: Output, i: int, args: Sample) -> dict[str, Any]:
     answer's."""
     tokens, nfe = out.lengths[i], int(out.forwards[i])
     record = {
-        "text": out.texts[i],
-        "tokens": tokens,
-        "forwards": nfe,
-        "tokens_per_forward": tokens / max(nfe, 1),
-        "seconds": out.seconds,
-        "tokens_per_second": tokens / max(out.seconds, 1e-9),
-        "finish": out.finish[i],
-        "thinking": out.thinking[i],
-        "seed": args.decoding.seed + i,
-        "batch": len(out.texts),
+        "text": out.texts[i], "tokens": tokens, "forwards": nfe, "tokens_per_forward": tokens / max(nfe, 1),
+        "seconds": out.seconds, "tokens_per_second": tokens / max(out.seconds, 1e-9), "finish": out.finish[i],
+        "thinking": out.thinking[i], "seed": args.decoding.seed + i, "batch": len(out.texts),
         "compilation_included": not args.warm,
-    }
+    }  # fmt: skip
     if out.logprobs is not None:
         found = out.logprobs[i]
         record["logprobs"] = [
-            {
-                "id": int(t),
-                "logprob": float(p),
-                "top": [[int(a), float(b)] for a, b in zip(ids, top, strict=True)],
-            }
-            for t, p, ids, top in zip(out.tokens[i], found.tokens, found.top_ids, found.top, strict=True)
+            {"id": token, "logprob": p, "top": list(zip(ids, top, strict=True))}
+            for token, p, ids, top in zip(out.tokens[i], found.tokens, found.top_ids, found.top, strict=True)
         ]
     return record
 

@@ -123,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
     check_address(args.host, options)
     # A bad parameter and a port that is in use are reported before a model is loaded.
     if args.rule is not None:
-        arguments.find_rule(args.rule).make(**parameters)
+        arguments.find_rule(args.rule)(**parameters)
     socket = listen(args.host, args.port)
 
     from mercury_jax.serve.app import create_app
@@ -144,7 +144,13 @@ def run(argv: Sequence[str]) -> int:
 
     server = Server(create_app(engine, options), engine, args.drain, ready)
     host, port = socket.getsockname()[:2]
-    _greet(lm.name, host, port, options)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if options.keys else ""
+    show.say(f"""\
+{lm.name} at {url}/v1{f"   playground: {url}/" if options.playground else ""}
+try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
+       -d '{{"model": "{lm.name}", "messages": [{{"role": "user", "content": "347+585="}}]}}'
+compiling; /ready answers 200 when that is done""")
     server.run(sockets=[socket])
     if server.failure is not None:
         raise server.failure
@@ -246,16 +252,6 @@ def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
     """
     if rule is None:
         return lm
-    name = arguments.find_rule(rule).make.__name__
-    kept = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
-    return dataclasses.replace(lm, decoding={**kept, "rule": name, "knobs": parameters})
-
-
-def _greet(model: str, host: str, port: int, options: ServerOptions) -> None:
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = ' -H "Authorization: Bearer $KEY"' if options.keys else ""
-    show.say(f"{model} at {url}/v1" + (f"   playground: {url}/" if options.playground else ""))
-    show.say(f"""\
-try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\
-       -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "347+585="}}]}}'
-compiling; /ready answers 200 when that is done""")
+    name = arguments.find_rule(rule).__name__
+    plan = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
+    return dataclasses.replace(lm, decoding={**plan, "rule": name, "knobs": parameters})

@@ -156,25 +156,17 @@ def terminal(stream: TextIO | None = None) -> bool:
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """A spinner on standard error; nothing where standard error is no terminal."""
-    if not terminal(sys.stderr):
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
-
-
-@contextmanager
 def progress(
-    kind: Literal["count", "bytes", "time"], text: str = "", *, total: int | None = None, quiet: bool = False
+    kind: Literal["count", "bytes", "time"] = "time",
+    text: str = "",
+    *,
+    total: int | None = None,
+    quiet: bool = False,
 ) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error; nothing where that is no terminal.
 
     Args:
-        kind: A bar over a known count, bytes so far, or the time so far.
+        kind: A bar over a known count, a spinner with the bytes so far, or a spinner with the time so far.
         text: What is shown beside it first.
         total: The whole count, where it is known.
         quiet: Show nothing.
@@ -209,7 +201,7 @@ def load(source: str | None, **how: Any) -> LM:
         source: Folder or Hugging Face id; None for the embedded model.
         how: Further arguments of `mercury_jax.load`.
     """
-    with waiting("loading the model"):
+    with progress(text="loading the model"):
         from mercury_jax.hub import load
 
         return load(source, **how)

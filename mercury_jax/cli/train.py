@@ -57,9 +57,8 @@ def run(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         arguments.read(Train, words, "mercury train")  # prints the help, or says that RECIPE is missing
     if words[0].startswith("-"):
-        raise refuse(
-            "RECIPE", words[0], "the recipe first, then its fields: mercury train RECIPE --steps 200"
-        )
+        allowed = "the recipe first, then its fields: mercury train RECIPE --steps 200"
+        raise refuse("RECIPE", words[0], allowed)
     from mercury_jax.train import recipe
 
     config = recipe.override(_load(words[0]), words[1:])
@@ -80,10 +79,8 @@ def _load(path: str) -> TrainConfig:
         raise ValueError(f"{path}: {error}") from error
     except Exception as error:
         text = str(error.msg if isinstance(error, SyntaxError) else error) + _suggestion(error)
-        where = _line(error, path)
-        raise refuse(
-            "recipe", path, f"a file that runs; this one fails{where}: {type(error).__name__}: {text}"
-        ) from error
+        allowed = f"a file that runs; this one fails{_line(error, path)}: {type(error).__name__}: {text}"
+        raise refuse("recipe", path, allowed) from error
 
 
 def _line(error: BaseException, path: str) -> str:
@@ -119,13 +116,8 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
     model = result.out / "model"
     if as_json:
         show.emit({
-            "name": config.name,
-            "step": result.step,
-            "steps": config.steps,
-            "stopped": result.stopped,
-            "out": str(result.out),
-            "model": str(model),
-            "metrics": result.metrics,
+            "name": config.name, "step": result.step, "steps": config.steps, "stopped": result.stopped,
+            "out": str(result.out), "model": str(model), "metrics": result.metrics,
         })  # fmt: skip
         return
     if result.stopped:

@@ -322,5 +322,5 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
             seen = seen._replace(view=seen.view._replace(logits=logits))
         return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None, params)
 
-    shapes = tree.unflatten([jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves])
-    jax.eval_shape(one_step, shapes)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
+    jax.eval_shape(lambda traced: one_step(tree.unflatten(traced)), shapes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mercury_jax import models, sharding
-from mercury_jax.bench import abstract_params, aot, chips, compile as compiling
+from mercury_jax.bench import abstract_params, chips, compile as compiling
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import format_bytes, table
 from mercury_jax.decode import abstract
@@ -109,10 +109,10 @@ def test_the_roofline_is_the_longer_of_both_times():
 def test_a_program_too_large_for_a_tpu_does_not_fit():
     told = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     told += "Used 20.50G of 15.75G hbm."
-    found = aot.refused_for_memory(told)
+    found = compiling.refused_for_memory(told)
     assert found["bytes_per_device"] == int(20.5 * 2**30) and found["fits"] is False
     with pytest.raises(ValueError, match="refuses the program: INTERNAL"):
-        aot.refused_for_memory("INTERNAL: something else\nand more")
+        compiling.refused_for_memory("INTERNAL: something else\nand more")
 
 
 def test_a_meshs_sizes_are_read_or_refused():
@@ -130,13 +130,13 @@ def test_the_training_step_is_lowered_with_its_state_on_the_mesh(monkeypatch):
     small = dataclasses.replace(
         found.config, width=64, layers=1, ffn=64, vocab=128, heads=4, kv_heads=4, head_dim=16
     )
-    made = aot.lower(
-        aot.CompileRequest("x", "h200x4", "train", context=64, batch=4),
+    made = compiling.lower(
+        compiling.CompileRequest("x", "h200x4", "train", context=64, batch=4),
         found._replace(config=small),
         chips.target("h200x4"),
     )
     assert made.mesh.shape["fsdp"] == 4 and (made.rows, made.context, made.per) == (4, 64, "update")
-    record = aot.cost(made.lowered.compile(), chips.ALL["h200"], "bfloat16", "train")
+    record = compiling.cost(made.lowered.compile(), chips.ALL["h200"], "bfloat16", "train")
     assert record["collectives"]["all-reduce"]["count"] > 0 and record["fits"]
     assert record["aliased_bytes"] > 0.9 * record["output_bytes"]  # the state is donated
 
@@ -164,16 +164,16 @@ def test_bad_options_are_refused_before_a_process_is_started(words, told, capsys
 
 def test_the_child_reports_why_it_refuses(tmp_path):
     out = tmp_path / "out.json"
-    ask = json.dumps(aot.CompileRequest("llada-7b", "h200")._asdict())
+    ask = json.dumps(compiling.CompileRequest("llada-7b", "h200")._asdict())
     assert compiling.main(["program", ask, str(out)]) == 2
     assert "llada-8b is the nearest" in json.loads(out.read_text())["refused"]
 
 
 def test_a_child_that_dies_is_reported(monkeypatch):
-    monkeypatch.setattr(chips, "missing", lambda chip: None)
+    monkeypatch.setattr(chips, "check_plugin", lambda chip: None)
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     with pytest.raises(compiling.CompilerFailed, match="ended with code 1"):
-        compiling.compile_for(aot.CompileRequest("nano", "h200"))
+        compiling.compile_for(compiling.CompileRequest("nano", "h200"))
 
 
 def test_the_table_says_what_does_not_fit():

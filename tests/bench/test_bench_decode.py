@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mercury_jax import tasks
-from mercury_jax.bench import decode, recommend, records, timing
+from mercury_jax.bench import decode, recommend, timing
 from mercury_jax.bench.decode import GRID, SweepPoint, sweep
 from mercury_jax.bench.recommend import RuleResult
 from mercury_jax.cli import main
@@ -116,7 +116,7 @@ def measured():
 
 def test_records_have_every_figure_and_the_baseline_compares_equal_to_itself(measured):
     asked, trials = measured
-    base, surest, once, refused = records.records(trials, asked)
+    base, surest, once, refused = decode.records(trials, asked)
     assert set(base) >= FIELDS and set(base) == set(surest) == set(once)
     json.dumps([base, surest, once, refused])
     assert (base["rule"], base["points"], base["agreement"], base["speedup"]) == (ONE_A_STEP, 0.0, 1.0, 1.0)
@@ -131,10 +131,10 @@ def test_records_have_every_figure_and_the_baseline_compares_equal_to_itself(mea
 
 def test_a_rule_that_does_not_fit_says_why(measured):
     asked, trials = measured
-    refused = records.records(trials, asked)[-1]
+    refused = decode.records(trials, asked)[-1]
     assert "uniform" in refused["refused"] and "accuracy" not in refused
     assert refused["rule"] == "stranger()" and refused["task"] == "add3"
-    base, able = records.results(trials, asked)
+    base, able = decode.results(trials, asked)
     assert base.rule == ONE_A_STEP and [c.rule for c in able] == ["threshold(p=1.0)", "threshold(p=0.0)"]
 
 
@@ -240,7 +240,7 @@ def test_a_pass_of_twice_the_width_counts_twice():
         )
         trial.made, trial.seconds, trial.ratios = [8], [1.0], [1.0]
         found.append(trial)
-    _, (narrow, doubled) = records.results([found[0], *found], asked)
+    _, (narrow, doubled) = decode.results([found[0], *found], asked)
     assert (narrow.forwards, doubled.forwards) == ([3, 5], [6, 10])
 
 
@@ -264,17 +264,17 @@ def test_a_rule_must_keep_every_task():
 
 def test_the_plot_has_a_curve_a_rule(measured, tmp_path, monkeypatch):
     asked, trials = measured
-    made = records.records(trials, asked)
-    assert records.plot(made, tmp_path / "a.png").stat().st_size > 5000
+    made = decode.records(trials, asked)
+    assert decode.plot(made, tmp_path / "a.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="ends in .png"):
-        records.check_plot(tmp_path / "a.txt")
+        decode.check_plot(tmp_path / "a.txt")
     with pytest.raises(ValueError, match="folder that exists"):
-        records.check_plot(tmp_path / "none" / "a.png")
+        decode.check_plot(tmp_path / "none" / "a.png")
     with pytest.raises(ValueError, match="rows"):
-        records.plot(made[-1:], tmp_path / "b.png")
+        decode.plot(made[-1:], tmp_path / "b.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"matplotlib is installed: pip install .*\[plot\]"):
-        records.check_plot(tmp_path / "a.png")
+        decode.check_plot(tmp_path / "a.png")
 
 
 # --- the command line

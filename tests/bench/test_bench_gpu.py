@@ -28,18 +28,18 @@ BROKEN = (sys.executable, str(Path(__file__).with_name("broken_worker.py")))
 
 
 def scripted(script, budget=60.0, **how):
-    """A runner whose children answer each case by a script that sees `asked` and has `say`."""
+    """A runner whose children answer each case by a script that sees `args` and has `say`."""
     begin = "import json, os, sys, time\nsay = lambda **told: print(json.dumps(told), flush=True)\n"
-    loop = "for line in sys.stdin:\n    asked = json.loads(line)['asked']\n"
+    loop = "for line in sys.stdin:\n    args = json.loads(line)['args']\n"
     body = "".join(f"    {line}\n" for line in script.splitlines())
     said = []
     return Runner(budget, (sys.executable, "-c", begin + loop + body), said.append, **how), said
 
 
 CHILD = """
-if asked.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
-if asked.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
-if asked.get('do') == 'refuse': say(failed='it cannot')
+if args.get('do') == 'hang': say(stage='in a kernel'); time.sleep(60)
+if args.get('do') == 'crash': print('no such instruction', file=sys.stderr); os.abort()
+if args.get('do') == 'refuse': say(failed='it cannot')
 else: print('noise of a library'); say(row={'pid': os.getpid()}); say(done=True)
 """.strip()
 
@@ -140,7 +140,7 @@ def broken(tmp_path, monkeypatch):
         for w in (64, 128, 256, 512)
         for r in (1, 2)
     ]
-    found = [c._replace(asked=c.asked | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
+    found = [c._replace(args=c.args | {"seed": 0, "draws": 1}, env=commands.KERNELS) for c in found]
     monkeypatch.setattr(commands, "check_cases", lambda *a: found)
     monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     monkeypatch.setenv("MERCURY_ONCE", str(tmp_path / "once"))
@@ -156,6 +156,7 @@ def broken(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
     rows, kept = broken(w128="crash", w256="nan", w512="wrong")
     verdicts = {row["form"]: row["verdict"] for row in rows if "verdict" in row}
@@ -169,9 +170,10 @@ def test_a_form_that_fails_is_off_and_the_others_are_decided(broken):
         assert len(later) == 1
 
 
+@pytest.mark.slow
 def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(broken, monkeypatch):
     monkeypatch.setattr(commands, "check_cases", lambda *a, found=commands.check_cases(): [
-        c._replace(limit=6.0) if c.asked["shape"]["width"] == 128 else c for c in found
+        c._replace(limit=6.0) if c.args["shape"]["width"] == 128 else c for c in found
     ])  # fmt: skip
     rows, kept = broken(w128="hang", w512="once")
     assert kept["attention-64-bfloat16"]["passed"] and kept["attention-512-bfloat16"]["passed"]
@@ -179,6 +181,7 @@ def test_a_form_that_hangs_is_off_and_a_form_broken_by_an_earlier_case_is_on(bro
     assert any("only here" in row.get("in_a_used_process", "") for row in rows)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_name_selects_whole_forms_and_other_forms_keep_their_results(broken, monkeypatch):
     rows, kept = broken(w256="error")
     assert "ILLEGAL_ADDRESS" in kept["attention-256-bfloat16"]["why"]
@@ -188,6 +191,7 @@ def test_a_part_of_a_name_selects_whole_forms_and_other_forms_keep_their_results
     assert all(told["passed"] for told in kept.values()) and len(kept) == 4
 
 
+@pytest.mark.slow
 def test_a_form_for_which_no_time_was_left_is_off(broken, monkeypatch):
     found = commands.check_cases()
     monkeypatch.setattr(commands, "check_cases", lambda *a: [*found[:3], found[3]._replace(least=1e9)])
@@ -210,7 +214,7 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
     for case in commands.check_cases(which, 0):
         if case.work == "sanitizer":
             continue
-        shape = case.asked["shape"]
+        shape = case.args["shape"]
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
@@ -225,14 +229,15 @@ def test_forms_of_cases_have_the_names_that_the_kernels_look_up(which):
     assert len(names) == (28 if which == kernel_device.HOPPER else 15)
 
 
+@pytest.mark.slow
 def test_every_case_of_a_chip_is_lowered_for_it():
     """The first shape of each form, lowered for CUDA; this needs no chip."""
     todo = {}
     for case in commands.check_cases(kernel_device.HOPPER, 0):
-        if case.form and not case.asked["shape"].get("softcap") and "float16-" not in case.name:
+        if case.form and not case.args["shape"].get("softcap") and "float16-" not in case.name:
             todo.setdefault(case.form, case)
     for case in todo.values():
-        shape = case.asked["shape"]
+        shape = case.args["shape"]
         if case.work == "attention":
             a = check.AttentionShape(**shape)
             args, _ = jax.eval_shape(a.prepared, *drawn(a))
@@ -260,6 +265,7 @@ def test_the_error_is_of_the_worst_row():
 # --- models
 
 
+@pytest.mark.slow
 def test_the_load_of_a_pass_reads_all_experts_and_multiplies_with_the_active_ones():
     """DiffusionGemma: 25.2B parameters, 3.8B of them active."""
     found = model.find(commands.GEMMA)
@@ -365,6 +371,7 @@ def test_bad_options_are_refused_before_anything_runs(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_checks_a_form_reports_it_and_stores_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(kernel_device.FILE, str(tmp_path / "kernels.json"))
     out = tmp_path / "rows.jsonl"
@@ -385,6 +392,7 @@ def test_info_says_which_kernels_are_on_and_why(capsys):
     assert json.loads(capsys.readouterr().out)["kernels"]["rule"] == "off: no kernel is written for cpu"
 
 
+@pytest.mark.slow
 def test_the_command_times_what_it_can_and_says_why_not_the_rest(tmp_path):
     out = tmp_path / "rows.jsonl"
     assert (
@@ -404,8 +412,8 @@ def test_missing_transformers_is_reported():
     absent = (
         f"import sys; sys.modules['torch'] = None; sys.argv = [{script!r}]; exec(open({script!r}).read())"
     )
-    asked = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
+    args = {"config": {}, "prompt": [1], "steps": [1, 2], "device": "cuda", "dtype": "bfloat16"}
     done = subprocess.run(
-        [sys.executable, "-c", absent], input=json.dumps(asked), capture_output=True, text=True
+        [sys.executable, "-c", absent], input=json.dumps(args), capture_output=True, text=True
     )
     assert "install torch" in json.loads(done.stdout)["left_out"]

@@ -162,6 +162,7 @@ def talker(method, path, body):
     return whole({"choices": [{"message": message}], "usage": {"completion_tokens": 6}})
 
 
+@pytest.mark.slow
 def test_records_have_every_figure_and_the_fewest_clients_are_the_baseline():
     talker.count = 0
     load = serve.Load(concurrency=(2, 1), requests=4, turns=2, rate=500.0, tasks=("add3",), agent=2)

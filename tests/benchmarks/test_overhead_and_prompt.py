@@ -50,6 +50,7 @@ def test_the_bare_loop_returns_the_logits_of_its_last_pass():
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_prompts_grow_in_rising_order_with_a_cache_in_proportion():
     small, large = prompt.measure(tiny(), [120, 100], repeats=1)  # of equal capacity: one compilation
     assert (small["length"], large["length"], small["growth"]) == (100, 120, 1.0)
@@ -85,6 +86,7 @@ def test_benchmarks_refuse_bad_input(run, argv, words, capsys):
     assert out == "" and "Traceback" not in err and [w for w in words if w not in err] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["overhead", "peer", "prompt", "repair", "cache", "quantise"])
 def test_every_benchmark_explains_itself(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]

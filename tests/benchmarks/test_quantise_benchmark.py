@@ -7,6 +7,8 @@ import mercury_jax as mj
 from benchmarks import quantise
 from mercury_jax.decode import score
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def nano():

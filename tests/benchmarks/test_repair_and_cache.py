@@ -8,6 +8,8 @@ from mercury_jax.bench import decode
 from mercury_jax.bench.timing import endless
 from tests.tiny import tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def nano():

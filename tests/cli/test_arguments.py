@@ -10,6 +10,7 @@ from mercury_jax.train import loop
 from mercury_jax.train.recipe import load_recipe as recipe_of
 from tests.cli.recipe import RECIPE
 from tests.cli.run import objects, refused
+from tests.marks import slow_except
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", slow_except(MISTAKES, *MISTAKES.keys() - {"a vocabulary too large"}))
 def test_a_mistake_in_a_first_recipe_is_explained(mistake, tmp_path, capsys):
     (before, after), words = MISTAKES[mistake]
     path = tmp_path / "mine.py"

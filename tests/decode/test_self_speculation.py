@@ -74,6 +74,7 @@ def test_autoregressive_and_speculation_are_the_loop_by_hand(temperature):
     assert plain.forwards.tolist() == [len(w) + (len(w) < 14) for w in want]
 
 
+@pytest.mark.slow
 def test_more_drafting_passes_and_penalties_change_no_text():
     with jax.enable_x64(True):
         lm = causal("float64")

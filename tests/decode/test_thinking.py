@@ -22,6 +22,7 @@ def restless():
     return dataclasses.replace(lm, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["instant", "low"])
 def test_no_answer_of_an_effort_is_empty(restless, effort):
     out = mj.sample(
@@ -45,6 +46,7 @@ def test_no_answer_of_an_effort_is_empty(restless, effort):
     assert np.all(again.forwards == out.forwards)
 
 
+@pytest.mark.slow
 def test_the_last_moment_of_a_stream_is_what_sample_returns(restless):
     for seed in range(4):
         asked = dict(effort="instant", temperature=1.0, max_tokens=6, seed=seed)

@@ -17,10 +17,9 @@ collect_ignore_glob = [] if os.environ.get("MERCURY_DEVICELESS") else ["test_*.p
 def compiled():
     """CompileRequest(**how) -> its record; each program is compiled once, in a process of its own."""
     from mercury_jax.bench import compile as compiling
-    from mercury_jax.bench.aot import CompileRequest
 
     def one(*names, **how):
-        return kept(compiling.compile_for(CompileRequest(*names, **how)))
+        return kept(compiling.compile_for(compiling.CompileRequest(*names, **how)))
 
     return functools.cache(one)
 

@@ -49,5 +49,5 @@ def test_what_has_no_form_says_what_runs_instead(records, target):
     for r in records(target):
         if "refused" in r:
             assert r["refused"] and r["fallback"] == FALLBACK[r["kernel"]]
-        line = bench_compile._line(r)
+        line = bench_compile.kernel_line(r)
         assert r["shape"] in line and ("instead: " in line) == ("refused" in r)

@@ -139,4 +139,4 @@ def test_no_head_is_too_odd_to_be_refused(server, cases):
     assert {one.status for one in told} >= {200, 400, 403, 404, 415}
     assert now.bytes < before.bytes + GROWTH and now.files <= before.files + 2
     assert run(server.url, alive)
-    assert "Traceback" not in server.said.read_text(errors="replace")
+    assert "Traceback" not in server.stderr.read_text(errors="replace")

@@ -36,7 +36,7 @@ def test_every_answer_is_one_that_the_document_tells(server, cases, tmp_path):
     for way in (way for way in ways if way.startswith("POST")):
         assert sum(told[key] for key in told if key[:2] == (way, "fuzzing")) >= cases
         assert told[way, "fuzzing", "positive", 200] > 0 and told[way, "fuzzing", "negative", 400] > 0
-    assert "Traceback" not in server.said.read_text(errors="replace")
+    assert "Traceback" not in server.stderr.read_text(errors="replace")
 
 
 def schemathesis(folder, url, cases):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.checkpoint import tensors
+from mercury_jax.hub.family import Family
 from mercury_jax.hub.load import Opened, load_opened, open_checkpoint
 from mercury_jax.types import Pass
 
@@ -22,6 +23,11 @@ class Golden(NamedTuple):
     params: dict
     said: dict[str, np.ndarray]  # what the reference was given and what it computed
 
+    @property
+    def family(self) -> Family:
+        assert self.opened.family is not None  # it is for checkpoints in our own layout
+        return self.opened.family
+
 
 @functools.cache
 def golden(name: str) -> Golden:
@@ -29,7 +35,7 @@ def golden(name: str) -> Golden:
     said = read_all(folder / "golden.safetensors")
     mask = int(said["mask_id"][0]) if "mask_id" in said else None
     opened = open_checkpoint(folder, mask=mask, dtype="float32")
-    return Golden(name, opened, load_opened(opened, dtype=jnp.float32).params, said)
+    return Golden(name, opened, load_opened(opened, dtype=jnp.dtype("float32")).params, said)
 
 
 def limit(own: np.ndarray) -> float:

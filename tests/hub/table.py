@@ -45,7 +45,7 @@ def ours(name: str) -> np.ndarray:
 def rows() -> list[str]:
     found: dict[str, list[str]] = {}
     for name in NAMES:
-        found.setdefault(golden(name).opened.family.name, []).append(name)
+        found.setdefault(golden(name).family.name, []).append(name)
     out = []
     for family in families():
         names = found.get(family.name, [])

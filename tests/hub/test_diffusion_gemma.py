@@ -14,6 +14,7 @@ from mercury_jax.hub.load import load_opened, open_checkpoint
 from mercury_jax.types import Pass
 from tests.decode.views import KEY, view_of
 from tests.hub.goldens_of import GOLDENS, golden, limit, read_all
+from tests.marks import slow_except
 
 LIMIT = 1e-4
 CHECKPOINTS = ["diffusion_gemma", "diffusion_gemma_other"]  # the second: every size drawn at random
@@ -51,7 +52,7 @@ def told(g, conditioned):
     return denoise(g, g.said["tokens"], g.said["canvas"], g.said["carry_logits"], conditioned)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_except(CHECKPOINTS, "diffusion_gemma"))
 def test_canvas_logits_equal_transformers(name):
     g = golden(name)
     bare, conditioned = (limit(g.said[key]) for key in ("fp64_diff", "fp64_diff_conditioned"))
@@ -84,7 +85,7 @@ def model_of(dtype):
     return load_opened(opened, dtype=jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("bits", slow_except([32, 64], 32))
 def test_two_sampled_canvases_equal_those_of_generate(bits):
     """Nothing is injected on our side: the reference was given the noise that this very call draws."""
     said = recorded()

@@ -18,8 +18,8 @@ from tests.hub.goldens_of import GOLDENS, NAMES, golden
 def test_a_checkpoint_that_is_read_and_written_is_unchanged(name, tmp_path):
     g = golden(name)
     config = g.opened.config
-    same = g.opened.family.export is not None  # Gemma 4 with other senses is written as its text model alone
-    family = g.opened.family if same else writers(config)[0]
+    same = g.family.export is not None  # Gemma 4 with other senses is written as its text model alone
+    family = g.family if same else writers(config)[0]
     assert family.export is not None and family.read(family.export(config)) == config
     arrays = lazy_tensors(family.names(config), g.params)
     written = folders.scan(write_folder(tmp_path / "x", family.export(config), arrays, shard=60_000))
@@ -70,7 +70,7 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
 
 def test_shards_have_at_most_the_requested_size(tmp_path):
     g = golden("qwen3")
-    arrays = lazy_tensors(g.opened.family.names(g.opened.config), g.params)
+    arrays = lazy_tensors(g.family.names(g.opened.config), g.params)
     write_folder(tmp_path / "x", {}, arrays, shard=30_000)
     sizes = [p.stat().st_size for p in (tmp_path / "x").glob("*.safetensors")]
     largest = max(

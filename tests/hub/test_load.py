@@ -12,11 +12,12 @@ import pytest
 from mercury_jax import hub, sharding
 from mercury_jax.checkpoint import CheckpointError, tensors
 from mercury_jax.cli import main
-from mercury_jax.hub import params
+from mercury_jax.hub import family, params
 from mercury_jax.hub.family import families
 from mercury_jax.hub.load import load_opened, open_checkpoint
 from mercury_jax.models.weight_quant import QuantisedWeight
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
+from tests.marks import slow_except
 
 
 @pytest.fixture
@@ -134,9 +135,23 @@ def test_further_ends_are_read_from_the_generation_config(folder):
 
 
 def test_llada_moe_is_recognised_by_its_architecture():
-    kinds = {n: open_checkpoint(GOLDENS / n, mask=5).family.name for n in ("llada", "llada_moe")}
-    assert kinds == {"llada": "LLaDA", "llada_moe": "LLaDA-MoE"}
+    for name, wanted in (("llada", "LLaDA"), ("llada_moe", "LLaDA-MoE")):
+        opened = open_checkpoint(GOLDENS / name, mask=5)
+        assert opened.family is not None and opened.family.name == wanted
     assert len({f.name for f in families()}) == len(families())
+
+
+def test_a_family_registered_by_a_user_is_read_and_named_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(family, "_REGISTERED", [*families()])
+    dream = next(f for f in families() if f.name == "Dream")
+    hub.register(dream._replace(name="Mine", architectures=("MyModel",)))
+    shutil.copytree(GOLDENS / "dream", tmp_path / "mine")
+    about = json.loads((tmp_path / "mine" / "config.json").read_text()) | {"architectures": ["MyModel"]}
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(about))
+    assert hub.info(tmp_path / "mine")["family"] == "Mine"
+    assert open_checkpoint(tmp_path / "mine").config == open_checkpoint(GOLDENS / "dream").config
+    with pytest.raises(ValueError, match="name of a family is 'Mine'"):
+        hub.register(dream._replace(name="Mine"))
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monkeypatch):
@@ -152,8 +167,10 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_with_the_numbers(monke
 
 
 @pytest.mark.parametrize(
-    "name, kind, most", [("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
-                         ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)]
+    "name, kind, most",
+    slow_except([("qwen3", "int8", 0.03), ("llada2", "int8", 0.03), ("gemma4_moe", "int8", 0.03),
+                 ("qwen3", "fp8", 0.1), ("gemma4_moe", "fp8", 0.1)],
+                ("qwen3", "int8", 0.03), ("qwen3", "fp8", 0.1))
 )  # fmt: skip
 def test_8_bit_weights_change_logits_little(name, kind, most):
     g = golden(name)

@@ -19,6 +19,7 @@ from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.tokenizer import IdTokenizer, unpack
 from mercury_jax.types import Pass
 from tests.hub.goldens_of import GOLDENS, forward, golden, logits_of
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 PROMPT = [5, 17, 3, 40, 21, 8, 33, 2]
@@ -33,7 +34,7 @@ def greedy(name, tokens, count):
     return row[0, len(tokens) : at + 1].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma4_dense"])
+@pytest.mark.parametrize("name", slow_except(["llama3", "gemma4_dense"], "llama3"))
 def test_the_score_of_an_autoregressive_model_is_its_likelihood(name):
     """Of one answer and of rows of several lengths, against one plain pass over prompt and answer."""
     lm, answers = mj.load(GOLDENS / name), [[9, 4], [30], [7, 7, 12, 1, 25]]
@@ -80,7 +81,7 @@ def test_a_mask_is_refused_for_an_autoregressive_folder_of_ours(tmp_path):
         mj.load(tmp_path / "ours", mask=9)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma4_dense"])
+@pytest.mark.parametrize("name", slow_except(["qwen3", "gemma4_dense"], "qwen3"))
 def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
     lm = mj.load(GOLDENS / name)
     whole = mj.logits(lm, [[7, 8, 9, 10], [7, 8, 11, 10]], PROMPT)
@@ -94,7 +95,7 @@ def test_a_canvas_of_an_autoregressive_model_is_read_from_left_to_right(name):
         mj.edit(lm, [7, 8, 9])
 
 
-@pytest.mark.parametrize("name", ["dream", "fast_dllm"])
+@pytest.mark.parametrize("name", slow_except(["dream", "fast_dllm"], "fast_dllm"))
 def test_a_shifted_model_is_read_at_the_previous_position(name):
     g = golden(name)
     mask = g.opened.config.mask

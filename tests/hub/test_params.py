@@ -47,6 +47,7 @@ def hollow(folder: Path, config: dict) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     opened = open_checkpoint(folder / "config.json")
+    assert opened.family is not None
     names, shapes = opened.family.names(opened.config), params.shapes_of(opened.model)
     header, at = {}, 0
     for path, source in names.items():
@@ -63,6 +64,7 @@ def hollow(folder: Path, config: dict) -> int:
     return max(e["data_offsets"][1] - e["data_offsets"][0] for e in header.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 def test_loading_needs_little_memory_beyond_the_parameters(tmp_path):
     largest = hollow(tmp_path / "m", SIZES)

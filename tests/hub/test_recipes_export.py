@@ -11,6 +11,8 @@ from mercury_jax.cli import main
 from mercury_jax.train import data
 from mercury_jax.train.recipe import load_recipe
 
+pytestmark = pytest.mark.slow
+
 TARGETS = {
     "nano_sdar": "SDARForCausalLM",
     "nano_bidirectional": "A2DQwen3LMHeadModel",

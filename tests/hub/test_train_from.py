@@ -17,6 +17,7 @@ from mercury_jax.train.objectives import masked_elbo
 from mercury_jax.train.recipe import MeshConfig
 from tests.hub.goldens_of import GOLDENS
 from tests.hub.tiny_tokenizers import byte_level
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 
@@ -29,6 +30,7 @@ def recipe(folder, out, **changes):
     return dataclasses.replace(made, **changes)
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_checkpoint(tmp_path):
     folder = hub.save_hf(tmp_path / "hf", tiny("bidirectional"))
     result = mj.train(recipe(folder, tmp_path / "run", sampler=mj.rules.factor(0.5)))
@@ -85,7 +87,7 @@ def config():
 """
 
 
-@pytest.mark.parametrize("to", ["hf", "ours"])
+@pytest.mark.parametrize("to", slow_except(["hf", "ours"], "ours"))
 def test_training_makes_a_diffusion_model_of_an_autoregressive_checkpoint(qwen3, tmp_path, to, capsys):
     folder, tok = qwen3
     mask = tok.vocab_size  # the first id that stands for nothing
@@ -110,7 +112,7 @@ def alive(shape: tuple[int, ...]) -> int:
     return sum(x.shape == shape for x in jax.live_arrays() if not x.is_deleted())
 
 
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("resume", slow_except([False, True], True))
 def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypatch, resume):
     hub.save(tmp_path / "first", tiny("bidirectional"), NoiseConfig())
     found, given = [], []

@@ -10,6 +10,7 @@ from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import AttentionCall, Int8Vectors, dequantise, quantise_int8
 from mercury_jax.kernels.hopper import attention
 from mercury_jax.kernels.interpreter import interpreted
+from tests.marks import slow_except
 
 
 def case(t, h, g, width, page, dtype, r=2, seed=0):
@@ -51,7 +52,9 @@ def check(got, q, k, v, ranges, scale, softcap, tolerance):
 
 
 # On a CPU `attend` takes few slots at once, and walks many.
-@pytest.mark.parametrize("page, int8", [(5, False), (5, True), (100, False)])
+@pytest.mark.parametrize(
+    "page, int8", slow_except([(5, False), (5, True), (100, False)], (5, False), (5, True))
+)
 def test_gathered_pages_equal_contiguous_keys(page, int8):
     q, k, v, pool_k, pool_v, pages, ranges = case(4, 4, 2, 8, page, jnp.float32)
     if int8:
@@ -72,7 +75,7 @@ CASES = {  # first row; T, H, G, K, page, dtype, ranges; scale, softcap, int8, p
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES))
 def test_the_hopper_kernel_reads_pages_in_place(name, monkeypatch):
     first, *shape, scale, softcap, int8, processors = CASES[name]
     monkeypatch.setattr(attention, "PROCESSORS", processors)

@@ -161,6 +161,7 @@ def test_chunked_attention_reads_no_chunk_outside_of_the_ranges():
     np.testing.assert_array_equal(run_cached(q, *spoiled, ranges), run_cached(q, k, v, ranges))
 
 
+@pytest.mark.slow
 def test_chunked_attention_of_a_row_does_not_depend_on_the_ranges_of_other_rows():
     q, k, v, ranges = cache_inputs(6 * CHUNK)
     near = ranges.copy()

@@ -9,6 +9,7 @@ from mercury_jax.kernels import grouped_matmul
 from mercury_jax.kernels.device import target
 from mercury_jax.kernels.grouped_matmul import tiles_of
 from mercury_jax.kernels.interpreter import interpreted
+from tests.marks import slow_except
 
 
 def wide(x):
@@ -147,7 +148,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("tile", [8, 16, 128])
+@pytest.mark.parametrize("tile", slow_except([8, 16, 128], 16))
 @pytest.mark.parametrize("name", SIZES)
 def test_visits_start_at_multiples_of_8_and_write_every_row_once(name, tile):
     sizes = np.array(SIZES[name])

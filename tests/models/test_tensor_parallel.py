@@ -20,6 +20,7 @@ from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import cache_shardings, mesh, model_parallel_mesh, with_mesh
 from mercury_jax.types import LM, Pass
+from tests.marks import slow_except
 
 T, SLOTS = 8, 32
 PLAIN = ModelConfig(
@@ -86,7 +87,7 @@ def passed(config, sizes, quantise):
     return want, made(*args), found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, "shared"))
 def test_a_pass_over_a_mesh_equals_one_device_with_two_all_reduces_per_layer(name):
     config, sizes, quantise = CASES[name]
     want, ours, found = passed(config, sizes, quantise)

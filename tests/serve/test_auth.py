@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import hmac
 from types import SimpleNamespace
 
@@ -15,13 +16,14 @@ from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.options import ServerOptions
 from tests.serve.asgi_client import send_request
 from tests.serve.scripted_engine import ScriptedEngine
+from tests.tiny import tiny
 
 KEYS = ("first-key-123", "second-key-456")
 SECRET = "nano-the-secret"  # the model's name: what no answer without a key may hold
 
 
 def model():
-    return SimpleNamespace(name=SECRET, parameters=5, tokenizer=None, card={}, decoding={})
+    return dataclasses.replace(tiny(), name=SECRET)
 
 
 def app_of(**options):

@@ -60,6 +60,7 @@ def replies(client, count):
         yield from zip(content, finish, [payload] * 4, strict=True)
 
 
+@pytest.mark.slow
 def test_none_of_500_answers_is_empty(restless_engine):
     app = create_app(restless_engine, ServerOptions(playground=False, aliases={"m": restless_engine.lm.name}))
     before = restless_engine.stats().submitted

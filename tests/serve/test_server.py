@@ -298,13 +298,15 @@ def test_requests_beyond_the_drain_time_are_cancelled_with_an_error(live_server,
     assert not one.thread.is_alive() and time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_signal_while_compiling_ends_the_process_cleanly(tmp_path):
     """Runs the real command with an empty cache: the process neither aborts nor leaves half a cache entry."""
     with server.listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     process = subprocess.Popen(
         [sys.executable, "-m", "mercury_jax", "serve", "--port", str(port)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "MERCURY_CACHE": str(tmp_path)},
+        env=env | {"JAX_PLATFORMS": "cpu", "MERCURY_CACHE": str(tmp_path)},
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_training as tiny
 
 from mercury_jax import checkpoint
 from mercury_jax.checkpoint import manifest
 from mercury_jax.config import NoiseConfig
 from mercury_jax.train import loop
 from mercury_jax.train.optim import OptimConfig
+from tests.train import tiny_training as tiny
 
 
 def run(out, data=None, *, model=None, evaluate=None, preview=None, **fields):
@@ -38,18 +38,6 @@ def rows(out, kind="train"):
 
 def saved(out):
     return checkpoint.steps(out / "checkpoints")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every run here compiles the same two programs; a cache on disk makes that some seconds in all."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("xla")), 0.1)):
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -175,6 +175,7 @@ def test_some_canvases_are_full_and_some_have_no_wrong_tokens():
     assert not (spoilt(wrong=0.5, spoiled=0.0, full=0.0)[2] != np.asarray(data.tokens))[~noised.masked].any()
 
 
+@pytest.mark.slow
 def test_it_learns_to_repair_and_to_go_on():
     model, params = tiny()
     laid = model.layout(np.arange(FIRST, VOCAB, dtype=np.int32), 2, None)

@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import pytest
-import tiny_training as tiny
 
 import mercury_jax as mj
 from mercury_jax.train import data as sources, objectives, recipe
+from tests.train import tiny_training as tiny
 
 RECIPE = """
 from mercury_jax.config import ModelConfig

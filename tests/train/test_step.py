@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_training as tiny
 
 from mercury_jax import sharding
 from mercury_jax.train import optim, step
 from mercury_jax.train.optim import OptimConfig
+from tests.train import tiny_training as tiny
 
 MODEL = tiny.model()
 near = functools.partial(chex.assert_trees_all_close, atol=2e-6, rtol=0)

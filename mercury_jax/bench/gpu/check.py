@@ -40,11 +40,11 @@ PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-
             "transformers")  # fmt: skip
 
 
-def about(asked: Row, stage: Stage) -> Iterator[Row]:
+def about(args: Row, stage: Stage) -> Iterator[Row]:
     """Versions, the device, and which kernels are for it.
 
     Args:
-        asked: Empty.
+        args: Empty.
         stage: Called with what is being done.
 
     Yields:
@@ -69,18 +69,18 @@ def about(asked: Row, stage: Stage) -> Iterator[Row]:
     }  # fmt: skip
 
 
-def roofline(asked: Row, stage: Stage) -> Iterator[Row]:
+def roofline(args: Row, stage: Stage) -> Iterator[Row]:
     """The measured roofline: bytes/s of a copy (read and written) and FLOP/s of bf16 products.
 
     Args:
-        asked: `megabytes` of the copied array and `width` of the matrices.
+        args: `megabytes` of the copied array and `width` of the matrices.
         stage: Called with what is being done.
 
     Yields:
         One row with `bytes_per_second` and `flops_per_second`.
     """
     stage("copying, then multiplying")
-    found = measure_roofline(asked["megabytes"], asked["width"])
+    found = measure_roofline(args["megabytes"], args["width"])
     yield {"bytes_per_second": found.bandwidth, "flops_per_second": found.matmul}
 
 
@@ -93,33 +93,33 @@ class KernelCheck(NamedTuple):
     inputs: Callable[[int], tuple[Any, Any]]  # seed -> (for the kernel, for the reference)
 
 
-def attention(asked: Row, stage: Stage) -> Iterator[Row]:
+def attention(args: Row, stage: Stage) -> Iterator[Row]:
     """Checks one shape of one form of the attention kernels.
 
     Args:
-        asked: `shape` as fields of `AttentionShape`, `seed`, and `draws` of inputs.
+        args: `shape` as fields of `AttentionShape`, `seed`, and `draws` of inputs.
         stage: Called with what is being done.
 
     Yields:
         One row with `passed`, `relative_error` and `moved`, or with `refused`.
     """
-    yield _judged(AttentionShape(**asked["shape"]), asked, stage)
+    yield _judged(AttentionShape(**args["shape"]), args, stage)
 
 
-def grouped(asked: Row, stage: Stage) -> Iterator[Row]:
+def grouped(args: Row, stage: Stage) -> Iterator[Row]:
     """Checks one shape of the grouped product, or of the gradient of its rows.
 
     Args:
-        asked: `shape` as fields of `GroupedShape`, `seed`, and `draws` of inputs.
+        args: `shape` as fields of `GroupedShape`, `seed`, and `draws` of inputs.
         stage: Called with what is being done.
 
     Yields:
         One row with `passed`, `relative_error` and `moved`, or with `refused`.
     """
-    a = GroupedShape(**asked["shape"])
-    sizes = a.sizes(np.random.default_rng(asked["seed"]))
+    a = GroupedShape(**args["shape"])
+    sizes = a.sizes(np.random.default_rng(args["seed"]))
     starts = sorted({int(n) % 8 for n in np.cumsum(sizes) - sizes if n < sizes.sum()})
-    yield _judged(a, asked, stage) | {"starts_modulo_8": starts}
+    yield _judged(a, args, stage) | {"starts_modulo_8": starts}
 
 
 class AttentionShape(NamedTuple):
@@ -154,28 +154,30 @@ class AttentionShape(NamedTuple):
         kinds = {"int8 keys": self.int8, f"pages of {self.page}": self.page, "soft-cap": self.softcap}
         return ", ".join([sizes, self.dtype, *(name for name, on in kinds.items() if on)])
 
-    def ranges(self) -> np.ndarray:
-        """[b, t, r, 2]: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
-        nothing."""
-        found = np.zeros((self.b, self.t, self.r, 2), np.int32)
+    def drawn(self, seed: int) -> tuple[Any, ...]:
+        """Draws the inputs: a prefix, a gap that no query sees, ranges that grow from query to query; some queries see
+        nothing.
+
+        Args:
+            seed: Draws the numbers.
+
+        Returns:
+            Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges [b, t, r, 2],
+            and the places of each row's pages in a pool [b, pages].
+        """
+        rng, ranges = np.random.default_rng(seed), np.zeros((self.b, self.t, self.r, 2), np.int32)
         prefix = self.s // 3 + np.arange(self.b)[:, None] * 3 % (self.s // 8)
-        found[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
+        ranges[:, :, 0] = np.stack([np.arange(self.b)[:, None] * 5 % (self.s // 4), prefix], axis=-1)
         for i in range(1, self.r):
             start = prefix + 7 + self.s // 4 * (i - 1)
             end = start + 1 + np.arange(self.t) * 3 % (self.s // 5)
-            found[:, :, i] = np.stack(np.broadcast_arrays(start, end), axis=-1)
-        found[:, 3::7] = 0
+            ranges[:, :, i] = np.stack(np.broadcast_arrays(start, end), axis=-1)
+        ranges[:, 3::7] = 0
         if self.t > 1:
-            found[:, -1] = 0
-        return found
-
-    def drawn(self, seed: int) -> tuple[Any, ...]:
-        """Queries [b, t, h, width], keys and values [b, s, g, width], which keys are seen [b, s], ranges, and the
-        places of each row's pages in a pool [b, pages]."""
-        rng, ranges = np.random.default_rng(seed), self.ranges()
-        draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
+            ranges[:, -1] = 0
         see = ((np.arange(self.s) >= ranges[..., :1]) & (np.arange(self.s) < ranges[..., 1:])).any((1, 2))
-        each = self.s // (self.page or self.s)
+        draw = lambda n, heads: rng.standard_normal((self.b, n, heads, self.width), np.float32)
+        each = self.s // (self.page or self.s)  # pages of a row
         places = rng.permutation(self.b * each + 3)[: self.b * each].reshape(self.b, each).astype(np.int32)
         return draw(self.t, self.h), draw(self.s, self.g), draw(self.s, self.g), see, ranges, places
 
@@ -313,7 +315,7 @@ class GroupedShape(NamedTuple):
         return KernelCheck(kernel, exact, inputs)
 
 
-def _judged(shape: AttentionShape | GroupedShape, asked: Row, stage: Stage) -> Row:
+def _judged(shape: AttentionShape | GroupedShape, args: Row, stage: Stage) -> Row:
     """Runs a check.
 
     Returns:
@@ -325,7 +327,7 @@ def _judged(shape: AttentionShape | GroupedShape, asked: Row, stage: Stage) -> R
         from mercury_jax.kernels.interpreter import interpreted
 
         device = interpreted()
-    checked, seed = shape.check(device), asked["seed"]
+    checked, seed = shape.check(device), args["seed"]
     inputs, exact = checked.inputs(seed)
     stage("compiling")
     try:
@@ -335,7 +337,7 @@ def _judged(shape: AttentionShape | GroupedShape, asked: Row, stage: Stage) -> R
             raise
         return {"shape": shape.text, "passed": None, "refused": str(error)[:300]}
     errors, moved, like = [], 0.0, jax.eval_shape(checked.kernel, *inputs)
-    for turn in range(asked["draws"]):
+    for turn in range(args["draws"]):
         if turn:
             inputs, exact = checked.inputs(seed + turn)
         stage("computing the reference")
@@ -412,11 +414,11 @@ def worst(got: Any, want: Any) -> float:
     return found
 
 
-def sanitizer(asked: Row, stage: Stage) -> Iterator[Row]:
+def sanitizer(args: Row, stage: Stage) -> Iterator[Row]:
     """Runs NVIDIA's memory checker over some small cases, with a separate allocation for each buffer.
 
     Args:
-        asked: `cases`, each with `work` and `asked`.
+        args: `cases`, each with `work` and `args`.
         stage: Called with what is being done.
 
     Yields:
@@ -427,7 +429,7 @@ def sanitizer(asked: Row, stage: Stage) -> Iterator[Row]:
         yield {"left_out": "compute-sanitizer is not installed here"}
         return
     stage("running compute-sanitizer, memcheck")
-    lines = "".join(json.dumps(case) + "\n" for case in asked["cases"])
+    lines = "".join(json.dumps(case) + "\n" for case in args["cases"])
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [tool, "--tool", "memcheck", "--print-limit", "5", "--log-file", str(log)]
@@ -439,7 +441,7 @@ def sanitizer(asked: Row, stage: Stage) -> Iterator[Row]:
     summary = [line.strip("= ") for line in report.splitlines() if "ERROR SUMMARY" in line]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     right = sum(bool(x["row"].get("passed")) for x in answers if "row" in x)
-    row = {"tool": "memcheck", "summary": summary, "cases": len(asked["cases"]), "right": right}
+    row = {"tool": "memcheck", "summary": summary, "cases": len(args["cases"]), "right": right}
     if not summary:
         row |= {"left_out": f"it reported nothing: {(report or done.stderr)[-300:].strip()}"}
     elif all("0 errors" in line for line in summary):

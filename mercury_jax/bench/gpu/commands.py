@@ -223,13 +223,13 @@ def check_cases(chip: str | None, seed: int, small: bool = False) -> list[GpuCas
         found += [*itertools.chain.from_iterable(map(_attention_cases, later))]
         found += _grouped_cases({"gradient": True})
         if chip != HOPPER:  # grouped products and paged attention exist for Hopper only
-            found = [c for c in found if c.work == "attention" and not c.asked["shape"].get("page")]
+            found = [c for c in found if c.work == "attention" and not c.args["shape"].get("page")]
     draws = 1 if small else 2
-    found = [c._replace(asked=c.asked | {"seed": seed, "draws": draws}, env=KERNELS) for c in found]
+    found = [c._replace(args=c.args | {"seed": seed, "draws": draws}, env=KERNELS) for c in found]
     first = {c.work: c for c in reversed(found)}  # the first case of attention, and of the grouped product
-    asked = {"cases": [{"work": c.work, "asked": c.asked} for c in sorted(first.values(), key=found.index)]}
+    args = {"cases": [{"work": c.work, "args": c.args} for c in sorted(first.values(), key=found.index)]}
     sanitizer = GpuCase(
-        "compute-sanitizer", "sanitizer", asked, limit=120.0, least=30.0, env=KERNELS, alone=True
+        "compute-sanitizer", "sanitizer", args, limit=120.0, least=30.0, env=KERNELS, alone=True
     )
     return [*found, sanitizer]
 
@@ -296,13 +296,13 @@ def speed_cases(small: bool = False) -> list[GpuCase]:
         name = " ".join([work, *(f"{k}={v}" for k, v in shape.items())]) + f", {way}"
         found.append(GpuCase(name, f"time_{work}", {"shape": shape, "way": way}, limit=60.0))
     model = "tiny" if small else MODEL_100M
-    asked = {"model": model, "batch": 1, "prefix": 64 if small else 1024, "turns": 3 if small else 5}
+    args = {"model": model, "batch": 1, "prefix": 64 if small else 1024, "turns": 3 if small else 5}
     # On a CPU there are no graphs, and its XLA does not know the flag.
     for kernels, graphs in itertools.product((True, False), (False,) if small else (False, True)):
         name = f"decoding {model}, kernels {'on' if kernels else 'off'}, loops as "
         name += "graphs" if graphs else "XLA chooses"
         env = (() if kernels else (OFF,)) + ((GRAPHS,) if graphs else ())
-        found.append(GpuCase(name, "decoding", asked, limit=100.0, least=20.0, env=env, alone=not small))
+        found.append(GpuCase(name, "decoding", args, limit=100.0, least=20.0, env=env, alone=not small))
     return found
 
 
@@ -320,16 +320,16 @@ def model_cases(small: bool = False) -> list[GpuCase]:
     ]  # fmt: skip
     todo.append(slices[0])
     for kind in kinds:
-        asked = {"model": name, "quantise": kind, "batch": 1, "prefix": prefix, "turns": 3}
-        todo.append((f"decoding {name}, {kind or BF16}", "decoding", asked, 240.0))
-    asked = {"model": name, "prefix": prefix, "device": "cpu" if small else "cuda"}
-    todo.append((f"transformers, {name}", "transformers", asked, 150.0))
+        args = {"model": name, "quantise": kind, "batch": 1, "prefix": prefix, "turns": 3}
+        todo.append((f"decoding {name}, {kind or BF16}", "decoding", args, 240.0))
+    args = {"model": name, "prefix": prefix, "device": "cpu" if small else "cuda"}
+    todo.append((f"transformers, {name}", "transformers", args, 150.0))
     trained = ((MODEL_100M, 32, 2048), ("mercury-350m", 16, 2048), ("mercury-1b", 8, 2048))
     for model, rows, row in (("tiny-causal", 2, 128),) if small else trained:
-        asked = {"model": model, "rows": rows, "row": row, "turns": 1 if small else 5}
-        todo.append((f"training {model}, {rows} x {row}", "training", asked, 120.0))
+        args = {"model": model, "rows": rows, "row": row, "turns": 1 if small else 5}
+        todo.append((f"training {model}, {rows} x {row}", "training", args, 120.0))
     least = 10.0 if small else 30.0
     return [
-        GpuCase(case, work, asked, limit=limit, least=least, alone=not small)
-        for case, work, asked, limit in [*todo, *slices[1:]]
+        GpuCase(case, work, args, limit=limit, least=least, alone=not small)
+        for case, work, args, limit in [*todo, *slices[1:]]
     ]

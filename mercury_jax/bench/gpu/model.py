@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import mercury_jax as mj
 from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params as ap
+from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import endless, timed
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, Plan
 from mercury_jax.decode import rules
@@ -34,7 +35,6 @@ from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.types import LM, Batch
 
-Stage = Callable[[str], None]
 FEW, MANY = 4, 20  # denoising steps of the two calls whose difference is timed
 DENOISING = 16  # steps of a canvas, before the pass that commits it, for which tokens/s are given
 
@@ -75,24 +75,26 @@ def random_model(found: ap.ModelSource, quantise: str | None, stage: Stage) -> L
 def random_params(like: Any) -> Any:
     """Arrays in the shapes of parameters, made by one program: uniform with deviation 0.02, and ones for vectors."""
     leaves, tree = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, QuantisedWeight))
-    where = jax.tree.map(lambda x: x.sharding, like)
-    fill = lambda: jax.tree.unflatten(tree, [_leaf(x, i) for i, x in enumerate(leaves)])
-    return jax.jit(fill, out_shardings=where)()
+
+    def fill() -> Any:
+        made = []
+        for seed, x in enumerate(leaves):
+            if isinstance(x, QuantisedWeight):
+                bytes = (_hashed(x.values.shape, seed) >> 24).astype(jnp.uint8)
+                values = jax.lax.bitcast_convert_type(bytes, jnp.int8).astype(x.values.dtype)
+                # 74 is the standard deviation of uniform bytes.
+                made.append(QuantisedWeight(values, jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)))
+            elif len(x.shape) < 2:
+                made.append(jnp.ones(x.shape, x.dtype))
+            else:
+                uniform = (_hashed(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
+                made.append((uniform * (0.02 * math.sqrt(12))).astype(x.dtype))
+        return jax.tree.unflatten(tree, made)
+
+    return jax.jit(fill, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
 
 
-def _leaf(x: Any, seed: int) -> Any:
-    if isinstance(x, QuantisedWeight):  # 74 is the standard deviation of uniform bytes
-        values = jax.lax.bitcast_convert_type((_bits(x.values.shape, seed) >> 24).astype(jnp.uint8), jnp.int8)
-        return x._replace(
-            values=values.astype(x.values.dtype), scale=jnp.full(x.scale.shape, 0.02 / 74, x.scale.dtype)
-        )
-    if len(x.shape) < 2:
-        return jnp.ones(x.shape, x.dtype)
-    uniform = (_bits(x.shape, seed) >> 8).astype(jnp.float32) * 2.0**-24 - 0.5
-    return (uniform * (0.02 * math.sqrt(12))).astype(x.dtype)
-
-
-def _bits(shape: tuple[int, ...], seed: int) -> Any:
+def _hashed(shape: tuple[int, ...], seed: int) -> jax.Array:
     """A hash of each index by the finaliser of MurmurHash3: one fused loop, where JAX's generators need several."""
     h = jnp.full(shape, (seed * 0x9E3779B9 + 0x7F4A7C15) % 2**32, jnp.uint32)
     for axis, prime in zip(range(len(shape)), (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)):
@@ -102,18 +104,18 @@ def _bits(shape: tuple[int, ...], seed: int) -> Any:
     return h ^ (h >> 16)
 
 
-def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def decoding(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a forward pass in `mj.sample`: the difference of calls with many and with few denoising steps.
 
     Args:
-        asked: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
+        args: `model`, `quantise`, `batch`, `prefix` tokens of the prompts, `turns` that are timed.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds_per_forward`, bytes and FLOP of a pass.
     """
-    found, batch, prefix = find(asked["model"]), asked["batch"], asked["prefix"]
-    lm = random_model(found, asked.get("quantise"), stage)
+    found, batch, prefix = find(args["model"]), args["batch"], args["prefix"]
+    lm = random_model(found, args.get("quantise"), stage)
     c = lm.model.config
     prompts = np.random.default_rng(0).integers(c.vocab // 4, c.vocab // 2, (batch, prefix)).tolist()
     rule = rules.confidence() if lm.corruption.mask is not None else None  # None: the model's own
@@ -128,18 +130,16 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     first = call(FEW)[0]
     call(MANY)
     stage("timing")
-    pairs = [(call(FEW, n), call(MANY, n)) for n in range(asked["turns"])]
+    pairs = [(call(FEW, n), call(MANY, n)) for n in range(args["turns"])]
     each = [(b[0] - a[0]) / max(b[1] - a[1], 1) for a, b in pairs]
     seconds, (bytes, flops) = statistics.median(each), load(lm, batch, prefix)
     if seconds <= 0:
-        yield {
-            "model": asked["model"],
-            "left_out": f"{MANY} steps took no longer than {FEW}: too small to time here",
-        }
+        why = f"{MANY} steps took no longer than {FEW}: too small to time here"
+        yield {"model": args["model"], "left_out": why}
         return
     status = kernel_device.status()
     yield {
-        "model": asked["model"], "quantise": asked.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
+        "model": args["model"], "quantise": args.get("quantise"), "dtype": c.dtype, "batch": batch, "prefix": prefix,
         "canvas": c.block, "passes": [a[1] for a in pairs[0]], "seconds_per_forward": seconds,
         "seconds_per_forward_all": each, "seconds_of_a_call": statistics.median(b[0] for _, b in pairs),
         "first_call_seconds": first, "tokens_per_second": c.block * batch / (seconds * (DENOISING + 1)),
@@ -148,39 +148,34 @@ def decoding(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
-def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def slice_logits(args: Row, stage: Stage) -> Iterator[Row]:
     """Logits with kernels and without, each against the same weights in fp32 arithmetic.
 
     Passes if the error with kernels is at most 1.5 times that of plain XLA in bf16, or at most 1e-3.
 
     Args:
-        asked: `model`, `quantise`, and `layers` of the slice.
+        args: `model`, `quantise`, and `layers` of the slice.
         stage: Called with what is being done.
 
     Yields:
         One row with `passed` and both errors.
     """
-    found = find(asked["model"])
-    layers: int = asked["layers"]
+    found = find(args["model"])
+    layers: int = args["layers"]
     config: Any = found.config  # a DiffusionGemma, whose last layer must be global
     found = found._replace(config=dataclasses.replace(config, layers=layers, global_layers=(layers - 1,)))
-    lm = random_model(found, asked["quantise"], stage)
+    lm = random_model(found, args["quantise"], stage)
     c, rng = lm.model.config, np.random.default_rng(0)
     prompt, canvas = (rng.integers(c.vocab // 4, c.vocab // 2, n) for n in (2 * c.block, c.block))
     exact = dataclasses.replace(lm, model=models.build(dataclasses.replace(c, dtype="float32")))
 
     def logits(lm: LM, switch: str | None) -> np.ndarray:
-        kept = os.environ.pop(kernel_device.SWITCH, None)
         jax.clear_caches()  # compiled programs keep the kernels they were traced with
-        try:
-            if switch is not None:
-                os.environ[kernel_device.SWITCH] = switch
-            with jax.default_matmul_precision("highest" if lm is exact else "default"):
-                return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
-        finally:
-            os.environ.pop(kernel_device.SWITCH, None)
-            if kept is not None:
-                os.environ[kernel_device.SWITCH] = kept
+        os.environ.pop(kernel_device.SWITCH, None)  # this process runs the cases of `runner` alone
+        if switch is not None:
+            os.environ[kernel_device.SWITCH] = switch
+        with jax.default_matmul_precision("highest" if lm is exact else "default"):
+            return np.asarray(mj.logits(lm, canvas, prompt=prompt.tolist()))
 
     stage("in fp32, without kernels")
     want = logits(exact, "0")
@@ -192,7 +187,7 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     agree = lambda a, b: float((a.argmax(-1) == b.argmax(-1)).mean())
     good = error(on) <= max(1.5 * error(off), 1e-3)
     row = {
-        "model": asked["model"], "quantise": asked["quantise"], "layers": asked["layers"], "passed": bool(good),
+        "model": args["model"], "quantise": args["quantise"], "layers": args["layers"], "passed": bool(good),
         "relative_error_on": error(on), "relative_error_off": error(off),
         "relative_difference": float(np.linalg.norm(on - off) / np.linalg.norm(off)),
         "same_argmax": agree(on, off), "same_argmax_as_fp32": {"on": agree(on, want), "off": agree(off, want)},
@@ -203,14 +198,14 @@ def slice_logits(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     yield row if good else row | {"why": "with kernels the logits are further from fp32 than without"}
 
 
-def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def training(args: Row, stage: Stage) -> Iterator[Row]:
     """An AdamW update: seconds, tokens/s, FLOP. The parent process divides by the matmul roofline (MFU).
 
     A row is a document's clean tokens and its canvases (block diffusion), so there are about twice as many positions as
     tokens to learn from.
 
     Args:
-        asked: `model`, `rows` and positions of a `row`, `turns` that are timed.
+        args: `model`, `rows` and positions of a `row`, `turns` that are timed.
         stage: Called with what is being done.
 
     Yields:
@@ -218,7 +213,7 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     """
     from mercury_jax.train import objectives, optim, step as steps  # only this function needs optax
 
-    found, rows, row = find(asked["model"]), asked["rows"], asked["row"]
+    found, rows, row = find(args["model"]), args["rows"], args["row"]
     c, on = found.config, sharding.mesh(devices=jax.devices()[:1])
     model, corruption = models.build(c), noise.build(found.noise or NoiseConfig(), c.vocab, c.mask)
     tx, lr = optim.optimizer(optim.OptimConfig(), 1000), optim.schedule(optim.OptimConfig(), 1000)
@@ -227,13 +222,13 @@ def training(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
     state, update = steps.init_state(jax.random.key(0), setup, on), steps.sharded_update(setup, on)
     data, seconds, report = batch_of(c, rows, row), [], None
     stage("compiling, then timing")
-    for _ in range(asked["turns"] + 1):  # the first one compiles
+    for _ in range(args["turns"] + 1):  # the first one compiles
         (state, report), took = timed(lambda state=state: jax.block_until_ready(update(state, data)))
         seconds.append(took)
     assert report is not None
     each = statistics.median(seconds[1:])
     yield {
-        "model": asked["model"], "rows": rows, "row": row, "seconds": each, "seconds_all": seconds[1:],
+        "model": args["model"], "rows": rows, "row": row, "seconds": each, "seconds_all": seconds[1:],
         "positions_per_second": rows * row / each, "tokens_per_second": float(data.editable.sum()) / each,
         "flops": flops_of(state.params, c, data), "loss": float(report.values["loss"]), "peak_bytes": peak(),
     }  # fmt: skip
@@ -316,11 +311,11 @@ def flops_of(params: Any, c: ModelConfig, data: Batch) -> float:
     return 6.0 * (total - lookup) * positions + 12.0 * c.heads * c.head_dim * c.layers * seen
 
 
-def transformers(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
+def transformers(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds of a denoising pass of transformers' `generate` with random weights of the same shapes.
 
     Args:
-        asked: `model`, `prefix` tokens of the prompt, `device` of torch.
+        args: `model`, `prefix` tokens of the prompt, `device` of torch.
         stage: Called with what is being done.
 
     Raises:
@@ -329,17 +324,17 @@ def transformers(asked: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]
     Yields:
         One row with `seconds_per_forward` and the versions, or with `left_out`, the reason why there is none.
     """
-    config: Any = find(asked["model"]).config
-    prompt = np.random.default_rng(0).integers(2, config.vocab, asked["prefix"]).tolist()
-    told = {
-        "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": asked["device"],
+    config: Any = find(args["model"]).config
+    prompt = np.random.default_rng(0).integers(2, config.vocab, args["prefix"]).tolist()
+    request = {
+        "config": export_diffusion(config), "prompt": prompt, "steps": [FEW, MANY], "device": args["device"],
         "dtype": config.dtype,
     }  # fmt: skip
     stage("transformers in a process of its own")
     worker = Path(__file__).with_name("transformers_worker.py")
-    command = [asked.get("python", sys.executable), str(worker)]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
+    command = [args.get("python", sys.executable), str(worker)]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"transformers' process ended with code {done.returncode}: {done.stderr[-400:]}")
-    yield {"model": asked["model"], "prefix": asked["prefix"], "batch": 1} | json.loads(lines[-1])
+    yield {"model": args["model"], "prefix": args["prefix"], "batch": 1} | json.loads(lines[-1])

@@ -6,7 +6,7 @@ longer than most of them. A case that fails in a shared process is repeated in a
 caused the failure.
 
 A child is `python -m mercury_jax.bench.gpu.runner`. It reads a case from a line of its standard input,
-{"work": name, "asked": {..}}, and answers with JSON lines: {"stage": text} while it works, {"row": {..}} for each
+{"work": name, "args": {..}}, and answers with JSON lines: {"stage": text} while it works, {"row": {..}} for each
 result, and {"done": true} or {"failed": why} at the end. It ends with its parent, or when its input ends. This module
 and `commands` import no JAX.
 """
@@ -56,7 +56,7 @@ class GpuCase(NamedTuple):
     Attributes:
         name: Shown, and matched by `--only`.
         work: A key of `WORK`.
-        asked: Its arguments, JSON.
+        args: Its arguments, JSON-ready.
         limit: Seconds after which it is killed.
         least: Seconds that must be left to begin it.
         form: The kernel form (`kernels.device`) it belongs to; empty for none.
@@ -66,7 +66,7 @@ class GpuCase(NamedTuple):
 
     name: str
     work: str
-    asked: dict[str, Any]
+    args: dict[str, Any]
     limit: float = 30.0
     least: float = 4.0
     form: str = ""
@@ -192,7 +192,7 @@ class _Child:
         end, stage = time.monotonic() + limit, "starting"
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # of a dead process, whose end is read below
-            self._process.stdin.write(json.dumps({"work": case.work, "asked": case.asked}) + "\n")
+            self._process.stdin.write(json.dumps({"work": case.work, "args": case.args}) + "\n")
             self._process.stdin.flush()
         while (left := end - time.monotonic()) > 0:
             try:
@@ -250,7 +250,7 @@ def main() -> int:
         try:
             module = importlib.import_module(f"mercury_jax.bench.gpu.{WORK[case['work']]}")
             work: Work = getattr(module, case["work"])
-            for row in work(case["asked"], lambda stage: say(stage=stage)):
+            for row in work(case["args"], lambda stage: say(stage=stage)):
                 say(row=row)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]

@@ -19,7 +19,7 @@ import numpy as np
 from mercury_jax.bench.gpu.runner import Row, Stage
 from mercury_jax.bench.timing import timed
 from mercury_jax.kernels import attend, device as kernel_device
-from mercury_jax.kernels.attention_inputs import quantise_int8
+from mercury_jax.kernels.attention_inputs import AttentionResult, quantise_int8
 from mercury_jax.kernels.grouped_matmul import tile_rows
 from mercury_jax.models import moe
 from mercury_jax.models.weight_quant import QuantisedWeight
@@ -28,17 +28,17 @@ CACHED = 200e6  # bytes: several times the 50 MB of an H200's L2 cache
 SETS, CALLS, REPEATS = 6, 18, 7
 
 
-def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
+def time_attention(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds, bytes and FLOP of an attention call by one implementation: "ours", "cudnn" or "xla".
 
     Args:
-        asked: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
+        args: `shape` (b, t, s, h, g, width, causal, int8) and `way`, the implementation.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds`, or with `left_out` or `refused`, the reason why there are none.
     """
-    way, shape = asked["way"], asked["shape"]
+    way, shape = args["way"], args["shape"]
     causal, int8 = shape.get("causal", False), shape.get("int8", False)
     b, t, s, h, g, width = (shape[name] for name in ("b", "t", "s", "h", "g", "width"))
     row: Row = {"shape": shape, "way": way, "dtype": "bfloat16"}
@@ -66,10 +66,10 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     seen[:, :, 0, 1] = s - t + 1 + np.arange(t) if causal else s
     seen_on_device = jnp.asarray(seen)
 
-    def call(q: jax.Array, kv: Any) -> Any:
+    def call(q: jax.Array, kv: Any) -> AttentionResult:
         if way == "ours":
             return attend(q, kv[0], kv[1], seen_on_device, cached=True)
-        return jax.nn.dot_product_attention(q, *kv, is_causal=causal, implementation=way)
+        return jax.nn.dot_product_attention(q, kv[0], kv[1], is_causal=causal, implementation=way)
 
     stage("compiling, then timing")
     try:
@@ -86,17 +86,17 @@ def time_attention(asked: Row, stage: Stage) -> Iterator[Row]:
     yield row | seconds | {"bytes": moved, "flops": 4.0 * visible * h * width, "sets": sets}
 
 
-def time_grouped(asked: Row, stage: Stage) -> Iterator[Row]:
+def time_grouped(args: Row, stage: Stage) -> Iterator[Row]:
     """Seconds and GB/s of the two products of an expert layer by one implementation: "ours", "tiles", "ragged_dot".
 
     Args:
-        asked: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
+        args: `shape` (rows, experts, width, inner, dtype, routing) and `way`, the implementation.
         stage: Called with what is being done.
 
     Yields:
         One row with `seconds`, or with `left_out`, the reason why there are none.
     """
-    way, shape = asked["way"], asked["shape"]
+    way, shape = args["way"], args["shape"]
     rows, experts, width, inner = (shape[name] for name in ("rows", "experts", "width", "inner"))
     row: Row = {"shape": shape, "way": way}
     if way == "ours":

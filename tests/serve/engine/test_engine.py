@@ -349,6 +349,7 @@ def test_the_engine_serves_on_after_a_failure(engine, monkeypatch):
     assert len(text(engine.submit(EngineRequest(prompt=ids(1), max_tokens=4)))) == 4
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh_answers_as_on_one_device():
     lm, on = tiny(), mesh(data=2, tensor=2)
     spread = dataclasses.replace(
@@ -371,7 +372,9 @@ def test_a_model_on_a_mesh_answers_as_on_one_device():
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("kv, size, error", [("int8", 0.4, 0.1), ("4bit", 0.2, 0.5)])
+@pytest.mark.parametrize(
+    "kv, size, error", [("int8", 0.4, 0.1), pytest.param("4bit", 0.2, 0.5, marks=pytest.mark.slow)]
+)
 def test_a_quantised_kv_cache_is_smaller_and_nearly_exact(engine, kv, size, error):
     small = Engine(tiny(), dataclasses.replace(SMALL, rules=RULES, kv=kv))
     small.start()
