@@ -12,8 +12,7 @@ from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
-from tests.browser.conftest import Served
-from tests.browser.scripted import Scripted, shot, unveiled
+from tests.browser.scripted import shot, unveiled
 
 STATIC = Path(app.STATIC)
 CHAT = {"kind": "chat", "messages": [{"role": "user", "content": "347+585="}]}
@@ -201,4 +200,4 @@ def test_only_rules_of_the_engine_are_offered(lm):
     with Served(engine) as served:
         info = json.loads(ask(served.url + "playground/info")[2])
         assert [rule["name"] for rule in info["rules"]] == [*engine.rules.names] and len(info["rules"]) == 2
-        assert ask(served.url + "playground/stream", CHAT | {"rule": "factor"})[0] == 400
+        assert ask(served.url + "playground/stream", CHAT | {"rule": "local_leap"})[0] == 400
