@@ -375,7 +375,8 @@ def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
     effort = EFFORTS.get(body.effort or "")
     if effort is not None and p is None and rule == "threshold":
         p = effort.p
-    allowed = next(iter(all_rules.ALL[rule].ranges.values()), None)  # of the first parameter, which p sets
+    made = all_rules.ALL[rule]
+    allowed = made.ranges.get(next(iter(made.params), ""))  # of the first parameter, which p sets
     if p is not None and allowed is not None and not allowed.contains(p):
         raise invalid_value("p", p, f"of the rule {rule}: {allowed}")
     if steps is None:
