@@ -29,6 +29,14 @@ from mercury_jax.decode.thinking import visible_ids
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.types import LM
 
+# Rules that requests may choose from unless the engine's configuration says otherwise, by the model's noise.
+DEFAULT_RULES = {
+    "absorbing": (
+        "threshold", "factor", "confidence", "entropy_bound", "scheduled", "local_leap", "topk_margin", "random",
+        "editing",
+    ),
+    "uniform": ("entropy_bound", "threshold", "confidence"),
+}  # fmt: skip
 MAX_BIASES = 512  # ids that a request may bias
 PLAIN, PROCESSORS, TRUNCATION = range(3)
 
@@ -71,8 +79,8 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     """The rules that a model can be served with, and the samplers made of them.
 
     Any rule may be the model's own. Beside it stand registered rules that can share its program: for the model's noise,
-    of fixed length, and without a second view of each position. By default those of them that read token statistics
-    only, since all rules run in each step: one that reads logits would cost every request.
+    of fixed length, and without a second view of each position. All of them run in each step of every request, so the
+    default is `DEFAULT_RULES` and the rules that a user has registered, unless one reads logits.
 
     Args:
         lm: The model.
@@ -98,9 +106,10 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     for name in wanted or ():
         if name not in (own.rule.name, *others):
             raise refuse("rules", name, ", ".join((own.rule.name, *others)))
-    chosen = [
-        rule for name, rule in others.items() if (not rule.needs_logits if wanted is None else name in wanted)
-    ]
+    if wanted is None:
+        users = {name for name, rule in others.items() if not rule.function.__module__.startswith("mercury_jax.")}
+        wanted = tuple(n for n in users.union(DEFAULT_RULES[noise]) if n in others and not others[n].needs_logits)
+    chosen = [rule for name, rule in others.items() if name in wanted]
     samplers = [own, *(complete_sampler(rule, lm.corruption) for rule in chosen)]
     rules, vocab = tuple(s.rule for s in samplers), lm.model.config.vocab
     stopping = all_rules.one_of([s.stopping for s in samplers if s.stopping is not None])

@@ -25,7 +25,7 @@ from mercury_jax.serve.engine.request import (
     EngineRequest,
     RequestRejected,
 )
-from mercury_jax.serve.engine.sampling_params import rule_set
+from mercury_jax.serve.engine.sampling_params import DEFAULT_RULES, rule_set
 from mercury_jax.sharding import mesh, shardings
 from tests.tiny import tiny
 
@@ -92,17 +92,16 @@ def test_no_request_compiles_anything(engine):
     assert engine.stats().cached_tokens and compiled == []
 
 
-def test_every_registered_rule_that_can_share_the_program_is_offered(monkeypatch):
+def test_a_users_rule_is_offered_beside_the_default_ones_if_it_can_share_the_program(monkeypatch):
     lm, accept_none = tiny(), lambda key, view, memory: (accept(view, view.masked & False), memory)
     for name in ("cheap", "costly"):
         monkeypatch.delitem(rules.ALL, name, raising=False)
         rule(name=name, noise="absorbing", needs_logits=name == "costly")(accept_none)
     offered = rule_set(lm).names
     assert offered[0] == rule_set(lm).own.rule.name and "cheap" in offered
-    assert {"threshold", "confidence", "factor", "slow_fast", "remdm_cap"} <= set(offered)
-    # Logits of every position for every request only where the rule is named; never a row of another shape.
-    assert not {"costly", "credit", "wino", "expand", "predictor_corrector"} & set(offered)
-    assert rule_set(lm, ("costly", "cheap")).names == (offered[0], "cheap", "costly")
+    assert set(offered[1:]) == {"cheap", *DEFAULT_RULES["absorbing"]} - {offered[0]}
+    # A rule that reads the logits of every position, and any other of the package, is offered where it is named.
+    assert rule_set(lm, ("costly", "slow_fast", "cheap")).names == (offered[0], "slow_fast", "cheap", "costly")
     assert rule_set(lm, ()).names == offered[:1]
     for name in ("expand", "wino", "predictor_corrector", "autoregressive", "nothing"):
         with pytest.raises(ValueError, match="rules"):
