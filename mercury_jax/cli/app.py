@@ -1,7 +1,7 @@
 """Entry point: finds the command, runs it, and turns errors into one line and an exit code.
 
-Each command is a function of a module, `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury` and `_bench`
-are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
+Each command is a function of a module, `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury`
+and `_bench` are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
 """
 
 from __future__ import annotations
