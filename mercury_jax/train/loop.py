@@ -237,29 +237,27 @@ class _Loop:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
         # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
-        before = self._pending
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         self.step += 1
-        self._pending = (self.step, report)
-        self._read(before)
+        self._read((self.step, report))
         self.saver.check()
 
     def call(self, function: Callable[[Params], T]) -> T:
         """Calls a function of the averaged parameters, which does not count as training time."""
-        self._catch_up()
+        self._read()
         with self.report.clock.pause():
             return function(self.averaged)
 
     def save(self) -> None:
         if self._saved == self.step:
             return
-        self._catch_up()
+        self._read()
         self._saved = self.step
         extra = {"data": gather_data_state(self.data.get_state()), "tokens": self.tokens}
         self.saver.save(self.step, self.state, self.resolved, extra)
 
     def finish(self, stopped: str | None) -> TrainResult:
-        self._catch_up()
+        self._read()
         self.saver.wait()
         if stopped:
             self.report.say(f"{stopped}: saved step {self.step}; continue with --resume")
@@ -271,13 +269,14 @@ class _Loop:
     def averaged(self) -> Params:
         return self.state.ema if self.config.ema else self.state.params
 
-    def _catch_up(self) -> None:
-        """Reads the newest report too; only then may its state be used or saved."""
-        before, self._pending = self._pending, None
-        self._read(before)
+    def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
+        """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.
 
-    def _read(self, pending: tuple[int, steps.StepReport] | None) -> None:
-        """Fetches a report from the devices: stops on NaN, and logs the mean of the steps since the last row."""
+        Args:
+            newest: (step, report) to read next time. None: nothing is pending then, and the state may be used or saved.
+        """
+        pending = self._pending
+        self._pending = newest
         if pending is None:
             return
         step, report = pending[0], jax.device_get(pending[1])
