@@ -28,7 +28,7 @@ COMMANDS = {
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
     "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
-    "init": ("init", "write a recipe to start from"),
+    "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
