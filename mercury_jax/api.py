@@ -19,7 +19,7 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, distributed, loop
+from mercury_jax.train import data as pipelines, loop
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -44,7 +44,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:
-        distributed.join()
+        loop.join()
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model
     decoding = rule_settings(config.sampler)
     model = models.build(c)

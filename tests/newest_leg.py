@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mercury_jax as mj
-from mercury_jax.bench import compile_kernels
+from mercury_jax.bench import compile as bench_compile
 from mercury_jax.kernels import attend, blackwell, device as kernel_device
 from mercury_jax.kernels.interpreter import interpreted
 from mercury_jax.train import data
@@ -58,7 +58,7 @@ def tcgen05() -> float:
 def lowered(name: str, every: int = 9) -> int:
     """How many forms of kernels this JAX lowers for a chip, of every ninth; no GPU and no compiler is needed."""
     count = 0
-    for form in compile_kernels.forms(name)[::every]:
+    for form in bench_compile.forms(name)[::every]:
         try:
             traced = jax.jit(form.run).trace(*form.args)
         except ValueError:  # there is no such form, as `refuses` says

@@ -1,8 +1,8 @@
 """Measurements that users run: `mercury bench decode | compile | gpu | serve`.
 
 decode, recommend                       accuracy and speed of decoding rules
-compile, compile_kernels, hlo           programs for chips that are not here; chips, abstract_params describe these
-serve, serve_load, serve_bound          a server under load; serve_process starts one
+compile, hlo                            programs for chips that are not here; chips, abstract_params describe these
+serve, serve_load                       a server under load; serve_process starts one
 gpu/                                    kernels and models on the accelerator that is here
 timing                                  what all of them time with
 """

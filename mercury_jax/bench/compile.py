@@ -2,14 +2,18 @@
 
 The parent process checks the request (`compile_for`), starts a child, `python -m mercury_jax.bench.compile
 program|kernels ARGUMENT OUT.json`, passes on what it is doing, and reads the report of ptxas from what it prints. In
-the child `lower` makes the program and `compile_program` compiles it and reads its cost; `compile_kernels` does the
-same for the Pallas kernels alone. There is one child for each chip: the state of one compiler misleads the next (an
-H200's after a B200's accepted kernels that it should refuse).
+the child `lower` makes the program and `compile_program` compiles it and reads its cost; `forms` lists the forms of our
+Pallas kernels, and `compile_forms` compiles each of them. There is one child for each chip: the state of one compiler
+misleads the next (an H200's after a B200's accepted kernels that it should refuse).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -17,23 +21,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
 from mercury_jax.config import NoiseConfig, at_least, refuse
-from mercury_jax.decode import abstract
+from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
+from mercury_jax.kernels import attend, device as kernel_device
+from mercury_jax.kernels.attention import attend_paged
+from mercury_jax.kernels.attention_inputs import quantise_int8
+from mercury_jax.kernels.grouped_matmul import grouped_matmul
 from mercury_jax.train import data, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
-from mercury_jax.types import Batch
+from mercury_jax.types import Batch, Device
 
 PROGRAMS = ("sample", "train", "prefill")
 CONTEXT = {"sample": 32768, "prefill": 32768, "train": 2048}  # at most, where the request does not say
@@ -57,6 +66,16 @@ ENV = {
 }
 # XLA flags of the compiler for this machine; libtpu ends the process for a flag that it does not know.
 HOST_FLAGS = ("--xla_cpu", "--xla_force_host", "--xla_backend", "--xla_llvm")
+
+
+BACKENDS = {kernel_device.HOPPER: "hopper", kernel_device.BLACKWELL: "blackwell"}  # of `attend`
+FALLBACK = {  # what runs where a kernel has no such form
+    "attention": "plain XLA, whose scores are materialised",
+    "paged": "each row's pages gathered, then attention over them",
+    "grouped": "tiles of rows in a loop, by XLA",
+}
+WIDTHS, SLOTS = (64, 128, 256, 512), 8192  # head sizes; key slots of a row
+BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 
 
 class CompileRequest(NamedTuple):
@@ -134,7 +153,7 @@ def compile_all_kernels(target: str, stage: Stage = lambda text: None) -> list[d
         stage: Called with what is being done.
 
     Returns:
-        The records of `compile_kernels.compile_forms`.
+        The records of `compile_forms`.
 
     Raises:
         ValueError: The target is no GPU, or its plugin is not installed.
@@ -221,19 +240,17 @@ def lower(request: CompileRequest, found: ModelSource, target: Target) -> Lowere
     context = request.context or min(CONTEXT[request.what], found.config.context)
     rows = request.batch or mesh.shape["data"]
     alone = mesh.size == mesh.shape["data"] and mesh.size > 1  # every device decodes its own rows
-    session, wide = abstract.abstract_session(
+    session, wide = abstract_session(
         model, rows, context, mesh=mesh if alone and request.what == "sample" else None
     )
     if request.what == "sample":
-        return LoweredProgram(abstract.lower_run(model, session), mesh, context, rows, "pass")
+        return LoweredProgram(lower_run(model, session), mesh, context, rows, "pass")
     if wide is None:
         allowed = (
             f"sample: at a context of {context} the denoising passes of {found.name} encode the prompt too"
         )
         raise refuse("--what", "prefill", allowed)
-    return LoweredProgram(
-        abstract.lower_prefill(model, session, wide), mesh, context, rows, f"pass of {wide} tokens"
-    )
+    return LoweredProgram(lower_prefill(model, session, wide), mesh, context, rows, f"pass of {wide} tokens")
 
 
 def _mesh(given: dict[str, int], devices: list[Any]) -> Mesh:
@@ -329,9 +346,8 @@ def compile_program(request: CompileRequest) -> dict[str, Any]:
         stage("reading the program")
         try:
             program = compiled.as_text()
-        except (
-            jax.errors.JaxRuntimeError
-        ):  # a jaxlib older than libtpu may not be able to read the program back
+        except jax.errors.JaxRuntimeError:
+            # A jaxlib older than libtpu may not be able to read the program back.
             left = sorted(Path(folder).glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
             if not left:
                 raise
@@ -382,6 +398,151 @@ def cost(compiled: Any, chip: Chip, dtype: str, what: str, program: str | None =
     }  # fmt: skip
 
 
+# --- kernels, in the child
+
+
+class KernelForm(NamedTuple):
+    """One form of a kernel. Tracing `run(*args)` for a chip raises ValueError where the kernel has no such form."""
+
+    kernel: str
+    shape: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def forms(name: str) -> list[KernelForm]:
+    """All forms for a chip, "sm_90a" or "sm_100a", in the order of compilation."""
+    device = kernel_device.target(name)
+    return [*_attention(BACKENDS[name], device), *_paged(device), *_grouped(device)]
+
+
+def _attention(backend: str, device: Device) -> Iterator[KernelForm]:
+    """Head sizes x dtypes x int8 keys x ranges, for few query rows (one warpgroup, keys split) and for many; every
+    fifth form has a soft-cap."""
+    sizes = itertools.product(WIDTHS, (BF16, FP16), (False, True), (1, 2, 3), (8, 512))
+    for n, (width, dtype, int8, ranges, queries) in enumerate(sizes):
+        batch = 1 if queries == 8 else 8  # with many rows keys are not split, and the output is 16 bits
+        q = jax.ShapeDtypeStruct((batch, queries, 16, width), dtype)
+        k = jax.ShapeDtypeStruct((batch, SLOTS, 2, width), dtype)
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
+        seen = jax.ShapeDtypeStruct((batch, queries, ranges, 2), jnp.int32)
+        softcap = 30.0 if n % 5 == 0 else None
+        shape = (
+            f"{batch} x {queries} x 16/2 heads of {width}, {ranges} ranges, {_short(dtype)}, "
+            f"{'int8' if int8 else _short(dtype)} keys{', capped' if softcap else ''}"
+        )
+        how: dict[str, Any] = dict(residual=True, cached=True, backend=backend, device=device)
+        run = functools.partial(attend, softcap=softcap, **how)
+        yield KernelForm("attention", shape, run, (q, keys, keys, seen))
+
+
+def _paged(device: Device) -> Iterator[KernelForm]:
+    """A whole canvas and a few queries for each of 8 sequences: head sizes x int8 keys x page sizes."""
+    sizes = itertools.product(((64, 128), (128, 256), (256, 64), (512, 128)), (False, True), (8, 256))
+    for (width, page), int8, queries in sizes:
+        q = jax.ShapeDtypeStruct((8, queries, 16, width), BF16)
+        k = jax.ShapeDtypeStruct((1024, page, 2, width), BF16)
+        keys = jax.eval_shape(quantise_int8, k) if int8 else k
+        pages = jax.ShapeDtypeStruct((8, SLOTS // page), jnp.int32)
+        seen = jax.ShapeDtypeStruct((8, queries, 2, 2), jnp.int32)
+        shape = (
+            f"8 x {queries} x 16/2 heads of {width}, 2 ranges, bf16, {'int8' if int8 else 'bf16'} keys, "
+            f"pages of {page}"
+        )
+        run = functools.partial(attend_paged, residual=True, backend="hopper", device=device)
+        yield KernelForm("paged", shape, run, (q, keys, keys, pages, seen))
+
+
+def _grouped(device: Device) -> Iterator[KernelForm]:
+    """The widths of DiffusionGemma's experts, with few and with many rows for each, and the gradient of the rows."""
+    sizes = jax.ShapeDtypeStruct((128,), jnp.int32)
+    kinds = (BF16, FP16, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn"))
+    for rows, (inputs, outputs), kind in itertools.product((2048, 16384), ((2816, 1408), (704, 2816)), kinds):
+        x = jax.ShapeDtypeStruct((rows, inputs), FP16 if kind == FP16 else BF16)
+        w = jax.ShapeDtypeStruct((128, inputs, outputs), kind)
+        scale = jax.ShapeDtypeStruct((128, outputs), jnp.float32)
+        args = (x, w, sizes, scale) if kind.itemsize == 1 else (x, w, sizes)
+        shape = f"{rows} x {inputs} by 128 x {inputs} x {outputs} of {_short(kind)}"
+        product = functools.partial(grouped_matmul, device=device)
+        yield KernelForm("grouped", shape, product, args)
+        gradient = functools.partial(_row_gradient, product)
+        yield KernelForm("grouped", f"gradient of rows, {shape}", gradient, args)
+
+
+def _row_gradient(product: Callable[..., Any], x: Any, w: Any, *more: Any) -> Any:
+    """The gradient of the rows: a product with the transposed matrices."""
+    y, back = jax.vjp(lambda x: product(x, w, *more), x)
+    return back(jnp.ones_like(y))
+
+
+def _short(dtype: Any) -> str:
+    return {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(str(dtype), str(dtype))
+
+
+def compile_forms(name: str) -> list[dict[str, Any]]:
+    """Compiles every form for a target in this process.
+
+    Returns:
+        A record for each form: {kernel, shape} with what `hlo.gpu_kernels` reads of it, or with `refused`, why there is
+        no such form, and `fallback`, what runs instead.
+
+    Raises:
+        ValueError: An unknown target.
+        RuntimeError: ptxas reported nothing for a form that was compiled.
+    """
+    target = chips.target(name)
+    stage(f"describing {name}")
+    device = NamedSharding(Mesh(np.array(target.describe().devices[:1]), ("one",)), PartitionSpec())
+    records: list[dict[str, Any]] = []
+    todo = forms(target.chip.kernels)
+    for n, form in enumerate(todo, start=1):
+        stage(f"{form.kernel} {n} of {len(todo)}: {form.shape}")
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), form.args)
+        record = {"kernel": form.kernel, "shape": form.shape}
+        records.append(record)
+        try:
+            lowered = jax.jit(form.run).lower(*args)
+        except ValueError as error:
+            record |= {"refused": str(error), "fallback": FALLBACK[form.kernel]}
+            continue
+        with captured_output() as read:
+            lowered.compile()
+            found = hlo.gpu_kernels(read())
+        if not found:
+            raise RuntimeError(f"ptxas reports nothing for {form.kernel}, {form.shape}")
+        # A gradient has two kernels: the record is of the one that needs more.
+        record |= max(found, key=lambda row: (row["spill_bytes"], row["registers"]))
+    return records
+
+
+@contextlib.contextmanager
+def captured_output() -> Iterator[Callable[[], str]]:
+    """Captures what C and C++ code writes to standard output and error; yields a function that returns the text."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryFile() as sink:
+        saved = {fd: os.dup(fd) for fd in (1, 2)}
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+
+        def read() -> str:
+            libc.fflush(None)
+            sink.seek(0)
+            return sink.read().decode(errors="replace")
+
+        try:
+            for fd in saved:
+                os.dup2(sink.fileno(), fd)
+            yield read
+        finally:
+            libc.fflush(None)
+            for fd, old in saved.items():
+                os.dup2(old, fd)
+                os.close(old)
+
+
+# --- the child process
+
+
 def stage(text: str) -> None:
     """Prints what is being done for the parent process, which shows it as progress."""
     print(f"stage: {text}", file=sys.stderr, flush=True)
@@ -399,8 +560,6 @@ def main(argv: list[str]) -> int:
     work, argument, out = argv
     try:
         if work == "kernels":
-            from mercury_jax.bench.compile_kernels import compile_forms
-
             record: dict[str, Any] = {"kernels": compile_forms(argument)}
         else:
             record = compile_program(CompileRequest(**json.loads(argument)))

@@ -1,7 +1,7 @@
 """Entry point: finds the command, runs it, and turns errors into one line and an exit code.
 
-Each command is a module with `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury` and `_bench`
-are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
+Each command is a function of a module, `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury`
+and `_bench` are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mercury_jax.config import nearest, refuse
 
 Command = Callable[[list[str]], int]  # words -> exit code
 
-# name -> (module, what it does)
+# name -> (module, or module:function where that is not `run`; what it does)
 COMMANDS = {
     "demo": ("demo", "watch the embedded model turn noise into answers"),
     "sample": ("sample", "continue a text, or answer a message"),
     "infill": ("infill", "fill the holes in a text"),
-    "edit": ("edit", "rewrite spans of a text, or let the model choose what to change"),
-    "init": ("init", "write a recipe to start from"),
+    "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
+    "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
@@ -155,7 +155,7 @@ def _bench(words: list[str]) -> int:
 
 
 def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[str], text: str | None) -> int:
-    """Runs the module of the command that the first word names, or prints the help, which is a docstring."""
+    """Runs the function of the command that the first word names, or prints the help, which is a docstring."""
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, commands))
         lines = (f"  {name:{width}}  {about}" for name, (_, about) in commands.items())
@@ -165,14 +165,15 @@ def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[st
         other = SYNONYMS.get(words[0]) if commands is COMMANDS else None
         raise refuse(kind, words[0], f"mercury {other}" if other else nearest(words[0], list(commands)))
     cache_compiled_programs()
+    name, _, function = commands[words[0]][0].partition(":")
     try:
-        module = importlib.import_module(f"mercury_jax.cli.{commands[words[0]][0]}")
+        module = importlib.import_module(f"mercury_jax.cli.{name}")
     except ModuleNotFoundError as error:
         if error.name != "tyro":
             raise
         allowed = "an environment with it (pip install tyro); only `mercury bench gpu` runs without"
         raise refuse("this environment", "without tyro", allowed) from None
-    return module.run(words[1:])
+    return getattr(module, function or "run")(words[1:])
 
 
 def exit_code(error: BaseException) -> int:

@@ -238,10 +238,8 @@ def _watch(lm: LM, question: Question) -> str:
     """Shows an answer live, slowly enough to follow; returns its text."""
     from rich.console import Console
 
-    from mercury_jax.cli import live
-
-    pace = min(max(SECONDS / LIVE_STEPS, live.PACE), SLOWEST_FRAME)
+    pace = min(max(SECONDS / LIVE_STEPS, show.PACE), SLOWEST_FRAME)
     size = min(question.max_tokens, lm.model.config.block)
     console, frames = Console(highlight=False), _frames(lm, question)
-    last = live.follow(console, lm.tokenizer, question.before, size, frames, pace=pace, first="noise")
+    last = show.follow(console, lm.tokenizer, question.before, size, frames, pace=pace, first="noise")
     return last.text

@@ -167,14 +167,13 @@ def _watch(lm: LM, args: Sample, texts: list[str], prompts: list[Any], how: dict
     """One prompt after the other in the live view."""
     from rich.console import Console
 
-    from mercury_jax.cli import live
     from mercury_jax.decode.stream import stream
 
     console = Console(highlight=False)
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         before, seed = text + "\n" if args.chat else text, args.decoding.seed + i
         size = min(args.max_tokens, args.decoding.block or lm.model.config.block)
-        last = live.follow(console, lm.tokenizer, before, size, stream(lm, prompt, seed=seed, **how))
+        last = show.follow(console, lm.tokenizer, before, size, stream(lm, prompt, seed=seed, **how))
         seconds = _timed(lm, prompt, seed, True, how).seconds if args.warm else None
         note = "" if args.warm else "; --warm measures the speed"
         console.print(show.figures(len(last.tokens), last.forwards, seconds, note), style="dim")

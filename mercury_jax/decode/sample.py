@@ -2,6 +2,9 @@
 
 The path of a call: `Request` holds its arguments; `request.encode_request` encodes the prompts; `request.start` makes a
 `Session`; `decoder.advance` runs it on the device; `collect` reads the answers off its state.
+
+`abstract_session`, `lower_run` and `lower_prefill` lower the programs of a call from shapes alone, to compile them
+ahead of time or to inspect them. Nothing is computed; `lm.params` may be `jax.ShapeDtypeStruct`s with shardings.
 """
 
 from __future__ import annotations
@@ -17,22 +20,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.config import Plan
+from mercury_jax import sharding
+from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decoder import Session, advance, check_nan
-from mercury_jax.decode.defaults import Effort
+from mercury_jax.decode.decoder import (
+    Session,
+    advance,
+    check_nan,
+    prefill_program,
+    run_program,
+    run_sharded_program,
+)
+from mercury_jax.decode.defaults import Effort, choose_sampler
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole
 from mercury_jax.decode.request import (
     Request,
     check_session,
+    configure,
     continue_request,
     encode_request,
+    prefill_width,
     resolve_sampler,
+    row_mesh,
+    rows_of,
     start,
 )
 from mercury_jax.decode.sampler import Param, SamplerLike
-from mercury_jax.decode.state import Frame
+from mercury_jax.decode.state import Frame, first_state
 from mercury_jax.decode.thinking import closed_thinking
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
@@ -301,3 +316,76 @@ def _join_logprobs(before: LogProbs, size: int, behind: LogProbs) -> LogProbs:
 
     pairs = ((before.tokens, behind.tokens), (before.top_ids, behind.top_ids), (before.top, behind.top))
     return LogProbs(*(join(old, new) for old, new in pairs))
+
+
+# --- programs from shapes alone
+
+
+def abstract_session(
+    lm: LM, rows: int, context: int, answer: int | None = None, mesh: Mesh | None = None
+) -> tuple[Session, int | None]:
+    """Makes the session of a call as shapes.
+
+    Args:
+        lm: The model, decoded by its own sampler and plan.
+        rows: Prompts of the call.
+        context: Tokens of a row, prompt and answer together.
+        answer: Tokens of the answer among them; None: one block.
+        mesh: As of `sample`.
+
+    Returns:
+        A session whose state consists of shapes, and the tokens of one pass over its long prompts (None where the
+        decoder's own steps encode them).
+
+    Raises:
+        ValueError: The sizes do not fit the model's context.
+    """
+    config = lm.model.config
+    answer = min(config.block, context - 1) if answer is None else answer
+    at_least(1, rows=rows, answer=answer)
+    if not answer < context <= config.context:
+        raise refuse("context", context, f"{answer + 1}..{config.context}: the model's context")
+    prompts = [Prompt([config.pad] * (context - answer), False)] * rows
+    sampler, plan = choose_sampler(lm, None, Plan(), None)
+    request = Request(sampler=sampler, plan=plan, mesh=mesh, rows=rows_of(prompts, answer, 0))
+    decode_config, sampling, padded = configure(lm, request)
+    state = jax.eval_shape(lambda: first_state(decode_config, sampling, padded))
+    on = sharding.model_parallel_mesh(lm.params)
+    if on is not None:  # a shape alone does not say where its array lies
+        place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        shardings = sharding.cache_shardings(state.cache, on)
+        state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
+    shapes = jax.eval_shape(lambda: sampling)
+    session = Session(decode_config, shapes, state, rows, row_mesh(lm, mesh))
+    return session, prefill_width(decode_config, int(np.max(padded.committed)))
+
+
+def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:
+    """Lowers the loop of passes for the devices that the parameters' shardings name.
+
+    Args:
+        lm: Its parameters may be shapes.
+        session: From `abstract_session`, or a real one.
+        passes: Most passes; None: until every row is done.
+
+    Returns:
+        The lowered program.
+    """
+    varying = lm.params, session.state, session.sampling, passes
+    if session.mesh is None:
+        return run_program.lower(session.config, *varying)
+    return run_sharded_program.lower(session.config, session.mesh, *varying)
+
+
+def lower_prefill(lm: LM, session: Session, width: int) -> jax.stages.Lowered:
+    """Lowers the loop over a long prompt, for the same devices.
+
+    Args:
+        lm: Its parameters may be shapes.
+        session: From `abstract_session`, or a real one.
+        width: Tokens per pass.
+
+    Returns:
+        The lowered program.
+    """
+    return prefill_program.lower(session.config, lm.params, session.state, width)

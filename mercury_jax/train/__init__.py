@@ -4,9 +4,8 @@ recipe        `TrainConfig`: everything that a run depends on; loading and overr
 data          sources, packing and batches
 objectives    what is minimised
 optim, step   the optimizer, and one update on a mesh
-loop          train, log, evaluate, show samples, save, resume
+loop          train, log, evaluate, show samples, save, resume; several processes, signals
 report        progress, metrics and samples of a run
-distributed   several processes, and signals
 
 `mercury_jax.api.train` puts them together. Recipes are found here, without importing JAX: `mercury init` and the
 help of `mercury train` answer at once.

@@ -1,27 +1,32 @@
 """The training loop: train, log, evaluate, show samples, save, resume.
 
 Everything that the next update depends on is in `TrainState` and in the state of the data; both are in a checkpoint,
-so a resumed run ends equal bit for bit to one without an interruption.
+so a resumed run ends equal bit for bit to one without an interruption. With several processes, `join` joins a job,
+`gather_data_state` shares the state of the data, and `watch_signals` stops all of them at the same step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, sharding
 from mercury_jax.config import from_dict, refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import optim, step as steps
-from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
 from mercury_jax.train.recipe import TrainConfig, resolved
 from mercury_jax.train.report import Reporter
 from mercury_jax.types import Batch, Model, Params
@@ -29,6 +34,7 @@ from mercury_jax.types import Batch, Model, Params
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in the run's folder
 
 T = TypeVar("T")
+DataState = dict[str, Any]  # JSON, see `Batches`
 Evaluate = Callable[[Params], Mapping[str, float]]
 Preview = Callable[[Params], str]
 
@@ -231,29 +237,27 @@ class _Loop:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
         # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
-        before = self._pending
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         self.step += 1
-        self._pending = (self.step, report)
-        self._read(before)
+        self._read((self.step, report))
         self.saver.check()
 
     def call(self, function: Callable[[Params], T]) -> T:
         """Calls a function of the averaged parameters, which does not count as training time."""
-        self._catch_up()
+        self._read()
         with self.report.clock.pause():
             return function(self.averaged)
 
     def save(self) -> None:
         if self._saved == self.step:
             return
-        self._catch_up()
+        self._read()
         self._saved = self.step
         extra = {"data": gather_data_state(self.data.get_state()), "tokens": self.tokens}
         self.saver.save(self.step, self.state, self.resolved, extra)
 
     def finish(self, stopped: str | None) -> TrainResult:
-        self._catch_up()
+        self._read()
         self.saver.wait()
         if stopped:
             self.report.say(f"{stopped}: saved step {self.step}; continue with --resume")
@@ -265,13 +269,14 @@ class _Loop:
     def averaged(self) -> Params:
         return self.state.ema if self.config.ema else self.state.params
 
-    def _catch_up(self) -> None:
-        """Reads the newest report too; only then may its state be used or saved."""
-        before, self._pending = self._pending, None
-        self._read(before)
+    def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
+        """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.
 
-    def _read(self, pending: tuple[int, steps.StepReport] | None) -> None:
-        """Fetches a report from the devices: stops on NaN, and logs the mean of the steps since the last row."""
+        Args:
+            newest: (step, report) to read next time. None: nothing is pending then, and the state may be used or saved.
+        """
+        pending = self._pending
+        self._pending = newest
         if pending is None:
             return
         step, report = pending[0], jax.device_get(pending[1])
@@ -296,3 +301,95 @@ class _Loop:
             self.metrics |= row
             self.report.metrics(step, "train", row)
             self._window = []
+
+
+# --- several processes, and signals
+
+
+def join() -> None:
+    """Joins the other processes of this job. Call it before anything touches a device.
+
+    JAX detects SLURM, GKE, Cloud TPU and MPI; elsewhere the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID describe the job.
+
+    Raises:
+        ValueError: There is no such job.
+    """
+    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count),
+            process_id=None if index is None else int(index),
+        )
+    except (ValueError, RuntimeError) as error:
+        if "already" in str(error):
+            return
+        allowed = "a job of SLURM, GKE, Cloud TPU or MPI, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"
+        raise refuse("distributed", True, f"{allowed}; JAX says: {error}") from error
+
+
+def gather_data_state(state: DataState) -> DataState:
+    """Merges the states of all processes' data, so that any number of processes can continue from the result.
+
+    Args:
+        state: This process's; its `rows` are {number of the row: state of the row}.
+
+    Returns:
+        The state with the `rows` of every process, on each of them. A single process's state is returned as it is.
+    """
+    if jax.process_count() == 1:
+        return state
+    # JSON as bytes, padded to the longest: collectives need arrays of one shape.
+    own = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(own)))
+    padded = np.pad(own, (0, int(lengths.max()) - len(own)))
+    every = multihost_utils.process_allgather(padded)
+    states = [json.loads(bytes(row[:length])) for row, length in zip(every, lengths)]
+    return {**state, "rows": {number: row for one in states for number, row in one["rows"].items()}}
+
+
+@dataclass
+class StopSignal:
+    """The signal that ends a run early.
+
+    Attributes:
+        name: "SIGTERM" or "SIGINT"; None while there was none.
+    """
+
+    name: str | None = None
+
+    def arrived(self, step: int) -> bool:
+        """Whether to stop at this step: the same answer on every process, by JAX's preemption service."""
+        several = self.name is None and jax.process_count() > 1
+        if several and multihost_utils.reached_preemption_sync_point(step):
+            self.name = "SIGTERM"
+        return self.name is not None
+
+
+@contextmanager
+def watch_signals() -> Iterator[StopSignal]:
+    """Records SIGTERM and SIGINT instead of ending the process; a second SIGINT interrupts as usual.
+
+    With several processes JAX itself watches SIGTERM, and informs all of them. In a thread signals are left alone.
+
+    Yields:
+        What arrived.
+
+    Raises:
+        KeyboardInterrupt: At the second SIGINT.
+    """
+    stop = StopSignal()
+
+    def record(number: int, frame: object) -> None:
+        if number == signal.SIGINT and stop.name is not None:
+            raise KeyboardInterrupt
+        stop.name = signal.Signals(number).name
+
+    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    watched = (signal.SIGTERM, signal.SIGINT) if alone else ()
+    before = {number: signal.signal(number, record) for number in watched}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -153,24 +153,19 @@ def load_recipe(recipe: str | Path) -> TrainConfig:
     try:
         config = make()
     except TypeError as error:
-        raise _unknown_argument(error) from error
+        # For a misspelt argument Python names the function or class; if it is ours, its signature has the right name.
+        found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
+        modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
+        named = (getattr(m, found[1], None) for m in modules) if found else ()
+        called = next(filter(callable, named), None)
+        if not found or called is None:
+            raise
+        known = list(inspect.signature(called).parameters)
+        raise refuse(f"{found[1]} key", found[2], nearest(found[2], known)) from error
     if not isinstance(config, TrainConfig):
         allowed = f"a config() that returns a TrainConfig, not {type(config).__name__}"
         raise refuse("recipe", str(path), allowed)
     return config
-
-
-def _unknown_argument(error: TypeError) -> Exception:
-    """A misspelt argument of a function or config of ours, with the nearest name; any other TypeError as it was."""
-    found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not found:
-        return error
-    # The message names the function or class; its signature tells which arguments there are.
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
-    called = next((getattr(m, found[1]) for m in modules if callable(getattr(m, found[1], None))), None)
-    if called is None:
-        return error
-    return refuse(f"{found[1]} key", found[2], nearest(found[2], list(inspect.signature(called).parameters)))
 
 
 def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:

@@ -84,7 +84,15 @@ class Reporter:
             return
         _drop_rows_after(out / METRICS, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._board = _tensorboard(out)
+        try:
+            # The writer of the package `tensorboard` itself, its event and its summary.
+            from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
+            from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            pass
+        else:
+            writer = event_file_writer.EventFileWriter(str(out / "tensorboard"))
+            self._board = writer, event_pb2.Event, summary_pb2.Summary
         if sys.stderr.isatty():
             self._bar = _progress_bar(name, steps, start)
 
@@ -195,17 +203,6 @@ def _progress_bar(name: str, steps: int, start: int) -> Any:
     task = bar.add_task(name, total=steps, completed=start, line="compiling")
     bar.start()
     return bar, task
-
-
-def _tensorboard(out: Path) -> Any:
-    """(the writer of the `tensorboard` package itself, its event, its summary); None without the package."""
-    try:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
-        from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    writer = event_file_writer.EventFileWriter(str(out / "tensorboard"))
-    return writer, event_pb2.Event, summary_pb2.Summary
 
 
 def _count(x: float) -> str:

@@ -14,7 +14,7 @@ from mercury_jax import models, sharding
 from mercury_jax.bench import abstract_params, chips, compile as compiling
 from mercury_jax.cli import main
 from mercury_jax.cli.bench_compile import format_bytes, table
-from mercury_jax.decode import abstract
+from mercury_jax.decode.sample import abstract_session
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.hub.params import shapes_of
 from mercury_jax.models.weight_quant import QuantisedWeight
@@ -86,15 +86,15 @@ def test_the_outline_is_the_job_that_sample_makes():
     from mercury_jax.decode.request import Request, encode_request, start
 
     lm = mj.load("nano")
-    session, wide = abstract.abstract_session(lm, 2, 80)
+    session, wide = abstract_session(lm, 2, 80)
     block = lm.model.config.block
     asked = start(lm, encode_request(lm, Request([[5] * (80 - block)] * 2, max_tokens=block).checked()))
     assert session.config == asked.config and wide is None
     like = lambda tree: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
     assert like(session.state) == like(asked.state) and like(session.sampling) == like(asked.sampling)
-    assert abstract.abstract_session(lm, 1, 400)[1] == 256
+    assert abstract_session(lm, 1, 400)[1] == 256
     with pytest.raises(ValueError, match="context is 513; allowed: 33..512"):
-        abstract.abstract_session(lm, 1, 513)
+        abstract_session(lm, 1, 513)
 
 
 def test_the_roofline_is_the_longer_of_both_times():

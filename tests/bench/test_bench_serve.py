@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mercury_jax.bench import serve, serve_bound, serve_load
+from mercury_jax.bench import serve, serve_load
 from mercury_jax.bench.serve_load import BrokenResponse, Client
 from mercury_jax.cli import main
 from tests.bench import scripted_server
@@ -195,11 +195,11 @@ def test_an_agent_counts_calls_with_invalid_arguments():
 
 
 def bound(longer, rates):
-    return serve_bound.BatchingBound({1: 1.0, 16: longer}, 16 / longer, dict(zip((1, 16), rates)), 100.0)
+    return serve.BatchingBound({1: 1.0, 16: longer}, 16 / longer, dict(zip((1, 16), rates)), 100.0)
 
 
 def test_the_figures_explain_what_limits_batching():
-    words = lambda speedup, found: serve_bound.explain(speedup, found, 4.0)
+    words = lambda speedup, found: serve.explain(speedup, found, 4.0)
     assert words(5.0, bound(2.0, (10, 80))).startswith("nothing")
     assert words(1.9, bound(8.0, (45, 90))).startswith(
         "the arithmetic of the forward pass: a pass of 16 rows takes 8.0"
@@ -213,13 +213,11 @@ def test_the_device_program_is_timed_in_the_middle_of_answers(monkeypatch):
     from tests.tiny import tiny
 
     seen = []
-    step = serve_bound.programs.run_passes
-    monkeypatch.setattr(serve_bound, "PASSES", 3)
-    monkeypatch.setattr(
-        serve_bound.programs, "run_passes", lambda *args: seen.append(step(*args)) or seen[-1]
-    )
-    part = serve_bound.device_program(tiny(), 2, 64, ("confidence",))
-    assert serve_bound.seconds_per_pass(part) > 0
+    step = serve.programs.run_passes
+    monkeypatch.setattr(serve, "PASSES", 3)
+    monkeypatch.setattr(serve.programs, "run_passes", lambda *args: seen.append(step(*args)) or seen[-1])
+    part = serve.device_program(tiny(), 2, 64, ("confidence",))
+    assert serve.seconds_per_pass(part) > 0
     assert [result.frames.used[0].tolist() for result in seen[1:]] == [[8, 8]] * 4
     assert seen[-1].report.done.tolist() == [False, False] and int(seen[-1].passes) == 1
 

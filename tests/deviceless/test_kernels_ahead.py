@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from mercury_jax.bench.compile_kernels import FALLBACK, forms
+from mercury_jax.bench.compile import FALLBACK, forms
 from mercury_jax.cli import bench_compile
 
 PRODUCT = {"h200": "wgmma.mma_async", "b200": "tcgen05.mma"}

@@ -14,7 +14,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import checkpoint
-from mercury_jax.train import distributed
+from mercury_jax.train import loop
 from tests.tiny import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -122,4 +122,4 @@ def test_without_other_processes_distributed_is_refused_in_words(monkeypatch):
     with pytest.raises(
         ValueError, match="distributed is True; allowed: a job of SLURM.*JAX_COORDINATOR_ADDRESS"
     ):
-        distributed.join()
+        loop.join()

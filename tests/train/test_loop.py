@@ -221,9 +221,12 @@ def test_evaluation_and_samples_see_the_average(tmp_path):
 def test_the_next_update_is_dispatched_before_the_last_one_is_read(tmp_path, monkeypatch):
     order = []
     read = loop._Loop._read
-    monkeypatch.setattr(
-        loop._Loop, "_read", lambda self, p: (order.append(("read", p and p[0])), read(self, p))
-    )
+
+    def recorded(self, newest=None):
+        order.append(("read", self._pending and self._pending[0]))
+        read(self, newest)
+
+    monkeypatch.setattr(loop._Loop, "_read", recorded)
     run(tmp_path, tiny.Data(lambda number: order.append(("feed", number + 1))), steps=4, save_every=100)
     assert order[:6] == [("feed", 1), ("read", None), ("feed", 2), ("read", 1), ("feed", 3), ("read", 2)]
 

@@ -1,6 +1,6 @@
-"""The checkpoint families, one file each. Importing this package imports all of them, and each registers itself.
+"""The checkpoint families. Importing this package imports every file, and each file registers its families.
 
-To add a family: write its file here (see `dream.py` for a short one). No other file names it.
+To add a family: write its file here; `adapted.py` begins with a short one, Dream. No other file names it.
 """
 
 import importlib

@@ -199,11 +199,14 @@ def build(
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     own = range(index * rows // count, (index + 1) * rows // count)
 
-    def new_iterator() -> PackedIterator:
-        packers = {number: RowPacker(streams, weights, rows, row, seed, number) for number in own}
-        return PackedIterator(packers, row, tokenizer.pad, digest)
-
-    data = PackedDataset(new_iterator)
+    data = PackedDataset(
+        lambda: PackedIterator(
+            {number: RowPacker(streams, weights, rows, row, seed, number) for number in own},
+            row,
+            tokenizer.pad,
+            digest,
+        )
+    )
     if not prefetch:
         return iter(data)
     return iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))

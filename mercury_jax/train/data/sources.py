@@ -135,7 +135,15 @@ class Text:
                 lines = (line for path in _paths(self.where) for line in read_json_lines(path, "glob"))
                 values = ((place, record.get(self.field)) for place, record in lines)
             else:
-                values = _hf_column(self.where, self.part, self.field)
+                try:
+                    import datasets  # pyright: ignore[reportMissingImports]
+                except ImportError:
+                    allowed = "any, once the package `datasets` is installed"
+                    raise refuse("source", f"hf({self.where!r})", allowed) from None
+                table = datasets.load_dataset(self.where, split=self.part)
+                if self.field not in table.column_names:
+                    raise refuse("field", self.field, ", ".join(table.column_names))
+                values = ((f"{self.where}:{i}", value) for i, value in enumerate(table[self.field]))
             found = [(place, _string(f"{place}: {self.field}", value)) for place, value in values]
         found = [(place, text) for place, text in found if text]
         sides = _sides(self.where, self.held_out, [text for _, text in found])
@@ -443,18 +451,6 @@ def _paths(pattern: str) -> list[str]:
     if not paths:
         raise refuse("glob", pattern, "a glob that finds at least one file")
     return paths
-
-
-def _hf_column(name: str, part: str, column: str) -> Iterator[tuple[str, object]]:
-    """(dataset:row, value) of a Hugging Face dataset."""
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise refuse("source", f"hf({name!r})", "any, once the package `datasets` is installed") from None
-    table = datasets.load_dataset(name, split=part)
-    if column not in table.column_names:
-        raise refuse("field", column, ", ".join(table.column_names))
-    return ((f"{name}:{i}", value) for i, value in enumerate(table[column]))
 
 
 def _string(name: str, value: object) -> str:

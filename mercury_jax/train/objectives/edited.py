@@ -171,29 +171,23 @@ def spoil_canvases(
     replaced = batch.editable & ~still_masked & (jax.random.uniform(token_key, share.shape) < share)
     # A replacement may equal the token by chance; it then counts as correct.
     drawn = noise.uniform(model.config.vocab, forbidden=forbidden).prior(uniform_key, share)
-    copied = _tokens_of_same_canvas(copy_key, batch, model.config.eos)
-    pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
-    xt = jnp.where(still_masked, noised.xt, batch.tokens)
-    return noised._replace(xt=jnp.where(replaced, jnp.where(pick, drawn, copied), xt), masked=still_masked)
-
-
-def _tokens_of_same_canvas(key: Key, batch: Batch, eos: int) -> Int[Array, "B T"]:
-    """The token at a random place of the same canvas; drawn again where that was the end of text.
-
-    Short answers are filled up with many of these, which would be most of the copies.
-    """
-    slots = batch.tokens.shape[1]
-    index = jnp.arange(slots)[None]
     # First and last slot of the canvas at each slot, by running maxima and minima over the edges. [B, T]
+    index = jnp.arange(slots)[None]
     edge = batch.canvas[:, 1:] != batch.canvas[:, :-1]
     opens = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
     closes = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
     first = jax.lax.cummax(jnp.where(opens, index, 0), axis=1)
     last = jax.lax.cummin(jnp.where(closes, index, slots - 1), axis=1, reverse=True)
-    u = jax.random.uniform(key, (2, *batch.tokens.shape))
-    at = first + (u * (last - first + 1)).astype(jnp.int32)  # [2, B, T]; u < 1, so never behind the last
+    place = jax.random.uniform(copy_key, (2, rows, slots))
+    at = first + (place * (last - first + 1)).astype(
+        jnp.int32
+    )  # [2, B, T]; place < 1, so never behind the last
     one, other = (jnp.take_along_axis(batch.tokens, jnp.minimum(x, last), axis=1) for x in at)
-    return jnp.where(one == eos, other, one)
+    # Drawn again where it is the end of text, which fills up short answers and would be most of the copies.
+    copied = jnp.where(one == model.config.eos, other, one)
+    pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
+    xt = jnp.where(still_masked, noised.xt, batch.tokens)
+    return noised._replace(xt=jnp.where(replaced, jnp.where(pick, drawn, copied), xt), masked=still_masked)
 
 
 class NextTokens(NamedTuple):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 from rich.console import Console
 
-from mercury_jax.cli import live, main
+from mercury_jax.cli import main, show
 from mercury_jax.decode.stream import StreamOutput
 
 
@@ -18,22 +18,22 @@ def moment(ids, accepted: bool, confidence: float, done: bool) -> StreamOutput:
 
 def test_accepted_tokens_guesses_and_noise_look_different(lm):
     a, b, c = lm.tokenizer.encode("1 2")[:3]
-    text = live.paint(
+    text = show.paint(
         lm.tokenizer, [a, b, c, lm.tokenizer.mask], [True, False, False, False], [0.9, 0.9, 0.1, 0.9]
     )
     styles = [str(span.style) for span in text.spans]
-    assert text.plain.startswith("1") and text.plain.endswith(live.NOISE * 2)
+    assert text.plain.startswith("1") and text.plain.endswith(show.NOISE * 2)
     assert (
-        styles[0] == live.ACCEPTED
-        and styles[1] == live.style(False, 0.9)
-        and styles[2:] == [live.NOISE_STYLE] * 2
+        styles[0] == show.ACCEPTED
+        and styles[1] == show.style(False, 0.9)
+        and styles[2:] == [show.NOISE_STYLE] * 2
     )
-    assert live.style(False, 0.3) != live.style(False, 0.9)
+    assert show.style(False, 0.3) != show.style(False, 0.9)
 
 
 def test_the_view_joins_bytes_and_removes_control_codes(lm):
     ids = lm.tokenizer.encode("é\x1b[2J\n")
-    text = live.paint(lm.tokenizer, ids, [True] * len(ids), [1.0] * len(ids)).plain
+    text = show.paint(lm.tokenizer, ids, [True] * len(ids), [1.0] * len(ids)).plain
     assert text == "é\N{REPLACEMENT CHARACTER}[2J\n"
 
 
@@ -42,8 +42,8 @@ def test_a_followed_answer_ends_as_text_on_the_screen(lm):
     moments = [moment(ids, False, 0.5, False), moment(ids, True, 1.0, True)]
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=60, height=10)
-    last = live.follow(console, lm.tokenizer, "> ", 8, moments, pace=0.0)
-    assert last.done and live.NOISE * 8 in screen.getvalue()
+    last = show.follow(console, lm.tokenizer, "> ", 8, moments, pace=0.0)
+    assert last.done and show.NOISE * 8 in screen.getvalue()
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.getvalue().rpartition("\x1b[2K")[2])
     assert "\n".join(map(str, range(40))) in shown
 

@@ -1,0 +1,170 @@
+"""Families made of autoregressive checkpoints (Qwen2, Qwen2.5, Qwen3, Llama), which keep the tensors of their origin.
+
+They differ from their origin in the attention mask, the mask token, and which position's logits predict a token.
+"""
+
+import functools
+from typing import Any
+
+from mercury_jax.config import ModelConfig, NoiseConfig, refuse
+from mercury_jax.hub import family
+from mercury_jax.hub.families.qwen_llama import EXPERTS, experts_of, export_config
+from mercury_jax.hub.family import ConfigKeys, Family, Json, register
+
+# --- Dream, Dream-Coder, DiffuCoder, DreamOn: Qwen2.5 made bidirectional; logits at position i predict token i + 1
+
+register(
+    Family(
+        name="Dream",
+        architectures=("DreamModel",),
+        checkpoints=(
+            "Dream-org/Dream-v0-Instruct-7B",
+            "Dream-org/Dream-Coder-v0-Instruct-7B",
+            "apple/DiffuCoder-7B-Instruct",
+            "Dream-org/DreamOn-v0-7B",
+        ),
+        keys=family.QWEN2_KEYS,
+        config=functools.partial(
+            family.decoder_config, default_mask=151666, qkv_bias=True, out_bias=False, pattern="bidirectional",
+            block=32, alignment="shifted",
+        ),
+        noise=NoiseConfig(kind="absorbing"),
+        about="masked, made of Qwen2.5; DiffuCoder and DreamOn too",
+        export=functools.partial(export_config, architecture="DreamModel", model_type="Dream"),
+        licence="Apache-2.0 (DiffuCoder: Apple's)",
+    )
+)  # fmt: skip
+
+
+# --- Fast-dLLM v2: Qwen2.5 in causal blocks; logits at position i predict token i + 1 (arXiv 2509.26328)
+
+FAST_DLLM_MASK, FAST_DLLM_BLOCK = 151665, 32  # where config.json does not say
+
+register(
+    Family(
+        name="Fast-dLLM v2",
+        architectures=("Fast_dLLM_QwenForCausalLM",),
+        checkpoints=("Efficient-Large-Model/Fast_dLLM_v2_1.5B", "Efficient-Large-Model/Fast_dLLM_v2_7B"),
+        keys=family.QWEN2_KEYS.plus(
+            used={"bd_size": "int"}, unused={"conplemenrary_mask": "training only"}
+        ),
+        config=lambda config: family.decoder_config(
+            config, default_mask=FAST_DLLM_MASK, qkv_bias=True, out_bias=False, pattern="block_causal",
+            block=config.get("bd_size", FAST_DLLM_BLOCK), alignment="shifted",
+        ),
+        noise=NoiseConfig(kind="absorbing"),
+        block="32",
+        about="masked blocks, made of Qwen2.5",
+        export=lambda c: export_config(c, "Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", bd_size=c.block),
+        licence="Apache-2.0",
+    )
+)  # fmt: skip
+
+
+# --- SDAR and TraDo: Qwen3, dense or with experts, in blocks that see themselves and what is before (arXiv 2510.06303)
+
+SDAR_MASK, SDAR_BLOCK = 151669, 4  # of every published model whose config.json does not say
+SDAR_TRAINING = ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep")
+SDAR_KEYS = family.KEYS.plus(
+    family.NO_WINDOW,
+    family.NO_BIAS,
+    used={"block_size": "int"},
+    unused=dict.fromkeys(SDAR_TRAINING, "training only"),
+)
+SDAR_MOE_KEYS = SDAR_KEYS.plus(EXPERTS)
+
+
+def _export_sdar(c: ModelConfig) -> dict[str, Any]:
+    kind = ("SDARForCausalLM", "sdar") if c.experts is None else ("SDARMoeForCausalLM", "sdar_moe")
+    return export_config(c, *kind, block_size=c.block)
+
+
+register(
+    Family(
+        name="SDAR, TraDo",
+        architectures=("SDARForCausalLM", "SDARMoeForCausalLM"),
+        checkpoints=("JetLM/SDAR-4B-Chat", "JetLM/SDAR-30B-A3B-Chat", "Gen-Verse/TraDo-8B-Instruct"),
+        keys=lambda config: SDAR_MOE_KEYS if "SDARMoeForCausalLM" in config["architectures"] else SDAR_KEYS,
+        config=lambda config: family.decoder_config(
+            config, default_mask=SDAR_MASK, qk_norm=True, experts=experts_of(config), pattern="block_causal",
+            block=config.get("block_size", SDAR_BLOCK),
+        ),
+        noise=NoiseConfig(kind="absorbing"),
+        block="4 to 64",
+        about="masked blocks, made of Qwen3",
+        export=_export_sdar,
+        licence="MIT",
+    )
+)  # fmt: skip
+
+
+# --- dllm's tiny-A2D (Qwen2, Qwen3, Llama) and Open-dCoder (Qwen2.5), made bidirectional
+
+# architecture -> (model_type, biases on q, k and v, norms of q and k)
+A2D_KINDS = {
+    "A2DQwen2LMHeadModel": ("a2d-qwen2", True, False),
+    "A2DQwen3LMHeadModel": ("a2d-qwen3", False, True),
+    "A2DLlamaLMHeadModel": ("a2d-llama", False, False),
+}
+
+
+def _a2d_keys(config: Json) -> ConfigKeys:
+    biased = "A2DQwen2LMHeadModel" in config["architectures"]
+    known = family.QWEN2_KEYS if biased else family.KEYS.plus(family.NO_WINDOW, family.NO_BIAS)
+    return known.plus(only={"pretraining_tp": (1,)})
+
+
+def _a2d_config(config: Json, alignment: str = "same_position") -> ModelConfig:
+    """None of these families has a fixed mask id."""
+    if config.get("mask_token_id") is None:
+        raise refuse("mask", None, "an id: neither config.json nor the tokenizer names the mask; pass mask=")
+    named = [A2D_KINDS[name] for name in config["architectures"] if name in A2D_KINDS]
+    _, bias, norm = named[0] if named else ("qwen2", True, False)
+    return family.decoder_config(
+        config,
+        qkv_bias=bias,
+        out_bias=False,
+        qk_norm=norm,
+        pattern="bidirectional",
+        block=32,
+        alignment=alignment,
+    )
+
+
+def _export_a2d(c: ModelConfig) -> dict[str, Any]:
+    for architecture, (kind, bias, norm) in A2D_KINDS.items():
+        if (bias, norm) == (c.qkv_bias, c.qk_norm):
+            return export_config(c, architecture, kind)
+    raise refuse("qkv_bias, qk_norm", (c.qkv_bias, c.qk_norm), "one of the two, or none")
+
+
+register(
+    Family(
+        name="tiny-A2D",
+        architectures=tuple(A2D_KINDS),
+        checkpoints=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1"),
+        keys=_a2d_keys,
+        config=_a2d_config,
+        noise=NoiseConfig(kind="absorbing"),
+        about="masked, small, made of Qwen or Llama",
+        export=_export_a2d,
+        licence="Apache-2.0",
+        rank=1,
+    ),
+    Family(
+        name="Open-dCoder",
+        architectures=("Qwen2ForCausalLM",),
+        checkpoints=("fredzzp/open-dcoder-0.5B",),
+        keys=family.QWEN2_KEYS,
+        config=functools.partial(_a2d_config, alignment="shifted"),
+        noise=NoiseConfig(kind="absorbing"),
+        about="masked, made of Qwen2.5-Coder",
+        # Its config.json is Qwen2.5's, and so is its class; only the mask id distinguishes it.
+        fits=lambda config: config.get("mask_token_id") is not None and "auto_map" in config,
+        export=lambda c: export_config(
+            c, "Qwen2ForCausalLM", "qwen2", auto_map={"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"}
+        ),
+        licence="Apache-2.0",
+        rank=1,
+    ),
+)  # fmt: skip
