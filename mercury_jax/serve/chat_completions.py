@@ -186,20 +186,29 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     Raises:
         ApiError: 400, with the reason, for what cannot be guaranteed.
     """
-    wanted = request.response_format
+    wanted, form = request.response_format, tool_format(lm.tokenizer)
+    content: grammars.JSONSchema | grammars.JSONObject | None = None
+    schema: Any = None
+    param = "response_format"
     if isinstance(wanted, protocol.JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
-        schema: Any = wanted.json_schema.schema_
-        param, content = "response_format.json_schema.schema", grammars.JSONSchema(schema)
+        schema, param = wanted.json_schema.schema_, "response_format.json_schema.schema"
+        content = grammars.JSONSchema(schema)
     elif isinstance(wanted, protocol.JsonSchemaFormat | protocol.JsonObjectFormat):
-        schema, param, content = {"type": "object"}, "response_format", grammars.JSONObject()
-    else:
-        return _constraint_of_calls(lm, policy) if policy.tools else OutputConstraint()
-    if policy.min_calls:
-        return _constraint_of_calls(lm, policy)
+        schema, content = {"type": "object"}, grammars.JSONObject()
+    elif not policy.tools:
+        return OutputConstraint()
+    if content is None or policy.min_calls:  # the answer is calls, or free where none is required
+        if form.quote is not None and policy.min_calls:  # this model's tool calls are not JSON
+            message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
+            raise errors.invalid_request("tool_choice", message)
+        if form.quote is not None:
+            return OutputConstraint()
+        calls = _call_grammar(form, policy)
+        spec = calls if policy.min_calls else grammars.FreeOr(calls)
+        return OutputConstraint(compile_grammar(lm, spec, "tools"), _answer_check(policy))
     if not policy.tools:
         grammar = compile_grammar(lm, content, param)
         return OutputConstraint(grammar, _answer_check(policy, schema), json=True)
-    form = tool_format(lm.tokenizer)
     if form.quote is not None:
         message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
         raise errors.invalid_request("response_format", message)
@@ -225,18 +234,6 @@ def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar
         return grammars.compile(lm.tokenizer, spec)
     except grammars.GrammarError as error:
         raise ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema") from None
-
-
-def _constraint_of_calls(lm: LM, policy: ToolPolicy) -> OutputConstraint:
-    form = tool_format(lm.tokenizer)
-    if form.quote is not None:  # this model's tool calls are not JSON
-        if policy.min_calls:
-            message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
-            raise errors.invalid_request("tool_choice", message)
-        return OutputConstraint()
-    calls = _call_grammar(form, policy)
-    spec = calls if policy.min_calls else grammars.FreeOr(calls)
-    return OutputConstraint(compile_grammar(lm, spec, "tools"), _answer_check(policy))
 
 
 def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:

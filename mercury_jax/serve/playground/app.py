@@ -27,6 +27,7 @@ from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
+from mercury_jax.decode.sample import decode_answer
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat_completions import compile_grammar
@@ -258,7 +259,13 @@ class Playground:
                     event = frames.frame_event(self.labels, shown, changed, snapshot)
                     yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
-                    yield sse_event(frames.end_event(self.lm, snapshot, chat, seconds))
+                    # The whole text as `sample` would return it, and the cost.
+                    thinking, text = decode_answer(self.lm, snapshot.tokens, chat)
+                    yield sse_event({
+                        "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish,
+                        "message": snapshot.message, "tokens": len(snapshot.tokens), "forwards": snapshot.forwards,
+                        "cached": snapshot.cached, "seconds": round(seconds, 6),
+                    })  # fmt: skip
 
     def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
         """Raises ApiError 400 for a cell that no pass of this request can have seen."""
