@@ -12,7 +12,8 @@ from mercury_jax.serve.engine.sampling_params import rule_set
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.serve.playground import app
 from tests.browser.asking import ask, events
-from tests.browser.scripted import shot, unveiled
+from tests.browser.conftest import Served
+from tests.browser.scripted import Scripted, shot, unveiled
 
 STATIC = Path(app.STATIC)
 CHAT = {"kind": "chat", "messages": [{"role": "user", "content": "347+585="}]}
@@ -28,7 +29,6 @@ def three(job):
 
 @pytest.fixture(scope="module")
 def served(lm):
-
     with Served(Scripted(lm, three)) as served:
         yield served
 
