@@ -23,7 +23,9 @@ from mercury_jax.serve.options import ANY_HOST, ServerOptions
 Headers = Sequence[tuple[bytes, bytes]]
 
 HOST_PATTERN = re.compile(r"([A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
-KEY_DIGEST = "mercury.key"  # key of the ASGI scope: the digest of the API key, never the key itself
+# Key of the ASGI scope: the digest of the API key, never the key itself; "" where the server has no keys. It separates
+# the prefix caches of different keys (`EngineRequest.cache_salt`).
+KEY_DIGEST = "mercury.key"
 
 
 class AuthMiddleware:
@@ -82,15 +84,6 @@ class AuthMiddleware:
 def digest(key: str) -> bytes:
     """Returns the SHA-256 digest of an API key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def cache_salt(scope: Scope) -> str:
-    """Returns what separates the prefix caches of different API keys; "" where the server has no keys.
-
-    Args:
-        scope: ASGI scope of a request that `AuthMiddleware` let in.
-    """
-    return scope.get(KEY_DIGEST, "")
 
 
 def check_host(values: Sequence[bytes], allowed: Iterable[str]) -> None:

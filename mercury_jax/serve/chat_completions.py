@@ -6,6 +6,7 @@ enforces while it samples, and a check of the finished answer by another impleme
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from mercury_jax.serve.chat import messages as conversation
 from mercury_jax.serve.chat.messages import ToolFormat, tool_format
 from mercury_jax.serve.chat.output_parser import OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import EngineRequest
-from mercury_jax.serve.engine_requests import DecodingParams, TokenBudget
 from mercury_jax.serve.errors import ApiError
 from mercury_jax.serve.http import dump_json
 from mercury_jax.serve.protocol import ChatCompletionsRequest
@@ -85,11 +85,21 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         raise errors.invalid_request("top_logprobs", "top_logprobs needs logprobs to be true")
     tools = conversation.plain_tools(body.tools)
     messages = conversation.plain_messages(body.messages)
-    service.check_size(sum(map(_text_size, messages)))
+    # Any template writes the content of a message and the arguments of its calls.
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    texts = [message["content"] or "" for message in messages]
+    texts += [json.dumps(c["arguments"], ensure_ascii=False, separators=(",", ":")) for c in calls]
+    service.check_size(sum(map(len, texts)))
     policy = tool_policy(body, tools) if tools or body.tool_choice else ToolPolicy()
     effort = body.reasoning_effort or ("instant" if body.realtime else None)
     decoding = engine_requests.decoding_params(service, effort)
-    prompt, budget = _render(service, body, messages, policy, decoding)
+    context, max_tokens = service.engine.context, body.max_completion_tokens or body.max_tokens
+    called = policy.tools or None
+    prompt = conversation.render_prompt(lm, messages, called, thinking=decoding.thinking > 0)
+    budget = engine_requests.token_budget(context, len(prompt), max_tokens, decoding.thinking)
+    if decoding.thinking and not budget.thinking:  # without room for thinking, the prompt does not open it
+        prompt = conversation.render_prompt(lm, messages, called)
+        budget = engine_requests.token_budget(context, len(prompt), max_tokens, 0)
     # Compiling comes last: it may take seconds, and a prompt that is too long is refused before.
     constrained = bool(policy.tools or body.response_format)
     constraint = output_constraint(lm, body, policy) if constrained else OutputConstraint()
@@ -122,33 +132,9 @@ def _prepare_chat(service: Service, body: ChatCompletionsRequest) -> tuple[Respo
         warning=warning,
         check=constraint.check,
         logprobs=lambda snapshot, message: responses.chat_logprobs(lm, snapshot, message, top or 0),
-        continuation=engine_requests.continuation_of(lm, service.engine.context, thinks),
+        continuation=functools.partial(engine_requests.continuation_of, lm, context, thinks),
     )
     return plan, engine_requests.with_seeds(first, body.n)
-
-
-def _text_size(message: Mapping[str, Any]) -> int:
-    """Returns the characters that any template writes of a message: its content and the arguments of its calls."""
-    arguments = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-    written = (json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in arguments)
-    return len(message["content"] or "") + sum(map(len, written))
-
-
-def _render(
-    service: Service,
-    body: ChatCompletionsRequest,
-    messages: Sequence[Mapping[str, Any]],
-    policy: ToolPolicy,
-    decoding: DecodingParams,
-) -> tuple[tuple[int, ...], TokenBudget]:
-    """Returns the ids of the prompt and the budget; without room for thinking, the prompt does not open it."""
-    lm, max_tokens = service.engine.lm, body.max_completion_tokens or body.max_tokens
-    ids = conversation.render_prompt(lm, messages, policy.tools or None, thinking=decoding.thinking > 0)
-    budget = engine_requests.token_budget(service.engine.context, len(ids), max_tokens, decoding.thinking)
-    if decoding.thinking and not budget.thinking:
-        ids = conversation.render_prompt(lm, messages, policy.tools or None)
-        budget = engine_requests.token_budget(service.engine.context, len(ids), max_tokens, 0)
-    return ids, budget
 
 
 def tool_policy(request: ChatCompletionsRequest, tools: Tools) -> ToolPolicy:
@@ -200,30 +186,34 @@ def output_constraint(lm: LM, request: ChatCompletionsRequest, policy: ToolPolic
     Raises:
         ApiError: 400, with the reason, for what cannot be guaranteed.
     """
-    wanted = request.response_format
+    wanted, form = request.response_format, tool_format(lm.tokenizer)
+    content: grammars.JSONSchema | grammars.JSONObject | None = None
+    schema: Any = None
+    param = "response_format"
     if isinstance(wanted, protocol.JsonSchemaFormat) and wanted.json_schema.schema_ is not None:
-        schema: Any = wanted.json_schema.schema_
-        param, content = "response_format.json_schema.schema", grammars.JSONSchema(schema)
+        schema, param = wanted.json_schema.schema_, "response_format.json_schema.schema"
+        content = grammars.JSONSchema(schema)
     elif isinstance(wanted, protocol.JsonSchemaFormat | protocol.JsonObjectFormat):
-        schema, param, content = {"type": "object"}, "response_format", grammars.JSONObject()
-    else:
-        return _constraint_of_calls(lm, policy) if policy.tools else OutputConstraint()
-    if policy.min_calls:
-        return _constraint_of_calls(lm, policy)
+        schema, content = {"type": "object"}, grammars.JSONObject()
+    elif not policy.tools:
+        return OutputConstraint()
+    if content is None or policy.min_calls:  # the answer is calls, or free where none is required
+        if form.quote is not None and policy.min_calls:  # this model's tool calls are not JSON
+            message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
+            raise errors.invalid_request("tool_choice", message)
+        if form.quote is not None:
+            return OutputConstraint()
+        calls = _call_grammar(form, policy)
+        spec = calls if policy.min_calls else grammars.FreeOr(calls)
+        return OutputConstraint(compile_grammar(lm, spec, "tools"), _answer_check(policy))
     if not policy.tools:
-        grammar, valid = compile_grammar(lm, content, param), _validator(schema)
-        return OutputConstraint(grammar, lambda message: _is_valid(message.content, valid), json=True)
-    form = tool_format(lm.tokenizer)
+        grammar = compile_grammar(lm, content, param)
+        return OutputConstraint(grammar, _answer_check(policy, schema), json=True)
     if form.quote is not None:
         message = f"{lm.name} cannot combine a format with tools; allowed with tools: tool_choice none"
         raise errors.invalid_request("response_format", message)
     grammar = compile_grammar(lm, grammars.CallsOr(_call_grammar(form, policy), content), param)
-    calls_are_valid, valid = _call_check(policy), _validator(schema)
-
-    def check(message: ParsedMessage) -> bool:
-        return calls_are_valid(message) if message.tool_calls else _is_valid(message.content, valid)
-
-    return OutputConstraint(grammar, check, json=True)
+    return OutputConstraint(grammar, _answer_check(policy, schema), json=True)
 
 
 def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar:
@@ -246,18 +236,6 @@ def compile_grammar(lm: LM, spec: grammars.Spec, param: str) -> grammars.Grammar
         raise ApiError(400, str(error)[:1000], param=param, code="invalid_json_schema") from None
 
 
-def _constraint_of_calls(lm: LM, policy: ToolPolicy) -> OutputConstraint:
-    form = tool_format(lm.tokenizer)
-    if form.quote is not None:  # this model's tool calls are not JSON
-        if policy.min_calls:
-            message = f"{lm.name} cannot be required to call a tool; allowed: auto, none"
-            raise errors.invalid_request("tool_choice", message)
-        return OutputConstraint()
-    calls = _call_grammar(form, policy)
-    spec = calls if policy.min_calls else grammars.FreeOr(calls)
-    return OutputConstraint(compile_grammar(lm, spec, "tools"), _call_check(policy))
-
-
 def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
     functions = [tool["function"] for tool in policy.tools]
     return grammars.ToolCalls(
@@ -270,13 +248,19 @@ def _call_grammar(form: ToolFormat, policy: ToolPolicy) -> grammars.ToolCalls:
     )
 
 
-def _call_check(policy: ToolPolicy) -> Callable[[ParsedMessage], bool]:
-    """Returns the check that all calls of a message are allowed, valid, and neither too few nor too many."""
+def _answer_check(policy: ToolPolicy, schema: Any = None) -> Callable[[ParsedMessage], bool]:
+    """Returns the check of an answer: its calls are allowed, valid, and neither too few nor too many.
+
+    With a schema, an answer without calls is valid where its content obeys the schema.
+    """
     functions = [tool["function"] for tool in policy.tools]
     valid = {f["name"]: _validator(f.get("parameters") or {"type": "object"}) for f in functions}
+    valid_content = None if schema is None else _validator(schema)
 
     def check(message: ParsedMessage) -> bool:
         count = len(message.tool_calls)
+        if valid_content is not None and not count:
+            return _is_valid(message.content, valid_content)
         obeyed = all(c.name in valid and _is_valid(c.arguments, valid[c.name]) for c in message.tool_calls)
         return obeyed and policy.min_calls <= count <= (policy.max_calls or count)
 

@@ -188,8 +188,10 @@ def vendor_temperature(wanted: float | None) -> tuple[float, str | None]:
     )
 
 
-def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
-    """Returns the rule by which answers without content are continued.
+def continuation_of(
+    lm: LM, context: int, opened: bool, request: EngineRequest, last: Snapshot
+) -> tuple[Snapshot, EngineRequest] | None:
+    """Returns how an answer without content is continued.
 
     Thinking that used up `max_tokens` gets a thinking budget of its own, and `max_tokens` is kept for the answer. Any
     other answer without content has its thinking closed, and is followed by a request whose first token is visible
@@ -199,32 +201,30 @@ def continuation_of(lm: LM, context: int, opened: bool) -> Continuation:
         lm: The model; its tokenizer has the marks of thinking.
         context: Tokens of prompt and answer.
         opened: Whether the prompt opened the thinking.
+        request: The request that has ended.
+        last: Its last snapshot.
 
     Returns:
-        A function of a request and its last snapshot.
+        What is kept of the snapshot, and the request that follows; None for no request.
     """
     tokenizer, marks = lm.tokenizer, lm.tokenizer.thinking
-
-    def continuation(request: EngineRequest, last: Snapshot) -> tuple[Snapshot, EngineRequest] | None:
-        if request.grammar is not None or request.visible:  # these always have content
-            return None
-        answer, inside = tuple(last.tokens.tolist()), opened or request.thinking > 0
-        left = context - len(request.prompt) - len(answer) - 1
-        unfinished = last.finish == "length" and thinking_text.is_thinking(tokenizer, answer, inside)
-        if unfinished and not request.thinking and left >= 2:
-            max_tokens = min(request.max_tokens, left - 1)
-            budget = min(EFFORTS["low"].thinking, left - max_tokens)
-            prompt = (*request.prompt, *answer)
-            return last, dataclasses.replace(request, prompt=prompt, thinking=budget, max_tokens=max_tokens)
-        closed = thinking_text.close_thinking_ids(tokenizer, answer, inside)
-        behind, size = thinking_text.continuation_prompt(
-            tokenizer, request.prompt, closed, request.max_tokens, context
-        )
-        following = dataclasses.replace(
-            request, prompt=tuple(behind.ids), max_tokens=size, thinking=0, visible=True
-        )
-        if marks is not None and closed != answer:
-            last = last.with_token(marks.close)
-        return last, following
-
-    return continuation
+    if request.grammar is not None or request.visible:  # these always have content
+        return None
+    answer, inside = tuple(last.tokens.tolist()), opened or request.thinking > 0
+    left = context - len(request.prompt) - len(answer) - 1
+    unfinished = last.finish == "length" and thinking_text.is_thinking(tokenizer, answer, inside)
+    if unfinished and not request.thinking and left >= 2:
+        max_tokens = min(request.max_tokens, left - 1)
+        budget = min(EFFORTS["low"].thinking, left - max_tokens)
+        prompt = (*request.prompt, *answer)
+        return last, dataclasses.replace(request, prompt=prompt, thinking=budget, max_tokens=max_tokens)
+    closed = thinking_text.close_thinking_ids(tokenizer, answer, inside)
+    behind, size = thinking_text.continuation_prompt(
+        tokenizer, request.prompt, closed, request.max_tokens, context
+    )
+    following = dataclasses.replace(
+        request, prompt=tuple(behind.ids), max_tokens=size, thinking=0, visible=True
+    )
+    if marks is not None and closed != answer:
+        last = last.with_token(marks.close)
+    return last, following

@@ -112,7 +112,7 @@ def rate_limited(
     Returns:
         The error, to be raised.
     """
-    headers = _retry_after(retry_after)
+    headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
     return ApiError(429, message, "rate_limit_error", code="rate_limit_reached", headers=headers)
 
 
@@ -126,17 +126,14 @@ def unavailable(message: str, retry_after: float = 1.0) -> ApiError:
     Returns:
         The error, to be raised.
     """
-    return ApiError(503, message, "server_error", code="overloaded", headers=_retry_after(retry_after))
+    headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
+    return ApiError(503, message, "server_error", code="overloaded", headers=headers)
 
 
 def internal_error(request_id: str) -> ApiError:
     """Returns a 500 that contains nothing of the exception but the id under which the log has it."""
     message = f"The server had an error while processing your request. (request id: {request_id})"
     return ApiError(500, message, "server_error", code="server_error")
-
-
-def _retry_after(seconds: float) -> dict[str, str]:
-    return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: ValidationError) -> ApiError:
@@ -161,8 +158,15 @@ def validation_error(schema: JsonSchema, data: Mapping[str, Any], error: Validat
     node, path, required = schema, "", False
     value: Any = data
     for part in loc[:-2] if wrong_key else loc:
-        if _members(node):  # `part` is the label of a member
-            node = _member_for(schema, node, value)
+        if "discriminator" in node:  # `part` is the label of the member with the value's tag
+            tag = node["discriminator"]
+            node = _resolve(schema, {"$ref": tag["mapping"][value[tag["propertyName"]]]})
+        elif members := _members(node):  # `part` is the label of the member of the value's JSON type
+            kind = {str: "string", list: "array", dict: "object"}.get(type(value), "another")
+            for member in (_resolve(schema, member) for member in members):
+                if member.get("type", "object" if "oneOf" in member else None) == kind:
+                    node = member
+                    break
         elif isinstance(part, int):
             node, value, path = _resolve(schema, node["items"]), value[part], f"{path}[{part}]"
         else:
@@ -195,18 +199,6 @@ def _resolve(schema: JsonSchema, node: JsonSchema) -> JsonSchema:
             node = members[0]
         else:
             return node
-
-
-def _member_for(schema: JsonSchema, node: JsonSchema, value: Any) -> JsonSchema:
-    """Returns the member of a union for a value: by its tag, else by its JSON type; the union where none fits."""
-    if "discriminator" in node:
-        tag = node["discriminator"]
-        return _resolve(schema, {"$ref": tag["mapping"][value[tag["propertyName"]]]})
-    kind = {str: "string", list: "array", dict: "object"}.get(type(value), "another")
-    for member in (_resolve(schema, member) for member in _members(node)):
-        if member.get("type", "object" if "oneOf" in member else None) == kind:
-            return member
-    return node
 
 
 def _describe(schema: JsonSchema, node: JsonSchema) -> str:

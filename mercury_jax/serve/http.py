@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -196,7 +197,7 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
         ApiError: 400, with the place where the text is not valid.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=_finite)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse_constant, parse_float=refuse_constant)
     except RecursionError:
         raise invalid_request(None, f"The body is nested more than {max_depth} levels deep") from None
     except UnicodeDecodeError:
@@ -248,20 +249,20 @@ def check_json(
     raise invalid_request(param, f"{what} is nested more than {max_depth} levels deep")
 
 
-def refuse_constant(constant: str) -> NoReturn:
-    """Refuses NaN and Infinity, which are not JSON though Python reads them.
+def refuse_constant(number: str) -> float:
+    """Refuses NaN and Infinity, which are not JSON though Python reads them, and floats beyond the range of 64 bits.
 
     Args:
-        constant: What `json.loads(parse_constant=)` has read.
+        number: What `json.loads` has read, as its `parse_constant` or `parse_float`.
+
+    Returns:
+        The number.
 
     Raises:
-        ValueError: Always.
+        ValueError: The number is not finite.
     """
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value - value != 0:
-        raise ValueError(f"{text[:20]} is out of range")
+    value = float(number)
+    if not math.isfinite(value):
+        fault = "not JSON" if number in ("NaN", "Infinity", "-Infinity") else "out of range"
+        raise ValueError(f"{number[:20]} is {fault}")
     return value

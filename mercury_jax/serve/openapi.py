@@ -157,7 +157,14 @@ def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
     Returns:
         An OpenAPI 3.1 document.
     """
-    schemas = _schemas()
+    answers = {getattr(e, part) for e in ENDPOINTS.values() for part in ("completion", "chunk")}
+    others = (responses.ModelList, responses.Status, responses.Error)
+    named = {e.request for e in ENDPOINTS.values()} | answers | set(others)
+    inputs: Iterable[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+        (cls.__name__, "validation", TypeAdapter(cls)) for cls in sorted(named, key=lambda cls: cls.__name__)
+    ]
+    _, written = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE, schema_generator=DocumentJsonSchema)
+    schemas = written["$defs"] | {"Document": {"type": "object", "required": ["openapi", "paths"]}}
     for endpoint in ENDPOINTS.values():
         properties = schemas[endpoint.request.__name__]["properties"]
         properties |= protocol.refused_properties(endpoint.request)
@@ -167,7 +174,7 @@ def build_document(keys: bool = True, models: Sequence[str] = ()) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "mercury_jax", "version": __version__, "description": about},
-        "paths": {**_post_paths(models[0] if models else "mercury-2"), **_get_paths()},
+        "paths": _paths(models[0] if models else "mercury-2"),
         "components": {
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -184,19 +191,8 @@ class DocumentJsonSchema(protocol.RequestJsonSchema):
         return super().typed_dict_schema(schema) | {"additionalProperties": False}
 
 
-def _schemas() -> Json:
-    answers = {getattr(e, part) for e in ENDPOINTS.values() for part in ("completion", "chunk")}
-    others = (responses.ModelList, responses.Status, responses.Error)
-    named = {e.request for e in ENDPOINTS.values()} | answers | set(others)
-    inputs: Iterable[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
-        (cls.__name__, "validation", TypeAdapter(cls)) for cls in sorted(named, key=lambda cls: cls.__name__)
-    ]
-    _, made = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE, schema_generator=DocumentJsonSchema)
-    return made["$defs"] | {"Document": {"type": "object", "required": ["openapi", "paths"]}}
-
-
-def _post_paths(model: str) -> Json:
-    made: Json = {}
+def _paths(model: str) -> Json:
+    paths: Json = {}
     for path, endpoint in ENDPOINTS.items():
         name = endpoint.request.__name__
         request = _content(name)
@@ -208,7 +204,7 @@ def _post_paths(model: str) -> Json:
                 **_content(endpoint.chunk.__name__, "text/event-stream"),
             },
         }
-        made[path] = {
+        paths[path] = {
             "post": {
                 "summary": endpoint.summary,
                 "operationId": "create" + name.removesuffix("Request"),
@@ -216,10 +212,6 @@ def _post_paths(model: str) -> Json:
                 "responses": {"200": answer, **_error_responses(ERRORS)},
             }
         }
-    return made
-
-
-def _get_paths() -> Json:
     model_id = {
         "name": "id",
         "in": "path",
@@ -229,15 +221,21 @@ def _get_paths() -> Json:
     models = _get("The names of the model that is loaded.", _content("ModelList"))
     metrics = {"text/plain": {"schema": {"type": "string"}}}
     closed = {"503": {"description": "They are not.", "content": _content("Status")}}
-    return {path: {"get": models} for path in MODEL_LISTS} | {
-        "/v1/models/{id}": {
-            "get": _get("One model by its name.", _content("ModelObject")) | {"parameters": [model_id]}
-        },
-        "/health": {"get": _get("Whether the process answers.", _content("Status"), public=True)},
-        "/ready": {"get": _get("Whether requests are taken.", _content("Status"), public=True, more=closed)},
-        "/openapi.json": {"get": _get("This document.", _content("Document"))},
-        "/metrics": {"get": _get("Metrics in Prometheus' text format.", metrics)},
-    }
+    return (
+        paths
+        | {path: {"get": models} for path in MODEL_LISTS}
+        | {
+            "/v1/models/{id}": {
+                "get": _get("One model by its name.", _content("ModelObject")) | {"parameters": [model_id]}
+            },
+            "/health": {"get": _get("Whether the process answers.", _content("Status"), public=True)},
+            "/ready": {
+                "get": _get("Whether requests are taken.", _content("Status"), public=True, more=closed)
+            },
+            "/openapi.json": {"get": _get("This document.", _content("Document"))},
+            "/metrics": {"get": _get("Metrics in Prometheus' text format.", metrics)},
+        }
+    )
 
 
 def _get(summary: str, content: Json, public: bool = False, more: Mapping[str, Any] | None = None) -> Json:

@@ -321,11 +321,6 @@ class ApiRequest(RequestModel):
     """Further fields of this object; those outside of it win."""
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
     def stop_sequences(self) -> tuple[str, ...]:
         """Texts that end the answer. The empty text ends nothing."""
         stop = getattr(self, "stop", None)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
-import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
@@ -439,8 +438,12 @@ def chat_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) 
     Returns:
         One entry per token of the content.
     """
+    logprobs, answer = snapshot.logprobs, slice(message.reasoning_tokens, message.completion_tokens)
+    assert logprobs is not None
+    # Of each token: its id, its log-probability, ids of the alternatives [K] and their log-probabilities [K].
+    rows = (snapshot.tokens, logprobs.tokens, logprobs.top_ids, logprobs.top)
     content: list[TokenLogprobs] = []
-    for token, value, ids, values in _answer_rows(snapshot, message):
+    for token, value, ids, values in zip(*(row[answer] for row in rows), strict=True):
         alternatives = [_token_logprob(lm, i, v) for i, v in zip(ids[:top], values[:top])]
         content.append({**_token_logprob(lm, token, value), "top_logprobs": alternatives})
     return {"content": content}
@@ -460,26 +463,13 @@ def text_logprobs(lm: LM, snapshot: Snapshot, message: ParsedMessage, top: int) 
     """
     made: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     offset = 0
-    for token, value, ids, values in _answer_rows(snapshot, message):
-        entry = _token_logprob(lm, token, value)
-        others = (_token_logprob(lm, i, v) for i, v in zip(ids[:top], values[:top]))
+    for entry in chat_logprobs(lm, snapshot, message, top)["content"]:
         made["tokens"].append(entry["token"])
         made["token_logprobs"].append(entry["logprob"])
-        made["top_logprobs"].append({other["token"]: other["logprob"] for other in others})
+        made["top_logprobs"].append({other["token"]: other["logprob"] for other in entry["top_logprobs"]})
         made["text_offset"].append(offset)
         offset += len(entry["token"])
     return made
-
-
-def _answer_rows(
-    snapshot: Snapshot, message: ParsedMessage
-) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
-    """Yields (token, logprob, ids of the alternatives [K], their logprobs [K]) of each token of the answer."""
-    logprobs = snapshot.logprobs
-    assert logprobs is not None
-    answer = slice(message.reasoning_tokens, message.completion_tokens)
-    rows = (snapshot.tokens, logprobs.tokens, logprobs.top_ids, logprobs.top)
-    return zip(*(row[answer] for row in rows), strict=True)
 
 
 def _token_logprob(lm: LM, token: int, logprob: float) -> TokenLogprob:

@@ -70,33 +70,30 @@ class BoundedH11Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Starts the clock."""
         super().connection_made(transport)
-        self._update_deadline()
+        self._set_deadline(True)
 
     def data_received(self, data: bytes) -> None:
         """Parses data, and stops the clock once the headers are complete."""
         super().data_received(data)
-        self._update_deadline()
+        # A request has begun, or may begin, whose headers are not complete.
+        idle = self.cycle is None or self.cycle.response_complete
+        self._set_deadline(idle and not self.transport.is_closing())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the clock."""
-        self._clear_deadline()
+        self._set_deadline(False)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """Waits for the next request without a clock."""
         super().on_response_complete()
-        self._clear_deadline()
+        self._set_deadline(False)
 
-    def _update_deadline(self) -> None:
-        """Runs the clock while a request has begun and its headers are not complete."""
-        idle = self.cycle is None or self.cycle.response_complete
-        if not idle or self.transport.is_closing():
-            self._clear_deadline()
-        elif self._deadline is None:
+    def _set_deadline(self, waiting: bool) -> None:
+        """Runs the clock while the headers of a request are not complete; a clock that runs goes on."""
+        if waiting and self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
+        elif not waiting and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 

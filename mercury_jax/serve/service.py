@@ -7,6 +7,7 @@ An endpoint reads its request by `Service.read`, and passes a function that make
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import threading
 import time
@@ -76,6 +77,7 @@ class Service:
         self.names: Mapping[str, str] = model_names(engine.lm.name, options)
         self.limit = AdmissionLimit(engine.config.slots, engine.config.queue)
         self.created = int(time.time())
+        self._longest = max(1, *map(len, engine.lm.tokenizer.pieces))  # bytes of a token
         self._pool = ThreadPoolExecutor(WORKERS, "mercury-prepare")
         self._small_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-small")
         self._large_grammars = ThreadPoolExecutor(WORKERS, "mercury-compile-large")
@@ -84,11 +86,6 @@ class Service:
     def ready(self) -> bool:
         """Whether the engine is warm and does not shut down."""
         return bool(self.engine.ready) and not self.engine.closing
-
-    @functools.cached_property
-    def max_token_bytes(self) -> int:
-        """Bytes of the longest token: a text longer than the context times this cannot fit."""
-        return max(1, *map(len, self.engine.lm.tokenizer.pieces))
 
     async def read(self, request: Request, model: type[R]) -> R:
         """Reads and validates a request.
@@ -119,7 +116,7 @@ class Service:
         Raises:
             ApiError: 400.
         """
-        if size > self.engine.context * self.max_token_bytes:
+        if size > self.engine.context * self._longest:
             raise errors.context_length_exceeded(self.engine.context, param)
 
     async def submit(
@@ -127,6 +124,7 @@ class Service:
         prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]],
         count: int,
         grammar_bytes: int | None = None,
+        cache_salt: str = "",
     ) -> tuple[T, SubmittedJobs]:
         """Prepares and submits the jobs of a request, in a thread.
 
@@ -138,6 +136,7 @@ class Service:
                 passed on.
             count: Number of jobs.
             grammar_bytes: Size of the grammar in the request; None without one.
+            cache_salt: Of all jobs (`EngineRequest.cache_salt`).
 
         Returns:
             What `prepare` returned first, and the submitted jobs.
@@ -150,7 +149,7 @@ class Service:
             pool = self._pool
         else:
             pool = self._small_grammars if grammar_bytes <= SMALL_GRAMMAR_BYTES else self._large_grammars
-        future = pool.submit(self._prepare_and_submit, prepare, count)
+        future = pool.submit(self._prepare_and_submit, prepare, count, cache_salt)
         try:
             return await asyncio.wrap_future(future)
         except BaseException:
@@ -159,13 +158,18 @@ class Service:
             raise
 
     def _prepare_and_submit(
-        self, prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]], count: int
+        self,
+        prepare: Callable[[], tuple[T, Sequence[EngineRequest | AnswerHandle]]],
+        count: int,
+        cache_salt: str,
     ) -> tuple[T, SubmittedJobs]:
         made, jobs = prepare()
         handles: list[AnswerHandle] = []
         try:
             for job in jobs:
-                handles.append(self.engine.submit(job) if isinstance(job, EngineRequest) else job)
+                if isinstance(job, EngineRequest):
+                    job = self.engine.submit(dataclasses.replace(job, cache_salt=cache_salt))
+                handles.append(job)
         except Exception as error:
             for handle in handles:
                 handle.cancel()

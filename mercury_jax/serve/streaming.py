@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -20,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mercury_jax.serve import errors
-from mercury_jax.serve.auth import cache_salt
+from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat.output_parser import OutputDelta, OutputParser, ParsedMessage
 from mercury_jax.serve.engine.request import EngineRequest, RequestRejected, Snapshot
 from mercury_jax.serve.engine_requests import Continuation
@@ -111,15 +110,10 @@ async def respond(
     Raises:
         ApiError: The request is refused, or the engine failed.
     """
-    arrival, salt = time.perf_counter(), cache_salt(request.scope)
-
-    def salted() -> tuple[ResponsePlan, list[EngineRequest | AnswerHandle]]:
-        plan, made = prepare()
-        replace = lambda one: dataclasses.replace(one, cache_salt=salt)
-        return plan, [replace(one) if isinstance(one, EngineRequest) else one for one in made]
-
+    arrival = time.perf_counter()
     try:
-        submission = service.submit(salted, count, grammar_bytes)
+        salt = request.scope.get(KEY_DIGEST, "")
+        submission = service.submit(prepare, count, grammar_bytes, salt)
         plan, jobs = await run_until_disconnect(request.receive, submission)
     except ClientDisconnected:
         return Response(status_code=499)
@@ -181,26 +175,21 @@ class Responder:
         Args:
             jobs: The submitted jobs, in the order of the choices.
         """
+        writer, options = self.writer, self.plan.request.stream_options
+        answers: dict[int, FinishedAnswer] = {}
         try:
-            async with contextlib.aclosing(self._chunks(jobs)) as chunks:
+            for i in range(len(jobs.handles) if self.plan.kind.message else 0):
+                yield sse_event(writer.chunk([writer.chunk_choice(i, first=True)]))
+            streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
+            async with contextlib.aclosing(interleave(streams)) as chunks:
                 async for chunk in chunks:
                     yield sse_event(chunk)
+            if options is not None and options.include_usage:
+                usage = self._usage([answers[i] for i in sorted(answers)])
+                yield sse_event(writer.chunk([], {"usage": usage}))
         except Exception as error:
             yield sse_event(to_reported_error(error, self.request_id).envelope())
         yield DONE_EVENT
-
-    async def _chunks(self, jobs: SubmittedJobs) -> AsyncGenerator[JsonDict, None]:
-        answers: dict[int, FinishedAnswer] = {}
-        if self.plan.kind.message:
-            for i in range(len(jobs.handles)):
-                yield self.writer.chunk([self.writer.chunk_choice(i, first=True)])
-        streams = [self._choice_chunks(i, handle, answers) for i, handle in enumerate(jobs.handles)]
-        async with contextlib.aclosing(interleave(streams)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        if self.plan.request.include_usage:
-            finished = [answers[i] for i in sorted(answers)]
-            yield self.writer.chunk([], {"usage": self._usage(finished)})
 
     async def _choice_chunks(
         self, i: int, handle: AnswerHandle, answers: dict[int, FinishedAnswer]

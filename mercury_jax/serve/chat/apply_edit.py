@@ -208,8 +208,15 @@ def _merge_segment(
 ) -> tuple[int, int, list[str]]:
     """(start, end, lines): lines start..end of the file, from `position` on, become these lines."""
     place = _place(segment.lines, file, position)
-    if place is None:
-        return _without_anchor(segment, file, position)
+    if place is None:  # without an anchor a segment begins or ends the file, if it begins or ends the snippet
+        if segment.first and not segment.last and position == 0:
+            return 0, 0, [*segment.lines, *segment.tail]
+        if segment.last and not segment.first:
+            end = max(
+                position, len(file) - (len(file) > 1 and not file[-1])
+            )  # the last line end stays behind it
+            return end, end, [*segment.head, *segment.lines]
+        raise AmbiguousUpdate
     start, end, lines = place.start, place.end + 1, segment.lines
     if len(lines) - (place.last - place.first) > _MAX_NEW:
         raise AmbiguousUpdate
@@ -230,16 +237,6 @@ def _merge_segment(
     if appended and end < len(file) and file[end].strip():
         lines = lines + segment.tail
     return start, end, lines
-
-
-def _without_anchor(segment: UpdateSegment, file: list[str], position: int) -> tuple[int, int, list[str]]:
-    """A segment without an anchor begins or ends the file, if it begins or ends the snippet."""
-    if segment.first and not segment.last and position == 0:
-        return 0, 0, [*segment.lines, *segment.tail]
-    if segment.last and not segment.first:
-        end = max(position, len(file) - (len(file) > 1 and not file[-1]))  # the last line end stays behind it
-        return end, end, [*segment.head, *segment.lines]
-    raise AmbiguousUpdate
 
 
 def _place(lines: list[str], file: list[str], position: int) -> Placement | None:
@@ -314,8 +311,10 @@ def _replaces(line: str, near: list[str], guess: bool) -> bool:
     for other in near if line.strip() else ():
         if other.strip() and _indent(other) < depth:
             break
-        same = _same_subject(line, other)
-        if same or (same is None and not guess and _similar(line, other)):
+        same, a, b = _same_subject(line, other), line.strip(), other.strip()
+        if same is None and not guess and b:  # similar lines share most characters
+            same = 2 * (Counter(a) & Counter(b)).total() >= _SIMILAR * (len(a) + len(b))
+        if same:
             raise AmbiguousUpdate
     return False
 
@@ -331,11 +330,6 @@ def _same_subject(a: str, b: str) -> bool | None:
         if ours or theirs:
             return False
     return None
-
-
-def _similar(a: str, b: str) -> bool:
-    a, b = a.strip(), b.strip()
-    return bool(a and b) and 2 * (Counter(a) & Counter(b)).total() >= _SIMILAR * (len(a) + len(b))
 
 
 def _distinctive(line: str) -> bool:

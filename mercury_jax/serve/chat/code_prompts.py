@@ -112,7 +112,12 @@ def parse_edit(content: str) -> EditInput:
         after = content[at[1] + len(f"<|/{REGION}|>") : file[1]].removesuffix("\n")
     else:
         path, whole = _split_path("" if file is None else _trimmed(content[slice(*file)]))
-        before, after = _around(whole, region)
+        before, after = (whole, "") if not region.strip() else ("", "")
+        # The cursor is marked in both the file and the region, or in one of them.
+        for text, piece in ((whole, region), (whole.replace(CURSOR, ""), region.replace(CURSOR, ""))):
+            if piece and piece in text:
+                before, _, after = text.partition(piece)
+                break
     snippets, snippet = [], tagged_span(content, SNIPPET, outer=False)
     while snippet is not None:
         first, _, code = _trimmed(content[slice(*snippet)]).partition("\n")
@@ -307,12 +312,3 @@ def _split_path(text: str) -> tuple[str, str]:
     first, _, rest = text.partition("\n")
     name = "current_file_path:"
     return (first.removeprefix(name).strip(), rest) if first.startswith(name) else ("", text)
-
-
-def _around(whole: str, region: str) -> tuple[str, str]:
-    """What stands in front of and behind a region in a file; the cursor is marked in both or in one of them."""
-    unmarked = whole.replace(CURSOR, ""), region.replace(CURSOR, "")
-    for text, piece in ((whole, region), unmarked):
-        if piece and piece in text:
-            return text[: text.index(piece)], text[text.index(piece) + len(piece) :]
-    return (whole, "") if not region.strip() else ("", "")

@@ -69,7 +69,9 @@ def plain_messages(
     results: list[dict[str, Any]] = []  # consecutive ones
     for i, message in enumerate(messages):
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-        entry: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        text = message.content or ""
+        text = text if isinstance(text, str) else "\n".join(part.text for part in text)
+        entry: dict[str, Any] = {"role": role, "content": text}
         if isinstance(message, protocol.ToolMessage):
             if message.tool_call_id not in known:
                 allowed = "the id of a call in an earlier message"
@@ -130,12 +132,6 @@ def plain_tools(tools: Sequence[protocol.FunctionTool] | None) -> list[dict[str,
         fields = function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         plain[function.name] = {"type": "function", "function": fields}
     return list(plain.values())
-
-
-def _text(content: protocol.Content | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
 
 
 def _plain_call(function: protocol.CalledFunction, at: str) -> dict[str, Any]:

@@ -287,11 +287,6 @@ class CompiledPrograms:
                         buckets.moved(buckets.moved(state, [], other), [], bucket)
         self.steps[bucket] = compiled
 
-    def fitting(self, need: Bucket) -> Bucket:
-        """The cheapest compiled bucket that is at least as large in every respect."""
-        fits = [b for b in list(self.steps) if all(have >= want for have, want in zip(b, need))]
-        return min(fits, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
-
     def _compile_others(self, on_complete: Callable[[], None]) -> None:
         buckets = self.buckets
         for level in (sampling.PLAIN, sampling.PROCESSORS):
@@ -333,8 +328,8 @@ class CompiledPrograms:
         buckets = self.buckets
         row, chunk = self._warm_up_row(bucket.capacity), prefix_cache.chunk_size(buckets.lm.model.config)
         if buckets.config.prefix_bytes and chunk is not None and chunk <= bucket.capacity:
-            keys = programs.cut_cache(state.cache, np.int32(0), np.int32(0), chunk)
-            row = programs.insert_cache(row, keys, np.int32(0))
+            keys = prefix_cache.cut_cache(state.cache, np.int32(0), np.int32(0), chunk)
+            row = prefix_cache.insert_cache(row, keys, np.int32(0))
         program = buckets.program(bucket.capacity, sampling.TRUNCATION)
         eos = np.full(bucket.rows, buckets.lm.model.config.eos, np.int32)
         unchanged = no_tokens(bucket.rows, program.width)

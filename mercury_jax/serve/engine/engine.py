@@ -129,7 +129,19 @@ class Engine:
             ContextLengthExceeded: If prompt and output do not fit the context.
             ValueError: For a parameter out of range.
         """
-        request = self._checked(request)
+        if request.suffix is not None:
+            request = fim_order(self.lm, request)
+        tokens = request.max_length + min(len(request.suffix or ()), SUFFIX_TOKENS)
+        if not request.prompt:
+            raise refuse("prompt", request.prompt, "at least one token")
+        if tokens > self.context:
+            raise ContextLengthExceeded(tokens, self.context)
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
+            raise refuse("logprobs", request.logprobs, f"0..{self.config.max_logprobs}")
+        if request.grammar is not None:
+            request.grammar.walk(request.max_tokens)  # whether any answer fits
+        # Raises here, and not in the engine's thread, for whatever is out of range.
+        sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
         handle = RequestHandle(request, self._wake)
         try:
             (self._queue if request.suffix is None else self._infilling.queue).add(handle)
@@ -194,22 +206,6 @@ class Engine:
             **{name: self._counts[name] for name in _COUNTERS},
         )
 
-    def _checked(self, request: EngineRequest) -> EngineRequest:
-        if request.suffix is not None:
-            request = fim_order(self.lm, request)
-        tokens = request.max_length + min(len(request.suffix or ()), SUFFIX_TOKENS)
-        if not request.prompt:
-            raise refuse("prompt", request.prompt, "at least one token")
-        if tokens > self.context:
-            raise ContextLengthExceeded(tokens, self.context)
-        if request.logprobs is not None and not 0 <= request.logprobs <= self.config.max_logprobs:
-            raise refuse("logprobs", request.logprobs, f"0..{self.config.max_logprobs}")
-        if request.grammar is not None:
-            request.grammar.walk(request.max_tokens)  # whether any answer fits
-        # Raises here, and not in the engine's thread, for whatever is out of range.
-        sampling.build_sampler(self.rules, request, sampling.TRUNCATION)
-        return request
-
     def _publish_infilled(self, handle: RequestHandle, final: Snapshot) -> None:
         """Counts and publishes the end of a request with a suffix; in the thread of `InfillWorker`."""
         outcome = {"cancelled": "cancelled", "error": "failed"}.get(final.finish or "", "finished")
@@ -237,7 +233,15 @@ class Engine:
                 self._prefill, self._slots = None, Slots(self.buckets, self._compiled, empty)
 
     def _step(self, slots: Slots) -> None:
-        self._drop_cancelled(slots)
+        for handle in self._queue.take_cancelled():
+            self._end_early(handle, "cancelled")
+        for slot, run in enumerate(slots.requests):
+            if run is not None and run.handle.cancelled:
+                self._end_early(run.handle, "cancelled")
+                slots.requests[slot] = None
+        if self._prefill is not None and self._prefill.run.handle.cancelled:
+            self._end_early(self._prefill.run.handle, "cancelled")
+            self._prefill = None
         self._admit(slots)
         if slots.running:
             slots.apply_grammars()
@@ -250,25 +254,21 @@ class Engine:
                 self._changed.wait_for(lambda: self._has_news, timeout=0.01 if len(self._queue) else None)
                 self._has_news = False
 
-    def _drop_cancelled(self, slots: Slots) -> None:
-        for handle in self._queue.take_cancelled():
-            self._end_early(handle, "cancelled")
-        for slot, run in enumerate(slots.requests):
-            if run is not None and run.handle.cancelled:
-                self._end_early(run.handle, "cancelled")
-                slots.requests[slot] = None
-        if self._prefill is not None and self._prefill.run.handle.cancelled:
-            self._end_early(self._prefill.run.handle, "cancelled")
-            self._prefill = None
-
     def _end_early(self, handle: RequestHandle, finish: str, message: str = "") -> None:
         self._counts["cancelled" if finish == "cancelled" else "failed"] += 1
         handle.publish(early_end(handle, finish, message))
 
     def _admit(self, slots: Slots) -> None:
-        """Goes on with a chunked prefill, and fills free slots from the queue."""
-        if self._prefill is not None:
-            self._prefill_chunk(slots, self._prefill)
+        """Encodes the next chunk of a long prompt, and fills free slots from the queue."""
+        if (prefill := self._prefill) is not None:
+            request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
+            program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
+            upto = np.int32(prefill.upto)
+            prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
+            if prefill.upto >= len(request.prompt):  # after the last chunk the request gets its slot
+                self._prefill = None
+                slots.fit(request)
+                slots.admit(prefill.run, prefill.row)
 
         def may_start(handle: RequestHandle) -> bool:
             """One chunked prefill goes on at a time."""
@@ -308,17 +308,6 @@ class Engine:
             self._prefill = ChunkedPrefill(run, row, cached)
         else:
             slots.admit(run, row)
-
-    def _prefill_chunk(self, slots: Slots, prefill: ChunkedPrefill) -> None:
-        """Encodes the next chunk of a prompt; after the last one the request gets its slot."""
-        request, prefill.upto = prefill.run.handle.request, prefill.upto + PREFILL_CHUNK
-        program = self.buckets.program(prefill.row.tokens.shape[1], sampling.TRUNCATION)
-        upto = np.int32(prefill.upto)
-        prefill.row = programs.encode_prompt(program, self.lm.params, prefill.row, PREFILL_WIDTH, upto)
-        if prefill.upto >= len(request.prompt):
-            self._prefill = None
-            slots.fit(request)
-            slots.admit(prefill.run, prefill.row)
 
     def _publish(self, slots: Slots, read: ReadDispatch) -> None:
         """Publishes the snapshots of a dispatch, and ends the requests that are done."""

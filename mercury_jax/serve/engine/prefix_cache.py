@@ -7,15 +7,18 @@ starts from the request's `cache_salt`: with a salt per client nobody finds, or 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.decode.state import State
-from mercury_jax.serve.engine import programs
+from mercury_jax.serve.engine.programs import tree_bytes
 from mercury_jax.types import Cache
 
 CHUNK = 64  # tokens whose keys and values are kept and found together
@@ -51,6 +54,39 @@ def chunk_hashes(ids: Sequence[int], size: int, salt: str) -> Iterator[bytes]:
         yield link
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
+    """Keys and values of positions start..start + size of one row.
+
+    Args:
+        cache: KV cache of all rows.
+        slot: The row.
+        start: First position.
+        size: Number of positions.
+
+    Returns:
+        A chunk whose leaves have the position as first axis.
+    """
+    row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
+    """A row with a chunk of `cut_cache` written to its cache at position `start`.
+
+    Args:
+        row: A state of one row; donated.
+        chunk: Of `cut_cache`.
+        start: First position of the chunk.
+
+    Returns:
+        The row.
+    """
+    insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
+    return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
+
+
 class PrefixCache:
     """Chunks of keys and values on the device. The least recently used are dropped beyond `limit` bytes.
 
@@ -80,7 +116,8 @@ class PrefixCache:
                 if link not in self._chunks:
                     break
                 found.append(link)
-        self._touch(found)
+        for link in reversed(found):  # the end of a chain first: a chunk is of no use without those before it
+            self._chunks.move_to_end(link)
         return [self._chunks[link] for link in found], len(found) * self._size
 
     def insert(self, row: State, chunks: Sequence[Cache]) -> State:
@@ -94,7 +131,7 @@ class PrefixCache:
             The row.
         """
         for i, chunk in enumerate(chunks):
-            row = programs.insert_cache(row, chunk, np.int32(i * self._size))
+            row = insert_cache(row, chunk, np.int32(i * self._size))
         return row
 
     def keep(self, state: State, slot: int, ids: Sequence[int], salt: str) -> None:
@@ -112,15 +149,11 @@ class PrefixCache:
         for i, link in enumerate(chain):
             if link not in self._chunks:
                 start = np.int32(i * self._size)
-                chunk = programs.cut_cache(state.cache, np.int32(slot), start, self._size)
+                chunk = cut_cache(state.cache, np.int32(slot), start, self._size)
                 self._chunks[link] = chunk
-                self.bytes += programs.tree_bytes(chunk)
-        self._touch(chain)
-        while self.bytes > self._limit:
-            _, dropped = self._chunks.popitem(last=False)
-            self.bytes -= programs.tree_bytes(dropped)
-
-    def _touch(self, chain: Sequence[bytes]) -> None:
-        """Marks a chain as used, its end first: a chunk is of no use without those before it."""
+                self.bytes += tree_bytes(chunk)
         for link in reversed(chain):
             self._chunks.move_to_end(link)
+        while self.bytes > self._limit:
+            _, dropped = self._chunks.popitem(last=False)
+            self.bytes -= tree_bytes(dropped)

@@ -19,7 +19,7 @@ from mercury_jax.decode import decoder
 from mercury_jax.decode.constrained import write_committed
 from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
-from mercury_jax.types import Cache, Params
+from mercury_jax.types import Params
 
 
 class DispatchReport(NamedTuple):
@@ -111,25 +111,9 @@ def start_row(
     return first_state(program, sampling, rows)._replace(cache_length=cached)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
-def encode_prompt(
-    program: DecodeConfig, params: Params, row: State, width: int, upto: Int[Array, ""]
-) -> State:
-    """Prefills a row up to position `upto` of its prompt, in forward passes of `width` tokens.
-
-    Args:
-        program: Static sizes.
-        params: Parameters of the model.
-        row: A state of one row; donated.
-        width: Tokens of a forward pass.
-        upto: Position behind the last token that is encoded.
-
-    Returns:
-        The row with a longer committed KV cache.
-    """
-    return decoder.prefill(program, params, row, width, upto)
-
-
+# (program, params, row, width, upto) -> the row with its prompt encoded up to position `upto`, in forward passes of
+# `width` tokens; the row is donated.
+encode_prompt = jax.jit(decoder.prefill, static_argnums=(0, 3), donate_argnums=2)
 # (state, slot, row) -> the state with a row of one request in a slot; the state is donated.
 place_row = jax.jit(admit, donate_argnums=0)
 # (program, state, change, eos) -> the state with tokens that grammars have committed; the state is donated.
@@ -170,39 +154,6 @@ def move_rows(state: State, order: Int[Array, "b"], capacity: int, width: int) -
         key=jax.tree.map(moved, state.key),
         done=rows.done | (order < 0),
     )
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def cut_cache(cache: Cache, slot: Int[Array, ""], start: Int[Array, ""], size: int) -> Cache:
-    """Keys and values of positions start..start + size of one row.
-
-    Args:
-        cache: KV cache of all rows.
-        slot: The row.
-        start: First position.
-        size: Number of positions.
-
-    Returns:
-        A chunk whose leaves have the position as first axis.
-    """
-    row = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(row(leaf), start, size), cache)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def insert_cache(row: State, chunk: Cache, start: Int[Array, ""]) -> State:
-    """A row with a chunk of `cut_cache` written to its cache at position `start`.
-
-    Args:
-        row: A state of one row; donated.
-        chunk: Of `cut_cache`.
-        start: First position of the chunk.
-
-    Returns:
-        The row.
-    """
-    insert = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new[None], start, 1)
-    return row._replace(cache=jax.tree.map(insert, row.cache, chunk))
 
 
 @jax.jit

@@ -107,8 +107,12 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
         if name not in (own.rule.name, *others):
             raise refuse("rules", name, ", ".join((own.rule.name, *others)))
     if wanted is None:
-        users = {name for name, rule in others.items() if not rule.function.__module__.startswith("mercury_jax.")}
-        wanted = tuple(n for n in users.union(DEFAULT_RULES[noise]) if n in others and not others[n].needs_logits)
+        users = {
+            name for name, rule in others.items() if not rule.function.__module__.startswith("mercury_jax.")
+        }
+        wanted = tuple(
+            n for n in users.union(DEFAULT_RULES[noise]) if n in others and not others[n].needs_logits
+        )
     chosen = [rule for name, rule in others.items() if name in wanted]
     samplers = [own, *(complete_sampler(rule, lm.corruption) for rule in chosen)]
     rules, vocab = tuple(s.rule for s in samplers), lm.model.config.vocab
@@ -164,21 +168,20 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
         "repetition": r.repetition_penalty, "presence": r.presence_penalty, "frequency": r.frequency_penalty,
         "top_k": r.top_k or rules.vocab, "top_p": r.top_p, "min_p": r.min_p,
     }  # fmt: skip
-
-    def of_request(part: LogitsProcessor) -> LogitsProcessor:
+    parts: list[LogitsProcessor] = []
+    for part in neutral.processors[own:]:
         if part.name == "bias":
-            return dataclasses.replace(part, params=_bias_params(r.logit_bias, rules.vocab))
-        (name,) = part.params
-        return dataclasses.replace(
-            part, params={name: _in_range(processors.ALL, part.name, name, values[part.name])}
-        )
-
+            numbers = _bias_params(r.logit_bias, rules.vocab)
+        else:
+            (name,) = part.params
+            numbers = {name: _in_range(processors.ALL, part.name, name, values[part.name])}
+        parts.append(dataclasses.replace(part, params=numbers))
     visible: dict[str, Any] = {"bits": Static(rules.visible), "start": 0}  # type: ignore[arg-type]
     default: Any = rules.own.temperature if chosen == 0 else rule.temperature
     assert neutral.stopping is not None
     return neutral._replace(
         rule=dataclasses.replace(neutral.rule, params=params),
-        processors=(*neutral.processors[:own], *map(of_request, neutral.processors[own:])),
+        processors=(*neutral.processors[:own], *parts),
         stopping=dataclasses.replace(neutral.stopping, params=neutral.stopping.params | {"which": chosen}),
         temperature=float(default if r.temperature is None else r.temperature),
         allow=tuple(dataclasses.replace(part, params=visible) for part in neutral.allow)
@@ -263,32 +266,3 @@ def set_row(params: SamplingParams, row: int, one: SamplingParams) -> None:
         one: Of `row_params`, of the same level.
     """
     jax.tree.map(lambda rows, x: rows.__setitem__(row, x), params, one)
-
-
-def set_allowed(params: SamplingParams, row: int, words: np.ndarray, start: int) -> None:
-    """Writes the grammar mask of one row, in place.
-
-    Args:
-        params: Parameters of all rows on the host, of level PROCESSORS or above.
-        row: Index of the row.
-        words: uint32 [words], a bit mask of the ids that the grammar allows.
-        start: Position behind the prompt to which the mask applies.
-    """
-    part = params.sampler.allow[0]
-    part.params["bits"][row], part.params["start"][row] = words, start
-
-
-def with_allowed(on_device: SamplingParams, on_host: SamplingParams) -> SamplingParams:
-    """Parameters on the device with the grammar masks that the host holds now; nothing else is transferred.
-
-    Args:
-        on_device: Parameters as they were sent last.
-        on_host: Parameters of the same level with newer masks.
-
-    Returns:
-        The parameters on the device with the newer masks.
-    """
-    part = on_device.sampler.allow[0]
-    masks = jax.device_put({name: on_host.sampler.allow[0].params[name] for name in part.params})
-    sampler = on_device.sampler._replace(allow=(dataclasses.replace(part, params=masks),))
-    return on_device._replace(sampler=sampler)

@@ -8,6 +8,7 @@ snapshots. `infilling` has a queue of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +63,7 @@ class RequestQueue:
 
     def __init__(self, limit: int, slots: int, on_add: Callable[[], None]):
         self._limit, self._on_add = limit + slots, on_add
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `running` is read while it is held
         self._entries: list[tuple[float, int, RequestHandle]] = []  # (scheduled time, arrival number, handle)
         self._taken: list[RequestHandle] = []
         self._added, self._closed = 0, False
@@ -75,13 +76,13 @@ class RequestQueue:
     def running(self) -> list[RequestHandle]:
         """Requests that were taken out and whose last snapshot is not published yet."""
         with self._lock:
-            return self._running()
+            return [handle for handle in self._taken if not handle.finished]
 
     @property
     def unfinished(self) -> list[RequestHandle]:
         """Requests that wait or run. A request is among them from `add` until its last snapshot is published."""
         with self._lock:
-            return [*self._running(), *(handle for _, _, handle in self._entries)]
+            return [*self.running, *(handle for _, _, handle in self._entries)]
 
     def add(self, handle: RequestHandle) -> None:
         """Adds a request.
@@ -95,7 +96,7 @@ class RequestQueue:
         with self._lock:
             if self._closed:
                 raise RequestRejected("the server is closing", 5.0, closing=True)
-            if len(self._entries) + len(self._running()) >= self._limit:
+            if len(self._entries) + len(self.running) >= self._limit:
                 message = f"{len(self._entries)} requests are waiting already"
                 raise RequestRejected(message, max(1.0, self._mean_seconds))
             scheduled = handle.arrival_time + handle.request.max_length / TOKENS_PER_SECOND
@@ -122,7 +123,7 @@ class RequestQueue:
             if entry is None:
                 return None
             self._entries.remove(entry)
-            self._taken = [*self._running(), entry[2]]
+            self._taken = [*self.running, entry[2]]
         return entry[2]
 
     def take_cancelled(self) -> list[RequestHandle]:
@@ -130,15 +131,12 @@ class RequestQueue:
         with self._lock:
             cancelled = [handle for _, _, handle in self._entries if handle.cancelled]
             self._entries = [entry for entry in self._entries if entry[2] not in cancelled]
-            self._taken = [*self._running(), *cancelled]
+            self._taken = [*self.running, *cancelled]
         return cancelled
 
     def record_duration(self, seconds: float) -> None:
         """Updates the average behind Retry-After with the time of one request from arrival to end."""
         self._mean_seconds += 0.2 * (seconds - self._mean_seconds)
-
-    def _running(self) -> list[RequestHandle]:
-        return [handle for handle in self._taken if not handle.finished]
 
 
 class ReadDispatch(NamedTuple):
@@ -209,10 +207,18 @@ class Slots:
             max((sampling.sampler_level(request) for request in requests), default=0),
         )
         fits = all(have >= want for have, want in zip(self.bucket, need))
-        best = self.compiled.fitting(need)
+        # The cheapest compiled bucket that is at least as large in every respect.
+        known = [b for b in list(self.compiled.steps) if all(have >= want for have, want in zip(b, need))]
+        best = min(known, key=lambda b: (b.level, b.rows * b.capacity, b.rows))
         self._smaller_fits = 0 if best == self.bucket or not fits else self._smaller_fits + 1
-        if not fits or self._smaller_fits > PATIENCE or (self.running == 0 and best != self.bucket):
-            self._move(best)
+        if fits and self._smaller_fits <= PATIENCE and (self.running > 0 or best == self.bucket):
+            return
+        running = [(slot, run) for slot, run in enumerate(self.requests) if run is not None]
+        if (best.rows, best.capacity) != (self.bucket.rows, self.bucket.capacity):
+            old, buckets = [slot for slot, _ in running], self.buckets
+            moved = buckets.moved(self.state, old, best) if old else buckets.sharded(buckets.idle(best))
+            self.state, running = moved, list(enumerate(run for _, run in running))
+        self._assign(best, running)
 
     def admit(self, run: RunningRequest, row: State) -> None:
         """Puts a request into a free slot.
@@ -249,11 +255,17 @@ class Slots:
                     gate.write(change, slot)
             eos = np.asarray(self._host_params.eos)
             self.state = self.buckets.sharded(programs.write_tokens(program, self.state, change, eos))
+        (part,) = self._host_params.sampler.allow
+        allowed = part.params
         for slot, run, gate in gates:
             if not gate.ended:
-                sampling.set_allowed(self._host_params, slot, gate.bits(), gate.frontier - run.prompt_length)
+                allowed["bits"][slot], allowed["start"][slot] = gate.bits(), gate.frontier - run.prompt_length
         if self._device_params is not None:
-            self._device_params = sampling.with_allowed(self._device_params, self._host_params)
+            masks = dataclasses.replace(
+                part, params=jax.device_put(dict(allowed))
+            )  # nothing else is transferred
+            sampler = self._device_params.sampler._replace(allow=(masks,))
+            self._device_params = self._device_params._replace(sampler=sampler)
 
     def dispatch(self, params: Params) -> None:
         """Sends the next passes to the device without waiting for them. Rows without a request do not change."""
@@ -271,14 +283,6 @@ class Slots:
         result, requests = self.pending.popleft()
         frames, passes, report = jax.device_get((result.frames, result.passes, result.report))
         return ReadDispatch(requests, frames, int(passes), report)
-
-    def _move(self, bucket: Bucket) -> None:
-        running = [(slot, run) for slot, run in enumerate(self.requests) if run is not None]
-        if (bucket.rows, bucket.capacity) != (self.bucket.rows, self.bucket.capacity):
-            old, buckets = [slot for slot, _ in running], self.buckets
-            moved = buckets.moved(self.state, old, bucket) if old else buckets.sharded(buckets.idle(bucket))
-            self.state, running = moved, list(enumerate(run for _, run in running))
-        self._assign(bucket, running)
 
     def _assign(self, bucket: Bucket, running: Iterable[tuple[int, RunningRequest]]) -> None:
         """Sets the bucket, the requests in its rows, and their sampling parameters."""

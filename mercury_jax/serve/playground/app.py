@@ -27,8 +27,9 @@ from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
+from mercury_jax.decode.sample import decode_answer
 from mercury_jax.serve import errors
-from mercury_jax.serve.auth import cache_salt
+from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat_completions import compile_grammar
 from mercury_jax.serve.engine.request import EngineRequest
 from mercury_jax.serve.engine_requests import token_budget
@@ -39,7 +40,6 @@ from mercury_jax.serve.playground import frames
 from mercury_jax.serve.protocol import RequestModel, parse_request
 from mercury_jax.serve.service import AnswerHandle, check_ready, to_api_error
 from mercury_jax.serve.streaming import EventStreamResponse, sse_event
-from mercury_jax.types import LM
 
 if TYPE_CHECKING:
     from mercury_jax.serve.engine.engine import Engine
@@ -180,10 +180,11 @@ class Playground:
 
     def routes(self) -> list[BaseRoute]:
         """The page at `/`, its files under `/playground/static`, and `/playground/{info,stream,top}`."""
+        info = JsonResponse(self.info, headers={"cache-control": "no-store"})
         return [
             Route("/", self.page, methods=["GET"]),
             Mount("/playground/static", PageFiles(directory=STATIC)),
-            Route("/playground/info", self.form_data, methods=["GET"]),
+            Route("/playground/info", info, methods=["GET"]),
             Route("/playground/stream", self.stream, methods=["POST"]),
             Route("/playground/top", self.top, methods=["POST"]),
         ]
@@ -191,10 +192,6 @@ class Playground:
     async def page(self, request: Request) -> Response:
         """The page."""
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=HEADERS)
-
-    async def form_data(self, request: Request) -> Response:
-        """What the form needs to know about the model."""
-        return JsonResponse(self.info, headers={"cache-control": "no-store"})
 
     async def stream(self, request: Request) -> Response:
         """Events of one answer: a start, a frame per denoising pass, an end.
@@ -204,7 +201,9 @@ class Playground:
         """
         body = await read_json(request, self.options, partial(parse_request, PlaygroundRequest))
         check_ready(self.engine)
-        prepared = dataclasses.replace(build_request(self.engine, body), cache_salt=cache_salt(request.scope))
+        prepared = dataclasses.replace(
+            build_request(self.engine, body), cache_salt=request.scope.get(KEY_DIGEST, "")
+        )
         if (
             body.answer_schema is not None
         ):  # compiling takes long, so it must not run in the event loop's thread
@@ -260,7 +259,13 @@ class Playground:
                     event = frames.frame_event(self.labels, shown, changed, snapshot)
                     yield sse_event(event | {"step": step, "ms": round(1000 * seconds, 3)})
                 if snapshot.finish is not None:
-                    yield sse_event(frames.end_event(self.lm, snapshot, chat, seconds))
+                    # The whole text as `sample` would return it, and the cost.
+                    thinking, text = decode_answer(self.lm, snapshot.tokens, chat)
+                    yield sse_event({
+                        "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish,
+                        "message": snapshot.message, "tokens": len(snapshot.tokens), "forwards": snapshot.forwards,
+                        "cached": snapshot.cached, "seconds": round(seconds, 6),
+                    })  # fmt: skip
 
     def _check_cell(self, request: EngineRequest, body: CellRequest) -> None:
         """Raises ApiError 400 for a cell that no pass of this request can have seen."""
@@ -306,7 +311,7 @@ def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
     Raises:
         ApiError: 400 for what does not fit.
     """
-    most = _max_tokens(engine)
+    most = max(1, min(MAX_TOKENS, engine.context - 1))
     if body.max_tokens is not None and not 1 <= body.max_tokens <= most:
         raise invalid_value("max_tokens", body.max_tokens, f"a whole number from 1 to {most}")
     if body.rule is not None and body.rule not in engine.rules.names:
@@ -318,11 +323,6 @@ def build_request(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
         raise invalid_request(param, str(error)) from None
 
 
-def _max_tokens(engine: Engine) -> int:
-    """Most tokens of an answer that the page may ask for."""
-    return max(1, min(MAX_TOKENS, engine.context - 1))
-
-
 def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineRequest:
     """Thinking takes what the answer leaves of the context; if that is too little, there is none."""
     lm, chat, max_tokens = engine.lm, body.kind == "chat", body.max_tokens or DEFAULT_ANSWER
@@ -330,7 +330,9 @@ def _answer(engine: Engine, body: PlaygroundRequest, param: str) -> EngineReques
         raise invalid_value(param, None, "a value: this kind needs it")
     messages = [message.model_dump() for message in body.messages or ()]
     ids = lambda think: (
-        tuple(lm.tokenizer.render(messages, thinking=think)) if chat else _text_ids(lm, body.prompt or "")
+        tuple(lm.tokenizer.render(messages, thinking=think))
+        if chat
+        else tuple(encode_prompts(lm, body.prompt or "")[0][0].ids)
     )
     thinks = body.effort is not None and chat and lm.tokenizer.thinking is not None
     thinking = EFFORTS[body.effort].thinking if thinks and body.effort else 0
@@ -357,16 +359,14 @@ def _hole(engine: Engine, body: PlaygroundRequest) -> EngineRequest:
         prompt = (*lm.tokenizer.render(messages), *lm.tokenizer.encode(body.before))
         suffix += (lm.model.config.eos,)
     else:
-        prompt = _text_ids(lm, body.before) if body.before else tuple(lm.tokenizer.begin)
+        prompt = (
+            tuple(encode_prompts(lm, body.before)[0][0].ids) if body.before else tuple(lm.tokenizer.begin)
+        )
     rewritten = len(lm.tokenizer.encode(body.selected)) if body.kind == "edit" else DEFAULT_HOLE
     size = body.max_tokens or rewritten
     if size > MAX_TOKENS:
         raise invalid_value("selected", f"{size} tokens", f"at most {MAX_TOKENS}")
     return EngineRequest(prompt=prompt, suffix=suffix, max_tokens=size, **_decoding(engine, body))
-
-
-def _text_ids(lm: LM, text: str) -> tuple[int, ...]:
-    return tuple(encode_prompts(lm, text)[0][0].ids)
 
 
 def _decoding(engine: Engine, body: PlaygroundRequest) -> dict[str, Any]:
@@ -421,7 +421,8 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         "efforts": {name: effort._asdict() for name, effort in EFFORTS.items()},
         "mask": None if mask is None else frames.TokenLabels(lm).label(mask)[0],
         "limits": {
-            "max_tokens": _max_tokens(engine), "steps": MAX_STEPS, "temperature": 2, "characters": MAX_CHARACTERS,
+            "max_tokens": max(1, min(MAX_TOKENS, engine.context - 1)), "steps": MAX_STEPS, "temperature": 2,
+            "characters": MAX_CHARACTERS,
         },
         "examples": EXAMPLES.get(lm.name, GENERAL_EXAMPLES),
     }  # fmt: skip

@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.decode.request import bucket as padded_size
-from mercury_jax.decode.sample import decode_answer
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.serve.engine.infilling import SUFFIX_TOKENS, fim_order
 from mercury_jax.serve.engine.request import EngineRequest, Snapshot
@@ -121,26 +120,6 @@ def frame_event(
         cells.append([i, token, text, int(shown.flags[i]) | kind, int(shown.confidence[i]) / PRECISION])
     sizes = {"forwards": snapshot.forwards, "start": snapshot.start, "n": len(shown.tokens)}
     return {"type": "frame", **sizes, "cells": cells}
-
-
-def end_event(lm: LM, snapshot: Snapshot, chat: bool, seconds: float) -> dict[str, Any]:
-    """The last event: the whole text as `sample` would return it, and the cost.
-
-    Args:
-        lm: The model.
-        snapshot: The last snapshot.
-        chat: The answer is a turn of a conversation and may think.
-        seconds: Since the request.
-
-    Returns:
-        A JSON object.
-    """
-    thinking, text = decode_answer(lm, snapshot.tokens, chat)
-    return {
-        "type": "end", "text": text, "thinking": thinking, "finish": snapshot.finish, "message": snapshot.message,
-        "tokens": len(snapshot.tokens), "forwards": snapshot.forwards, "cached": snapshot.cached,
-        "seconds": round(seconds, 6),
-    }  # fmt: skip
 
 
 class PassInput(NamedTuple):
