@@ -38,8 +38,13 @@ def route(
         Ids and weights [N, k] of the `config.active` best experts of each token.
     """
     choice = scores if correction is None else scores + correction
-    if config.groups > 1:
-        choice = jnp.where(_in_best_groups(choice, config), choice, -jnp.inf)
+    if config.groups > 1:  # only experts of the groups whose two best scores have the largest sums
+        group_size = config.count // config.groups
+        by_group = choice.reshape(-1, config.groups, group_size)
+        strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [N, groups]
+        _, best = jax.lax.top_k(strength, config.active_groups)
+        chosen = jnp.zeros(strength.shape, bool).at[jnp.arange(strength.shape[0])[:, None], best].set(True)
+        choice = jnp.where(jnp.repeat(chosen, group_size, axis=1), choice, -jnp.inf)
     _, ids = jax.lax.top_k(choice, config.active)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.renormalise:
@@ -47,16 +52,6 @@ def route(
         floor = 1e-20 if config.score == "sigmoid" else 0.0
         weights = weights / (weights.sum(-1, keepdims=True) + floor)
     return ids.astype(jnp.int32), weights * config.scale
-
-
-def _in_best_groups(choice: Float[Array, "N E"], config: Experts) -> Array:
-    """Whether each expert is in one of the groups whose two best scores have the largest sums [N, E]."""
-    group_size = config.count // config.groups
-    by_group = choice.reshape(-1, config.groups, group_size)
-    strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [N, groups]
-    _, best = jax.lax.top_k(strength, config.active_groups)
-    chosen = jnp.zeros(strength.shape, bool).at[jnp.arange(strength.shape[0])[:, None], best].set(True)
-    return jnp.repeat(chosen, group_size, axis=1)
 
 
 def apply_experts(
