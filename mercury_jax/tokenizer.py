@@ -204,7 +204,11 @@ class Tokenizer:
         try:
             if not self.proto:  # SentencePiece would load nothing, and then log an error at every call
                 raise ValueError("empty")
-            names = [_special_name(self._model, i) for i in range(min(self.vocab_size, len(SPECIAL)))]
+            names = [  # of pieces that no text can match
+                self._model.id_to_piece(i)
+                for i in range(min(self.vocab_size, len(SPECIAL)))
+                if self._model.is_control(i) or self._model.is_unknown(i)
+            ]
             all_bytes = sum(self._model.is_byte(i) for i in range(self.vocab_size)) == 256
             complete = all_bytes and names == [f"<|{name}|>" for name in SPECIAL._fields]
             if complete:  # a model cut at a field boundary still parses, but a text does not survive it
@@ -323,7 +327,7 @@ class Tokenizer:
         found = []
         for i in range(self.vocab_size):
             piece = self._model.id_to_piece(i)
-            if _special_name(self._model, i):
+            if self._model.is_control(i) or self._model.is_unknown(i):
                 found.append(b"")
             elif self._model.is_byte(i):
                 found.append(bytes([int(piece[3:5], 16)]))
@@ -493,11 +497,6 @@ class Tokenizer:
     @cached_property
     def _model(self) -> spm.SentencePieceProcessor:
         return spm.SentencePieceProcessor(model_proto=self.proto)
-
-
-def _special_name(model: spm.SentencePieceProcessor, i: int) -> str:
-    """The spelling of a special piece; empty for a piece that text can match."""
-    return model.id_to_piece(i) if model.is_control(i) or model.is_unknown(i) else ""
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

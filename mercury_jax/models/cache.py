@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +114,10 @@ def with_kv_kind(model: Model, kind: str | None) -> Model:
 def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, slots: int) -> Cache:
     """Zeros in the format `kind` for each layer's keys and values; all other leaves are zeros of `empty`'s cache."""
 
+    quantise: Callable[[Any], Any] = KV_KINDS[kind]
     shapes = jax.eval_shape(
         lambda: jax.tree.map(
-            lambda x: KV(KV_KINDS[kind](x.k), KV_KINDS[kind](x.v)) if isinstance(x, KV) else x,
+            lambda x: KV(quantise(x.k), quantise(x.v)) if isinstance(x, KV) else x,
             empty(batch, slots),
             is_leaf=lambda x: isinstance(x, KV),
         )

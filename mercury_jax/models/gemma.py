@@ -493,15 +493,12 @@ def build(config: GemmaConfig) -> Model:
         head=head,
         head_chunk=head,
         condition=functools.partial(_condition, config),
-        embed_mixture=functools.partial(_embed_mixture, config) if config.self_conditioning else None,
+        embed_mixture=(
+            functools.partial(embed_mixture, dtype=config.dtype, scale=config.width**0.5)
+            if config.self_conditioning
+            else None
+        ),
     )
-
-
-def _embed_mixture(
-    config: GemmaConfig, params: Params, weights: Float[Array, "B L v"], first: int | Int[Array, ""]
-) -> Array:
-    """A chunk's part of the expected embedding, scaled as embeddings of tokens are, by sqrt(width)."""
-    return embed_mixture(params, weights, first, config.dtype) * config.width**0.5
 
 
 def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
@@ -511,7 +508,8 @@ def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, 
         return ()
     if params is None:
         return jnp.zeros((*logits.shape[:-1], config.width), dtype)
-    return _embed_mixture(config, params, jax.nn.softmax(logits.astype(dtype), axis=-1), 0)
+    weights = jax.nn.softmax(logits.astype(dtype), axis=-1)
+    return embed_mixture(params, weights, 0, config.dtype, scale=config.width**0.5)
 
 
 def _apply(net: Gemma, params: Params, given: PackedPass) -> Array:
