@@ -400,8 +400,25 @@ class ModelConfig:
         for name, value in ids:
             if value is not None and not 0 <= value < self.vocab:
                 raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
-        self._check_window()
-        self._check_rope_scaling()
+        if self.window is None:
+            if self.global_layers:
+                raise refuse("global_layers", self.global_layers, "() where window is None")
+        else:
+            at_least(1, window=self.window)
+            if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
+                raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
+            if not self.windowed:
+                allowed = "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
+                raise refuse("window", self.window, allowed)
+        if (scaling := self.rope_scaling) is not None:
+            if scaling.bounded and self.context > scaling.original:
+                beyond = f"beyond it {scaling.kind} RoPE changes the keys already in the cache"
+                raise refuse("context", self.context, f"at most {scaling.original}: {beyond}")
+            pairs = int(self.head_dim * self.rope_fraction) // 2
+            for name in ("short", "long"):
+                count = len(getattr(scaling, name))
+                if count not in (0, pairs):
+                    raise refuse(f"rope_scaling.{name}", f"{count} numbers", f"{pairs}, one per frequency")
         if self.mlp_bias and self.experts is not None:
             raise refuse("mlp_bias", True, "False beside experts, which have no biases")
         if self.predicts_next and not self.causal:
@@ -410,33 +427,6 @@ class ModelConfig:
                 f"False for {self.pattern} with block {self.block}: its clean tokens see what they would "
                 "predict; True for causal_encoder, or block_causal with block 1",
             )  # fmt: skip
-
-    def _check_window(self) -> None:
-        if self.window is None:
-            if self.global_layers:
-                raise refuse("global_layers", self.global_layers, "() where window is None")
-            return
-        at_least(1, window=self.window)
-        if sorted(set(self.global_layers) & set(range(self.layers))) != list(self.global_layers):
-            raise refuse("global_layers", self.global_layers, f"rising indices in 0..{self.layers - 1}")
-        if not self.windowed:
-            allowed = (
-                "None for this pattern: only block_causal with block 1 and same_position has sliding windows"
-            )
-            raise refuse("window", self.window, allowed)
-
-    def _check_rope_scaling(self) -> None:
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        if scaling.bounded and self.context > scaling.original:
-            allowed = f"at most {scaling.original}: beyond it {scaling.kind} RoPE changes the keys already in the cache"
-            raise refuse("context", self.context, allowed)
-        pairs = int(self.head_dim * self.rope_fraction) // 2
-        for name in ("short", "long"):
-            if getattr(scaling, name) and len(getattr(scaling, name)) != pairs:
-                value = f"{len(getattr(scaling, name))} numbers"
-                raise refuse(f"rope_scaling.{name}", value, f"{pairs}, one per frequency")
 
     @property
     def windowed(self) -> bool:

@@ -62,17 +62,7 @@ def mesh(
         ValueError: If the product of the sizes is not the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = _fill_sizes(dict(zip(AXES, (data, fsdp, tensor, expert))), len(devices))
-    shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
-    try:
-        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
-    except NotImplementedError:  # a TPU torus with axes of other sizes: an axis of ours takes a part of one
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(grid, AXES, axis_types=kinds)
-
-
-def _fill_sizes(sizes: dict[str, int], count: int) -> dict[str, int]:
-    """Replaces the one -1 by what the other axes leave of `count` devices."""
+    sizes = dict(zip(AXES, (data, fsdp, tensor, expert)))
     for name, size in sizes.items():
         if size != -1 and size < 1:
             raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
@@ -80,9 +70,15 @@ def _fill_sizes(sizes: dict[str, int], count: int) -> dict[str, int]:
     if len(rest) > 1:
         raise refuse(f"mesh.{rest[1]}", -1, f"a number: mesh.{rest[0]} already takes what is left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if count % fixed or (not rest and fixed != count):
-        raise refuse("mesh", sizes, f"sizes whose product is the number of devices, {count}")
-    return sizes | dict.fromkeys(rest, count // fixed)
+    if len(devices) % fixed or (not rest and fixed != len(devices)):
+        raise refuse("mesh", sizes, f"sizes whose product is the number of devices, {len(devices)}")
+    sizes |= dict.fromkeys(rest, len(devices) // fixed)
+    shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # a TPU torus with axes of other sizes: an axis of ours takes a part of one
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
 
 
 def dividing_axes(axes: Sequence[str], size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -145,27 +141,24 @@ def partition_spec(
     Raises:
         ValueError: If the rule is for an array of another rank, or names an axis that the mesh does not have.
     """
-    if not shape:
+    rule = next((rule for rule in rules if re.search(rule[0], name)), None)
+    if not shape or rule is None:
         return PartitionSpec()
-    for pattern, axes in rules:
-        if re.search(pattern, name):
-            if len(axes) != len(shape):
-                allowed = f"{len(shape)} entries, the array {name} has shape {tuple(shape)}"
-                raise refuse(f"sharding rule {pattern!r}", axes, allowed)
-            return PartitionSpec(
-                *(_fitting_axis(axis, size, pattern, mesh) for axis, size in zip(axes, shape))
-            )
-    return PartitionSpec()
-
-
-def _fitting_axis(axis: ShardedAxis, size: int, pattern: str, mesh: Mesh | AbstractMesh) -> ShardedAxis:
-    for name in axis if isinstance(axis, tuple) else (axis,):
-        if name is not None and name not in mesh.shape:
-            raise refuse(f"axis of sharding rule {pattern!r}", name, f"{', '.join(mesh.shape)}, or None")
-    if isinstance(axis, tuple):
-        found = dividing_axes(axis, size, mesh)
-        return found if len(found) > 1 else next(iter(found), None)
-    return None if axis is None or size % mesh.shape[axis] else axis
+    pattern, axes = rule
+    if len(axes) != len(shape):
+        allowed = f"{len(shape)} entries, the array {name} has shape {tuple(shape)}"
+        raise refuse(f"sharding rule {pattern!r}", axes, allowed)
+    spec: list[ShardedAxis] = []
+    for axis, size in zip(axes, shape):
+        for one in axis if isinstance(axis, tuple) else (axis,):
+            if one is not None and one not in mesh.shape:
+                raise refuse(f"axis of sharding rule {pattern!r}", one, f"{', '.join(mesh.shape)}, or None")
+        if isinstance(axis, tuple):
+            found = dividing_axes(axis, size, mesh)
+            spec.append(found if len(found) > 1 else next(iter(found), None))
+        else:
+            spec.append(None if axis is None or size % mesh.shape[axis] else axis)
+    return PartitionSpec(*spec)
 
 
 def shardings(tree: Any, rules: Sequence[ShardingRule], mesh: Mesh) -> Any:
@@ -330,16 +323,14 @@ def to_first_process(params: Params, rules: Sequence[ShardingRule]) -> Params | 
         return params
     here = mesh(data=1, fsdp=-1, devices=jax.local_devices()) if jax.process_index() == 0 else None
 
-    def move(path: Any, leaf: Any) -> Any:
-        found = gather(leaf)
-        if here is None:
-            return None
-        return jax.device_put(
-            found, NamedSharding(here, partition_spec(path_name(path), found.shape, rules, here))
-        )
-
-    moved = jax.tree_util.tree_map_with_path(move, params)
-    return None if here is None else moved
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    moved = []
+    for path, leaf in leaves:
+        array = gather(leaf)  # on every process, because it is a collective
+        if here is not None:
+            spec = partition_spec(path_name(path), array.shape, rules, here)
+            moved.append(jax.device_put(array, NamedSharding(here, spec)))
+    return None if here is None else structure.unflatten(moved)
 
 
 # --- models on a mesh
@@ -416,12 +407,11 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Any:
         A tree of NamedSharding.
     """
 
-    def one(path: Any, leaf: Any) -> NamedSharding:
-        has_heads = any(getattr(part, "name", None) in ("k", "v") for part in path) and leaf.ndim > 2
-        rows = dividing_axes(("data",), leaf.shape[0], mesh) or None
-        if not has_heads:
-            return NamedSharding(mesh, PartitionSpec(rows))
-        heads = dividing_axes(("tensor",), leaf.shape[2], mesh) or None
-        return NamedSharding(mesh, PartitionSpec(rows, None, heads))
-
-    return jax.tree_util.tree_map_with_path(one, cache)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(cache)
+    found = []
+    for path, leaf in leaves:
+        spec: list[ShardedAxis] = [dividing_axes(("data",), leaf.shape[0], mesh) or None]
+        if leaf.ndim > 2 and any(getattr(part, "name", None) in ("k", "v") for part in path):
+            spec += [None, dividing_axes(("tensor",), leaf.shape[2], mesh) or None]
+        found.append(NamedSharding(mesh, PartitionSpec(*spec)))
+    return structure.unflatten(found)

@@ -204,8 +204,17 @@ class Tokenizer:
         try:
             if not self.proto:  # SentencePiece would load nothing, and then log an error at every call
                 raise ValueError("empty")
-            names = [_special_name(self._model, i) for i in range(min(self.vocab_size, len(SPECIAL)))]
-            complete = names == [f"<|{name}|>" for name in SPECIAL._fields] and _is_complete(self)
+            names = [  # of pieces that no text can match
+                self._model.id_to_piece(i)
+                for i in range(min(self.vocab_size, len(SPECIAL)))
+                if self._model.is_control(i) or self._model.is_unknown(i)
+            ]
+            all_bytes = sum(self._model.is_byte(i) for i in range(self.vocab_size)) == 256
+            complete = all_bytes and names == [f"<|{name}|>" for name in SPECIAL._fields]
+            if complete:  # a model cut at a field boundary still parses, but a text does not survive it
+                probe = " a  b\t<|mask|>\n\n    12"
+                ids = self.encode(probe)
+                complete = self.decode(ids) == probe and min(ids) >= len(SPECIAL)
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(f"proto: {len(self.proto)} bytes are no complete sentencepiece model") from error
         if not complete:
@@ -246,7 +255,17 @@ class Tokenizer:
                 max_sentence_length=8 * _MAX_SENTENCE, num_threads=1, minloglevel=2,
             )  # fmt: skip
         except RuntimeError as error:
-            raise _vocab_size_error(vocab_size, str(error)) from error
+            # The trainer's message contains the bound.
+            if most := re.search(r"too high .*<= (\d+)", str(error)):
+                allowed = (
+                    f"at most {most[1]}: these texts have no more pieces to learn. "
+                    "More or more varied text allows more"
+                )
+            elif least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+                allowed = f"at least {least[1]}, the number of different characters in these texts"
+            else:
+                allowed = f"a size that sentencepiece can make of these texts; it says: {error}"
+            raise refuse("vocab_size", vocab_size, allowed) from error
         return cls(out.getvalue())
 
     @classmethod
@@ -277,6 +296,7 @@ class Tokenizer:
 
     # --- ids
 
+    special = SPECIAL
     mask = SPECIAL.mask
     pad = SPECIAL.pad
     eos = SPECIAL.eos
@@ -285,11 +305,6 @@ class Tokenizer:
     end_turn = SPECIAL.end_turn
     thinking = Thinking((SPECIAL.think,), SPECIAL.end_think)
     fim = Fim(SPECIAL.fim_prefix, SPECIAL.fim_suffix, SPECIAL.fim_middle)
-
-    @property
-    def special(self) -> Special:
-        """Ids of the special tokens by name: `tok.special.mask`."""
-        return SPECIAL
 
     @property
     def vocab_size(self) -> int:
@@ -309,7 +324,16 @@ class Tokenizer:
     @lazy
     def pieces(self) -> tuple[bytes, ...]:
         """[vocab_size] UTF-8 bytes of each id; empty for special tokens."""
-        return tuple(_piece_bytes(self._model, i) for i in range(self.vocab_size))
+        found = []
+        for i in range(self.vocab_size):
+            piece = self._model.id_to_piece(i)
+            if self._model.is_control(i) or self._model.is_unknown(i):
+                found.append(b"")
+            elif self._model.is_byte(i):
+                found.append(bytes([int(piece[3:5], 16)]))
+            else:
+                found.append(piece.replace(_SPACE, " ").encode())
+        return tuple(found)
 
     def with_mask(self, mask: int) -> Tokenizer:
         """Returns this tokenizer, whose mask is fixed.
@@ -338,7 +362,7 @@ class Tokenizer:
         first, *rest = valid(text).split(_SPACE)
         ids = self._model.encode(first)
         for part in rest:
-            ids += self._literal_space
+            ids += [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
             ids += self._model.encode(part)
         return ids
 
@@ -473,40 +497,6 @@ class Tokenizer:
     @cached_property
     def _model(self) -> spm.SentencePieceProcessor:
         return spm.SentencePieceProcessor(model_proto=self.proto)
-
-    @cached_property
-    def _literal_space(self) -> list[int]:
-        return [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-
-
-def _vocab_size_error(vocab_size: int, words: str) -> ValueError:
-    """Translates the trainer's error about a vocabulary size; its message contains the bound."""
-    if most := re.search(r"too high .*<= (\d+)", words):
-        allowed = f"at most {most[1]}: these texts have no more pieces to learn. More or more varied text allows more"
-    elif least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", words):
-        allowed = f"at least {least[1]}, the number of different characters in these texts"
-    else:
-        allowed = f"a size that sentencepiece can make of these texts; it says: {words}"
-    return refuse("vocab_size", vocab_size, allowed)
-
-
-def _special_name(model: spm.SentencePieceProcessor, i: int) -> str:
-    """The spelling of a special piece; empty for a piece that text can match."""
-    return model.id_to_piece(i) if model.is_control(i) or model.is_unknown(i) else ""
-
-
-def _piece_bytes(model: spm.SentencePieceProcessor, i: int) -> bytes:
-    if _special_name(model, i):
-        return b""
-    piece = model.id_to_piece(i)
-    return bytes([int(piece[3:5], 16)]) if model.is_byte(i) else piece.replace(_SPACE, " ").encode()
-
-
-def _is_complete(tok: Tokenizer) -> bool:
-    """Whether all byte pieces exist and a probe round-trips: a model cut at a field boundary still parses."""
-    probe = " a  b\t<|mask|>\n\n    12"
-    all_bytes = sum(tok._model.is_byte(i) for i in range(tok.vocab_size)) == 256
-    return all_bytes and tok.decode(tok.encode(probe)) == probe and min(tok.encode(probe)) >= len(SPECIAL)
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

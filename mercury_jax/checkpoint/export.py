@@ -66,7 +66,9 @@ class Exported:
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path / PARAMS} has no array {name!r}")
-        return _cast(tensors.read(self.path / PARAMS, self.tensors[name], rows), self.dtype)
+        array = tensors.read(self.path / PARAMS, self.tensors[name], rows)
+        floating = self.dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(self.dtype, copy=False) if floating else array
 
     @property
     def params(self) -> dict[str, Any]:
@@ -179,16 +181,11 @@ def _lazy_tensors(params: Any, dtype: DTypeLike | None) -> Iterator[LazyTensor]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         kind = np.dtype(dtype if dtype is not None and floating else leaf.dtype)
-        yield LazyTensor(path_name(path), leaf.shape, kind, partial(_to_host, leaf, dtype))
+        yield LazyTensor(path_name(path), leaf.shape, kind, partial(_to_host, leaf, kind))
 
 
-def _to_host(leaf: Any, dtype: DTypeLike | None) -> np.ndarray:
+def _to_host(leaf: Any, dtype: np.dtype) -> np.ndarray:
     # A jax.Array caches its host value for as long as it lives. Copying first lets that memory go with the copy.
     if not spans_processes(leaf) and isinstance(leaf, jax.Array):
         leaf = jnp.copy(leaf) if len(leaf.devices()) > 1 or jax.default_backend() != "cpu" else leaf
-    return _cast(gather(leaf), dtype)
-
-
-def _cast(array: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
-    floating = jnp.issubdtype(array.dtype, jnp.floating)
-    return array.astype(dtype, copy=False) if dtype is not None and floating else array
+    return gather(leaf).astype(dtype, copy=False)

@@ -69,7 +69,18 @@ def verify(folder: str | Path, only: str | None = None) -> None:
     if only is not None and only not in files:
         raise CheckpointError(f"{path} does not list {only}: the folder is damaged or not ours")
     for name in files if only is None else [only]:
-        _check_file(folder / name, files[name])
+        file, entry = folder / name, files[name]
+        size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: the manifest lists it with {size} bytes")
+        actual = file.stat().st_size
+        if actual != size:
+            how = "truncated" if isinstance(size, int) and actual < size else "of the wrong size"
+            raise CheckpointError(f"{file} is {how}: {actual} bytes, the manifest says {size}")
+        if sha256(file) != digest:
+            raise CheckpointError(
+                f"{file} is damaged: its SHA-256 differs from the manifest; it changed after saving"
+            )
 
 
 def allowed_roots(root: Path) -> list[Path]:
@@ -87,20 +98,6 @@ def allowed_roots(root: Path) -> list[Path]:
         if place.parent.name == "snapshots" and repository.name.startswith("models--"):
             return [root, repository / "blobs"]
     return [root]
-
-
-def _check_file(path: Path, entry: object) -> None:
-    size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the manifest lists it with {size} bytes")
-    actual = path.stat().st_size
-    if actual != size:
-        how = "truncated" if isinstance(size, int) and actual < size else "of the wrong size"
-        raise CheckpointError(f"{path} is {how}: {actual} bytes, the manifest says {size}")
-    if sha256(path) != digest:
-        raise CheckpointError(
-            f"{path} is damaged: its SHA-256 differs from the manifest; it changed after saving"
-        )
 
 
 def sha256(path: Path) -> str:

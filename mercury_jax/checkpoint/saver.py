@@ -266,16 +266,16 @@ def restore(folder: str | Path, target: Any, step: int | None = None) -> Restore
             raise CheckpointError(f"{path}: {error}")
     arrays = _read_arrays(path / STATE, wanted)
 
-    def pick(path: tuple[Any, ...], leaf: Any) -> Any:
-        array = arrays[path_name(path)]
-        if not _is_key(leaf):
-            return array
-        # A ShapeDtypeStruct does not know the implementation of its keys: the default one then.
-        kind = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
-        return jax.random.wrap_key_data(array, impl=kind)
-
-    tree = jax.tree_util.tree_map_with_path(pick, target)
-    return Restored(about["step"], tree, about["config"], about["extra"])
+    leaves, structure = jax.tree_util.tree_flatten_with_path(target)
+    restored = []
+    for place, leaf in leaves:
+        array = arrays[path_name(place)]
+        if _is_key(leaf):
+            # A ShapeDtypeStruct does not know the implementation of its keys: the default one then.
+            kind = jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None
+            array = jax.random.wrap_key_data(array, impl=kind)
+        restored.append(array)
+    return Restored(about["step"], structure.unflatten(restored), about["config"], about["extra"])
 
 
 def inspect(folder: str | Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
@@ -330,13 +330,16 @@ def _flatten(tree: Any, abstract: bool = False) -> dict[str, Any]:
         Leaves by name.
     """
 
-    def plain(leaf: Any) -> Any:
-        if not abstract:
-            return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        like = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=getattr(leaf, "sharding", None))
-
-    return {path_name(path): plain(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        plain = leaf
+        if _is_key(leaf):
+            plain = jax.eval_shape(jax.random.key_data, leaf) if abstract else jax.random.key_data(leaf)
+        if abstract:
+            sharding = getattr(leaf, "sharding", None)
+            plain = jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
+        found[path_name(path)] = plain
+    return found
 
 
 def _is_key(leaf: Any) -> bool:

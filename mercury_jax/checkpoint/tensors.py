@@ -96,24 +96,19 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
             # The package has checked that the tensors fill the file without gaps, so their order gives their offsets.
             at = 8 + length
             for name in file.offset_keys():
-                about = file.get_slice(name)
-                entries[name] = _entry(
-                    about.get_dtype(), about.get_shape(), at, f"{path}: tensor {name[:200]!r}"
-                )
+                about, where = file.get_slice(name), f"{path}: tensor {name[:200]!r}"
+                dtype, shape = about.get_dtype(), about.get_shape()
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
+                # An axis of size 0 makes any shape empty, but numpy multiplies the other axes all the same.
+                if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
+                    allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
+                    raise CheckpointError(f"{where}: shape is {str(shape)[:200]}; allowed: {allowed}")
+                entries[name] = TensorEntry(DTYPES[dtype], tuple(shape), at)
                 at += entries[name].nbytes
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is no valid safetensors file: {str(error)[:300]}") from None
     return entries
-
-
-def _entry(dtype: str, shape: list[int], start: int, where: str) -> TensorEntry:
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
-    # An axis of size 0 makes any shape empty, but numpy multiplies the other axes all the same.
-    if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
-        allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
-        raise CheckpointError(f"{where}: shape is {str(shape)[:200]}; allowed: {allowed}")
-    return TensorEntry(DTYPES[dtype], tuple(shape), start)
 
 
 def read(path: str | Path, entry: TensorEntry, rows: slice | None = None) -> np.ndarray:

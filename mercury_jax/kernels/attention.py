@@ -216,7 +216,7 @@ def _choose(platform: str, cached: bool, call: AttentionCall) -> Backend:
         for one in _BACKENDS.values()
         if platform in one.platforms
         and one.cached in (None, cached)
-        and (one.device is None or one.device == kernel)
+        and one.device in (None, kernel)
         and one.refuses(call) is None
     )
 
@@ -228,13 +228,13 @@ def _by_platform(
 ) -> AttentionResult:
     """Computes a call in the way of the platform for which the program is lowered."""
 
-    def of_arrays(run: Callable[[AttentionCall], AttentionResult]) -> Callable[..., AttentionResult]:
-        return lambda *arrays: run(call._replace(**dict(zip(names, arrays, strict=True))))
-
     names = ("q", "k", "v", "ranges", "pages")  # the fields that are traced; `pages` may be None
     arrays = (getattr(call, name) for name in names)
-    branches = {name: of_arrays(run) for name, run in runs.items()}
-    return jax.lax.platform_dependent(*arrays, default=of_arrays(default), **branches)
+    branches = {
+        name: lambda *arrays, run=run: run(call._replace(**dict(zip(names, arrays, strict=True))))
+        for name, run in {**runs, "default": default}.items()
+    }
+    return jax.lax.platform_dependent(*arrays, **branches)
 
 
 def _check(call: AttentionCall) -> None:

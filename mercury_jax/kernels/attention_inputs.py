@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
@@ -94,19 +93,3 @@ def dequantise(x: KVArray, dtype: DTypeLike) -> Float[Array, "B S G K"]:
         The vectors as an array.
     """
     return (x.values * x.scale[..., None] if isinstance(x, Int8Vectors) else x).astype(dtype)
-
-
-def slice_slots(
-    x: KVArray, start: int | Int[Array, ""], size: int
-) -> Float[Array, "B size G K"] | Int8Vectors:
-    """Cuts a run of cache slots out of keys or values.
-
-    Args:
-        x: Keys or values.
-        start: First slot; may be traced. Clamped so that the run ends at S at the latest.
-        size: Number of slots; static.
-
-    Returns:
-        Keys or values in the form of `x`, [B, size, G, K].
-    """
-    return jax.tree.map(lambda y: jax.lax.dynamic_slice_in_dim(y, start, size, 1), x)

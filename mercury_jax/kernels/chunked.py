@@ -30,7 +30,6 @@ from mercury_jax.kernels.attention_inputs import (
     AttentionResult,
     Int8Vectors,
     dequantise,
-    slice_slots,
 )
 from mercury_jax.kernels.reference import apply_softcap, fold_heads, unfold_heads
 from mercury_jax.types import accumulation_dtype
@@ -84,7 +83,10 @@ def run_cached(call: AttentionCall) -> AttentionResult:
     def step(i: Array, state: RunningSoftmax) -> RunningSoftmax:
         # The last chunk may not fit: it starts earlier, and the keys of the chunk before it are masked.
         start = jnp.minimum(i * chunk, slots - chunk)
-        keys, values = (dequantise(slice_slots(x, start, chunk), q.dtype) for x in (k, call.v))
+        keys, values = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1), (k, call.v)
+        )
+        keys, values = dequantise(keys, q.dtype), dequantise(values, q.dtype)  # [B, chunk, G, K]
         keys = keys.transpose(0, 2, 3, 1).reshape(b * g, width, chunk)
         values = values.transpose(0, 2, 1, 3).reshape(b * g, chunk, width)
         scores = jnp.matmul(queries, keys, preferred_element_type=dtype)  # [P, M, chunk]

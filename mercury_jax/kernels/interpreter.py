@@ -59,11 +59,10 @@ def _support_transposed_views() -> None:
         return (value.T if isinstance(rnge, _TransposedRange) and value is not None else value, *rest)
 
     def write(self: Any, key: Any, rnge: Any, value: Any, mask: Any, *args: Any, **options: Any) -> Any:
-        def transpose(x: Any) -> Any:
-            return x.T if isinstance(rnge, _TransposedRange) and x is not None else x
-
-        old, *rest = swap(self, key, tuple(rnge), transpose(value), transpose(mask), *args, **options)
-        return (transpose(old), *rest)
+        if isinstance(rnge, _TransposedRange):
+            value, mask = (None if x is None else x.T for x in (value, mask))
+        old, *rest = swap(self, key, tuple(rnge), value, mask, *args, **options)
+        return (old.T if isinstance(rnge, _TransposedRange) and old is not None else old, *rest)
 
     utils.to_range = to_range_transposed
     gpu_callbacks._validate_transforms = lambda transforms: validate(

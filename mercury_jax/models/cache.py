@@ -66,17 +66,14 @@ def write(kv: KV, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"], slots:
         The cache with these tokens.
     """
 
-    def write_row(old: Array, new: Array, at: Array) -> Array:
-        return old.at[at].set(new.astype(old.dtype), mode="drop", unique_indices=False)
-
-    def store(old: Any, new: Any) -> Any:
-        if isinstance(old, Int8Vectors):
-            new = quantise_int8(new)
-        elif isinstance(old, RotatedVectors):
-            new = quantise_rotated(new, old.bits)
-        return jax.tree.map(lambda stored, x: jax.vmap(write_row)(stored, x, slots), old, new)
-
-    return KV(store(kv.k, k), store(kv.v, v))
+    if isinstance(kv.k, Int8Vectors):
+        new = KV(quantise_int8(k), quantise_int8(v))
+    elif isinstance(kv.k, RotatedVectors):
+        new = KV(quantise_rotated(k, kv.k.bits), quantise_rotated(v, kv.k.bits))
+    else:
+        new = KV(k, v)
+    write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new.astype(old.dtype), mode="drop"))
+    return jax.tree.map(lambda old, new: write_rows(old, new, slots), kv, new)
 
 
 def check_kv_kind(kind: str | None) -> None:
@@ -117,15 +114,15 @@ def with_kv_kind(model: Model, kind: str | None) -> Model:
 def _empty_quantised(empty: Callable[[int, int], Cache], kind: str, batch: int, slots: int) -> Cache:
     """Zeros in the format `kind` for each layer's keys and values; all other leaves are zeros of `empty`'s cache."""
 
-    def zeros(x: Any) -> Any:
-        found = jax.eval_shape(KV_KINDS[kind], jax.ShapeDtypeStruct(x.shape, jnp.float32))
-        return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), found)
-
-    def convert(x: Any) -> Any:
-        return KV(zeros(x.k), zeros(x.v)) if isinstance(x, KV) else jnp.zeros(x.shape, x.dtype)
-
-    shapes = jax.eval_shape(lambda: empty(batch, slots))
-    return jax.tree.map(convert, shapes, is_leaf=lambda x: isinstance(x, KV))
+    quantise: Callable[[Any], Any] = KV_KINDS[kind]
+    shapes = jax.eval_shape(
+        lambda: jax.tree.map(
+            lambda x: KV(quantise(x.k), quantise(x.v)) if isinstance(x, KV) else x,
+            empty(batch, slots),
+            is_leaf=lambda x: isinstance(x, KV),
+        )
+    )
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def slot_count(cache: Cache) -> int:

@@ -170,10 +170,6 @@ class GemmaConfig(ModelConfig):
             return self.global_kv_heads, self.global_head_dim
         return self.kv_heads, self.head_dim
 
-    def ffn_of(self, layer: int) -> int:
-        """Width of a layer's dense branch."""
-        return self.ffn if self.source(layer) == layer or self.shared_ffn is None else self.shared_ffn
-
 
 # --- layers
 
@@ -384,7 +380,9 @@ class GemmaBlock(nn.Module):
         attention = GemmaAttention(c, self.layer, self.ops, name="attention")
         y, kv = attention(norm(name="attention_norm")(x), inputs, kv, shared)
         x = x + norm(name="attention_post_norm")(y)
-        mlp = _gated_mlp(c, c.ffn_of(self.layer), self.ops, "mlp")
+        own_keys = c.source(self.layer) == self.layer
+        ffn = c.ffn if own_keys or c.shared_ffn is None else c.shared_ffn
+        mlp = _gated_mlp(c, ffn, self.ops, "mlp")
         branches = [mlp.term(norm(name="mlp_norm")(x))]
         if c.experts is not None:
             # The router reads x before any norm; the experts have a norm of their own.
@@ -447,9 +445,17 @@ class Gemma(nn.Module):
         Returns:
             Hidden states after the final norm, and one `KV` per layer that has keys.
         """
-        c = self.config
-        embedded, x = self._embed(inputs.tokens, clean, self_cond)
-        per_layer = self.per_layer(inputs.tokens, embedded) if c.per_layer_width else None
+        c, dtype, tokens = self.config, jnp.dtype(self.config.dtype), inputs.tokens
+        terms = [[self.ops.embed(self.embed, tokens, lambda x: (x * c.width**0.5).astype(dtype))]]
+        if c.self_conditioning:
+            shape = (tokens.shape[0], tokens.shape[1])
+            terms.append([self.conditioned.term(self_cond, shape, dtype)])
+        embedded, *signal = self.ops.sum_terms(*terms)
+        x = embedded
+        if signal:  # clean tokens are unchanged
+            conditioned = rms_normalise(embedded + signal[0], c.norm_eps).astype(dtype)
+            x = jnp.where(clean[..., None], embedded, conditioned)
+        per_layer = self.per_layer(tokens, embedded) if c.per_layer_width else None
         sliding = inputs._replace(ranges=masks.clip_ranges(inputs.ranges, lowest))
         kvs: list[kv_cache.KV] = []
         for i, block in enumerate(self.blocks):
@@ -459,23 +465,6 @@ class Gemma(nn.Module):
             x, kv = block(x, inputs if c.is_global(i) else sliding, kv, shared, clean, embedding)
             kvs.append(kv)
         return self.norm(x), tuple(kvs[: c.layers - c.shared_kv])
-
-    def _embed(
-        self, tokens: Int[Array, "B T"], clean: Bool[Array, "B T"], self_cond: SelfCond
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Embeddings of the tokens, and the same with the self-conditioning added to those of the canvas."""
-        c, dtype = self.config, jnp.dtype(self.config.dtype)
-        scaled = lambda x: (x * c.width**0.5).astype(dtype)
-        sums = [[self.ops.embed(self.embed, tokens, scaled)]]
-        if c.self_conditioning:
-            shape = (tokens.shape[0], tokens.shape[1])
-            sums.append([self.conditioned.term(self_cond, shape, dtype)])
-        x, *signal = self.ops.sum_terms(*sums)
-        if not signal:
-            return x, x
-        # Clean tokens are unchanged.
-        conditioned = rms_normalise(x + signal[0], c.norm_eps).astype(x.dtype)
-        return x, jnp.where(clean[..., None], x, conditioned)
 
 
 # --- the model as pure functions
@@ -504,15 +493,12 @@ def build(config: GemmaConfig) -> Model:
         head=head,
         head_chunk=head,
         condition=functools.partial(_condition, config),
-        embed_mixture=functools.partial(_embed_mixture, config) if config.self_conditioning else None,
+        embed_mixture=(
+            functools.partial(embed_mixture, dtype=config.dtype, scale=config.width**0.5)
+            if config.self_conditioning
+            else None
+        ),
     )
-
-
-def _embed_mixture(
-    config: GemmaConfig, params: Params, weights: Float[Array, "B L v"], first: int | Int[Array, ""]
-) -> Array:
-    """A chunk's part of the expected embedding, scaled as embeddings of tokens are, by sqrt(width)."""
-    return embed_mixture(params, weights, first, config.dtype) * config.width**0.5
 
 
 def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, "B L V"]) -> SelfCond:
@@ -522,7 +508,8 @@ def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, 
         return ()
     if params is None:
         return jnp.zeros((*logits.shape[:-1], config.width), dtype)
-    return _embed_mixture(config, params, jax.nn.softmax(logits.astype(dtype), axis=-1), 0)
+    weights = jax.nn.softmax(logits.astype(dtype), axis=-1)
+    return embed_mixture(params, weights, 0, config.dtype, scale=config.width**0.5)
 
 
 def _apply(net: Gemma, params: Params, given: PackedPass) -> Array:

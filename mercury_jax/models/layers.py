@@ -245,14 +245,12 @@ def rope_frequencies(
         share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
         share = np.clip(share, 0.0, 1.0)  # 1 for high frequencies, which are unchanged
         return (1 - share) * plain / scaling.factor + share * plain
-    return _yarn(plain, theta, half, scaling)
-
-
-def _yarn(plain: np.ndarray, theta: float, half: int, scaling: RopeScaling) -> np.ndarray:
-    """Blends scaled and plain frequencies (YaRN, arXiv 2309.00071, equations 17 to 22)."""
-    # The pair that makes `turns` rotations over the original context.
-    pair = lambda turns: half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
-    low, high = pair(scaling.fast), pair(scaling.slow)
+    # Blends scaled and plain frequencies (YaRN, arXiv 2309.00071, equations 17 to 22): between the pairs that make
+    # `fast` and `slow` rotations over the original context.
+    low, high = (
+        half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (scaling.fast, scaling.slow)
+    )
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.types import LaidOutDocument, Pass
@@ -66,51 +66,33 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     used = offsets < given.used[:, None]
     positions = given.start[:, None] + offsets
     slots = jnp.where(used, positions, capacity)  # unused tokens are dropped
-    ranges = _cache_ranges(config, positions, used, given.end, given.encoding)
+    # Encoding rows have the model's causal pattern, denoising rows attend to all of [0, end).
+    end = jnp.broadcast_to(given.end[:, None], positions.shape)
+    causal = end
+    if config.pattern == "causal_encoder":
+        causal = positions + 1
+    elif config.pattern == "block_causal":
+        causal = jnp.minimum((positions // config.block + 1) * config.block, end)
+    stop = jnp.where(used, jnp.where(encoding, causal, end), 0)
+    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)
+    ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2)  # [B, T, 2, 2]
     if given.leave_one_out is None:
         return NetworkInputs(tokens, positions, ranges, slots)
     predicted = used & ~encoding
     own_slots = jnp.where(predicted, given.end[:, None] + offsets, capacity)
+    # All positions before the token's, all after it, and the mask's own slot [B, T, 3, 2].
+    pairs = [(jnp.zeros_like(end), positions), (positions + 1, end), (own_slots, own_slots + 1)]
+    own_ranges = jnp.stack([jnp.stack(pair, axis=-1) for pair in pairs], axis=2)
     concat = lambda a, b: jnp.concatenate([a, b], axis=1)
     return NetworkInputs(
         concat(tokens, jnp.full_like(tokens, given.leave_one_out)),
         concat(positions, positions),
         concat(
             jnp.concatenate([ranges, jnp.zeros_like(ranges[:, :, :1])], axis=2),  # an empty third range
-            _leave_one_out_ranges(positions, predicted, given.end, own_slots),
+            jnp.where(predicted[:, :, None, None], own_ranges, 0),
         ),
         concat(slots, own_slots),
     )
-
-
-def _cache_ranges(
-    config: ModelConfig,
-    positions: Int[Array, "B T"],
-    used: Bool[Array, "B T"],
-    end: Int[Array, "B"],
-    encoding: Bool[Array, "B"],
-) -> Int[Array, "B T 2 2"]:
-    """Encoding rows have the model's causal pattern, denoising rows attend to all of [0, end)."""
-    stop = jnp.broadcast_to(end[:, None], positions.shape)
-    if config.pattern == "causal_encoder":
-        causal = positions + 1
-    elif config.pattern == "block_causal":
-        causal = jnp.minimum((positions // config.block + 1) * config.block, stop)
-    else:
-        causal = stop
-    stop = jnp.where(used, jnp.where(encoding[:, None], causal, stop), 0)
-    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)
-    return jnp.stack([first, jnp.zeros_like(first)], axis=2)
-
-
-def _leave_one_out_ranges(
-    positions: Int[Array, "B T"], used: Bool[Array, "B T"], end: Int[Array, "B"], slots: Int[Array, "B T"]
-) -> Int[Array, "B T 3 2"]:
-    """All positions before the token's, all after it, and the mask's own slot."""
-    stop = jnp.broadcast_to(end[:, None], positions.shape)
-    pairs = [(jnp.zeros_like(stop), positions), (positions + 1, stop), (slots, slots + 1)]
-    ranges = jnp.stack([jnp.stack(pair, axis=-1) for pair in pairs], axis=2)
-    return jnp.where(used[:, :, None, None], ranges, 0)
 
 
 # --- sliding windows

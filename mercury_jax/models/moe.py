@@ -25,21 +25,26 @@ Stack = Array | QuantisedWeight  # [E, in, out], one matrix per expert
 
 
 def route(
-    scores: Float[Array, "N E"], correction: Float[Array, "E"] | None, config: Experts
-) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
+    config: Experts, scores: Float[Array, "*s E"], correction: Float[Array, "E"] | None = None
+) -> tuple[Int[Array, "*s k"], Float[Array, "*s k"]]:
     """Chooses each token's experts and their weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     Args:
+        config: Number of experts, groups and normalisation.
         scores: Softmax or sigmoid of the router's logits, in at least fp32.
         correction: Learned bias that is added for the choice alone; None: none.
-        config: Number of experts, groups and normalisation.
 
     Returns:
-        Ids and weights [N, k] of the `config.active` best experts of each token.
+        Ids and weights [..., k] of the `config.active` best experts of each token.
     """
     choice = scores if correction is None else scores + correction
-    if config.groups > 1:
-        choice = jnp.where(_in_best_groups(choice, config), choice, -jnp.inf)
+    if config.groups > 1:  # only experts of the groups whose two best scores have the largest sums
+        group_size = config.count // config.groups
+        by_group = choice.reshape(*choice.shape[:-1], config.groups, group_size)
+        strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [..., groups]
+        _, best = jax.lax.top_k(strength, config.active_groups)
+        chosen = (best[..., None] == jnp.arange(config.groups)).any(axis=-2)  # [..., groups]
+        choice = jnp.where(jnp.repeat(chosen, group_size, axis=-1), choice, -jnp.inf)
     _, ids = jax.lax.top_k(choice, config.active)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.renormalise:
@@ -47,16 +52,6 @@ def route(
         floor = 1e-20 if config.score == "sigmoid" else 0.0
         weights = weights / (weights.sum(-1, keepdims=True) + floor)
     return ids.astype(jnp.int32), weights * config.scale
-
-
-def _in_best_groups(choice: Float[Array, "N E"], config: Experts) -> Array:
-    """Whether each expert is in one of the groups whose two best scores have the largest sums [N, E]."""
-    group_size = config.count // config.groups
-    by_group = choice.reshape(-1, config.groups, group_size)
-    strength = jax.lax.top_k(by_group, min(2, group_size))[0].sum(-1)  # [N, groups]
-    _, best = jax.lax.top_k(strength, config.active_groups)
-    chosen = jnp.zeros(strength.shape, bool).at[jnp.arange(strength.shape[0])[:, None], best].set(True)
-    return jnp.repeat(chosen, group_size, axis=1)
 
 
 def apply_experts(

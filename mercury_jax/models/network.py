@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.models import masks
-from mercury_jax.models.ops import INIT_OPS, training_ops
+from mercury_jax.models.ops import INIT_OPS, device_ops
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.sharding import ShardingRule
 from mercury_jax.types import Cache, Device, Hidden, Key, Model, PackedPass, Params, Pass, accumulation_dtype
@@ -64,7 +64,7 @@ def model_of(
     def apply_on(
         params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
     ) -> Hidden:
-        return apply(net.clone(ops=training_ops(mesh, device)), params, given)
+        return apply(net.clone(ops=device_ops(device, mesh)), params, given)
 
     def forward_on(
         params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
@@ -119,23 +119,27 @@ def lm_head(
 
 
 def embed_mixture(
-    params: Params, weights: Float[Array, "B T V"], first: int | Int[Array, ""], dtype: DTypeLike
+    params: Params,
+    weights: Float[Array, "B T V"],
+    first: int | Int[Array, ""],
+    dtype: DTypeLike,
+    scale: float = 1.0,
 ) -> Float[Array, "B T D"]:
-    """Weighted sum of embeddings: sum over v of weights[..., v] * embed[first + v].
+    """Weighted sum of embeddings: scale * sum over v of weights[..., v] * embed[first + v].
 
     Args:
         params: With `embed` [V, D].
         weights: Weight of each id of the chunk.
         first: The chunk's first id; may be traced.
         dtype: Of the products; sums are in at least fp32.
+        scale: Factor that the network applies to embeddings of tokens too.
 
     Returns:
         Embeddings [B, T, D].
     """
     table = _slice(params["embed"], first, weights.shape[-1], 0).astype(dtype)
-    return jnp.einsum(
-        "btv,vd->btd", weights.astype(dtype), table, preferred_element_type=accumulation_dtype(dtype)
-    )
+    summed = accumulation_dtype(dtype)
+    return scale * jnp.einsum("btv,vd->btd", weights.astype(dtype), table, preferred_element_type=summed)
 
 
 def _slice(x: Array, first: int | Int[Array, ""], size: int | None, axis: int) -> Array:

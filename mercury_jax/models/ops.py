@@ -1,8 +1,8 @@
 """The operations of a network that are divided among devices, as a record that the networks get as their field `ops`.
 
-Model files state what is computed; this record decides where. `Ops()` runs everything on one device, `training_ops`
-keeps the rows of a training step sharded, and `tensor_parallel.cache_ops` runs a pass over a KV cache with tensor and
-expert parallelism.
+Model files state what is computed; this record decides where. `Ops()` runs everything on one device, `device_ops`
+also keeps the rows of a training step sharded, and `tensor_parallel.cache_ops` runs a pass over a KV cache with tensor
+and expert parallelism.
 """
 
 from __future__ import annotations
@@ -164,36 +164,24 @@ INIT_OPS = Ops(
 )
 
 
-def device_ops(device: Device | None) -> Ops:
-    """The operations of one device.
+def device_ops(device: Device | None, mesh: Mesh | None = None) -> Ops:
+    """The operations of a pass that XLA's partitioner divides among devices, if there are several.
 
     Args:
         device: To compile kernels for; None: the device of this machine.
+        mesh: Of a training step, whose products keep their rows sharded over `data` and `fsdp`; None: otherwise.
 
     Returns:
-        Operations that do not communicate.
+        Operations that do not communicate themselves.
     """
-    if device is None:
-        return Ops()
-    return Ops(
-        attend=functools.partial(kv_quant.attend, device=device),
-        experts=functools.partial(experts, device=device),
-    )
-
-
-def training_ops(mesh: Mesh | None, device: Device | None) -> Ops:
-    """The operations of a training step: products keep their rows sharded over `data` and `fsdp`.
-
-    Args:
-        mesh: Of the training step; None: one device.
-        device: To compile kernels for; None: the device of this machine.
-
-    Returns:
-        Operations that XLA's partitioner divides among devices.
-    """
-    ops = device_ops(device)
-    if mesh is None:
-        return ops
-    return ops._replace(
-        dot=functools.partial(dot, mesh=mesh), dot_term=functools.partial(dot_term, mesh=mesh)
-    )
+    ops = Ops()
+    if device is not None:
+        ops = ops._replace(
+            attend=functools.partial(kv_quant.attend, device=device),
+            experts=functools.partial(experts, device=device),
+        )
+    if mesh is not None:
+        ops = ops._replace(
+            dot=functools.partial(dot, mesh=mesh), dot_term=functools.partial(dot_term, mesh=mesh)
+        )
+    return ops

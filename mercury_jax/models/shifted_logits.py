@@ -93,7 +93,15 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     cached = cache.tokens.at[jnp.arange(tokens.shape[0])[:, None], run.slots].set(tokens, mode="drop")
     full = tokens.shape[1] == capacity  # then every row starts at 0, and no token precedes it
     if not full:
-        run = _with_previous_token(config, run, cached, given)
+        # One token in front, which attends to the keys that it attended to when it was encoded.
+        position = jnp.maximum(given.start - 1, 0)[:, None]  # [B, 1]
+        used = ((given.start > 0) & (given.used > 0))[:, None]
+        stop = given.end if config.pattern == "bidirectional" else given.start
+        first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]  # [B, 1, 2]
+        ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2) * used[..., None, None]  # [B, 1, 2, 2]
+        slot = jnp.full_like(position, capacity)  # its key is written nowhere
+        front = masks.NetworkInputs(jnp.take_along_axis(cached, position, axis=1), position, ranges, slot)
+        run = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run)
     found: Any = net.apply({"params": params}, run, cache.kv)
     hidden, kv = found  # [B, T, D], or [B, 1 + T, D] with the token in front
     own = hidden if full else hidden[:, 1:]
@@ -101,18 +109,3 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     at_zero = (run.positions if full else run.positions[:, 1:]) == 0
     aligned = jnp.where(encoding[:, None, None] | at_zero[..., None], own, previous)
     return aligned, ShiftedCache(kv, cached)
-
-
-def _with_previous_token(
-    config: ModelConfig, run: masks.NetworkInputs, cached: Array, given: Pass
-) -> masks.NetworkInputs:
-    """The pass with one token in front, which attends to the keys that it attended to when it was encoded."""
-    position = jnp.maximum(given.start - 1, 0)[:, None]  # [B, 1]
-    used = ((given.start > 0) & (given.used > 0))[:, None]
-    stop = given.end if config.pattern == "bidirectional" else given.start
-    first = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]  # [B, 1, 2]
-    ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2) * used[..., None, None]  # [B, 1, 2, 2]
-    slot = jnp.full_like(position, cached.shape[1])  # its key is written nowhere
-    token = jnp.take_along_axis(cached, position, axis=1)
-    front = masks.NetworkInputs(token, position, ranges, slot)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run)

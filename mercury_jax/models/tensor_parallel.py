@@ -27,6 +27,7 @@ from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Device
 
 SUMMED = ("tensor", "expert")  # the axes whose devices may hold parts of a sum
+_on_each_device = functools.partial(jax.shard_map, check_vma=False)
 
 
 def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
@@ -56,11 +57,6 @@ def cache_ops(mesh: Mesh | None, device: Device | None) -> Ops:
 def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
     """The PartitionSpec entry of the rows of an array [B, ...]."""
     return dividing_axes(("data",), x.shape[0], mesh) or None
-
-
-def _on_each_device(mesh: Mesh, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """f of every device's own parts of the arguments."""
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _weight_spec(w: Weight, spec: P, scale: P) -> Any:
@@ -96,7 +92,9 @@ def sum_terms(mesh: Mesh, *sums: Sequence[Term]) -> list[Float[Array, "B T *w"]]
 
     rows = _row_axes(mesh, terms[0].args[0])
     in_specs = tuple(term.specs for term in terms)
-    reduced = _on_each_device(mesh, local, in_specs, P(None, rows))(*(term.args for term in terms))
+    reduced = _on_each_device(local, mesh=mesh, in_specs=in_specs, out_specs=P(None, rows))(
+        *(term.args for term in terms)
+    )
     return [reduced[i] for i in range(len(sums))]
 
 
@@ -157,7 +155,8 @@ def map_rows(mesh: Mesh, f: Callable[..., Any], x: Float[Array, "B *s"], *shared
         f(x, *shared).
     """
     spec = P(_row_axes(mesh, x))
-    return _on_each_device(mesh, f, (spec, *[P()] * len(shared)), spec)(x, *shared)
+    in_specs = (spec, *[P()] * len(shared))
+    return _on_each_device(f, mesh=mesh, in_specs=in_specs, out_specs=spec)(x, *shared)
 
 
 def replicate(mesh: Mesh, x: Float[Array, "B *s"]) -> Float[Array, "B *s"]:
@@ -230,7 +229,8 @@ def write(
     """
     rows = _row_axes(mesh, k)
     heads = P(rows, None, dividing_axes(("tensor",), k.shape[2], mesh) or None)
-    return _on_each_device(mesh, kv_cache.write, (heads, heads, heads, P(rows)), heads)(kv, k, v, slots)
+    in_specs = (heads, heads, heads, P(rows))
+    return _on_each_device(kv_cache.write, mesh=mesh, in_specs=in_specs, out_specs=heads)(kv, k, v, slots)
 
 
 def attend(
@@ -268,7 +268,7 @@ def attend(
 
     query_spec, key_spec = P(rows, None, axes or None), P(rows, None, key_axes or None)
     in_specs = (query_spec, key_spec, key_spec, P(rows))
-    return _on_each_device(mesh, local, in_specs, query_spec)(q, k, v, ranges)
+    return _on_each_device(local, mesh=mesh, in_specs=in_specs, out_specs=query_spec)(q, k, v, ranges)
 
 
 def _select_key_heads(x: Any, heads: int, group: int, index: Array) -> Any:

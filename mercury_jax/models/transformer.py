@@ -105,7 +105,7 @@ class MoELayer(nn.Module):
         logits = x.astype(dtype) @ router.astype(dtype)  # [B, T, E]
         scores = jax.nn.softmax(logits, axis=-1) if c.score == "softmax" else jax.nn.sigmoid(logits)
         correction = [self.param("correction", nn.initializers.zeros, (c.count,))] if c.correction else []
-        ids, weights = self.ops.map_rows(functools.partial(_route_rows, c), scores, *correction)
+        ids, weights = self.ops.map_rows(functools.partial(route, c), scores, *correction)
         each = lambda init: (
             lambda key, shape: jax.vmap(lambda k: init(k, shape[1:]))(jax.random.split(key, shape[0]))
         )
@@ -115,12 +115,6 @@ class MoELayer(nn.Module):
         if c.shared:
             terms.append(GatedMLP(self.width, c.shared, self.scale, ops=self.ops, name="shared").term(x))
         return self.ops.sum_terms(terms)[0]
-
-
-def _route_rows(config: Experts, scores: Float[Array, "B T E"], *correction: Array) -> tuple[Array, Array]:
-    """`moe.route` of a batch: ids and weights [B, T, k]."""
-    found = route(scores.reshape(-1, config.count), correction[0] if correction else None, config)
-    return found[0].reshape(*scores.shape[:2], -1), found[1].reshape(*scores.shape[:2], -1)
 
 
 class TransformerBlock(nn.Module):
