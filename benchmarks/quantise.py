@@ -27,7 +27,7 @@ from mercury_jax.config import at_least, refuse
 from mercury_jax.decode import score
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.evaluate import card, code
-from mercury_jax.evaluate.report import EvalReport, Z, paired
+from mercury_jax.evaluate.runner import EvalReport, Z, paired
 from mercury_jax.models import cache
 from mercury_jax.types import LM, LaidOutDocument
 

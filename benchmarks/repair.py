@@ -25,7 +25,7 @@ from mercury_jax.cli.arguments import Flag, Int, Positional, option
 from mercury_jax.config import nearest, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.edit import edit
-from mercury_jax.evaluate.report import wilson
+from mercury_jax.evaluate.runner import wilson
 from mercury_jax.tasks import TASKS, draw_distinct
 from mercury_jax.types import LM
 

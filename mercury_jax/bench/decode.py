@@ -27,8 +27,7 @@ from mercury_jax.decode.sample import Output
 from mercury_jax.decode.sampler import Rule, Sampler
 from mercury_jax.decode.stream import stream
 from mercury_jax.evaluate import TASKS, card, find
-from mercury_jax.evaluate.report import paired, wilson
-from mercury_jax.evaluate.runner import ONE_A_STEP
+from mercury_jax.evaluate.runner import ONE_A_STEP, paired, wilson
 from mercury_jax.tasks import Problem, Split, Task
 from mercury_jax.types import LM
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mercury_jax.config import refuse
-from mercury_jax.evaluate.report import Z, paired
+from mercury_jax.evaluate.runner import Z, paired
 
 MARGIN = 2.0  # points of accuracy
 # With fewer questions not even equal answers rule out a loss of MARGIN.

@@ -21,8 +21,7 @@ import jax
 
 from mercury_jax import hub
 from mercury_jax.config import at_least, refuse
-from mercury_jax.evaluate.report import Summary, line, table
-from mercury_jax.evaluate.runner import ONE_A_STEP, compare, run
+from mercury_jax.evaluate.runner import ONE_A_STEP, Summary, compare, line, run, table
 from mercury_jax.types import LM
 
 MAX_SHARE, MAX_POINTS = 1 / 3, 2.0  # of the forwards, and of accuracy lost: what is asked of a parallel rule

@@ -18,7 +18,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, infill as infilling
 from mercury_jax.decode.score import canvas_times
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.evaluate.report import EvalReport, EvalSettings, Z, rule_name, summarise
+from mercury_jax.evaluate.runner import TASKS, EvalReport, EvalSettings, Evaluation, Z, rule_name, summarise
 from mercury_jax.noise import Corruption
 from mercury_jax.train.data import packing, sources
 from mercury_jax.types import LM, Batch, LaidOutDocument, Model, PackedPass, Params
@@ -316,3 +316,21 @@ def _draw_hole(lm: LM, path: str, ids: list[int], whole: bool, rng: np.random.Ge
     if not target.strip() or [tok.encode(x) for x in (before, target, after)] != cut:
         return None
     return HiddenText(path, before, target, after, stop - start, whole)
+
+
+TASKS.update(
+    {
+        "code-bpb": Evaluation(
+            "code-bpb",
+            "bound on the bits per byte of held-out files of Python's standard library",
+            bits_per_byte,
+            unused=("sampler", "plan", "max_tokens", "file"),
+        ),
+        "code-infill": Evaluation(
+            "code-infill",
+            "hide part of a line of those files, or a whole line, and restore it exactly",
+            infill_lines,
+            unused=("max_tokens", "file"),
+        ),
+    }
+)

@@ -284,8 +284,8 @@ class _Loop:
         # 1. NaN or Inf ends the run; the state stayed as it was.
         if not report.finite:
             self.saver.wait()  # the last good checkpoint may still be on its way
-            newest = checkpoint.latest(config.folder / CHECKPOINTS)
-            intact = f"the checkpoint of step {newest} stands" if newest else "no checkpoint was written yet"
+            saved = checkpoint.latest(config.folder / CHECKPOINTS)
+            intact = f"the checkpoint of step {saved} stands" if saved else "no checkpoint was written yet"
             raise Diverged(
                 f"step {step}: loss is {values['loss']}, gradient norm {values['grad_norm']}; the batch is number "
                 f"{step} of the data stream (seed {config.seed}, {config.batch} rows); {intact} in {config.folder}"

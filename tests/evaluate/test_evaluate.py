@@ -12,7 +12,7 @@ from mercury_jax import evaluate, tasks
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.sample import Output
-from mercury_jax.evaluate import card, report, runner
+from mercury_jax.evaluate import card, runner
 from tests.tiny import tiny
 
 ASKED = [name for name, task in evaluate.TASKS.items() if task.task]
@@ -45,11 +45,11 @@ def test_wilson_agrees_with_a_computation_by_hand(correct, n, low, high):
 
 
 def test_the_paired_interval_sees_only_the_changes():
-    assert report.paired([True] * 90 + [False] * 10, [True] * 88 + [False] * 12)[0] == pytest.approx(-0.02)
-    mean, low, high = report.paired([True, False] * 50, [True, False] * 50)
+    assert runner.paired([True] * 90 + [False] * 10, [True] * 88 + [False] * 12)[0] == pytest.approx(-0.02)
+    mean, low, high = runner.paired([True, False] * 50, [True, False] * 50)
     assert mean == 0 and -0.03 < low < 0 < high < 0.03
     with pytest.raises(ValueError, match="other is 1"):
-        report.paired([True, True], [True])
+        runner.paired([True, True], [True])
 
 
 @pytest.mark.parametrize("task", [t for t in ASKED if t != "sudoku9"])  # it takes a second to draw one
@@ -184,9 +184,9 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
 def summaries():
     rows = [{"correct": i < 3, "forwards": 8, "tokens": 4} for i in range(4)]
     about = dict(task="sudoku4", data="x.jsonl", rule=runner.ONE_A_STEP, seed=0, limit=None)
-    first = about | report.summarise(rows, [(4, 16, 1.0)], 1.0)
+    first = about | runner.summarise(rows, [(4, 16, 1.0)], 1.0)
     rows = [dict(r, forwards=2) for r in rows]
-    other = first | report.summarise(rows, [(4, 16, 1.0)], 1.0) | {"rule": "threshold(p=0.9)"}
+    other = first | runner.summarise(rows, [(4, 16, 1.0)], 1.0) | {"rule": "threshold(p=0.9)"}
     return [first, runner.compared(first, [True] * 3 + [False], other, [True] * 3 + [False])]
 
 
