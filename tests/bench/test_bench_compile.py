@@ -184,3 +184,11 @@ def test_the_table_says_what_does_not_fit():
     }  # fmt: skip
     assert "200.00 GB of 150.00 GB" in table(record) and "DOES NOT FIT" in table(record)
     assert format_bytes(12) == "12 B" and format_bytes(1500) == "1.50 kB"
+
+
+@pytest.mark.parametrize(
+    "option", ["--batch 2", "--context 64", "--dtype bfloat16", "--quantise int8", "--mesh data=1"]
+)
+def test_options_of_a_model_are_refused_for_the_kernels(option, capsys):
+    assert main(["bench", "compile", "kernels", "--for", "h200", *option.split()]) == 2
+    assert f"{option.split()[0]} is" in capsys.readouterr().err

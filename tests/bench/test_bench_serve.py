@@ -241,3 +241,33 @@ def test_bench_serve_refuses_bad_input(argv, words, capsys):
     assert main(["bench", "serve", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and [w for w in words if w not in err] == []
+
+
+@pytest.mark.slow
+def test_bench_serve_prints_what_a_running_server_reaches(tmp_path, capsys):
+    talker.count = 0
+    argv = [
+        "--concurrency",
+        "1",
+        "2",
+        "--requests",
+        "2",
+        "--turns",
+        "1",
+        "--rate",
+        "50",
+        "--tasks",
+        "add3",
+        "--out",
+    ]
+    with scripted_server.apart(talker) as url:
+        assert main(["bench", "serve", "--url", url, *argv, str(tmp_path / "rows.jsonl")]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [text.split(":")[0] for text in told] == [
+        "closed, 1 at a time",
+        "closed, 2 at a time",
+        "open, 50/s",
+    ]
+    assert all("tokens/s" in text and "p50 / p90 / p99 of first frame" in text for text in told)
+    assert "4.0 tokens per forward pass" in told[0] and not any("refused" in text for text in told)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(told)

@@ -13,6 +13,7 @@ from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.sample import Output
 from mercury_jax.evaluate import card, runner
+from mercury_jax.hub import NANO
 from tests.tiny import tiny
 
 ASKED = [name for name, task in evaluate.TASKS.items() if task.task]
@@ -207,6 +208,16 @@ def test_the_card_says_what_was_measured_and_how_to_do_it_again(tmp_path):
         card.read_run(tmp_path / "none")
     with pytest.raises(ValueError, match="sudoku_4x4_4.jsonl"):
         card.measure(tiny(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_card_of_the_embedded_model_is_measured_and_written(tmp_path, capsys):
+    card.main(NANO, tmp_path / "card" / "README.md", limit=1, trained_on="a loom")
+    text = (tmp_path / "card" / "README.md").read_text()
+    record = json.loads((tmp_path / "card" / "evaluation.json").read_text())
+    found = {summary["task"] for summary in record["summaries"]}
+    assert found == {item.task for item in card.SUITE if item.file is None} and record["model"] == "nano"
+    assert all(task in text for task in found) and "a loom" in text and "add3" in capsys.readouterr().err
 
 
 def test_plotting_needs_matplotlib_and_says_so(tmp_path, monkeypatch):
