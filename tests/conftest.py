@@ -29,9 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    gc.set_threshold(
-        50_000, 20, 10
-    )  # tracing makes many objects and little garbage: 1 collection where 70 were
+    gc.set_threshold(50_000, 20, 10)  # tracing makes many objects and little garbage
     # JAX reads both variables when it is first imported, and subprocesses of tests inherit them.
     assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could choose its platform"
     os.environ["JAX_PLATFORMS"] = config.getoption("--platform")
