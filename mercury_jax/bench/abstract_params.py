@@ -89,7 +89,7 @@ def causal_encoder(
 
 # As its generation_config.json decodes it: entropy bound, temperature schedule, early stopping.
 GEMMA_DECODING = {
-    "rule": "entropy_bound", "knobs": {"gamma": 0.1}, "cooling": {"last": 0.4, "first": 0.8},
+    "rule": "entropy_bound", "params": {"gamma": 0.1}, "cooling": {"last": 0.4, "first": 0.8},
     "steady": {"patience": 1, "entropy": 0.005}, "temperature": 1.0, "steps": 48, "block": 256,
 }  # fmt: skip
 

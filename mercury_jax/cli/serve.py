@@ -254,4 +254,4 @@ def with_rule(lm: LM, rule: str | None, parameters: dict[str, float]) -> LM:
         return lm
     name = arguments.find_rule(rule).__name__
     plan = {key: lm.decoding[key] for key in ("block", "steps") if key in lm.decoding}
-    return dataclasses.replace(lm, decoding={**plan, "rule": name, "knobs": parameters})
+    return dataclasses.replace(lm, decoding={**plan, "rule": name, "params": parameters})

@@ -15,16 +15,20 @@ from mercury_jax.decode.sampler import Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
 
+SETTINGS = ("rule", "params", "temperature", "cooling", "steady", "block", "steps")  # keys of `LM.decoding`
+
 
 def default_sampler(lm: LM) -> Rule | Sampler:
     """Returns the model's own sampler: that of its checkpoint, else one that suits its noise.
 
     Args:
-        lm: `LM.decoding` holds {"rule": name, "knobs": {parameters}, "temperature", "cooling": {}, "steady": {}}.
+        lm: `LM.decoding` holds {"rule": name, "params": {parameters}, "temperature", "cooling": {}, "steady": {}}.
 
     Raises:
-        ValueError: The checkpoint names a rule that does not exist.
+        ValueError: The checkpoint names a rule that does not exist, or a setting that is not used.
     """
+    if unknown := sorted(set(lm.decoding) - set(SETTINGS)):
+        raise refuse("LM.decoding", unknown, ", ".join(SETTINGS))
     name = lm.decoding.get("rule")
     if not name:
         if lm.model.config.autoregressive:
@@ -34,7 +38,7 @@ def default_sampler(lm: LM) -> Rule | Sampler:
         raise refuse("LM.decoding: rule", name, ", ".join(rules.ALL))
     cooling, steady = lm.decoding.get("cooling"), lm.decoding.get("steady")
     return Sampler(
-        rule=rules.ALL[name](**lm.decoding.get("knobs", {})),
+        rule=rules.ALL[name](**lm.decoding.get("params", {})),
         processors=(processors.cooling(**cooling),) if cooling else (),
         stopping=stopping.steady(**steady) if steady else None,
         temperature=lm.decoding.get("temperature"),
@@ -59,7 +63,7 @@ def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
 
 
 def rule_settings(sampler: Any) -> dict[str, Any]:
-    """Describes a rule as `LM.decoding` stores it in a model's folder: {"rule": name, "knobs": {parameters}}.
+    """Describes a rule as `LM.decoding` stores it in a model's folder: {"rule": name, "params": {parameters}}.
 
     Args:
         sampler: A registered rule with one number for each of its parameters; None for no rule of its own.
@@ -75,7 +79,7 @@ def rule_settings(sampler: Any) -> dict[str, Any]:
     plain = isinstance(sampler, Rule) and sampler.name in rules.ALL
     if not plain or not all(isinstance(value, int | float) for value in sampler.params.values()):
         raise refuse("sampler", sampler, "a rule of mercury_jax.rules such as rules.threshold(0.9), or None")
-    return {"rule": sampler.name, "knobs": dict(sampler.params)}
+    return {"rule": sampler.name, "params": dict(sampler.params)}
 
 
 def complete_sampler(sampler: SamplerLike, corruption: Corruption, autoregressive: bool = False) -> Sampler:

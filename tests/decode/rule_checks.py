@@ -56,7 +56,7 @@ def check_settles(rule, steps):
 
 
 def check_traces(rule):
-    """The machine may vmap it with a knob a row, and carry its memory through a loop. Nothing is compiled."""
+    """The machine may vmap it with a parameter per row, and carry its memory through a loop. Nothing is compiled."""
     rows, canvas = 3, jnp.full(WIDTH, MASK)
     wide = lambda tree: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, *jnp.shape(x)), jnp.asarray(x).dtype), tree

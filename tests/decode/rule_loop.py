@@ -19,7 +19,7 @@ class Step(NamedTuple):
     source: np.ndarray
 
 
-# Compiled once for each rule and shape: the knobs are arguments.
+# Compiled once for each rule and shape: the parameters are arguments.
 act = jax.jit(lambda key, rule, view, memory=(): rule(key, view, memory))
 
 

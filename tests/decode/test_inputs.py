@@ -103,7 +103,7 @@ WRONG = {
         lambda: mj.rules.one_of([threshold(), mj.stopping.never()]),
         r"one_of parts\[1\]",
     ),
-    "knob of other rows": (lambda: sampled(sampler=threshold(np.array([0.5, 0.9]))), "shape of p"),
+    "parameter of other rows": (lambda: sampled(sampler=threshold(np.array([0.5, 0.9]))), "shape of p"),
     # samplers
     "rule without its call": (lambda: sampled(sampler=threshold), "threshold without its call"),
     "processor without its call": (

@@ -119,7 +119,7 @@ def test_bias_adds_and_ban_forbids():
 
 
 def rowwise(part, logits, views):
-    """The logits processor as the decoder runs it: vmapped over rows, each with its own knobs."""
+    """The logits processor as the decoder runs it: vmapped over rows, each with its own parameters."""
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *views)
     return many(broadcast_params(part, len(views)), logits, stacked)
 

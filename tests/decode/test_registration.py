@@ -91,7 +91,7 @@ def ours(registry):
 
 
 MAKERS = ours(mj.rules.ALL | mj.processors.ALL | mj.stopping.ALL)
-EACH = [(name, knob) for name, make in MAKERS.items() for knob in make.params]
+EACH = [(name, parameter) for name, make in MAKERS.items() for parameter in make.params]
 CLOSE = 1e-6
 
 
@@ -117,17 +117,17 @@ def test_every_registered_maker_is_walked():
     )
 
 
-@pytest.mark.parametrize(("name", "knob"), EACH)
-def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name, knob):
+@pytest.mark.parametrize(("name", "parameter"), EACH)
+def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name, parameter):
     make = MAKERS[name]
-    inside, outside = ends(make.ranges[knob])
-    assert outside and (make.params[knob] is None or make.ranges[knob].contains(make.params[knob]))
+    inside, outside = ends(make.ranges[parameter])
+    assert outside and (make.params[parameter] is None or make.ranges[parameter].contains(make.params[parameter]))
     for value in inside:
-        make(**{knob: value})
+        make(**{parameter: value})
     for value in outside:
-        with pytest.raises(ValueError, match=rf"^{name}\({knob}=\) is .*allowed: a (whole )?number"):
-            make(**{knob: value})
-    assert f"{knob}: {make.ranges[knob]}" in str(inspect.getdoc(make))
+        with pytest.raises(ValueError, match=rf"^{name}\({parameter}=\) is .*allowed: a (whole )?number"):
+            make(**{parameter: value})
+    assert f"{parameter}: {make.ranges[parameter]}" in str(inspect.getdoc(make))
 
 
 def test_numbers_of_rows_are_checked_one_by_one_and_traced_ones_pass():

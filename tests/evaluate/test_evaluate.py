@@ -120,7 +120,7 @@ def test_a_small_model_runs_end_to_end_whatever_the_batch():
 
 
 def test_a_model_is_compared_by_the_rule_that_sample_uses():
-    lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "knobs": {"f": 0.5}})
+    lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "params": {"f": 0.5}})
     each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16, split="validation")
     assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5)") and own["data"] == "validation"
 

@@ -39,7 +39,7 @@ def test_training_starts_from_a_checkpoint(tmp_path):
     assert lm.card["init"] == str(folder) and lm.model.config.pattern == "block_causal"
     assert lm.decoding == {
         "rule": "factor",
-        "knobs": {"f": 0.5},
+        "params": {"f": 0.5},
     }  # the recipe's sampler is the model's default
     own, named = (mj.sample(lm, "1+2=", max_tokens=8, sampler=s) for s in (None, mj.rules.factor(0.5)))
     assert own.forwards[0] == named.forwards[0] > 0 and own.text == named.text

@@ -136,7 +136,7 @@ def test_the_edited_part_weighs_wrong_and_right_tokens_of_full_canvases():
     assert float(found.per_example.sum()) == pytest.approx(want, rel=1e-5)
 
 
-def spoilt(**knobs):
+def spoilt(**changes):
     """A large batch of canvases of four letters and their noise, before and after spoiling."""
     model, _ = tiny()
     ids = np.array([5, 6, 7, 5, 6, 7, 8, 8], np.int32)
@@ -144,7 +144,7 @@ def spoilt(**knobs):
     data = Batch(*(jnp.asarray(np.broadcast_to(x, (512, *x.shape))) for x in laid))
     data = data._replace(editable=data.editable & (data.positions != 2))
     noised = noise_canvases(jax.random.key(0), data, CORRUPTION, None, 1e-4)
-    spoilt = spoil_canvases(jax.random.key(2), model, data, noised, CORRUPTION.forbidden, **knobs)
+    spoilt = spoil_canvases(jax.random.key(2), model, data, noised, CORRUPTION.forbidden, **changes)
     return data, noised, np.asarray(spoilt.xt), np.asarray(spoilt.masked)
 
 
@@ -207,9 +207,9 @@ def test_what_cannot_be_meant_is_refused():
         tiny(True, "bidirectional")
     with pytest.raises(ValueError, match="predicts_next"):
         tiny(True, "block_causal", 2)
-    for knobs in ({"wrong": 1.5}, {"full": -0.1}, {"spoiled": 2}, {"edit": -1}, {"clip": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(knobs))):
-            masked_and_edited(**knobs)
+    for changes in ({"wrong": 1.5}, {"full": -0.1}, {"spoiled": 2}, {"edit": -1}, {"clip": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            masked_and_edited(**changes)
     model, params = tiny(False)
     with pytest.raises(ValueError, match="predicts_next"):
         masked_and_edited()(jax.random.key(0), model, params, packed(model), CORRUPTION)

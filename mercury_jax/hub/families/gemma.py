@@ -277,7 +277,7 @@ def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
     bound = sampler.get("entropy_bound")
     return {
         "rule": "entropy_bound",
-        "knobs": {"gamma": 0.1 if bound is None else bound},
+        "params": {"gamma": 0.1 if bound is None else bound},
         "cooling": {"last": value("t_min", 0.4), "first": value("t_max", 0.8)},
         "steady": {
             "patience": value("stability_threshold", 1),

@@ -402,7 +402,7 @@ def page_info(engine: Engine, locked: bool) -> dict[str, Any]:
         parameter = next(iter(rule.params), None)
         about = (inspect.getdoc(all_rules.ALL[rule.name]) or "").split("\n\n")[0].replace("\n", " ")
         offered.append({
-            "name": rule.name, "about": about, "knob": parameter,
+            "name": rule.name, "about": about, "parameter": parameter,
             "value": None if parameter is None else number(rule.params[parameter]),
             "temperature": number(rule.temperature),
         })  # fmt: skip

@@ -98,11 +98,11 @@ export class Controls {
   }
 
   ruleChanged() {
-    const { about, knob, value } = this.rule;
+    const { about, parameter, value } = this.rule;
     $("about").textContent = about.replaceAll("`", "");
-    $("strict").hidden = knob === null;
-    $("p-label").textContent = knob === "p" ? "Threshold p" : `Its ${knob}`;
-    $("p-slide").hidden = knob !== "p";
+    $("strict").hidden = parameter === null;
+    $("p-label").textContent = parameter === "p" ? "Threshold p" : `Its ${parameter}`;
+    $("p-slide").hidden = parameter !== "p";
     this.setStrictness(value);
   }
 
@@ -125,7 +125,7 @@ export class Controls {
   request() {
     const text = $("prompt").value, [from, to] = this.hole, gap = this.kind === "edit";
     const selected = gap ? text.slice(from, to) : "";
-    const base = { kind: gap && !selected ? "infill" : this.kind, ...this.knobs() };
+    const base = { kind: gap && !selected ? "infill" : this.kind, ...this.parameters() };
     if (this.kind === "chat") base.messages = [{ role: "user", content: text }];
     else if (this.kind === "text") base.prompt = text;
     else Object.assign(base, { before: text.slice(0, from), after: text.slice(to), ...(selected && { selected }) });
@@ -133,9 +133,9 @@ export class Controls {
     return { ...base, ...(schema && { schema }), max_tokens: number("max_tokens") };
   }
 
-  knobs() {
+  parameters() {
     return {
-      rule: this.rule.name, p: this.rule.knob === null ? null : number("p"), steps: number("steps"),
+      rule: this.rule.name, p: this.rule.parameter === null ? null : number("p"), steps: number("steps"),
       temperature: number("temperature"), effort: this.effort || null, seed: number("seed") ?? 0,
     };
   }

@@ -173,7 +173,7 @@ function offerRewrite(run, range) {
   button.addEventListener("click", () => {
     try {
       player.seek(player.most);
-      start(rewriting(run.trace, run.trace.state(run.trace.length).cells, range, controls.knobs()));
+      start(rewriting(run.trace, run.trace.state(run.trace.length).cells, range, controls.parameters()));
     } catch (error) {
       complain(error);
     }
