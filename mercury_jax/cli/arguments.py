@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -150,21 +150,36 @@ def read_with_rule(command: type[T], argv: Sequence[str], prog: str) -> tuple[T,
 
 def _parse(command: type, argv: Sequence[str], prog: str, about: str | None) -> tuple[Any, list[str]]:
     """(the dataclass, words that no field takes). tyro's error boxes become a ValueError of one line."""
-    words, stderr = list(argv), io.StringIO()
+    words = list(argv)
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         words = ["--help"]  # behind other words tyro leaves out what these have filled in
     # tyro joins the lines of a paragraph unless they are indented.
     first, _, rest = inspect.cleandoc(about or "").partition("\n")
+    with errors_in_one_line(prog):
+        return tyro.cli(
+            command,
+            args=words,
+            prog=prog,
+            description=f"{first}\n{textwrap.indent(rest, '  ')}",
+            return_unknown_args=True,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+
+
+@contextlib.contextmanager
+def errors_in_one_line(prog: str) -> Iterator[None]:
+    """Turns an error box of tyro into a ValueError of one line.
+
+    Args:
+        prog: The command whose help explains more.
+
+    Raises:
+        ValueError: tyro refused the arguments.
+    """
+    stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            return tyro.cli(
-                command,
-                args=words,
-                prog=prog,
-                description=f"{first}\n{textwrap.indent(rest, '  ')}",
-                return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            yield
     except SystemExit as end:
         if not end.code:
             raise

@@ -64,7 +64,9 @@ def run(argv: Sequence[str]) -> int:
         raise refuse("RECIPE", words[0], allowed)
     from mercury_jax.train import recipe
 
-    config = recipe.override(_load(words[0]), words[1:])
+    loaded = _load(words[0])
+    with arguments.errors_in_one_line(f"mercury train {words[0]}"):
+        config = recipe.override(loaded, words[1:])
     from mercury_jax import api
 
     _report(config, api.train(config), as_json="--json" in argv)

@@ -134,7 +134,7 @@ def ranges_of(function: Callable[..., Any], names: Iterable[str]) -> dict[str, R
     """
     function = inspect.unwrap(function)  # a type checker may wrap it, with other globals
     annotations, found = getattr(function, "__annotations__", {}), {}
-    for name in annotations.keys() & set(names):
+    for name in filter(annotations.__contains__, names):
         holder = types.SimpleNamespace(__annotations__={name: annotations[name]})
         space = getattr(function, "__globals__", {})
         try:

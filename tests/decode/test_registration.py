@@ -121,7 +121,9 @@ def test_every_registered_maker_is_walked():
 def test_a_number_at_a_closed_end_is_taken_and_one_just_outside_is_refused(name, parameter):
     make = MAKERS[name]
     inside, outside = ends(make.ranges[parameter])
-    assert outside and (make.params[parameter] is None or make.ranges[parameter].contains(make.params[parameter]))
+    assert outside and (
+        make.params[parameter] is None or make.ranges[parameter].contains(make.params[parameter])
+    )
     for value in inside:
         make(**{parameter: value})
     for value in outside:
@@ -182,3 +184,8 @@ def test_ranges_say_what_they_hold():
 def test_truncation_by_all_of_the_probability_keeps_every_id():
     logits = jnp.log(jnp.full((1, 1000), 1e-3)) + jnp.arange(1000) * 1e-3
     assert (mj.processors.top_p(1.0)(logits, None) == logits).all()
+
+
+def test_ranges_stand_in_the_order_of_the_parameters():
+    for name, make in MAKERS.items():
+        assert list(make.ranges) == [key for key in make.params if key in make.ranges], name
