@@ -40,7 +40,7 @@ class CacheBenchmark:
 
     In a bidirectional model every token attends to every other one, so no key
     stays valid. Prefix and dual caches (Fast-dLLM) and vicinity refresh (dInfer)
-    reuse them all the same. `agreement` is the share of answers that are token
+    reuse outdated keys. `agreement` is the share of answers that are token
     for token those without a cache, `speedup` the median ratio of tokens per
     second on the same batches.
     """

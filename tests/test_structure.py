@@ -15,7 +15,8 @@ from mercury_jax.types import View
 SOURCES = structure.sources()
 COUNTS = structure.counts(SOURCES)
 
-# They hold what was reached and may only fall: 42 functions per 1,000 lines and 23,500 lines of code are wanted.
+# The goals are 42 functions per 1,000 lines and 23,500 lines of code. Neither is reached: these limits stand just above
+# today's counts, so that the package does not grow, and fall as it shrinks.
 AT_MOST = {"files": 190, "functions_per_1000_lines": 42.8, "code_lines": 26_700}
 
 # A file name may stand for several files only where the folder says which: a command and what it calls, an

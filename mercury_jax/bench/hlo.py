@@ -66,7 +66,7 @@ class Instruction(NamedTuple):
 
     def text(self, attribute: str) -> str:
         """The quoted value of an attribute, such as `custom_call_target`, or `op_name`, the JAX operation it was made
-        from; empty where there is none."""
+        from; empty if it is not set."""
         found = re.search(rf'{attribute}="([^"]*)"', self.rest)
         return found[1] if found else ""
 

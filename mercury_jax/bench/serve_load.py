@@ -429,7 +429,7 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile of times, each a measured value; None is skipped, NaN if there is none."""
+    """The 50th, 90th and 99th percentile of times, each a measured value. Skips None; NaN if no value is left."""
     found = [x for x in values if x is not None] or [math.nan]
     return {f"p{p}": float(np.percentile(found, p, method="inverted_cdf")) for p in (50, 90, 99)}
 

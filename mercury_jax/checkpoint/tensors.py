@@ -100,7 +100,7 @@ def header(path: str | Path) -> dict[str, TensorEntry]:
                 dtype, shape = about.get_dtype(), about.get_shape()
                 if dtype not in DTYPES:
                     raise CheckpointError(f"{where}: {refuse('dtype', dtype, ', '.join(DTYPES))}")
-                # An axis of size 0 makes any shape empty, but numpy multiplies the other axes all the same.
+                # An axis of size 0 makes an array empty, but numpy still refuses other axes with too large a product.
                 if len(shape) > MAX_AXES or math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
                     allowed = f"at most {MAX_AXES} axes and {MAX_ELEMENTS} elements"
                     raise CheckpointError(f"{where}: shape is {str(shape)[:200]}; allowed: {allowed}")

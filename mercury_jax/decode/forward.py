@@ -1,7 +1,7 @@
 """The forward pass of a step, over the whole canvas or a part of it.
 
-A bidirectional model has no keys that stay valid, because every token sees every other. `Refresh` reuses them all the
-same between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do: a pass then runs over a part of the canvas
+A bidirectional model has no keys that stay valid, because every token sees every other. `Refresh` reuses outdated
+keys between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do: a pass then runs over a part of the canvas
 and reads the rest from the cache as it was.
 """
 

@@ -56,7 +56,7 @@ class SamplingParams(NamedTuple):
     sampler: Sampler
     steps: Int[Array, "B"]  # of a block; 0: as many as it has tokens
     eos: Int[Array, "B"]  # ends the answer; -1: no id does (infilling)
-    end_thinking: Int[Array, "B"]  # ends the thinking; -1: there is none
+    end_thinking: Int[Array, "B"]  # id that ends the thinking section; -1: none
     constrained: Any = ()  # Bool[B], rows under a grammar, whose tokens the host commits (`constrained`); (): none
 
 

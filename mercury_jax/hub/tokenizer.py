@@ -280,7 +280,7 @@ class HFTokenizer:
             thinking: Also open the thinking, so that the answer starts with it. Otherwise the template decides.
             add_generation_prompt: End with the start of an assistant's turn.
             tools: What the model may call, as JSON schemas.
-            at_once: Without `thinking`: tell the template that there is none, and close it where it opens it anyway.
+            at_once: If `thinking` is False, tell the template not to think, and close a thinking section that it opens.
 
         Returns:
             Ids.

@@ -254,7 +254,7 @@ class Walker:
         if count < len(taken):
             taken, forced, ended, clear = taken[:count], forced[:count], False, True
         if not taken and len(tokens) and not ended:
-            # The plan's next token; there is none where the answer is complete.
+            # The plan's next token; the plan is empty once the answer is complete.
             taken = self.plan[:1]
             self._plan = self._plan[len(self.grammar.vocabulary.units_of(taken)) :]
             self._tokens.try_consume_tokens(taken)

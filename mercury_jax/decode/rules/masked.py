@@ -253,7 +253,7 @@ def local_leap(
     """
     c, length = view.stats.p_sample, view.canvas.shape[0]
     anchor = view.masked & (c >= p)
-    # Distance to the nearest anchor on either side; more than any radius where there is none.
+    # Distance to the nearest anchor on either side; larger than any radius if there is no anchor.
     at, far = jnp.arange(length), 2 * length
     before = jax.lax.cummax(jnp.where(anchor, at, -far))
     behind = jax.lax.cummin(jnp.where(anchor, at, 2 * far), reverse=True)
