@@ -188,17 +188,19 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, pending: int) -> int | None:
+def prefill_width(config: DecodeConfig, pending: int, always: bool = False) -> int | None:
     """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode it.
 
     Args:
         config: Static sizes.
         pending: Committed tokens that are not in the cache, at most.
+        always: Whether short prompts are encoded so too.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
+    least = 0 if always else 2 * config.width
+    if config.model.config.pattern == "bidirectional" or pending <= least:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1

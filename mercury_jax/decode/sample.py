@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,16 +23,23 @@ from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import prefill_width
-from mercury_jax.decode.defaults import Effort, choose_sampler
+from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole
+from mercury_jax.decode.inputs import (
+    MAX_TOKENS,
+    Prompt,
+    Prompts,
+    Seeds,
+    WholeNumbers,
+    check_lm,
+    check_whole,
+)
 from mercury_jax.decode.request import (
     Request,
-    check_session,
     configure,
     continue_request,
     encode_request,
-    resolve_sampler,
+    resume_request,
     row_mesh,
     rows_of,
     start,
@@ -48,7 +54,8 @@ from mercury_jax.decode.session import (
     run_sharded_program,
 )
 from mercury_jax.decode.state import Frame, first_state
-from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
+from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
 
@@ -69,24 +76,35 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Output:
-    """Answers, and what they cost. Lists have one entry per prompt."""
+    """Answers, and what they cost.
+
+    Lists have one entry per answer, in the order prompt 0's `n` answers, prompt 1's `n` answers, and so on: answer k
+    belongs to prompt k // n.
+    """
 
     texts: list[str]  # the answers; of conversations without their thinking
     tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
     forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE)
-    finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did; "paused"
+    finish: list[str]  # "stop": the model or a stop text ended the answer; "length": max_tokens did; "paused"
     seconds: float  # of decoding, compilation included
     thinking: list[str | None] = field(repr=False)
     passes: int = 0  # of the device loop: those of the slowest row, encoding included
-    encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))  # tokens encoded, [B]
+    # Tokens encoded, [B]; a prompt with several answers counts for the first of them.
+    encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
     logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
     state: Session | None = field(repr=False, default=None)  # on request
+    n: int = 1  # answers to each prompt
 
     @property
     def text(self) -> str:
-        """The answer to the first prompt."""
+        """The first answer to the first prompt."""
         return self.texts[0]
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The texts by prompt: one list of `n` answers for each."""
+        return [self.texts[i : i + self.n] for i in range(0, len(self.texts), self.n)]
 
     @property
     def lengths(self) -> list[int]:
@@ -108,12 +126,14 @@ def sample(
     lm: LM,
     prompt: Prompts | None,
     *,
-    max_tokens: int = 64,
-    seed: int = 0,
+    n: int = 1,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
     temperature: Param | Sequence[float] | None = None,
-    effort: str | Effort | None = None,
+    effort: EffortLike | Sequence[EffortLike] | None = None,
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     guidance: Param | Sequence[float] | None = None,
     negative: Prompts | None = None,
@@ -125,25 +145,37 @@ def sample(
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
 ) -> Output:
-    """Decodes an answer to each prompt.
+    """Decodes answers to each prompt.
+
+    What may be a list below has one entry per prompt, and the n answers to a prompt share its entry. So do the
+    parameters of a rule: `rules.threshold([0.5, 0.9])`.
 
     Args:
         lm: The model, from `mj.load()`.
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of text parts
-            {"type": "text", "text": ...}), ids, or a list of these.
-        max_tokens: Most tokens of an answer, its thinking not counted.
-        seed: Row i draws from seed + i.
+            {"type": "text", "text": ...}), ids (a list, or an array of numpy or JAX), or a list of these; a 2-D array
+            is a list of ids.
+        n: Answers to each prompt, which is encoded once.
+        max_tokens: Most tokens of an answer, its thinking not counted; one number or a list.
+        seed: Answer j of prompt i draws from seed + i n + j; with a list, from seed[i] + j. In place of a number s it
+            may be a key of `jax.random.key`, where `fold_in(key, k)` stands for s + k.
         sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own.
         plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per prompt (None: the rule's own; 0: argmax).
-        effort: "instant", "low", "medium", "high" or an `Effort`. Conversations then think first, within its budget.
+        temperature: Of drawn tokens, one number or a list (None: the rule's own; 0: argmax).
+        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. Conversations then think first,
+            within its budget.
+        stop: Texts at which an answer ends: it is cut before the first of them (the one that ends first), and its
+            tokens end with the one that completes the text. A list of texts for all prompts, or a list of such lists
+            (or None). Thinking is not searched. Not with schema.
         logit_bias: {id: bias}, or a list with one such table (or None) per prompt.
         guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
         negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt. None:
-            the answer alone.
+            nothing, so that it sees the answer alone. "masked": a mask in place of each token of the prompt, which
+            is the guidance of LLaDA (`cfg_scale` of its generate.py).
         logprobs: Keep log-probabilities, with this many alternatives at each token.
-        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, or None to finish a call
-            that `passes` stopped.
+        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, one for each answer of
+            that call, or None to finish a call that `passes` stopped. A guided call is continued with the keys of
+            both branches and its weight, or with another `guidance`: then both read what comes next.
         keep: Fill `Output.state`.
         passes: Stop after this many passes.
         history: Keep a `Frame` of every pass.
@@ -169,22 +201,17 @@ def sample(
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh, schema=schema,
+        mesh=mesh, schema=schema, n=n, stop=stop,
     ).checked()  # fmt: skip
     grammars = None if schema is None else constrained.rows_of_request(lm, request, passes)
     if state is not None and prompt is None:
-        check_session(lm, state)
-        # Running a session uses its state up: the caller's stays readable.
-        session = dataclasses.replace(state, state=jax.tree.map(jnp.copy, state.state))
-        request = resolve_sampler(lm, request._replace(prompts=session.prompts))
+        request, session = resume_request(lm, request)
     else:
         request = encode_request(lm, request)
         if grammars is not None:
             request = constrained.with_grammar_mask(lm, request)
         session = start(lm, request)
-    cached = np.zeros(session.rows, int)
-    if state is not None:
-        cached = np.asarray(state.state.cache_length)[: session.rows]
+    cached = _cached(request, session)
     if grammars is not None:
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
@@ -194,22 +221,37 @@ def sample(
         out, session, more = _continue_empty_answers(lm, request, session, out)
         made += more
     keep = keep or state is not None or passes is not None
-    return dataclasses.replace(out, passes=made, state=session if keep else None)
+    return dataclasses.replace(out, passes=made, state=session if keep else None, n=n)
+
+
+def _cached(request: Request, session: Session) -> np.ndarray:
+    """Tokens [B] that were in the KV cache when a call began; of a prompt with several answers the others count it."""
+    cached = np.zeros(session.rows, int)
+    if request.state is not None:
+        before = np.asarray(request.state.state.cache_length)[: request.state.rows]
+        cached = np.repeat(before, session.rows // len(before))
+    if request.forked:
+        copied = np.arange(session.rows) % request.n > 0
+        cached = np.where(copied, np.asarray(session.state.cache_length)[: session.rows], cached)
+    return cached
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
     """Runs a session to its end, or for some passes; returns its frames if asked for, and the passes made."""
-    if not history and passes is None:
+    watch = watched_rows(session)
+    if not history and passes is None and watch is None:
         session, _, made = advance(lm, session, None)
         return session, [], int(np.max(jax.device_get(made)))
     frames: list[Frame] = []
-    total = 0
+    total, checked = 0, np.zeros(session.state.done.shape[0], int)
     while not session.done and (passes is None or total < passes):
-        # Whole chunks and then single passes: two programs serve every number.
+        # Whole chunks and then single passes: two programs serve every number. Stop texts alone need no frames.
         size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
-        session, chunk, made = advance(lm, session, size)
+        session, chunk, made = advance(lm, session, size if history or passes is not None else None, watch)
         host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
         total += count
+        if watch is not None:
+            session, checked = end_stopped_rows(lm, session, checked)
         for i in range(count if history else 0):
             frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
     return session, frames, total
@@ -239,11 +281,11 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     ends = np.where(done, end, np.maximum(committed, prompt))
     answers = [tokens[i, prompt[i] : ends[i]] for i in range(count)]
     seconds = time.perf_counter() - began
-    decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, session.prompts, strict=True)]
+    decoded = [_decode_row(lm, session, i, ids) for i, ids in enumerate(answers)]
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
     for i in range(count):  # the end of text is just after an answer that the model ended
-        ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
+        ended = i in session.stopped or not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
     if isinstance(s.logprobs, LogprobBuffer):
@@ -262,20 +304,10 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     )
 
 
-def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
-    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
-
-    Args:
-        lm: Its tokenizer decodes.
-        ids: Of one answer.
-        chat: Whether the prompt was a conversation.
-
-    Returns:
-        The thinking or None, and the answer.
-    """
-    if chat:
-        return lm.tokenizer.split_answer(ids.tolist())
-    return None, lm.tokenizer.decode(ids.tolist())
+def _decode_row(lm: LM, session: Session, row: int, ids: np.ndarray) -> tuple[str | None, str]:
+    """The thinking (or None) and the answer of one row; what its last token shows of a stop text is left out."""
+    thinking, text = decode_answer(lm, ids, session.prompts[row].chat)
+    return thinking, cut_at_stop(text, session.stops[row])[0] if row in session.stopped else text
 
 
 def _continue_empty_answers(
@@ -283,7 +315,8 @@ def _continue_empty_answers(
 ) -> tuple[Output, Session, int]:
     """Continues conversations whose answer shows no text, after their thinking; also returns the further passes."""
     prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
-    which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    which = [i for i in empty if i not in session.stopped]
     if not which:
         return out, session, 0
     for i in which:
@@ -296,7 +329,7 @@ def _continue_empty_answers(
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
         tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)
+        thinking[i], texts[i] = _decode_row(lm, session, i, tokens[i])
         finish[i] = more.finish[i]
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])

@@ -466,12 +466,13 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
     raise refuse(field, part, allowed)
 
 
-def broadcast_params(tree: Any, rows: int) -> Any:
+def broadcast_params(tree: Any, rows: int, n: int = 1) -> Any:
     """Broadcasts every parameter of a sampler to one value per row.
 
     Args:
-        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
+        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per prompt.
         rows: B.
+        n: Rows of each prompt, which stand beside each other.
 
     Returns:
         The same tree with arrays [B, ...].
@@ -485,9 +486,12 @@ def broadcast_params(tree: Any, rows: int) -> Any:
             value = jnp.asarray(x.value)
             return Static(jnp.broadcast_to(value, (rows, *value.shape)))
         x = jnp.asarray(x)
-        if x.ndim and x.shape[0] != rows:
+        if x.ndim and x.shape[0] * n != rows:
             name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
-            raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
-        return x if x.ndim else jnp.broadcast_to(x, (rows,))
+            allowed = f"a number, or one for each of the {rows // n} {'rows' if n == 1 else 'prompts'}"
+            raise refuse(f"shape of {name}", list(x.shape), allowed)
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (rows,))
+        return x if n == 1 else jnp.repeat(x, n, axis=0)
 
     return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
@@ -36,6 +36,8 @@ class Session:
     rows: int  # of the request; further rows of the state only fill its bucket
     mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
     prompts: list[Prompt] = field(repr=False, default_factory=list)
+    stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)  # of each row; []: no row has any
+    stopped: frozenset[int] = frozenset()  # rows that a stop text has ended
 
     @property
     def done(self) -> bool:
@@ -51,13 +53,16 @@ class Session:
         return [tokens[i, : ends[i]] for i in range(self.rows)]
 
 
-def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Frame | None, jax.Array]:
+def advance(
+    lm: LM, session: Session, passes: int | None, watch: np.ndarray | None = None
+) -> tuple[Session, Frame | None, jax.Array]:
     """Runs a session, without waiting for the device.
 
     Args:
         lm: Its parameters are used.
         session: Its state is donated: it cannot be read afterwards.
         passes: Most passes; None: until every row is done.
+        watch: Also stop after a pass in which one of these rows [B] has committed tokens.
 
     Returns:
         The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
@@ -67,7 +72,7 @@ def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Fram
     if session.mesh is not None:
         program, config = run_sharded_program, (session.config, session.mesh)
     with explain_wrong_params(lm):
-        state, frames, made = program(*config, lm.params, session.state, passes)
+        state, frames, made = program(*config, lm.params, session.state, passes, watch)
     return replace(session, state=state), frames, made
 
 
@@ -89,7 +94,11 @@ def check_nan(session: Session) -> None:
 
 
 def run_session(
-    config: DecodeConfig, params: Params, state: State, passes: int | None
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int | None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, ""]]:
     """Runs for some passes, or until every row is done.
 
@@ -98,13 +107,14 @@ def run_session(
         params: Of the model.
         state: Of all rows.
         passes: Most passes; None for no bound.
+        watch: Also stop after a pass in which one of these rows has committed tokens.
 
     Returns:
         The state, frames [passes, B, ...] (None without `passes`), and how many passes were made.
     """
     if passes is not None:
-        return run_limited(config, params, state, passes)
-    state, made = run_until_done(config, params, state)
+        return run_limited(config, params, state, passes, watch=watch)
+    state, made = run_until_done(config, params, state, watch)
     return state, None, made
 
 
@@ -114,6 +124,33 @@ prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
 run_program = jax.jit(run_session, static_argnums=(0, 3), donate_argnums=2)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
+def forked_prefill_program(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    first: Int[Array, "P"],
+    source: Int[Array, "B"],
+    width: int,
+) -> State:
+    """`prefill` of rows that share their prompts: each prompt is encoded once, and its rows copy the keys.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows; donated.
+        first: A row of each prompt.
+        source: The prompt of each row, an index of `first`.
+        width: Tokens per pass.
+
+    Returns:
+        The state with a longer cache.
+    """
+    prompts = prefill(config, params, jax.tree.map(lambda x: x[first], state), width)
+    cache = jax.tree.map(lambda x: x[source], prompts.cache)
+    return state._replace(cache=cache, cache_length=prompts.cache_length[source])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 4), donate_argnums=3)
 def run_sharded_program(
     config: DecodeConfig,
@@ -121,6 +158,7 @@ def run_sharded_program(
     params: Params,
     state: State,
     passes: int | None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, "devices"]]:
     """`run_session` with the rows over the mesh's `data` axis: every device makes its own number of passes.
 
@@ -130,16 +168,17 @@ def run_sharded_program(
         params: Of the model, replicated.
         state: Of all rows; donated.
         passes: Most passes; None for no bound.
+        watch: As of `run_session`; a device stops for its own rows only.
 
     Returns:
         As of `run_session`, with one number of passes per device.
     """
     row, whole = PartitionSpec("data"), PartitionSpec()
 
-    def local(params: Params, state: State) -> tuple[State, Frame | None, Array]:
-        state, frames, made = run_session(config, params, state, passes)
+    def local(params: Params, state: State, watch: Array | None) -> tuple[State, Frame | None, Array]:
+        state, frames, made = run_session(config, params, state, passes, watch)
         return state, frames, jnp.reshape(made, (1,))
 
-    ins, outs = (whole, row), (row, PartitionSpec(None, "data"), row)
+    ins, outs = (whole, row, row), (row, PartitionSpec(None, "data"), row)
     spread = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-    return spread(params, state)
+    return spread(params, state, watch)
