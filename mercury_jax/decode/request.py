@@ -292,12 +292,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     padded = _padded(rows, longest, sampler, count, slots)
     sampling = sampling_params(lm, config, sampler, plan.steps, len(rows.committed))
     if request.end_thinking is not None:
-        sampling = sampling._replace(end_thinking=jnp.full_like(sampling.end_thinking, request.end_thinking))
+        sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
-        sampling = sampling._replace(eos=jnp.full_like(sampling.eos, -1))
-    # Added rows take the parameters of the last one.
-    more = count - len(rows.committed)
-    sampling = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]), sampling)
+        sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if more := count - len(rows.committed):  # added rows take the parameters of the last one
+        repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
+        join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
+        sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
     return config, sampling, padded
 
