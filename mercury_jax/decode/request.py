@@ -25,6 +25,7 @@ from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_e
 from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.sampler import Sampler, check_sampler
 from mercury_jax.decode.session import (
+    Fork,
     Session,
     first_state_program,
     forked_prefill_program,
@@ -299,42 +300,55 @@ def start(lm: LM, request: Request) -> Session:
     """
     rows = request.rows
     assert rows is not None
-    count, n = len(rows.committed), request.n if request.forked else 1
     weights, negatives = _guidance(lm, request)
     config, sampling, padded = configure(lm, request)
     state = first_state_program(config, sampling, padded)
-    # The prompt of each row: `n` rows share one. Where they do, rows that fill the bucket take the last.
-    source = np.arange(state.done.shape[0])
-    source = source if n == 1 else np.minimum(source, count - 1) // n
+    fork = fork_of(request, state.done.shape[0])
     with inputs.explain_wrong_params(lm):
         if negatives is not None:
             (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
             cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
-            state = _with_earlier_keys(lm, state, request.state.state, source, weights)
-        pending = int((rows.committed - np.asarray(state.cache_length)[:count]).max())
-        width = prefill_width(config, pending, always=n > 1)
-        if width is not None and n > 1:
-            first = np.unique(source, return_index=True)[1]
-            first = np.pad(first, (0, (1 << (len(first) - 1).bit_length()) - len(first)), mode="edge")
-            state = forked_prefill_program(config, lm.params, state, first, source, width)
-        elif width is not None:
+            state = _with_earlier_keys(lm, state, request.state.state, fork, weights)
+        pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
+        width = prefill_width(config, state.tokens.shape[1], always=fork is not None)
+        if width is not None and fork is not None:
+            state = forked_prefill_program(config, lm.params, state, fork, width)
+        elif width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
-    return Session(config, state, count, mesh, list(request.prompts), list(request.stops))
+    return Session(config, state, len(rows.committed), mesh, list(request.prompts), list(request.stops))
+
+
+def fork_of(request: Request, rows: int) -> Fork | None:
+    """Says which rows of a call share a prompt.
+
+    Args:
+        request: As `encode_request` made it.
+        rows: B, with those that fill the bucket; they take the last prompt.
+
+    Returns:
+        The fork; None where every row has a prompt of its own.
+    """
+    if not request.forked:
+        return None
+    prompts = len(request.prompts) // request.n
+    # As many as a power of two, so that few shapes are compiled; the last prompt is then encoded in several rows.
+    first = np.minimum(np.arange(1 << (prompts - 1).bit_length()), prompts - 1) * request.n
+    return Fork(first, np.minimum(np.arange(rows) // request.n, prompts - 1))
 
 
 def _with_earlier_keys(
-    lm: LM, state: State, before: State, source: np.ndarray, weights: np.ndarray | None
+    lm: LM, state: State, before: State, fork: Fork | None, weights: np.ndarray | None
 ) -> State:
-    """The state with the cache of an earlier one: that of row source[i] for row i, in as many slots as are there now.
+    """The state with the cache of an earlier one, in as many slots as are there now; forked rows copy their prompt's.
 
     A guided call continues with the keys of both its branches, and with its weight unless there is another one.
     """
 
-    source = np.minimum(source, len(before.done) - 1)
-    same = len(before.done) == len(source) and bool(np.all(source == np.arange(len(source))))
+    rows, same = len(state.done), fork is None and len(before.done) == len(state.done)
+    source = np.minimum(np.arange(rows) if fork is None else fork.source, len(before.done) - 1)
     take = lambda old: jnp.copy(old) if same else old[source]
 
     def fit(new: Any, old: Any) -> Any:
@@ -346,7 +360,7 @@ def _with_earlier_keys(
     if isinstance(cache, guidance.GuidedCache) and isinstance(old, guidance.GuidedCache):
         cache = guidance.resized(lm.model, old, *state.tokens.shape, take, fit)
         if weights is not None:
-            wide = np.pad(weights, (0, len(source) - len(weights)))
+            wide = np.pad(weights, (0, rows - len(weights)))
             cache = dataclasses.replace(cache, weight=jnp.asarray(wide, cache.weight.dtype))
     elif isinstance(cache, guidance.GuidedCache):  # guided from here on
         cache = dataclasses.replace(cache, conditional=fit(cache.conditional, old))
@@ -401,12 +415,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     steps = plan.steps if request.steps is None else request.steps
     sampling = sampling_params(lm, config, sampler, steps, len(rows.committed), request.n)
     if request.end_thinking is not None:
-        sampling = sampling._replace(end_thinking=jnp.full_like(sampling.end_thinking, request.end_thinking))
+        sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
-        sampling = sampling._replace(eos=jnp.full_like(sampling.eos, -1))
-    # Added rows take the parameters of the last one.
-    more = count - len(rows.committed)
-    sampling = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]), sampling)
+        sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if more := count - len(rows.committed):  # added rows take the parameters of the last one
+        repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
+        join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
+        sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
     return config, sampling, padded
 

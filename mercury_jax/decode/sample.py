@@ -13,16 +13,19 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decode_config import prefill_width
+from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
+from mercury_jax.decode.decoder import encodable_tokens
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import (
@@ -33,12 +36,14 @@ from mercury_jax.decode.inputs import (
     WholeNumbers,
     check_lm,
     check_whole,
+    explain_wrong_params,
 )
 from mercury_jax.decode.request import (
     Request,
     configure,
     continue_request,
     encode_request,
+    fork_of,
     resume_request,
     row_mesh,
     rows_of,
@@ -46,15 +51,18 @@ from mercury_jax.decode.request import (
 )
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import (
+    Answers,
     Session,
     advance,
-    check_nan,
+    check_nan_steps,
+    decode_program,
     prefill_program,
+    read_answers,
     run_program,
     run_sharded_program,
 )
 from mercury_jax.decode.state import Frame, first_state
-from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
+from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
@@ -210,13 +218,21 @@ def sample(
         request = encode_request(lm, request)
         if grammars is not None:
             request = constrained.with_grammar_mask(lm, request)
+        elif (
+            not (keep or history or passes or state or mesh or effort or stop)
+            and guidance is negative is None
+        ):
+            answers, made, cached = _decode_at_once(lm, request)
+            out = collect(lm, answers, request.prompts, began, cached=cached)
+            return dataclasses.replace(out, passes=made, n=n)
         session = start(lm, request)
-    cached = _cached(request, session)
+    cached = _cached(request, session.config)
     if grammars is not None:
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
-    out = collect(lm, session, began, frames, cached)
+    answers = read_answers(session.state)
+    out = collect(lm, answers, session.prompts, began, frames, cached, session.stopped)
     if effort is not None and passes is None and grammars is None:
         out, session, more = _continue_empty_answers(lm, request, session, out)
         made += more
@@ -224,16 +240,26 @@ def sample(
     return dataclasses.replace(out, passes=made, state=session if keep else None, n=n)
 
 
-def _cached(request: Request, session: Session) -> np.ndarray:
-    """Tokens [B] that were in the KV cache when a call began; of a prompt with several answers the others count it."""
-    cached = np.zeros(session.rows, int)
+def _cached(request: Request, config: DecodeConfig) -> np.ndarray:
+    """Tokens [B] that were in the KV cache when a call began; all but the first answer to a prompt find it there."""
+    cached = np.zeros(len(request.prompts), int)
     if request.state is not None:
         before = np.asarray(request.state.state.cache_length)[: request.state.rows]
-        cached = np.repeat(before, session.rows // len(before))
-    if request.forked:
-        copied = np.arange(session.rows) % request.n > 0
-        cached = np.where(copied, np.asarray(session.state.cache_length)[: session.rows], cached)
+        cached = np.repeat(before, len(cached) // len(before))
+    if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
+        ready = np.asarray(encodable_tokens(config, jnp.asarray(request.rows.committed)))
+        cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
     return cached
+
+
+def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]:
+    """Decodes a request that keeps nothing: one program, one transfer back. Also what was cached, as of `_cached`."""
+    config, sampling, rows = configure(lm, request)
+    fork = fork_of(request, len(rows.committed))
+    with explain_wrong_params(lm):
+        width = prefill_width(config, rows.tokens.shape[1], always=fork is not None)
+        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows, fork))
+    return answers, int(made), _cached(request, config)
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
@@ -257,15 +283,25 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
     return session, frames, total
 
 
-def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached: np.ndarray) -> Output:
-    """Reads the answers off a session's state.
+def collect(
+    lm: LM,
+    found: Answers,
+    prompts: Sequence[Prompt],
+    began: float,
+    frames: list[Frame] | None = None,
+    cached: np.ndarray | int = 0,
+    stopped: Mapping[int, str] = MappingProxyType({}),
+) -> Output:
+    """Makes the output of a call.
 
     Args:
-        lm: Decodes them.
-        session: With its prompts.
+        lm: Decodes the answers.
+        found: Of all rows; those after the prompts' only fill a bucket.
+        prompts: Of the call.
         began: `time.perf_counter()` at the start of the call.
         frames: To keep in the output.
         cached: Tokens [B] that were in the KV cache when the call began.
+        stopped: The answers of the rows that a stop text has ended; their last token may hold more.
 
     Returns:
         The answers.
@@ -273,41 +309,37 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     Raises:
         ValueError: Names row and pass where the logits of a model were NaN.
     """
-    check_nan(session)
-    s, count = session.state, session.rows
-    tokens, prompt, committed, end, done, nfe, cache_length = jax.device_get(
-        (s.tokens, s.prompt, s.committed, s.end, s.done, s.nfe, s.cache_length)
-    )
-    ends = np.where(done, end, np.maximum(committed, prompt))
-    answers = [tokens[i, prompt[i] : ends[i]] for i in range(count)]
+    host: Any = jax.device_get(found)
+    count = len(prompts)
+    check_nan_steps(host.nan_step[:count])
+    tokens, first, end, done = host.tokens, host.prompt, host.end, host.done
+    ends = np.where(done, end, np.maximum(host.committed, first))
+    answers = [tokens[i, first[i] : ends[i]] for i in range(count)]
     seconds = time.perf_counter() - began
-    decoded = [_decode_row(lm, session, i, ids) for i, ids in enumerate(answers)]
+    decoded = []
+    for i, (ids, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        thinking, text = decode_answer(lm, ids, prompt.chat)
+        decoded.append((thinking, stopped.get(i, text)))
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
     for i in range(count):  # the end of text is just after an answer that the model ended
-        ended = i in session.stopped or not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
+        ended = i in stopped or not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
-    if isinstance(s.logprobs, LogprobBuffer):
-        host = jax.device_get(s.logprobs)
-        logprobs = [LogProbs(*(x[i, prompt[i] : ends[i]] for x in host)) for i in range(count)]
+    if isinstance(host.logprobs, LogprobBuffer):
+        kept: Any = host.logprobs
+        logprobs = [LogProbs(*(x[i, first[i] : ends[i]] for x in kept)) for i in range(count)]
     return Output(
         texts=[answer for _, answer in decoded],
         tokens=answers,
-        forwards=nfe[:count],
+        forwards=host.nfe[:count],
         finish=finish,
         seconds=seconds,
         thinking=[thinking for thinking, _ in decoded],
-        encoded=cache_length[:count] - cached,
-        history=frames,
+        encoded=host.cache_length[:count] - cached,
+        history=frames or [],
         logprobs=logprobs,
     )
-
-
-def _decode_row(lm: LM, session: Session, row: int, ids: np.ndarray) -> tuple[str | None, str]:
-    """The thinking (or None) and the answer of one row; what its last token shows of a stop text is left out."""
-    thinking, text = decode_answer(lm, ids, session.prompts[row].chat)
-    return thinking, cut_at_stop(text, session.stops[row])[0] if row in session.stopped else text
 
 
 def _continue_empty_answers(
@@ -324,12 +356,13 @@ def _continue_empty_answers(
     began = time.perf_counter() - out.seconds
     session = start(lm, continue_request(lm, request, replies, which))
     session, frames, made = _run(lm, session, None, bool(out.history))
-    more = collect(lm, session, began, [*out.history, *frames], np.zeros(len(prompts), int))
+    frames, answers = [*out.history, *frames], read_answers(session.state)
+    more = collect(lm, answers, session.prompts, began, frames, stopped=session.stopped)
     texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
         tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = _decode_row(lm, session, i, tokens[i])
+        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)[0], more.texts[i]
         finish[i] = more.finish[i]
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
@@ -389,7 +422,8 @@ def abstract_session(
         shardings = sharding.cache_shardings(state.cache, on)
         state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
     session = Session(decode_config, state, rows, row_mesh(lm, mesh))
-    return session, prefill_width(decode_config, int(np.max(padded.committed)))
+    width = prefill_width(decode_config, padded.tokens.shape[1])
+    return session, None if int(np.max(padded.committed)) <= decode_config.own_prefill else width
 
 
 def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:

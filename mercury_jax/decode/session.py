@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jaxtyping import Array, Bool, Int
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params
-from mercury_jax.decode.state import Frame, State, first_state
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, first_state
+from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
 
 
@@ -37,7 +39,9 @@ class Session:
     mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
     prompts: list[Prompt] = field(repr=False, default_factory=list)
     stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)  # of each row; []: no row has any
-    stopped: frozenset[int] = frozenset()  # rows that a stop text has ended
+    stopped: dict[int, str] = field(
+        repr=False, default_factory=dict
+    )  # answers of rows that a stop text has ended
 
     @property
     def done(self) -> bool:
@@ -85,12 +89,103 @@ def check_nan(session: Session) -> None:
     Raises:
         ValueError: Names row and pass.
     """
-    nan_step = np.asarray(session.state.nan_step)[: session.rows]
+    check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
+
+
+def check_nan_steps(nan_step: Int[np.ndarray, "B"]) -> None:
+    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+
+    Args:
+        nan_step: The pass of each row; -1: none.
+
+    Raises:
+        ValueError: Names row and pass.
+    """
     for row in np.flatnonzero(nan_step >= 0):
         raise ValueError(
             f"logits of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
             "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
         )
+
+
+class Answers(NamedTuple):
+    """The fields of a `State` that an `Output` is made of."""
+
+    tokens: Int[Array, "B S"]
+    prompt: Int[Array, "B"]
+    committed: Int[Array, "B"]
+    end: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    nfe: Int[Array, "B"]
+    cache_length: Int[Array, "B"]
+    nan_step: Int[Array, "B"]
+    logprobs: LogprobBuffer | tuple[()]
+
+
+def read_answers(state: State) -> Answers:
+    """Returns what an `Output` needs of a state.
+
+    Args:
+        state: Of all rows.
+    """
+    return Answers(*(getattr(state, name) for name in Answers._fields))
+
+
+class Fork(NamedTuple):
+    """Which rows share a prompt, where several answers to each prompt are decoded."""
+
+    first: Int[Array, "P"] | np.ndarray  # a row of each prompt
+    source: Int[Array, "B"] | np.ndarray  # the prompt of each row, an index of `first`
+
+
+def forked_prefill(config: DecodeConfig, params: Params, state: State, fork: Fork, width: int) -> State:
+    """Encodes each prompt once, in the first of its rows, and copies its keys to the others.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows.
+        fork: Of the rows.
+        width: Tokens per pass.
+
+    Returns:
+        The state, with all prompts in the cache.
+    """
+    prompts = jax.tree.map(lambda x: x[fork.first], state)
+    prompts = prefill(config, params, prompts, width, limit=jnp.asarray(state.tokens.shape[1]))
+    cache = jax.tree.map(lambda x: x[fork.source], prompts.cache)
+    return state._replace(cache=cache, cache_length=prompts.cache_length[fork.source])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def decode_program(
+    config: DecodeConfig,
+    width: int | None,
+    params: Params,
+    sampling: SamplingParams,
+    rows: Rows,
+    fork: Fork | None = None,
+) -> tuple[Answers, Int[Array, ""]]:
+    """Decodes a batch from its prompts to its answers, in one program: a call that keeps nothing needs no other.
+
+    Args:
+        config: Static sizes.
+        width: Tokens of one pass over long prompts; None: the decoder's own steps encode them.
+        params: Of the model.
+        sampling: Of each row.
+        rows: Padded, with all fields set.
+        fork: Which rows share a prompt; None: none do.
+
+    Returns:
+        The answers, and how many passes were made.
+    """
+    state = first_state(config, sampling, rows)
+    if width is not None and fork is not None:
+        state = forked_prefill(config, params, state, fork, width)
+    elif width is not None:
+        state = prefill(config, params, state, width)
+    state, made = run_until_done(config, params, state)
+    return read_answers(state), made
 
 
 def run_session(
@@ -121,34 +216,8 @@ def run_session(
 # The compiled programs of the public calls. Their states are donated.
 first_state_program = jax.jit(first_state, static_argnums=0)
 prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
+forked_prefill_program = jax.jit(forked_prefill, static_argnums=(0, 4), donate_argnums=2)
 run_program = jax.jit(run_session, static_argnums=(0, 3), donate_argnums=2)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=2)
-def forked_prefill_program(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    first: Int[Array, "P"],
-    source: Int[Array, "B"],
-    width: int,
-) -> State:
-    """`prefill` of rows that share their prompts: each prompt is encoded once, and its rows copy the keys.
-
-    Args:
-        config: Static sizes.
-        params: Of the model.
-        state: Of all rows; donated.
-        first: A row of each prompt.
-        source: The prompt of each row, an index of `first`.
-        width: Tokens per pass.
-
-    Returns:
-        The state with a longer cache.
-    """
-    prompts = prefill(config, params, jax.tree.map(lambda x: x[first], state), width)
-    cache = jax.tree.map(lambda x: x[source], prompts.cache)
-    return state._replace(cache=cache, cache_length=prompts.cache_length[source])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 4), donate_argnums=3)

@@ -53,11 +53,10 @@ def sampling_params(
     Raises:
         ValueError: Names a parameter whose array has another length.
     """
-    ids = lambda x: jnp.full((rows,), x, jnp.int32)
-    least = 1 if config.speculative else 0
-    steps = least if steps is None else np.maximum(steps, least)
-    steps = ids(steps) if np.ndim(steps) == 0 else jnp.asarray(np.repeat(steps, n), jnp.int32)
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
+    steps = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows, n)
+    steps = ids(np.repeat(steps, n) if np.ndim(steps) else steps)
     return SamplingParams(params, steps, ids(lm.model.config.eos), ids(-1))
 
 

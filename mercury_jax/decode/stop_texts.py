@@ -125,7 +125,7 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
     """Ends the rows whose decided text holds one of their stop texts.
 
     Such a row keeps the tokens up to the one that completes the text before the stop text; that token may also hold
-    the beginning of the stop text, which `sample` leaves out of the answer's text.
+    the beginning of the stop text, which is no part of the answer's text.
 
     Args:
         lm: Its tokenizer decodes.
@@ -133,13 +133,14 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
         checked: The committed tokens [B] of each row when it was last checked; at first zeros.
 
     Returns:
-        The session, whose `stopped` names these rows, with the KV cache valid up to their new end; and the committed
-        tokens of each row.
+        The session, whose `stopped` has the answers of these rows and whose KV cache is valid up to their new ends;
+        and the committed tokens of each row.
     """
     s = session.state
     small = (s.tokens, s.prompt, s.committed, s.end, s.done, s.cache_length, s.answer_budget)
     tokens, prompt, committed, end, done, cache_length, budget = map(np.array, jax.device_get(small))
-    found, before = [], committed.copy()
+    found: dict[int, str] = {}
+    before = committed.copy()
     for i, stops in enumerate(session.stops):
         # While a row thinks, its text is no answer.
         if not stops or i in session.stopped or budget[i] > 0 or committed[i] == checked[i]:
@@ -152,15 +153,16 @@ def end_stopped_rows(lm: LM, session: Session, checked: np.ndarray) -> tuple[Ses
         # An incomplete character at the end may become another one.
         text, stopped = cut_at_stop(text if done[i] else text.rstrip("\ufffd"), stops)
         if stopped:
-            found.append(i)
+            found[i] = text
             end[i] = prompt[i] + _tokens_of_text(lm, ids, chat, thinking, text)
     if not found:
         return session, before
-    committed[found], done[found] = end[found], True
+    rows = list(found)
+    committed[rows], done[rows] = end[rows], True
     ready = np.asarray(encodable_tokens(session.config, jnp.asarray(committed)))
-    cache_length[found] = np.minimum(cache_length, np.maximum(ready, 0))[found]
+    cache_length[rows] = np.minimum(cache_length, np.maximum(ready, 0))[rows]
     state = s._replace(committed=committed, end=end, done=done, cache_length=cache_length)
-    return dataclasses.replace(session, state=state, stopped=session.stopped | frozenset(found)), before
+    return dataclasses.replace(session, state=state, stopped=session.stopped | found), before
 
 
 def _tokens_of_text(lm: LM, ids: np.ndarray, chat: bool, thinking: str | None, text: str) -> int:
