@@ -304,7 +304,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         logprobs=request.logprobs,
     )
     # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
-    behind = width * (2 if rule.leave_one_out else 1)
+    behind = width + (config.window if rule.leave_one_out else 0)
     slots = behind
     if not bidirectional:
         slots = slots_for(max(int(longest.max()), rows.tokens.shape[1]), behind, model_config.context)

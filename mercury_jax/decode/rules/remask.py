@@ -218,7 +218,7 @@ def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
 @rule(
     noise="absorbing",
     init=lambda canvas, vocab: jnp.asarray(30, jnp.int32),
-    leave_one_out=True,
+    leave_one_out="joint",
     needs_logits=False,
     source="WINO, arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM",
 )
@@ -232,6 +232,9 @@ def wino(
     become masks again, the least probable first, and fewer than the step before has drafted, so that a block of L
     masks ends within L steps. A step that drafts one token verifies nothing. The block ends when no mask is left, as
     in the reference: the last draft is not verified.
+
+    The tokens are verified by a block of shadow masks behind the canvas, one for each position of the active block.
+    Each sees the canvas but for the token at its own position, and all other shadow masks.
 
     Args:
         key: Unused.
