@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -29,7 +29,7 @@ class DecodeConfig(NamedTuple):
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
     refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
@@ -53,7 +53,7 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        return self.width + (self.window if self.leave_one_out else 0)
 
 
 def build_config(
@@ -125,6 +125,8 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, NonNegative, Probability, rule
+from mercury_jax.decode.registration import Above, AtLeast, Between, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -103,7 +103,7 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 
 @rule(source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
 def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tuple[Proposal, Memory]:
-    """Accepts every mask whose drawn token has a probability above `p`, and at least the most confident one.
+    """Accepts every mask whose drawn token has a probability of at least `p`, and always the most confident one.
 
     Args:
         key: Unused.
@@ -117,7 +117,7 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     Example:
         >>> mj.sample(lm, prompts, sampler=mj.rules.threshold(0.9))
     """
-    certain = view.masked & (view.stats.p_sample > p)
+    certain = view.masked & (view.stats.p_sample >= p)
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
 
 
@@ -184,7 +184,11 @@ def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memor
 
 @rule(noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
 def factor(
-    key: Key, view: View, memory: Memory, f: Annotated[Param, Above(0)] = 1.0
+    key: Key,
+    view: View,
+    memory: Memory,
+    f: Annotated[Param, Above(0)] = 1.0,
+    accept_last: Annotated[Param, Between(0, 1, integer=True)] = 1,
 ) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with (n + 1)(1 - c_n) <= f, at least one.
 
@@ -195,18 +199,18 @@ def factor(
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
         f: Bound on the summed doubt. Larger values accept more tokens per step.
+        accept_last: 1 also accepts the least confident mask where it alone fails the test, as the reference's
+            `get_transfer_index_dynamic` does. 0 leaves it to the next step, as the paper's algorithm does.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: `get_transfer_index_dynamic` also accepts the single least confident mask when it
-    alone fails the test; here it waits for the next step.
     """
     c = view.stats.p_sample
     rank = rank_among(c, view.masked)
     # c falls and the bound 1 - f / (rank + 2) rises with the rank, so the masks that pass form a prefix.
-    passes = c >= 1.0 - f / (rank + 2)
-    return accept(view, view.masked & (passes | (rank == 0))), memory
+    which = view.masked & ((c >= 1.0 - f / (rank + 2)) | (rank == 0))
+    finish = (jnp.asarray(accept_last) > 0) & (which.sum() + 1 >= view.masked.sum())
+    return accept(view, which | (view.masked & finish)), memory
 
 
 @rule(noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
