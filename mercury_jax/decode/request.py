@@ -132,7 +132,12 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     Returns:
         The request with `sampler` and `plan` set.
     """
-    sampler, plan = choose_sampler(lm, request.sampler, request.plan, find_effort(request.effort))
+    given, temperature = request.sampler, request.temperature
+    sampler, plan = choose_sampler(lm, given, request.plan, find_effort(request.effort), temperature)
+    if given is None and isinstance(
+        sampler, Sampler
+    ):  # the model's own, which has the caller's temperature already
+        request = request._replace(temperature=None)
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))

@@ -4,7 +4,7 @@ Each is a pure function of one row. A decorator turns the function into a factor
 
     @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
-        return accept(view, view.masked & (view.stats.p_sample > p)), memory
+        return accept(view, view.masked & (view.stats.p_sample >= p)), memory
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 

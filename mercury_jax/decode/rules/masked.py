@@ -107,7 +107,7 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 
 @rule(source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
 def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tuple[Proposal, Memory]:
-    """Accepts every mask whose drawn token has a probability above `p`, and at least the most confident one.
+    """Accepts every mask whose drawn token has a probability of at least `p`, and always the most confident one.
 
     Args:
         key: Unused.
@@ -121,7 +121,7 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     Example:
         >>> mj.sample(lm, prompts, sampler=mj.rules.threshold(0.9))
     """
-    certain = view.masked & (view.stats.p_sample > p)
+    certain = view.masked & (view.stats.p_sample >= p)
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
 
 
