@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import (
-    DecodeConfig,
-    SamplingParams,
     State,
     Window,
     ends_text,
@@ -32,13 +31,12 @@ class Observation(NamedTuple):
     key: Key  # for the rule
 
 
-def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observation:
+def observe(config: DecodeConfig, row: State) -> Observation:
     """Builds what one row sees in this step, but for its logits.
 
     Args:
         config: Static sizes.
         row: One row of a state.
-        params: Of the row.
 
     Returns:
         The observation; `view.stats`, `view.leave_one_out` and `view.logits` are None.
@@ -51,7 +49,7 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
     else:
         uniforms = jax.random.uniform(draw_key, (config.window,))
     chunk_uniforms = jax.random.uniform(jax.random.fold_in(draw_key, 1), (config.window,))
-    steps = steps_of(window, params)
+    steps = steps_of(window, row)
     t, s = 1.0 - row.step / steps, jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
     canvas = slice_at(row.canvas, window.offset, config.window)
     if corruption.mask is None:
@@ -64,7 +62,6 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
     view = row_view(
         config,
         row,
-        params,
         canvas=canvas,
         answer=slice_at(row.answer, window.offset, config.window),
         editable=window.editable,
@@ -82,13 +79,12 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
     return Observation(view, window, uniforms, chunk_uniforms, rule_key)
 
 
-def row_view(config: DecodeConfig, row: State, params: SamplingParams, **fields: Any) -> View:
+def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
     """Makes the view of a row in a denoising or a verifying pass.
 
     Args:
         config: Static sizes.
         row: One row of a state.
-        params: Of the row.
         fields: The fields that differ between the two kinds of passes.
 
     Returns:
@@ -102,24 +98,25 @@ def row_view(config: DecodeConfig, row: State, params: SamplingParams, **fields:
         leave_one_out=None,  # type: ignore[arg-type]
         logits=None,  # type: ignore[arg-type]
         step=row.step,
-        eos=jnp.where(row.answer_budget > 0, params.end_thinking, params.eos),
+        eos=jnp.where(row.answer_budget > 0, row.sampling.end_thinking, row.sampling.eos),
         output_counts=count((at >= row.prompt) & (at < row.committed)),
         prompt_counts=count(at < row.prompt),
         **fields,
     )
 
 
-def steps_of(window: Window, params: SamplingParams) -> Int[Array, ""]:
+def steps_of(window: Window, row: State) -> Int[Array, ""]:
     """Returns the steps that one row's block may take.
 
     Args:
         window: Of the row.
-        params: Of the row.
+        row: One row of a state.
 
     Returns:
         The steps.
     """
-    return jnp.where(params.steps > 0, params.steps, jnp.maximum(window.editable.sum(), 1))
+    steps = row.sampling.steps
+    return jnp.where(steps > 0, steps, jnp.maximum(window.editable.sum(), 1))
 
 
 def process_logits(
@@ -128,7 +125,6 @@ def process_logits(
     view: View,
     at: Int[Array, "L"],
     logits: Float[Array, "L v"],
-    params: SamplingParams,
     first_id: int | Int[Array, ""] = 0,
 ) -> Float[Array, "L v"]:
     """Applies everything that changes one row's logits.
@@ -139,7 +135,6 @@ def process_logits(
         view: Of the row.
         at: Absolute positions of the logits.
         logits: As the model made them, of all ids or of a chunk.
-        params: Of the row.
         first_id: The id of the first column.
 
     Returns:
@@ -147,12 +142,13 @@ def process_logits(
     """
     # The end of text is forbidden at the first position of an answer that follows a thinking, so that no effort level
     # ends in an empty answer. Rows under a grammar are exempt: it says itself whether an answer may be empty.
+    params = row.sampling
     first = (at == row.committed) & (row.committed > row.prompt)
     first &= (row.answer_budget == 0) & (params.end_thinking >= 0)
     first &= row.tokens[jnp.maximum(row.committed - 1, 0)] == params.end_thinking
     if not isinstance(params.constrained, tuple):
         first &= ~params.constrained
-    ends = ends_text(config, first_id + jnp.arange(logits.shape[-1]), params)
+    ends = ends_text(config, first_id + jnp.arange(logits.shape[-1]), row)
     logits = jnp.where(first[:, None] & ends, NEVER, logits)
     # Constraints run first too: a truncation must choose among the ids that are allowed. What may not be emitted
     # stays impossible whatever a processor does.
