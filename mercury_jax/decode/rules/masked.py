@@ -71,7 +71,7 @@ def even_share(view: View) -> Int[Array, ""]:
     return jnp.where(absorbing, -(-open_count // remaining), -(-open_count * (view.step + 1) // view.steps))
 
 
-def fixed_share(view: View) -> Int[Array, ""]:
+def fixed_share(view: View, length: Param = 0) -> Int[Array, ""]:
     """Counts the tokens of this step in LLaDA's fixed schedule, whatever earlier steps have accepted.
 
     The block's positions divided by its steps, one more in the first steps where that leaves a remainder
@@ -79,8 +79,14 @@ def fixed_share(view: View) -> Int[Array, ""]:
 
     Args:
         view: Of one row.
+        length: Tokens that the steps divide, as SDAR and LLaDA2.0 divide the block's length even where the prompt ends
+            within the block. 0: the positions that are to be written, as LLaDA does.
+
+    Returns:
+        The tokens of this step.
     """
-    every, rest = jnp.divmod(view.editable.sum(), view.steps)
+    tokens = jnp.where(jnp.asarray(length) > 0, length, view.editable.sum()).astype(jnp.int32)
+    every, rest = jnp.divmod(tokens, view.steps)
     return every + (view.step < rest)
 
 
@@ -213,24 +219,53 @@ def factor(
     return accept(view, which | (view.masked & finish)), memory
 
 
-@rule(noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
-def scheduled(key: Key, view: View, memory: Memory, p: Probability = 0.95) -> tuple[Proposal, Memory]:
+Tokens = Annotated[Param, AtLeast(0, integer=True)]
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source="LLaDA2.0, `LLaDA2Sampler` in dllm; SDAR, `low_confidence_dynamic` in generate.py",
+)
+def scheduled(
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, length: Tokens = 0
+) -> tuple[Proposal, Memory]:
     """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
 
-    It is never slower than its schedule.
+    It is never slower than its schedule. At `p=1` it is the schedule alone (SDAR's `low_confidence_static`).
 
     Args:
         key: Unused.
-        view: Reads `stats.p_sample`, `masked`, `step` and `steps`.
+        view: Reads `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
         memory: Unused.
-        p: Probability from which a token is accepted.
+        p: Probability above which a token is accepted.
+        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: where fewer masks are left than the schedule wants, SDAR's `topk` also chooses decided
+    tokens, even of the prompt, and writes the prediction over them; here they stay, as in LLaDA2.0.
+    """
+    c, due = view.stats.p_sample, fixed_share(view, length)
+    certain = view.masked & (c > p)
+    return accept(view, jnp.where(certain.sum() >= due, certain, top(c, view.masked, due))), memory
+
+
+@rule(noise="absorbing", needs_logits=False, source="SDAR, arXiv 2510.06303, `sequential` in generate.py")
+def sequential(key: Key, view: View, memory: Memory, length: Tokens = 0) -> tuple[Proposal, Memory]:
+    """Accepts the first masks from the left, as many as the fixed schedule says.
+
+    Args:
+        key: Unused.
+        view: Reads `masked`, `editable`, `step` and `steps`.
+        memory: Unused.
+        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
 
     Returns:
         The proposal, and the unchanged memory.
     """
-    c, due = view.stats.p_sample, fixed_share(view)
-    certain = view.masked & (c > p)
-    return accept(view, jnp.where(certain.sum() >= due, certain, top(c, view.masked, due))), memory
+    return accept(view, view.masked & (jnp.cumsum(view.masked) <= fixed_share(view, length))), memory
 
 
 @rule(noise="absorbing", needs_logits=False, source="LocalLeap, arXiv 2510.07081, `get_transfer_index`")
