@@ -303,6 +303,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
+        lookahead=int(plan.lookahead),
         logprobs=request.logprobs,
     )
     # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
@@ -342,6 +343,8 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if plan.lookahead:
+        _check_lookahead(lm, plan, draft)
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -353,6 +356,19 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
     if rule.leave_one_out or rule.variable_length:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
+
+
+def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
+    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    reason = None
+    if plan.refresh is not None:
+        reason = "with plan.refresh: reused keys depend on earlier passes"
+    elif draft is not None:
+        reason = "with sampler.speculate: its drafts are verified by a causal pass"
+    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
+        reason = "for this model: its self-conditioning depends on the previous pass"
+    if reason is not None:
+        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
 
 
 def _sizes(

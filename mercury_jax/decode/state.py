@@ -36,6 +36,7 @@ class DecodeConfig(NamedTuple):
     leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
+    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
@@ -77,6 +78,15 @@ class Rows(NamedTuple):
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
+class Drafts(NamedTuple):
+    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # as of the state; 0: no draft
+    step: Int[Array, "B n"]
+    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
+
+
 class State(NamedTuple):
     """Everything that decoding changes; the batch axis comes first in every leaf."""
 
@@ -103,6 +113,7 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
@@ -139,6 +150,8 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
     committed, end = int32(rows.committed), int32(rows.end)
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    no_drafts = jnp.zeros((count, config.lookahead), jnp.int32)
+    drafts = Drafts(jnp.zeros((*no_drafts.shape, config.width), jnp.int32), no_drafts, no_drafts, zeros)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -163,6 +176,7 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        lookahead=drafts if config.lookahead else (),
     )
 
 
