@@ -3,15 +3,15 @@
 Plain decoding needs a pass over a row's canvas before it knows the next canvas. Here a pass also computes up to n
 guesses of the canvases after it, as further rows of the batch. Then each row takes as many steps as it can:
 
-1. It takes a step from the logits of its canvas, as plain decoding would. If the pass has also computed the canvas after
-   this step, its logits are what the next pass would compute, and the row takes the next step at once.
+1. It takes a step from the logits of its canvas, as plain decoding would. If the pass has also computed the canvas
+   after this step, its logits are what the next pass would compute, and the row takes the next step at once.
 2. From the first canvas that the pass has not computed on, steps are guesses: the rule, with the logits of the last
    canvas that was computed. These are the drafts of the next pass.
 
-A draft decides nothing, it only says of which canvases the logits are known: whatever is drafted, the tokens are those of
-plain decoding with the same seed, by any rule, at any temperature. Random numbers depend on the block and the step alone,
-and so does what a rule remembers. In fp64 this holds bit for bit; in fp32 two programs may round differently, so that a
-near tie may be broken differently.
+A draft decides nothing, it only says of which canvases the logits are known: whatever is drafted, the tokens are those
+of plain decoding with the same seed, by any rule, at any temperature. Random numbers depend on the block and the step
+alone, and so does what a rule remembers. In fp64 this holds bit for bit; in fp32 two programs may round differently,
+so that a near tie may be broken differently.
 
 Sources: FreeDave, arXiv 2510.00294 (`generation/core.py`), and self-speculative decoding for diffusion models,
 arXiv 2510.04147. Departs from both: they draft the most confident tokens one by one; here the rule itself drafts, with
@@ -29,7 +29,8 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.denoise import denoise
 from mercury_jax.decode.forward import forward
-from mercury_jax.decode.state import DecodeConfig, Drafts, Frame, SamplingParams, State, update_rows
+from mercury_jax.decode.state import DecodeConfig, Drafts, Frame, State, update_rows
+from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Cache, Params
 
 
@@ -40,7 +41,6 @@ def forward_drafts(
     tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
     causal: Bool[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, Any, Cache]:
     """Runs one forward pass over each row's canvas and its drafts: a batch of B (1 + n) rows.
 
@@ -54,7 +54,6 @@ def forward_drafts(
         tokens: What each row feeds, as of `forward`.
         used: How many of them.
         causal: Rows that write committed tokens to the cache; they have no drafts.
-        sampling: Of each row.
 
     Returns:
         Hidden states of each row's window and of its drafts' [B (1 + n), L, ...], row by row; the same by leave-one-out
@@ -66,8 +65,8 @@ def forward_drafts(
     # [B, 1 + n, ...] as [B (1 + n), ...]: the canvas of a row, then its drafts.
     beside = lambda own, others: jnp.concatenate([own[:, None], others], axis=1).reshape(-1, *own.shape[1:])
     source = jnp.repeat(jnp.arange(used.shape[0]), count)
-    repeated = lambda tree: jax.tree.map(lambda x: x[source], tree)
-    rows = repeated(state._replace(lookahead=()))._replace(step=beside(state.step, drafts.step))
+    rows = jax.tree.map(lambda x: x[source], state._replace(lookahead=()))
+    rows = rows._replace(step=beside(state.step, drafts.step))
     hidden, leave_one_out, cache = forward(
         config,
         params,
@@ -75,7 +74,6 @@ def forward_drafts(
         beside(tokens, drafts.canvas),
         beside(used, drafts.used * denoising[:, None]),
         beside(causal, jnp.zeros(drafts.used.shape, bool)),
-        repeated(sampling),
     )
     return hidden, leave_one_out, jax.tree.map(lambda x: x[::count], cache)
 
@@ -98,7 +96,6 @@ def denoise_ahead(
     config: DecodeConfig,
     params: Params,
     state: State,
-    sampling: SamplingParams,
     hidden: Any,
     leave_one_out: Any,
     rows: Bool[Array, "B"],
@@ -109,7 +106,6 @@ def denoise_ahead(
         config: Static sizes.
         params: Of the model.
         state: Of all rows, with the cache that this pass has written.
-        sampling: Of each row.
         hidden: Of each row's window and of its drafts', from `forward_drafts`.
         leave_one_out: The same by leave-one-out masks, or None.
         rows: Which rows denoise; the others keep their state.
@@ -130,9 +126,7 @@ def denoise_ahead(
 
     def one_step(walk: _Walk) -> _Walk:
         pick = lambda tree: jax.tree.map(lambda x: x[each, walk.branch], tree)
-        moved, shown = denoise(
-            config, params, walk.ahead, sampling, pick(hidden), pick(leave_one_out), walk.live
-        )
+        moved, shown = denoise(config, params, walk.ahead, pick(hidden), pick(leave_one_out), walk.live)
         moved = moved._replace(nfe=state.nfe)
         # A step from known logits is one of plain decoding.
         verified = walk.live & walk.known
@@ -155,7 +149,7 @@ def denoise_ahead(
             walk.drafts.computed,
         )
         count = walk.count + guessed
-        return _Walk(
+        moved_on = _Walk(
             real=real,
             ahead=moved,
             frame=frame,
@@ -166,18 +160,18 @@ def denoise_ahead(
             count=count,
             links=walk.links + 1,
         )
+        return varying(moved_on, axes)
 
     bare = state._replace(cache=(), lookahead=())
     zeros = lambda shape: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
     own = lambda tree: jax.tree.map(lambda x: x[:, 0], tree)
-    like = jax.eval_shape(
-        lambda: denoise(config, params, bare, sampling, own(hidden), own(leave_one_out), rows)
-    )
-    none = jnp.zeros((size,), jnp.int32)
+    like = jax.eval_shape(lambda: denoise(config, params, bare, own(hidden), own(leave_one_out), rows))
+    none, axes = jnp.zeros((size,), jnp.int32), varying_axes((params, state, hidden))
     empty = drafts._replace(used=jnp.zeros_like(drafts.used))
     start = _Walk(bare, bare, zeros(like[1]), none, rows, rows, empty, none, jnp.asarray(0))
     # The first step is taken in any case: its frame shows the rows that do not denoise too.
-    walk = jax.lax.while_loop(lambda w: (w.links == 0) | jnp.any(w.live), one_step, start)
+    unfinished = lambda walk: (walk.links == 0) | jnp.any(walk.live)
+    walk = jax.lax.while_loop(unfinished, one_step, varying(start, axes))
     computed = drafts.computed + rows * (1 + (drafts.used > 0).sum(axis=1))
     moved = walk.real._replace(
         nfe=state.nfe + rows,
