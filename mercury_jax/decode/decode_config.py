@@ -9,9 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.rules.position import check_tables
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -29,9 +33,10 @@ class DecodeConfig(NamedTuple):
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
     refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
+    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
@@ -53,7 +58,7 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        return self.width + (self.window if self.leave_one_out else 0)
 
 
 def build_config(
@@ -105,6 +110,7 @@ def build_config(
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
+        lookahead=int(plan.lookahead),
         logprobs=logprobs,
     )
 
@@ -113,6 +119,7 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
     bidirectional = pattern == "bidirectional"
+    check_tables(rule, config.vocab)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
@@ -125,6 +132,10 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
+    if plan.lookahead:
+        _check_lookahead(lm, plan, draft)
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -136,6 +147,19 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
     if rule.leave_one_out or rule.variable_length:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
+
+
+def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
+    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    reason = None
+    if plan.refresh is not None:
+        reason = "with plan.refresh: reused keys depend on earlier passes"
+    elif draft is not None:
+        reason = "with sampler.speculate: its drafts are verified by a causal pass"
+    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
+        reason = "for this model: its self-conditioning depends on the previous pass"
+    if reason is not None:
+        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
 
 
 def _sizes(

@@ -226,7 +226,7 @@ def fill(
         ValueError: Names what does not fit.
     """
     if request.sampler is None:
-        request = request._replace(sampler=default_sampler(lm))
+        request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
     if lm.model.config.pattern == "block_causal":
         return _fill_fim(lm, rows, request)
     if complete_sampler(request.sampler, lm.corruption).rule.variable_length:

@@ -178,7 +178,12 @@ def resolve_sampler(lm: LM, request: Request, prompts: int) -> Request:
         if request.sampler is None and lm.corruption.mask is not None:
             request = request._replace(sampler=rules.threshold(np.array([effort.p for effort in efforts])))
         efforts = efforts[0]
-    sampler, plan = choose_sampler(lm, request.sampler, request.plan, efforts)
+    given, temperature = request.sampler, request.temperature
+    sampler, plan = choose_sampler(lm, given, request.plan, efforts, temperature)
+    if given is None and isinstance(
+        sampler, Sampler
+    ):  # the model's own, which has the caller's temperature already
+        request = request._replace(temperature=None)
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))
@@ -307,6 +312,7 @@ def start(lm: LM, request: Request) -> Session:
     with inputs.explain_wrong_params(lm):
         if negatives is not None:
             (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
+            assert weights is not None
             cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
@@ -358,7 +364,7 @@ def _with_earlier_keys(
 
     cache, old = state.cache, before.cache
     if isinstance(cache, guidance.GuidedCache) and isinstance(old, guidance.GuidedCache):
-        cache = guidance.resized(lm.model, old, *state.tokens.shape, take, fit)
+        cache = guidance.resized(lm.model, old, rows, state.tokens.shape[1], take, fit)
         if weights is not None:
             wide = np.pad(weights, (0, rows - len(weights)))
             cache = dataclasses.replace(cache, weight=jnp.asarray(wide, cache.weight.dtype))
@@ -434,6 +440,8 @@ def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots:
     # A rule of variable length says how short an answer starts; a hole's length is the caller's.
     starts_short = sampler.rule.variable_length and rows.max_end is None
     first = sampler.rule.params.get("start") if starts_short else None
+    if first is not None and np.ndim(first):  # one for each prompt
+        first = np.repeat(first, len(rows.committed) // len(np.asarray(first)))
     end = rows.end if first is None else np.minimum(rows.committed + np.asarray(first), rows.end)
     none = np.zeros(len(rows.committed), np.int32)
     last = np.minimum(np.arange(count), len(rows.committed) - 1)  # added rows take a key that exists
