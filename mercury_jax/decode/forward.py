@@ -7,7 +7,8 @@ and reads the rest from the cache as it was.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,19 @@ def times(
     )  # no canvas is open at step -1
 
 
+class PartialPass(NamedTuple):
+    """The positions that each row computes in one pass; every leaf has the batch axis first.
+
+    Positions count from the start of the canvas, in rising order. The first `count` of `at` are computed.
+    """
+
+    at: Int[Array, "B W"]
+    first: Int[Array, "B"]  # at[:, 0]
+    count: Int[Array, "B"]  # 0 leaves the row as it is
+    end: Int[Array, "B"]  # end of the keys that each position attends to
+    offset: Int[Array, "B"]  # of the row's window
+
+
 def _partial_forward(
     config: DecodeConfig,
     params: Params,
@@ -107,32 +121,123 @@ def _partial_forward(
     offset: Int[Array, "B"],
     sampling: SamplingParams,
 ) -> tuple[Any, Cache]:
-    """One pass with cache reuse: rows at the start of a block, or due for a refresh, run their whole canvas.
+    """One pass with cache reuse: rows that are due run their whole canvas, the others the surroundings of their window.
 
-    Where any row is due, all rows run in the wide program, those that are not due with their part only: what a row
-    computes does not depend on its neighbours.
+    `Refresh` says when a row is due. Every pass of a row computes its window, `before` positions ahead of it and
+    `after` positions after it; with `after` None all that follows, as Fast-dLLM's prefix cache does.
     """
-    refresh = config.refresh
-    assert refresh is not None and refresh.after is not None
-    part = min(config.width, refresh.before + config.window + refresh.after)
+    refresh, width = config.refresh, config.width
+    assert refresh is not None
     due = (state.step == 0) if refresh.every is None else (state.step % refresh.every == 0)
-    due = due & ~state.done
-    # The part holds the window, `before` positions ahead of it and `after` positions after it.
-    first = jnp.clip(offset - refresh.before, 0, config.width - part)  # of the part, within the canvas
+    first = jnp.where(due, 0, jnp.maximum(offset - refresh.before, 0))
+    stop = used if refresh.after is None else jnp.minimum(used, offset + config.window + refresh.after)
+    count = jnp.maximum(jnp.where(due, used, stop) - first, 0)
+    at = jnp.minimum(first[:, None] + jnp.arange(width), width - 1)
+    work = PartialPass(at, first, jnp.where(state.done, 0, count), used, offset)
+
+    least = refresh.before + config.window  # of a pass, so that it holds the window
+    quarters = [-(-width * k // 32) * 8 for k in (1, 2, 3)]
+    sizes = quarters if refresh.after is None else [least + refresh.after]
+    widths = sorted({width, *(min(width, max(least, size)) for size in sizes)})
     nobody = jnp.zeros_like(state.done)
     time = times(config, state, sampling, nobody)
+    collect = lambda rows, hidden: slice_rows(hidden, rows.offset - rows.first, config.window)
+    one_row = jax.tree.map(lambda x: x[:1], (work, state, time))
+    like = jax.eval_shape(lambda: collect(one_row[0], _run_rows(config, params, width, *one_row)[0]))
+    blank = jax.tree.map(lambda x: jnp.zeros((*count.shape, *x.shape[1:]), x.dtype), like)
+    cache, hidden = run_by_width(config, params, state, time, work, widths, collect, blank)
+    return hidden, cache
 
-    def run(cache: Cache, width: int, start: Array, count: Array) -> tuple[Any, Cache]:
-        at = jnp.minimum(start[:, None] + jnp.arange(width), config.width - 1)
-        gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
-        self_cond = jax.tree.map(gather, state.self_cond)
-        given = Pass(gather(state.canvas), cache, start, count, used, nobody, self_cond, time)
-        hidden, cache = config.model.forward(params, given)
-        return slice_rows(hidden, offset - start, config.window), cache
 
-    narrow = jnp.clip(used - first, 0, part)
+def run_by_width(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    time: Float[Array, "B"] | None,
+    work: PartialPass,
+    widths: Sequence[int],
+    collect: Callable[[PartialPass, Any], Any],
+    collected: Any,
+) -> tuple[Cache, Any]:
+    """Runs each row in the narrowest of several programs that holds its positions.
 
-    def wide(cache: Cache) -> tuple[Any, Cache]:
-        return run(cache, config.width, jnp.where(due, 0, first), jnp.where(due, used, narrow))
+    Rows are at different points: one that recomputes its canvas must not make its neighbours pay for it. So the rows
+    that need a width run together, in groups of about `TOKENS` positions, and groups without such a row are skipped.
+    A row's group, its place in it and its program follow from its own index and count alone, so that in the same
+    program its results do not depend on its neighbours, bit for bit.
 
-    return jax.lax.cond(jnp.any(due), wide, lambda cache: run(cache, part, first, narrow), state.cache)
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows, with the cache.
+        time: Of the noise of each row, or None.
+        work: What each row computes.
+        widths: Positions of the programs, rising; the last one holds every row's.
+        collect: collect(rows, their hidden states [b, T, ...]) -> what is kept of them, leaves [b, ...].
+        collected: Leaves [B, ...]; the rows that ran are replaced.
+
+    Returns:
+        The cache, and `collected`.
+    """
+    rows, cache, lower = work.count.shape[0], state.cache, 0
+    for width in widths:
+        size = _group_size(rows, width, config.width)
+        wanted = (work.count > lower) & (work.count <= width)
+        lower = width
+
+        def run_group(
+            i: Array | int, carry: Any, width: int = width, size: int = size, wanted: Array = wanted
+        ) -> Any:
+            take = lambda x: x if size == rows else jax.lax.dynamic_slice_in_dim(x, i * size, size)
+            cache, found = carry
+            small = state.without_cache()._replace(self_cond=state.self_cond)
+            run, group, now, chosen, before, old = jax.tree.map(
+                take, (work, small, time, wanted, cache, found)
+            )
+            run = run._replace(count=jnp.where(chosen, run.count, 0))
+            hidden, after = _run_rows(config, params, width, run, group._replace(cache=before), now)
+            pick = lambda new, old: jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            new = jax.tree.map(pick, collect(run, hidden), old)
+            if size == rows:
+                return after, new
+            put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)
+            return jax.tree.map(put, carry, (after, new))
+
+        def step(
+            i: Array | int, carry: Any, run: Any = run_group, size: int = size, wanted: Array = wanted
+        ) -> Any:
+            here = jnp.any(jax.lax.dynamic_slice_in_dim(wanted, i * size, size))
+            return jax.lax.cond(here, lambda carry: run(i, carry), lambda carry: carry, carry)
+
+        cache, collected = jax.lax.fori_loop(0, rows // size, step, (cache, collected))
+    return cache, collected
+
+
+# Positions of one pass over a group of rows: enough to be bound by arithmetic, on a CPU and on an accelerator.
+TOKENS = 256
+
+
+def _group_size(rows: int, width: int, canvas: int) -> int:
+    """Rows of a group, a divisor of all. A group's part of the cache is copied, which narrow passes would not repay."""
+    if 8 * width <= canvas or rows * width <= TOKENS:
+        return rows
+    return next(size for size in range(max(1, TOKENS // width), 0, -1) if rows % size == 0)
+
+
+def _run_rows(
+    config: DecodeConfig,
+    params: Params,
+    width: int,
+    work: PartialPass,
+    rows: State,
+    time: Float[Array, "B"] | None,
+) -> tuple[Any, Cache]:
+    """One pass over `width` positions of some rows."""
+    at = work.at[:, :width]
+    gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
+    denoising = jnp.zeros_like(rows.done)
+    given = Pass(
+        gather(rows.canvas), rows.cache, work.first, work.count, work.end, denoising,
+        jax.tree.map(gather, rows.self_cond), time,
+    )  # fmt: skip
+    return config.model.forward(params, given)

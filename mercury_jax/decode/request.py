@@ -8,7 +8,6 @@ compute.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -277,11 +276,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
     region = int((longest - rows.committed).max())  # tokens that a row may write
     width, block = _sizes(lm, plan, sampler, request.block, int(longest.max()), region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
     bidirectional = model_config.pattern == "bidirectional"
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
     model = lm.model
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
@@ -297,7 +292,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         block=block,
         forbidden=(model_config.eos, *model_config.ends) if request.infilling else (),
         revisable=min(plan.revise * block, width) if bidirectional else 0,
-        refresh=refresh,
+        refresh=plan.refresh,
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
@@ -306,6 +301,9 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
     behind = width * (2 if rule.leave_one_out else 1)
     slots = behind
+    if plan.refresh is not None and model_config.alignment == "shifted":
+        # A pass over every slot starts at 0; any other takes the token before it, and so must a wide one that does not.
+        slots += 8
     if not bidirectional:
         slots = slots_for(max(int(longest.max()), rows.tokens.shape[1]), behind, model_config.context)
     # The rows are padded to a power of two that the mesh's axis `data` divides.
