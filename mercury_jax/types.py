@@ -164,6 +164,9 @@ class Pass(NamedTuple):
             None.
         leave_one_out: A mask id: T more hidden states follow, each of a mask at one token's position that attends to
             every position but that one; their keys occupy the T slots from `end` on. None: no such masks.
+        positions: Of the tokens, rising in each row, where they are not start .. start + T; the first `used` count.
+        slots: Where their keys are written, where these are not the positions: in a bidirectional row from which
+            positions are left out. All of [0, end) are attended to.
     """
 
     tokens: Int[Array, "B T"]
@@ -175,6 +178,8 @@ class Pass(NamedTuple):
     self_cond: SelfCond = ()
     time: Float[Array, "B"] | None = None
     leave_one_out: int | Int[Array, ""] | None = None
+    positions: Int[Array, "B T"] | None = None
+    slots: Int[Array, "B T"] | None = None
 
 
 class PackedPass(NamedTuple):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from mercury_jax.decode.denoise import denoise
-from mercury_jax.decode.forward import forward
+from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params
 from mercury_jax.decode.self_speculation import verify
 from mercury_jax.decode.state import (
@@ -70,12 +70,12 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
     causal = encoding | verifying
-    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal, sampling)
-    state = state._replace(cache=cache)
+    hidden, leave_one_out, state = forward(config, params, state, tokens, used, causal, sampling)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
     moved, frame = denoise(config, params, state, sampling, hidden, leave_one_out, denoising)
+    moved = note_confidence(config, moved, frame)
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, sampling, logits, verifying, moved, frame)

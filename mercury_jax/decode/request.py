@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.decoder import Session, first_state_program, prefill_program
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
@@ -281,6 +282,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
     if request.guidance is not None:
+        if isinstance(plan.refresh, CachePolicy):
+            raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model = guidance.guided(model)
@@ -338,6 +341,15 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if isinstance(plan.refresh, CachePolicy):
+        name = f"the cache policy {plan.refresh.name}"
+        if config.alignment == "shifted":
+            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
+        if plan.refresh.drift and not keys:
+            raise refuse(
+                "plan.refresh", name, "a policy that compares no keys: those of this model are quantised"
+            )
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"

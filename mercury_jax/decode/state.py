@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Refresh
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.sampler import Memory, Sampler, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
 from mercury_jax.noise import Corruption
@@ -32,7 +33,9 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
+    refresh: Refresh | CachePolicy | None = (
+        None  # bidirectional models: reuse of keys between steps; None: no reuse
+    )
     leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
@@ -103,10 +106,11 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -163,6 +167,9 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 
