@@ -236,6 +236,10 @@ def part_decorator(
 
     Returns:
         A decorator.
+
+    Raises:
+        ValueError: From the decorator, where the function has other arguments or its name is taken; from the factory,
+            for wrong parameters.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
