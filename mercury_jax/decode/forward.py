@@ -26,17 +26,11 @@ from mercury_jax.decode.cache_refresh import (
     cache_vectors,
     drift as key_drift,
 )
-from mercury_jax.decode.state import (
-    DecodeConfig,
-    Frame,
-    SamplingParams,
-    State,
-    step_key,
-    window_of,
-    window_offset,
-)
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.state import Frame, State, step_key, window_of, window_offset
 from mercury_jax.decode.token_stats import write_at
 from mercury_jax.decode.view import steps_of
+from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Cache, Params, Pass
 
 
@@ -47,7 +41,6 @@ def forward(
     tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
     causal: Bool[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, Any, State]:
     """Runs one forward pass for all rows.
 
@@ -58,7 +51,6 @@ def forward(
         tokens: What each row feeds at its positions cache_length..cache_length + W.
         used: How many of them; 0 freezes the row.
         causal: Rows that write committed tokens to the cache, or verify a draft.
-        sampling: Of each row.
 
     Returns:
         Hidden states of each row's window [B, L, ...], the same by leave-one-out masks or None, and the state with the
@@ -67,10 +59,10 @@ def forward(
     offset = window_offset(config, state.cache_length, state.committed)
     if config.refresh is not None:
         partial = _policy_forward if isinstance(config.refresh, CachePolicy) else _refresh_forward
-        hidden, state = partial(config, params, state, used, offset, sampling)
+        hidden, state = partial(config, params, state, used, offset)
         return hidden, None, state
     mask = config.corruption.mask if config.leave_one_out else None
-    time, start = times(config, state, sampling, causal), state.cache_length
+    time, start = times(config, state, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time, mask)
     hidden, cache = config.model.forward(params, given)
     # With leave-one-out masks the pass returns 2 W hidden states: the tokens' and then the masks'.
@@ -97,9 +89,7 @@ def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
     return jax.tree.map(lambda x: x if x.shape[1] == size else jax.vmap(one)(x, start), tree)
 
 
-def times(
-    config: DecodeConfig, state: State, sampling: SamplingParams, causal: Bool[Array, "B"]
-) -> Float[Array, "B"] | None:
+def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float[Array, "B"] | None:
     """Computes the time of each row; None for models that take no time.
 
     Rows that write committed tokens to the cache have time 0: their keys must not depend on the pass in which a token
@@ -108,7 +98,6 @@ def times(
     Args:
         config: Static sizes.
         state: Of all rows.
-        sampling: Of each row.
         causal: Rows whose time is 0.
 
     Returns:
@@ -117,8 +106,7 @@ def times(
     if not config.model.config.timed:
         return None
 
-    count = lambda row, params: steps_of(window_of(config, row), params)
-    steps = jax.vmap(count)(state.without_cache(), sampling)
+    steps = jax.vmap(lambda row: steps_of(window_of(config, row), row))(state.without_cache())
     return jnp.where(
         causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
     )  # no canvas is open at step -1
@@ -144,7 +132,6 @@ def _refresh_forward(
     state: State,
     used: Int[Array, "B"],
     offset: Int[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, State]:
     """One pass with a `Refresh`: rows that are due run their whole canvas, the others the surroundings of their window.
 
@@ -162,7 +149,7 @@ def _refresh_forward(
 
     least = refresh.before + config.window  # of a pass, so that it holds the window
     sizes = _quarters(width) if refresh.after is None else [least + refresh.after]
-    time = times(config, state, sampling, jnp.zeros_like(state.done))
+    time = times(config, state, jnp.zeros_like(state.done))
 
     def window(rows: PartialPass, hidden: Any, *caches: Cache) -> Any:
         return slice_rows(hidden, rows.offset - rows.at[:, 0], config.window)
@@ -183,7 +170,6 @@ def _policy_forward(
     state: State,
     used: Int[Array, "B"],
     offset: Int[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, State]:
     """One pass over the positions that a cache policy chooses; the window's hidden states may be those of earlier ones.
 
@@ -192,9 +178,7 @@ def _policy_forward(
     """
     policy, width, old = config.refresh, config.width, state.reuse
     assert isinstance(policy, CachePolicy) and isinstance(old, Reuse)
-    positions, memory = jax.vmap(functools.partial(_choose, config, policy))(
-        state.without_cache(), old, used, sampling
-    )
+    positions, memory = jax.vmap(functools.partial(_choose, config, policy))(state.without_cache(), old, used)
     exists = jnp.arange(width) < used[:, None]
     attend = exists & positions.attend
     moved = jnp.any(attend != old.attended, axis=1, keepdims=True)
@@ -208,7 +192,7 @@ def _policy_forward(
     sizes = _quarters(width) if limit is None else [limit]
     collect = functools.partial(_keep_hidden, width, policy.drift)
     kept = (old.hidden, old.key_drift, old.value_drift)
-    time = times(config, state, sampling, jnp.zeros_like(state.done))
+    time = times(config, state, jnp.zeros_like(state.done))
     cache, kept = run_by_width(config, params, state, time, work, sizes, collect, kept)
 
     age = jnp.where(compute, 0, jnp.minimum(old.age + 1, NEVER))
@@ -224,7 +208,6 @@ def _choose(
     row: State,
     old: Reuse,
     used: Int[Array, ""],
-    params: SamplingParams,
 ) -> tuple[Positions, Any]:
     """Asks the policy about one row."""
     at = jnp.arange(config.width)
@@ -333,7 +316,8 @@ def run_by_width(
     Returns:
         The cache, and `collected`.
     """
-    carry, lower = (state.cache, collected), 0
+    axes = varying_axes((params, state))
+    carry, lower = varying((state.cache, collected), axes), 0
     for width in sorted({min(x, config.width) for x in (*widths, config.width)}):
         wanted = (work.count > lower) & (work.count <= width)
         carry = _run_width(config, params, state, time, work, width, wanted, collect, carry)
@@ -356,6 +340,7 @@ def _run_width(
     rows = work.count.shape[0]
     size = _group_size(rows, width, config.width)
     small = state.without_cache()._replace(self_cond=state.self_cond)
+    axes = varying_axes((params, state))
 
     def take(x: Array, i: Any) -> Array:
         return x if size == rows else jax.lax.dynamic_slice_in_dim(x, i * size, size)
@@ -373,8 +358,8 @@ def _run_width(
         return jax.tree.map(put, carry, (after, new))
 
     def step(i: Any, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
-        skip = lambda carry: carry
-        return jax.lax.cond(jnp.any(take(wanted, i)), functools.partial(run_group, i), skip, carry)
+        run = lambda carry: varying(run_group(i, carry), axes)
+        return jax.lax.cond(jnp.any(take(wanted, i)), run, lambda carry: carry, carry)
 
     return jax.lax.fori_loop(0, rows // size, step, carry)
 
