@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
@@ -54,10 +55,10 @@ def sampling_params(
         ValueError: Names a parameter whose array has another length.
     """
     ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
-    steps = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
+    most = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows, n)
-    steps = ids(np.repeat(steps, n) if np.ndim(steps) else steps)
-    return SamplingParams(params, steps, ids(lm.model.config.eos), ids(-1))
+    most = ids(np.repeat(most, n) if most.ndim else most)
+    return SamplingParams(params, most, ids(lm.model.config.eos), ids(-1))
 
 
 class Rows(NamedTuple):
@@ -110,6 +111,7 @@ class State(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
     lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
 
     @property
@@ -119,7 +121,7 @@ class State(NamedTuple):
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -181,6 +183,9 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         logprobs=() if config.logprobs is None else logprobs,
         sampling=sampling,
         lookahead=drafts if config.lookahead else (),
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 
