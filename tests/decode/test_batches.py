@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import mercury_jax as mj
+from mercury_jax import models
 from mercury_jax.tokenizer import SPECIAL
 from tests.tiny import PATTERNS, tiny
 
@@ -94,6 +95,36 @@ def test_the_answers_to_a_prompt_share_its_settings(more):
             sampler=mj.rules.threshold([0.2, 0.9][i]), **pick,
         )  # fmt: skip
         assert tokens(out)[2 * i : 2 * i + 2] == tokens(alone)
+
+
+def test_rows_over_a_mesh_fork_and_stop_as_on_one_device():
+    mesh = jax.make_mesh((4,), ("data",))
+    call = functools.partial(mj.sample, wide(), PROMPTS, n=2, max_tokens=[9, 30], seed=3, temperature=1.0)
+    stop = call().texts[2][4:6]
+    for more in ({}, {"stop": stop}):
+        one, four = call(**more), call(mesh=mesh, **more)
+        assert (one.texts, one.finish, tokens(one)) == (four.texts, four.finish, tokens(four))
+        assert (
+            one.forwards.tolist() == four.forwards.tolist() and one.encoded.tolist() == four.encoded.tolist()
+        )
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+def test_verified_drafts_fork_and_stop_as_other_tokens_do(draft):
+    lm = wide("causal_encoder")
+    config = dataclasses.replace(lm.model.config, predicts_next=True)
+    lm = dataclasses.replace(lm, model=models.build(config))
+    sampler = mj.Sampler(mj.rules.threshold(0.3), speculate=draft, temperature=1.0)
+    call = functools.partial(mj.sample, lm, max_tokens=12, sampler=sampler)
+    out, each = call(PROMPTS, n=2, seed=3), call([p for p in PROMPTS for _ in range(2)], seed=3)
+    assert tokens(out) == tokens(each) and out.encoded.sum() < each.encoded.sum()
+    stop = out.texts[1][3:5]
+    cuts = call(PROMPTS, n=2, seed=3, stop=stop, keep=True)
+    assert cuts.texts == [cut(text, [stop]) for text in out.texts] and cuts.forwards[1] <= out.forwards[1]
+    more = call(["x"] * 4, state=cuts.state)
+    assert tokens(more) == tokens(
+        call([[*ids.tolist(), *lm.tokenizer.encode("x")] for ids in cuts.state.tokens])
+    )
 
 
 def test_a_grammar_binds_each_of_several_answers():
