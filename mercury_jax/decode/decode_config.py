@@ -6,7 +6,6 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs
+from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.rules.position import check_tables
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -32,8 +32,8 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    refresh: Refresh | CachePolicy | None = None  # bidirectional models: reuse of keys between steps
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
@@ -58,7 +58,10 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        # With shifted logits a pass over every slot starts at 0; any other takes the token before it, and so must a
+        # wide one of a row that reuses what lies before its block.
+        more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
+        return self.width + (self.window if self.leave_one_out else 0) + more
 
 
 def build_config(
@@ -95,10 +98,6 @@ def build_config(
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
     return DecodeConfig(
         model=model,
         corruption=lm.corruption,
@@ -106,7 +105,7 @@ def build_config(
         block=block,
         forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        refresh=refresh,
+        refresh=plan.refresh,
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
@@ -132,8 +131,20 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if plan.lookahead:
         _check_lookahead(lm, plan, draft)
+    if isinstance(plan.refresh, CachePolicy):
+        name = f"the cache policy {plan.refresh.name}"
+        if config.alignment == "shifted":
+            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
+        if plan.refresh.drift and not keys:
+            allowed = "a policy that compares no keys: those of this model are quantised"
+            raise refuse("plan.refresh", name, allowed)
+    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
+        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"

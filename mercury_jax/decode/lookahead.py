@@ -31,7 +31,7 @@ from mercury_jax.decode.denoise import denoise
 from mercury_jax.decode.forward import forward
 from mercury_jax.decode.state import DecodeConfig, Drafts, Frame, State, update_rows
 from mercury_jax.sharding import varying, varying_axes
-from mercury_jax.types import Cache, Params
+from mercury_jax.types import Params
 
 
 def forward_drafts(
@@ -41,7 +41,7 @@ def forward_drafts(
     tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
     causal: Bool[Array, "B"],
-) -> tuple[Any, Any, Cache]:
+) -> tuple[Any, Any, State]:
     """Runs one forward pass over each row's canvas and its drafts: a batch of B (1 + n) rows.
 
     The KV cache is repeated for the drafts, and of what the pass writes only that of the canvases is kept: keys of a
@@ -57,7 +57,7 @@ def forward_drafts(
 
     Returns:
         Hidden states of each row's window and of its drafts' [B (1 + n), L, ...], row by row; the same by leave-one-out
-        masks or None; and the cache of B rows.
+        masks or None; and the state with the cache of B rows.
     """
     count, drafts = 1 + config.lookahead, state.lookahead
     assert isinstance(drafts, Drafts)
@@ -67,7 +67,7 @@ def forward_drafts(
     source = jnp.repeat(jnp.arange(used.shape[0]), count)
     rows = jax.tree.map(lambda x: x[source], state._replace(lookahead=()))
     rows = rows._replace(step=beside(state.step, drafts.step))
-    hidden, leave_one_out, cache = forward(
+    hidden, leave_one_out, moved = forward(
         config,
         params,
         rows,
@@ -75,7 +75,8 @@ def forward_drafts(
         beside(used, drafts.used * denoising[:, None]),
         beside(causal, jnp.zeros(drafts.used.shape, bool)),
     )
-    return hidden, leave_one_out, jax.tree.map(lambda x: x[::count], cache)
+    cache = jax.tree.map(lambda x: x[::count], moved.cache)
+    return hidden, leave_one_out, state._replace(cache=cache)
 
 
 class _Walk(NamedTuple):

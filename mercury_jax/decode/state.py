@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
@@ -109,6 +110,7 @@ class State(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
     lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
 
     @property
@@ -118,7 +120,7 @@ class State(NamedTuple):
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -180,6 +182,9 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         logprobs=() if config.logprobs is None else logprobs,
         sampling=sampling,
         lookahead=drafts if config.lookahead else (),
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 
