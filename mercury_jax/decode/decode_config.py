@@ -98,6 +98,7 @@ def build_config(
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
+    assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     return DecodeConfig(
         model=model,
         corruption=lm.corruption,
