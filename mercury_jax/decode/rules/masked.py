@@ -219,13 +219,13 @@ def factor(
     return accept(view, which | (view.masked & finish)), memory
 
 
-@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, eq. of its section 3")
+@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, section 3")
 def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with c_1 + ... + c_n - (n - 1) - (1 - c_n) > margin.
 
     The sum less n - 1 is the Frechet lower bound on the probability that all n tokens are right together, 1 - c_n an
-    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin)`; where they differ it
-    accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
+    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin, 0)`; where they
+    differ it accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
 
     Args:
         key: Unused.
