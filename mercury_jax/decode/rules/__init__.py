@@ -1,6 +1,6 @@
 """Decoding rules: each a pure function of one row's `View` and its own memory.
 
-masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, LocalLeap, dInfer, Dream)
+masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, SDAR, LocalLeap, dInfer, Dream)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         maskgit_plus,
         random,
         scheduled,
+        sequential,
         threshold,
         topk_margin,
     )  # fmt: skip
