@@ -181,6 +181,9 @@ class Pass(NamedTuple):
         time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
             None.
         leave_one_out: Further masks, whose L hidden states follow those of the tokens; None: no such masks.
+        positions: Of the tokens, rising in each row, where they are not start .. start + T; the first `used` count.
+        slots: Where their keys are written, where these are not the positions: in a bidirectional row from which
+            positions are left out. All of [0, end) are attended to.
     """
 
     tokens: Int[Array, "B T"]
@@ -192,6 +195,8 @@ class Pass(NamedTuple):
     self_cond: SelfCond = ()
     time: Float[Array, "B"] | None = None
     leave_one_out: LeaveOneOut | None = None
+    positions: Int[Array, "B T"] | None = None
+    slots: Int[Array, "B T"] | None = None
 
 
 class PackedPass(NamedTuple):

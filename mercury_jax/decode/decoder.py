@@ -27,8 +27,9 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
-from mercury_jax.decode.forward import forward
+from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
+from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import verify
 from mercury_jax.decode.state import (
@@ -77,12 +78,14 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
     causal = encoding | verifying
-    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal)
-    state = state._replace(cache=cache)
+    run_pass = forward_drafts if config.lookahead else forward
+    hidden, leave_one_out, state = run_pass(config, params, state, tokens, used, causal)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
-    moved, frame = denoise(config, params, state, hidden, leave_one_out, denoising)
+    take_steps = denoise_ahead if config.lookahead else denoise
+    moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
+    moved = note_confidence(config, moved, frame)
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
@@ -280,6 +281,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
     if request.guidance is not None:
+        if isinstance(plan.refresh, CachePolicy):
+            raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model = guidance.guided(model)

@@ -278,6 +278,7 @@ def _describe(value: Any) -> str:
 # What the state machine calls each kind of part with; its parameters follow.
 ARGUMENTS = {
     "rule": ("key", "view", "memory"),
+    "cache policy": ("key", "view", "memory"),
     "logits processor": ("logits", "view"),
     "stopping criterion": ("view", "proposal", "memory"),
 }

@@ -1,6 +1,6 @@
 """Runs the published samplers of LLaDA, Dream and Fast-dLLM on our tiny random checkpoints and keeps what they emit.
 
-    python -m tests.conformance.masked_references --references FOLDER [llada dream fast_dllm ...]
+    python -m tests.conformance.reference_masked --references FOLDER [llada dream fast_dllm ...]
 
 FOLDER holds the authors' public code as they publish it: LLaDA/ (ML-GSAI/LLaDA), Fast-dLLM/ (NVlabs/Fast-dLLM) and
 Fast-dLLM-v1/, a later version with `factor` (ours was the copy in Q-qiuqiu/Fast-dLLM @ aadcf06). It needs torch and
