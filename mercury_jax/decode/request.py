@@ -363,6 +363,12 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
     if negative is None:
         return weights, [[]] * rows
+    if isinstance(negative, str) and negative == "masked":
+        mask = lm.corruption.mask
+        if mask is None:
+            raise refuse("negative", negative, "a prompt: this model's noise has no mask")
+        assert request.rows is not None
+        return weights, [[mask] * int(length) for length in request.rows.committed]
     texts = inputs.prompt_rows(lm, negative, rows, "negative")
     room = lm.model.config.context - request.max_tokens
     for i, ids in enumerate(texts):

@@ -145,8 +145,9 @@ def sample(
         effort: "instant", "low", "medium", "high" or an `Effort`. Conversations then think first, within its budget.
         logit_bias: {id: bias}, or a list with one such table (or None) per prompt.
         guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
-        negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt. None:
-            the answer alone.
+        negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt; or
+            "masked", as many masks as the prompt has tokens, which is how LLaDA defines its guidance. None: the answer
+            alone, without any prompt.
         logprobs: Keep log-probabilities, with this many alternatives at each token.
         state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, or None to finish a call
             that `passes` stopped.

@@ -92,7 +92,9 @@ def histogram(name: str, x: Any, passes: Any) -> dict[str, Any]:
     """Counts of one case, by `name/what`."""
     x = np.asarray(x)[:, len(PROMPT) :]
     marginal = np.stack([np.bincount(x[:, i], minlength=VOCAB) for i in range(LENGTH)])
-    pairs = [np.bincount(x[:, i] % BINS * BINS + x[:, i + 1] % BINS, minlength=BINS**2) for i in range(LENGTH - 1)]
+    pairs = [
+        np.bincount(x[:, i] % BINS * BINS + x[:, i + 1] % BINS, minlength=BINS**2) for i in range(LENGTH - 1)
+    ]
     counts = np.bincount(np.broadcast_to(np.asarray(passes), len(x)), minlength=2 * LENGTH)
     print(name, "passes", dict(enumerate(counts.tolist())), "most frequent", marginal.max(1).tolist())
     found = dict(marginal=marginal, pairs=np.stack(pairs), passes=counts)

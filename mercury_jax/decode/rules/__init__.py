@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mercury_jax.decode.registration import RULES, rule
 from mercury_jax.decode.rules import combined, history, masked, position, remask, uniform, variable_length
-from mercury_jax.decode.rules.combined import one_of
+from mercury_jax.decode.rules.combined import leftmost_first, one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation
     from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
     from mercury_jax.decode.rules.masked import (
         ancestral,
+        budgeted_threshold,
         confidence,
         dream_entropy,
         dream_origin,

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, Between, NonNegative, Probability, rule
+from mercury_jax.decode.registration import Above, AtLeast, Between, Count, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -125,6 +125,33 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     """
     certain = view.masked & (view.stats.p_sample >= p)
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source='Fast-dLLM for Dream, arXiv 2505.22618, `alg="confidence_threshold"` without a cache',
+)
+def budgeted_threshold(
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, tokens: Count = 1
+) -> tuple[Proposal, Memory]:
+    """Accepts masks of confidence `p`, at most `tokens` a step with what earlier steps left, and at least one.
+
+    A threshold alone may accept a whole block at once; the budget bounds a step by the schedule.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `editable`, `masked` and `step`.
+        memory: Unused.
+        p: Confidence from which a token is accepted.
+        tokens: Tokens that each step adds to the budget.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, decided = view.stats.p_sample, view.editable.sum() - view.masked.sum()
+    within = top(c, view.masked, (view.step + 1) * tokens - decided)
+    return accept(view, (within & (c >= p)) | top(c, view.masked, 1)), memory
 
 
 @rule(source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
