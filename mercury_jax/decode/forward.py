@@ -370,7 +370,7 @@ def _run_width(
 
 
 # Positions of one pass over a group of rows: enough to be bound by arithmetic, on a CPU and on an accelerator.
-TOKENS = 256
+TOKENS = 128
 
 
 def _group_size(rows: int, width: int, canvas: int) -> int:
