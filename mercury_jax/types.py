@@ -115,6 +115,7 @@ class View(NamedTuple):
     output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
     prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
     first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
+    hidden: Any = None  # hidden states [L, D], or what a head makes of them; for rules with `needs_hidden`
 
 
 class Proposal(NamedTuple):
