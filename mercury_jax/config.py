@@ -540,7 +540,7 @@ class Refresh:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an answer is divided into blocks, how many steps each may take, and what is reused between steps.
+    """How an answer is divided into blocks, how many steps each may take, and how the passes are made.
 
     Attributes:
         block: Tokens of an active block; None: the model's own.
@@ -549,20 +549,31 @@ class Plan:
             patterns need none, their cache is exact.
         revise: Number of finished blocks before the active one that stay editable, in bidirectional models
             (multi-block editing of LLaDA2.1).
+        lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
+            those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
+            as many copies of its KV cache. 0: none.
     """
 
     block: int | None = None
     steps: int | None = None
     refresh: Refresh | None = None
     revise: int = 0
+    lookahead: int = 0
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            raise refuse("Plan() argument", args[0], "named ones: Plan(block=, steps=, refresh=, revise=)")
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=)"
+            raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, least, other in (("block", 1, ", or None"), ("steps", 1, ", or None"), ("revise", 0, "")):
+        fields = (
+            ("block", 1, ", or None"),
+            ("steps", 1, ", or None"),
+            ("revise", 0, ""),
+            ("lookahead", 0, ""),
+        )
+        for name, least, other in fields:
             value = getattr(self, name)
             if value is None and other:
                 continue

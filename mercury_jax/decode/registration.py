@@ -414,8 +414,11 @@ def stopping_criterion(
     return decorate if function is None else decorate(function)
 
 
-def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
-    """Registers a function that returns a whole `Sampler` under its name, beside the rules.
+Made = TypeVar("Made", Sampler, Rule)
+
+
+def sampler_preset(source: str = "") -> Callable[[Callable[P, Made]], Factory[P, Made]]:
+    """Registers a function that returns a whole `Sampler`, or a rule with a table, under its name beside the rules.
 
     Args:
         source: Paper and equation, or reference implementation.
@@ -427,7 +430,7 @@ def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory
         ValueError: The name is taken.
     """
 
-    def decorate(function: Callable[P, Sampler]) -> Factory[P, Sampler]:
+    def decorate(function: Callable[P, Made]) -> Factory[P, Made]:
         parameters = inspect.signature(function).parameters
         ranges = ranges_of(function, parameters)
         params = {name: p.default for name, p in parameters.items() if name in ranges}

@@ -129,7 +129,12 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     Returns:
         The request with `sampler` and `plan` set.
     """
-    sampler, plan = choose_sampler(lm, request.sampler, request.plan, find_effort(request.effort))
+    given, temperature = request.sampler, request.temperature
+    sampler, plan = choose_sampler(lm, given, request.plan, find_effort(request.effort), temperature)
+    if given is None and isinstance(
+        sampler, Sampler
+    ):  # the model's own, which has the caller's temperature already
+        request = request._replace(temperature=None)
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))
@@ -240,8 +245,8 @@ def start(lm: LM, request: Request) -> Session:
             cache = jax.tree.map(fit, state.cache, before.cache)
             state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, pending)
-        if width is not None:
+        width = prefill_width(config, state.tokens.shape[1])
+        if width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
     return Session(config, state, len(rows.committed), mesh, list(request.prompts))

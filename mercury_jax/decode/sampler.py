@@ -42,7 +42,7 @@ LeaveOneOutMasks: TypeAlias = bool | Literal["joint"]
 class Static(NamedTuple):
     """A parameter that is one array for all rows (a table of ids), where a plain array is one number per row."""
 
-    value: jax.Array
+    value: jax.Array | np.ndarray
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ def sampling_params(
     Raises:
         ValueError: Names a parameter whose array has another length.
     """
-    ids = lambda x: np.full((rows,), x, np.int32)
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
     steps = steps or (1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows)
     return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
@@ -71,6 +71,15 @@ class Rows(NamedTuple):
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
+
+
+class Drafts(NamedTuple):
+    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # as of the state; 0: no draft
+    step: Int[Array, "B n"]
+    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
 
 
 class State(NamedTuple):
@@ -100,6 +109,12 @@ class State(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
+
+    @property
+    def evaluated(self) -> Int[Array, "B"]:
+        """Canvases that denoising and verifying passes have computed: `nfe`, and the drafts of lookahead."""
+        return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
@@ -137,6 +152,8 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     seeds = jnp.asarray(rows.seeds)
+    none = jnp.zeros((count, config.lookahead), jnp.int32)
+    drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -162,6 +179,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
         sampling=sampling,
+        lookahead=drafts if config.lookahead else (),
     )
 
 

@@ -283,12 +283,13 @@ def wino(
     return remask(view, accept(view, which), wrong), drafted.astype(memory.dtype)
 
 
-def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) -> Proposal:
-    """Fills masks above `p`, at least one, and replaces decided tokens that `judge` contradicts above `p_edit`."""
+def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param, least: Param = 1) -> Proposal:
+    """Fills masks above `p`, or the `least` best, and replaces tokens that `judge` contradicts above `p_edit`."""
     c = view.stats.p_sample
-    filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
-    wrong = (judge.argmax != view.canvas) & (judge.p_argmax > p_edit)
-    return replace_tokens(filled, view.editable & ~view.masked & wrong, judge.argmax)
+    certain = view.masked & (c > p)
+    which = jnp.where(certain.sum() >= least, certain, top(c, view.masked, jnp.asarray(least)))
+    wrong = (judge.sample != view.canvas) & (judge.p_sample > p_edit)
+    return replace_tokens(accept(view, which), view.editable & ~view.masked & wrong, judge.sample)
 
 
 @rule(
@@ -298,27 +299,32 @@ def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) ->
     source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
 )
 def editing(
-    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Probability = 0.95,
+    p_edit: Probability = 0.9,
+    least: Count = 1,
 ) -> tuple[Proposal, Memory]:
     """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
 
-    A mask becomes a token above probability `p` (at least one does); a decided token becomes the argmax where that
-    differs and has more than `p_edit`. Once the block is full, up to 16 passes edit, until one changes nothing. The
-    model must have seen wrong tokens in training; for one that has not, see `blind_editing`.
+    A mask becomes the drawn token above probability `p` (at least `least` do); a decided token becomes the drawn one
+    where that differs and has more than `p_edit`. Once the block is full, up to 16 passes edit, until one changes
+    nothing: give as many steps as the block has tokens and 16 more. The model must have seen wrong tokens in training;
+    for one that has not, see `blind_editing`.
 
     Args:
         key: Unused.
         view: Reads `stats`, `canvas`, `masked` and `editable`.
         memory: Unused.
-        p: Probability from which a mask is filled.
-        p_edit: Probability from which a decided token is replaced.
+        p: Probability above which a mask is filled.
+        p_edit: Probability above which a decided token is replaced.
+        least: Masks that are filled where fewer are above `p`; the reference's `num_to_transfer`.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: above temperature 0 edits are still the argmax.
     """
-    return _joint_thresholds(view, view.stats, p, p_edit), memory
+    return _joint_thresholds(view, view.stats, p, p_edit, least), memory
 
 
 @rule(
