@@ -16,6 +16,7 @@ import pytest
 import scipy.stats
 
 import mercury_jax as mj
+from mercury_jax import models
 from tests.tiny import tiny
 
 
@@ -219,3 +220,81 @@ def test_heads_are_refused_by_name():
     plain = mj.rule(needs_hidden=True)(lambda key, view, memory: None)()
     with pytest.raises(ValueError, match="rules that read the same of the hidden states"):
         mj.rules.one_of([mj.rules.prism(), plain])
+
+
+# -- soft masking
+
+# (case, length of the prompt, new tokens, steps, scale of the logits, numbers of the soft masking)
+SOFT = [
+    ("soft_0", 12, 24, 24, 2.0, dict(scale=1.0, steepness=2.0, centre=-2.0)),
+    ("soft_1", 6, 24, 12, 2.0, dict(scale=0.7, centre=-2.5)),
+    ("soft_2", 9, 16, 8, 1.0, dict(scale=0.9, steepness=1.0, centre=-3.0, top_k=5)),
+]
+
+
+def decode_softly(lm, name, length, new, steps, **settings):
+    plan = mj.Plan(block=new, steps=steps)
+    text = prompt(int(name[-1]), length)
+    lm = mj.soft_masking(lm, **settings) if settings else lm
+    out = mj.sample(lm, [text], max_tokens=new, sampler=mj.rules.confidence(), plan=plan)
+    return [*out.tokens[0].tolist(), *out.forwards.tolist()]
+
+
+@pytest.mark.parametrize("name, length, new, steps, scale, settings", SOFT, ids=lambda x: str(x))
+def test_masks_are_fed_as_mixtures_as_the_reference_does(name, length, new, steps, scale, settings):
+    lm, theirs = surer(scale), goldens()[name].tolist()
+    assert decode_softly(lm, name, length, new, steps, **settings) == theirs
+    plain = decode_softly(lm, name, length, new, steps)
+    assert plain != theirs
+    if name == "soft_2":  # 0 changes nothing, and equal numbers share a program
+        assert decode_softly(lm, name, length, new, steps, scale=0.0) == plain
+        assert mj.soft_masking(lm, scale=0.3).model is mj.soft_masking(lm, scale=0.3).model
+
+
+@pytest.mark.parametrize(
+    "pattern, alignment", [("block_causal", "same_position"), ("bidirectional", "shifted")]
+)
+def test_soft_masks_depend_on_nothing_but_their_row(pattern, alignment):
+    """Beside others or alone, whatever the pass holds: also in front of a block, and with guidance and joint masks."""
+    config = dataclasses.replace(tiny(pattern).model.config, alignment=alignment)
+    lm = dataclasses.replace(tiny(pattern), model=models.build(config))
+    soft = mj.soft_masking(lm, scale=1.0, steepness=1.0, centre=-4.0)
+    texts, plan = [prompt(1, 5), prompt(2, 12)], mj.Plan(steps=4)
+    for more in (dict(), dict(guidance=0.5), dict(sampler=mj.rules.wino()))[
+        : 2 if alignment == "shifted" else 3
+    ]:
+        both = mj.sample(soft, texts, max_tokens=12, plan=plan, **more).tokens
+        for text, ids in zip(texts, both, strict=True):
+            assert (
+                mj.sample(soft, [text], max_tokens=12, plan=plan, **more).tokens[0].tolist() == ids.tolist()
+            )
+    hard = mj.sample(lm, texts, max_tokens=12, plan=plan).tokens
+    assert any(
+        a.tolist() != b.tolist()
+        for a, b in zip(hard, mj.sample(soft, texts, max_tokens=12, plan=plan).tokens)
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(scale=1.5), r"soft_masking\(scale=\) is 1.5; allowed: a number in \[0, 1\]"),
+        (dict(scale=0.5, steepness=0), r"soft_masking\(steepness=\) is 0; allowed: a number, above 0"),
+        (dict(scale=0.5, centre=float("nan")), r"soft_masking\(centre=\) is nan"),
+        (dict(scale=0.5, top_k=0), r"soft_masking\(top_k=\) is 0; allowed: a whole number in \[1, 320\]"),
+        (dict(scale="x"), r"soft_masking\(scale=\) is 'x'"),
+    ],
+)
+def test_soft_masking_refuses_numbers_out_of_range(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        mj.soft_masking(tiny("bidirectional"), **arguments)
+
+
+def test_soft_masking_is_for_transformers_with_a_mask():
+    for lm in (tiny(kind="uniform"), mj.soft_masking(tiny("bidirectional"), scale=0.5)):
+        with pytest.raises(ValueError, match=r"soft_masking\(lm=\) is .*; allowed: a transformer"):
+            mj.soft_masking(lm, scale=0.5)
+    with pytest.raises(
+        ValueError, match="sampler.rule is 'daedal'; allowed: a rule that keeps the number of tokens"
+    ):
+        mj.sample(mj.soft_masking(tiny("bidirectional"), scale=0.5), "x", sampler=mj.rules.daedal())
