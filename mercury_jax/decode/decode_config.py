@@ -132,6 +132,12 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
+    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
+        allowed = (
+            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
+        )
+        raise refuse("sampler.rule", rule.name, allowed)
     if rule.variable_length and plan.block is not None and "block" in rule.params:
         raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if plan.lookahead:
