@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import grammar, processors, rules, stopping
+    from mercury_jax.decode import grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("grammar", "processors", "rules", "stopping"),
+    "decode": ("grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -81,7 +81,7 @@ __all__ = [
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
     "TrainConfig", "View", "accept", "decoder", "edit", "grammar", "hub", "infill", "load", "logits",
-    "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
+    "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
     "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 

@@ -263,7 +263,10 @@ class Trial:
 
     @property
     def canvases(self) -> int:
-        """Canvases of a forward pass: 2 for a rule that also predicts each token with that token masked."""
+        """Canvases of a forward pass at most: 2 for a rule that also predicts each token of the active block by a mask.
+
+        A bidirectional model feeds such masks for the active block alone, which is a part of its canvas.
+        """
         return 2 if self.sampler.rule.leave_one_out else 1
 
 

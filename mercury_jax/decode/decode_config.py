@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -29,7 +29,7 @@ class DecodeConfig(NamedTuple):
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
     refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
@@ -48,6 +48,11 @@ class DecodeConfig(NamedTuple):
         return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
+    def own_prefill(self) -> int:
+        """Tokens of a prompt that the decoder's own steps encode, at most; `prefill` encodes the rest."""
+        return 2 * self.width
+
+    @property
     def never_emitted(self) -> tuple[int, ...]:
         """Ids that no answer may hold."""
         return (*self.corruption.forbidden, *self.forbidden)
@@ -55,7 +60,7 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        return self.width + (self.window if self.leave_one_out else 0)
 
 
 def build_config(
@@ -133,6 +138,8 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -198,21 +205,24 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
         The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
-    return min(bucket(tokens + behind), max(most, tokens + behind))
+    # Steps of 2 quanta: a slot that stays empty costs little, a further program seconds.
+    return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, pending: int) -> int | None:
-    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode it.
+def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
+
+    It follows from the slots, so that prompts of all lengths share a program.
 
     Args:
         config: Static sizes.
-        pending: Committed tokens that are not in the cache, at most.
+        slots: Of a row.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
+    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1
-    return -(-min(PREFILL, bucket(pending)) // quantum) * quantum
+    return -(-min(PREFILL, slots // 2) // quantum) * quantum

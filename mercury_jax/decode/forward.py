@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import State, window_of, window_offset
 from mercury_jax.decode.view import step_times, steps_of
-from mercury_jax.types import Cache, Params, Pass
+from mercury_jax.types import Cache, LeaveOneOut, Params, Pass
 
 
 def forward(
@@ -44,16 +44,22 @@ def forward(
     if config.refresh is not None:
         hidden, cache = _partial_forward(config, params, state, used, offset)
         return hidden, None, cache
-    mask = config.corruption.mask if config.leave_one_out else None
     time, start = times(config, state, causal), state.cache_length
-    given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time, mask)
-    hidden, cache = config.model.forward(params, given)
-    # With leave-one-out masks the pass returns 2 W hidden states: the tokens' and then the masks'.
+    given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time)
+    if not config.leave_one_out:
+        hidden, cache = config.model.forward(params, given)
+        return slice_rows(hidden, offset, config.window), None, cache
+    # One leave-one-out mask for each position of the active block, and of what stays editable before it.
+    assert config.corruption.mask is not None
+    columns = offset[:, None] + jnp.arange(config.window)
+    at, first = start[:, None] + columns, (state.committed - config.revisable)[:, None]
+    inside = (at >= first) & (at < state.committed[:, None] + config.block)
+    joint = config.leave_one_out == "joint"
+    masks = LeaveOneOut(config.corruption.mask, jnp.where(inside, columns, -1), joint)
+    hidden, cache = config.model.forward(params, given._replace(leave_one_out=masks))
+    # The pass returns W + L hidden states: those of the tokens and then those of the masks.
     own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
-    if mask is None:
-        return own, None, cache
-    others = jax.tree.map(lambda x: x[:, config.width :], hidden)
-    return own, slice_rows(others, offset, config.window), cache
+    return own, jax.tree.map(lambda x: x[:, config.width :], hidden), cache
 
 
 def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:

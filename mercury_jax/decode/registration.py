@@ -26,6 +26,7 @@ from mercury_jax.config import nearest, refuse
 from mercury_jax.decode.sampler import (
     KINDS,
     NOISE,
+    LeaveOneOutMasks,
     LogitsProcessor,
     Memory,
     Param,
@@ -292,7 +293,7 @@ def rule(
     init: Callable[[jax.Array, int], Memory] = no_memory,
     temperature: float = 0.0,
     stopping: Callable[[], StoppingCriterion] | None = None,
-    leave_one_out: bool = False,
+    leave_one_out: LeaveOneOutMasks = False,
     variable_length: bool = False,
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
@@ -319,7 +320,7 @@ def rule(
         A factory: call it with parameters to get a `Rule`.
 
     Raises:
-        ValueError: The name is taken by another rule, or `noise` is unknown.
+        ValueError: The name is taken by another rule, or `noise` or `leave_one_out` is unknown.
 
     Example:
         >>> @mj.rule(noise="absorbing", needs_logits=False)
@@ -332,6 +333,8 @@ def rule(
     if stopping is not None and (isinstance(stopping, StoppingCriterion) or not callable(stopping)):
         allowed = "what makes a stopping criterion, such as mj.stopping.never"
         raise refuse("stopping of a rule", stopping, allowed)
+    if fields.get("leave_one_out", False) not in (False, True, "joint"):
+        raise refuse("leave_one_out of a rule", fields["leave_one_out"], "True, False or 'joint'")
     fields["noise"] = NOISE if noise is None else (noise,)
 
     decorate = _decorator(Rule, RULES, name, source, fields)

@@ -245,8 +245,8 @@ def start(lm: LM, request: Request) -> Session:
             cache = jax.tree.map(fit, state.cache, before.cache)
             state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, pending)
-        if width is not None:
+        width = prefill_width(config, state.tokens.shape[1])
+        if width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
     return Session(config, state, len(rows.committed), mesh, list(request.prompts))
@@ -301,12 +301,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     padded = _padded(rows, longest, sampler, count, slots)
     sampling = sampling_params(lm, config, sampler, plan.steps, len(rows.committed))
     if request.end_thinking is not None:
-        sampling = sampling._replace(end_thinking=jnp.full_like(sampling.end_thinking, request.end_thinking))
+        sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
-        sampling = sampling._replace(eos=jnp.full_like(sampling.eos, -1))
-    # Added rows take the parameters of the last one.
-    more = count - len(rows.committed)
-    sampling = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]), sampling)
+        sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if more := count - len(rows.committed):  # added rows take the parameters of the last one
+        repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
+        join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
+        sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
     return config, sampling, padded
 
@@ -363,6 +364,12 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
     if negative is None:
         return weights, [[]] * rows
+    if isinstance(negative, str) and negative == "masked":
+        mask = lm.corruption.mask
+        if mask is None:
+            raise refuse("negative", negative, "a prompt: this model's noise has no mask")
+        assert request.rows is not None
+        return weights, [[mask] * int(length) for length in request.rows.committed]
     texts = inputs.prompt_rows(lm, negative, rows, "negative")
     room = lm.model.config.context - request.max_tokens
     for i, ids in enumerate(texts):

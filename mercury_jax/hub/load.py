@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax import checkpoint, models, noise
+from mercury_jax import checkpoint, compilation, models, noise
 from mercury_jax.checkpoint import CheckpointError, Exported, manifest
 from mercury_jax.checkpoint.export import PARAMS
 from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse, to_dict
@@ -89,6 +89,7 @@ def load(
         >>> lm = mj.load()
         >>> lm = mj.load("GSAI-ML/LLaDA-8B-Instruct", dtype="bfloat16", quantise="int8", kv="4bit")
     """
+    compilation.prepare()
     if kv is not None:
         cache.check_kv_kind(kv)
     if quantise is not None and quantise not in WEIGHT_KINDS:

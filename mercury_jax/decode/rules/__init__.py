@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mercury_jax.decode.registration import RULES, rule
 from mercury_jax.decode.rules import combined, history, masked, remask, uniform, variable_length
-from mercury_jax.decode.rules.combined import one_of
+from mercury_jax.decode.rules.combined import leftmost_first, one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
     from mercury_jax.decode.rules.masked import (
         ancestral,
         ancestral_cache,
+        budgeted_threshold,
         confidence,
         dream_entropy,
         dream_origin,

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, NonNegative, Probability, rule
+from mercury_jax.decode.registration import Above, AtLeast, Between, Count, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -51,6 +51,8 @@ def top(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""]
     Returns:
         The selected positions.
     """
+    if isinstance(count, int) and count == 1:  # without the sort
+        return among & (jnp.arange(score.shape[0]) == jnp.where(among, score, -jnp.inf).argmax())
     return among & (rank_among(score, among) < count)
 
 
@@ -123,6 +125,33 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     """
     certain = view.masked & (view.stats.p_sample >= p)
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source='Fast-dLLM for Dream, arXiv 2505.22618, `alg="confidence_threshold"` without a cache',
+)
+def budgeted_threshold(
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, tokens: Count = 1
+) -> tuple[Proposal, Memory]:
+    """Accepts masks of confidence `p`, at most `tokens` a step with what earlier steps left, and at least one.
+
+    A threshold alone may accept a whole block at once; the budget bounds a step by the schedule.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `editable`, `masked` and `step`.
+        memory: Unused.
+        p: Confidence from which a token is accepted.
+        tokens: Tokens that each step adds to the budget.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, decided = view.stats.p_sample, view.editable.sum() - view.masked.sum()
+    within = top(c, view.masked, (view.step + 1) * tokens - decided)
+    return accept(view, (within & (c >= p)) | top(c, view.masked, 1)), memory
 
 
 @rule(source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
@@ -222,7 +251,11 @@ def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memor
 
 @rule(noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
 def factor(
-    key: Key, view: View, memory: Memory, f: Annotated[Param, Above(0)] = 1.0
+    key: Key,
+    view: View,
+    memory: Memory,
+    f: Annotated[Param, Above(0)] = 1.0,
+    accept_last: Annotated[Param, Between(0, 1, integer=True)] = 1,
 ) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with (n + 1)(1 - c_n) <= f, at least one.
 
@@ -233,18 +266,18 @@ def factor(
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
         f: Bound on the summed doubt. Larger values accept more tokens per step.
+        accept_last: 1 also accepts the least confident mask where it alone fails the test, as the reference's
+            `get_transfer_index_dynamic` does. 0 leaves it to the next step, as the paper's algorithm does.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: `get_transfer_index_dynamic` also accepts the single least confident mask when it
-    alone fails the test; here it waits for the next step.
     """
     c = view.stats.p_sample
     rank = rank_among(c, view.masked)
     # c falls and the bound 1 - f / (rank + 2) rises with the rank, so the masks that pass form a prefix.
-    passes = c >= 1.0 - f / (rank + 2)
-    return accept(view, view.masked & (passes | (rank == 0))), memory
+    which = view.masked & ((c >= 1.0 - f / (rank + 2)) | (rank == 0))
+    finish = (jnp.asarray(accept_last) > 0) & (which.sum() + 1 >= view.masked.sum())
+    return accept(view, which | (view.masked & finish)), memory
 
 
 Tokens = Annotated[Param, AtLeast(0, integer=True)]

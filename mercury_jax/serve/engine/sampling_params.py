@@ -173,8 +173,8 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
         if part.name == "bias":
             numbers = _bias_params(r.logit_bias, rules.vocab)
         else:
-            (name,) = part.params
-            numbers = {name: _in_range(processors.ALL, part.name, name, values[part.name])}
+            name = next(iter(part.params))
+            numbers = part.params | {name: _in_range(processors.ALL, part.name, name, values[part.name])}
         parts.append(dataclasses.replace(part, params=numbers))
     visible: dict[str, Any] = {"bits": Static(rules.visible), "start": 0}  # type: ignore[arg-type]
     default: Any = rules.own.temperature if chosen == 0 else rule.temperature
