@@ -38,12 +38,19 @@ class DecodeConfig(NamedTuple):
     speculative: bool = False  # drafts are verified by a causal pass
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
+    times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
     def window(self) -> int:
         """L, the positions that a rule sees."""
         return min(self.width, self.block + self.revisable)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the pass that encodes a block also decides the first token of the next (Fast-dLLM v2)."""
+        config = self.model.config
+        return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
     def own_prefill(self) -> int:
@@ -112,6 +119,7 @@ def build_config(
         speculative=sampler.speculate is not None,
         lookahead=int(plan.lookahead),
         logprobs=logprobs,
+        times=plan.times,
     )
 
 
@@ -126,6 +134,11 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     if rule.leave_one_out and config.alignment == "shifted":
         allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
         raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "ancestral_cache" and config.timed:
+        allowed = "ancestral: this model takes the time, and predicts anew in each step"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
+        raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
     if plan.refresh is not None and not bidirectional:
         raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
     if plan.revise and not bidirectional:

@@ -31,7 +31,7 @@ from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.self_speculation import verify
+from mercury_jax.decode.self_speculation import first_tokens, verify
 from mercury_jax.decode.state import (
     Frame,
     Rows,
@@ -89,6 +89,9 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
+    if config.seeded:
+        finished = encoding & (state.cache_length + used == state.committed)
+        moved = first_tokens(config, params, hidden, finished, moved)
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
@@ -170,6 +173,8 @@ def prefill(
         The state with a longer cache.
     """
     committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
+    if config.seeded:  # `step` encodes the last block, and decides the token after it
+        committed = committed - 1
 
     def pending(state: State) -> Int[Array, "B"]:
         return (encodable_tokens(config, committed) - state.cache_length) * ~state.done

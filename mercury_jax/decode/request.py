@@ -273,6 +273,10 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
+    if plan.whole_blocks and model_config.pattern == "block_causal" and rows.answer_budget is None:
+        block = model_config.block
+        whole = np.minimum(-(-np.asarray(rows.end) // block) * block, model_config.context)
+        rows = rows._replace(end=np.where(rows.end > rows.committed, whole, rows.end))
     # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
     from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
     from mercury_jax.decode.rules.masked import (
         ancestral,
+        ancestral_cache,
         budgeted_threshold,
         confidence,
         dream_entropy,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
     from mercury_jax.decode.rules.remask import (
         blind_editing,
         editing,
+        hybrid_ancestral,
         remdm_cap,
         remdm_confidence,
         remdm_loop,

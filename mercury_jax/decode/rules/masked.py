@@ -192,6 +192,40 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     noise="absorbing",
     temperature=1.0,
     needs_logits=False,
+    init=lambda canvas, vocab: jnp.asarray(0, jnp.int32),
+    source="MDLM, arXiv 2406.07524, `ddpm_cache` in its diffusion.py; `ancestral_cache` in DUO's trainer_base.py",
+)
+def ancestral_cache(key: Key, view: View, memory: Int[Array, ""]) -> tuple[Proposal, Int[Array, ""]]:
+    """Decodes as `ancestral`, without the passes that accept nothing.
+
+    A denoiser that does not take the time predicts the same until a mask becomes a token. So each pass draws for every
+    mask the step in which the reverse process would accept it, and goes on to the earliest of these: min(steps, masks)
+    passes at most, whatever the steps. The steps are evenly spaced in alpha.
+
+    Args:
+        key: Draws the steps.
+        view: Reads `masked` and `steps`.
+        memory: Steps of the process that are behind.
+
+    Returns:
+        The proposal, and the steps that are behind now.
+
+    Departs from the reference: its times end at 1e-5, where a further pass gives what is still masked its argmax
+    (`noise_removal`); here the last step ends at 0, where nothing is masked. Its cache serves a whole batch, and so
+    helps only while no row changes; here each row makes its own passes.
+    """
+    steps, left = view.steps, 1.0 - memory / view.steps
+    # The time at which each mask is accepted is uniform in what is left of it; step i ends at 1 - (i + 1) / steps.
+    time = left * jax.random.uniform(key, view.canvas.shape)
+    step = jnp.clip(jnp.floor((1.0 - time) * steps).astype(jnp.int32), memory, steps - 1)
+    earliest = jnp.min(jnp.where(view.masked, step, steps - 1))
+    return accept(view, view.masked & (step == earliest)), (earliest + 1).astype(memory.dtype)
+
+
+@rule(
+    noise="absorbing",
+    temperature=1.0,
+    needs_logits=False,
     source="first-hitting sampler, arXiv 2409.02908; `first_hitting` in bd3lms `diffusion.py`",
 )
 def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
