@@ -247,7 +247,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:
     """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
 
     It follows from the slots, so that prompts of all lengths share a program.
@@ -255,11 +255,13 @@ def prefill_width(config: DecodeConfig, slots: int) -> int | None:
     Args:
         config: Static sizes.
         slots: Of a row.
+        always: Whether short prompts are encoded so too.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
+    short = slots <= 4 * config.width and not always
+    if config.model.config.pattern == "bidirectional" or short:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1

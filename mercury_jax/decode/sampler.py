@@ -485,12 +485,13 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
     raise refuse(field, part, allowed)
 
 
-def broadcast_params(tree: Any, rows: int) -> Any:
+def broadcast_params(tree: Any, rows: int, n: int = 1) -> Any:
     """Broadcasts every parameter of a sampler to one value per row, by numpy where it is not a JAX array.
 
     Args:
-        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
+        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per prompt.
         rows: B.
+        n: Rows of each prompt, which stand beside each other.
 
     Returns:
         The same tree with arrays [B, ...].
@@ -506,10 +507,12 @@ def broadcast_params(tree: Any, rows: int) -> Any:
         array = xp.asarray(array, dtypes.canonicalize_dtype(jnp.result_type(array)))
         if isinstance(x, Static):
             return Static(xp.broadcast_to(array, (rows, *array.shape)))
-        x = array
-        if x.ndim and x.shape[0] != rows:
+        if array.ndim == 0:
+            return xp.broadcast_to(array, (rows,))
+        if array.shape[0] * n != rows:
             name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
-            raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
-        return x if x.ndim else xp.broadcast_to(x, (rows,))
+            allowed = f"a number, or one for each of the {rows // n} {'rows' if n == 1 else 'prompts'}"
+            raise refuse(f"shape of {name}", list(array.shape), allowed)
+        return array if n == 1 else xp.repeat(array, n, axis=0)
 
     return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))
