@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.stream import StreamOutput, stream
+    from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ _PUBLIC = {
     "decode.score": ("Score", "logits", "score"),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
+    "hub.function": ("from_function",),
     "hub.load": ("load",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
@@ -78,9 +80,9 @@ __all__ = [
     "EFFORTS", "LM", "Above", "AtLeast", "Between", "EditOutput", "Effort", "Hole", "InfillOutput", "LogProbs",
     "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh", "Rule",
     "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "edit", "grammar", "hub", "infill", "load", "logits", "logits_processor",
-    "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping", "stopping_criterion",
-    "stream", "train",
+    "TrainConfig", "View", "accept", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
+    "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
+    "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 

@@ -289,6 +289,9 @@ class Model(NamedTuple):
         head_chunk: Logits of a chunk of the vocabulary; None: the model computes only all of them.
         embed_mixture: A chunk's part of self_cond; None: without self-conditioning.
         mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
+        hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of several lengths share a pass.
+        reuses_keys: Whether a pass over a part of a canvas reads the other keys from the cache (`Plan.refresh`).
+        leave_one_out: Whether `Pass.leave_one_out` is supported.
     """
 
     config: ModelConfig
@@ -304,6 +307,9 @@ class Model(NamedTuple):
     head_chunk: HeadChunk | None = None
     embed_mixture: EmbedMixture | None = None
     mesh: Mesh | None = None
+    hides_padding: bool = True
+    reuses_keys: bool = True
+    leave_one_out: bool = True
 
 
 @dataclass(frozen=True)

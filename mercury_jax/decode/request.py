@@ -30,6 +30,7 @@ from mercury_jax.types import LM
 
 PREFILL = 256  # tokens of one pass over a long prompt
 QUANTUM = 64  # capacities are multiples of it, then of powers of two
+SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
 class Request(NamedTuple):
@@ -275,6 +276,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
+    if not lm.model.hides_padding:
+        check_equal_lengths("rows", longest)
     region = int((longest - rows.committed).max())  # tokens that a row may write
     width, block = _sizes(lm, plan, sampler, request.block, int(longest.max()), region)
     # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
@@ -327,7 +330,17 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional = pattern == "bidirectional"
+    bidirectional, model = pattern == "bidirectional", lm.model
+    if plan.refresh is not None and not model.reuses_keys:
+        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
+    if rule.leave_one_out and not model.leave_one_out:
+        allowed = (
+            "a rule without leave-one-out predictions, for which apply must take attention_mask and positions"
+        )
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.variable_length and not model.hides_padding:
+        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
+        raise refuse("sampler.rule", rule.name, allowed)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
@@ -360,7 +373,7 @@ def _sizes(
     config = lm.model.config
     whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
     if config.pattern == "bidirectional":
-        width = bucket(longest)
+        width = bucket(longest) if lm.model.hides_padding else longest
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
@@ -371,6 +384,22 @@ def _sizes(
         return config.block, plan.block or config.block
     width = bucket(region, config.block) if whole else plan.block or config.block
     return width, width
+
+
+def check_equal_lengths(name: str, lengths: ArrayLike | Sequence[int]) -> None:
+    """Refuses rows of several lengths, for a model that would see their padding.
+
+    Args:
+        name: What errors call the rows.
+        lengths: Of each row, prompt and answer together.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found = sorted({int(n) for n in np.asarray(lengths)})
+    if len(found) > 1:
+        allowed = f"one length in a call: {SEES_PADDING}"
+        raise refuse(f"lengths of the {name}", found, allowed)
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:
@@ -475,14 +504,19 @@ def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[lis
     if not numeric or not np.isfinite(weights).all():
         raise refuse("guidance", weight, f"a finite number, or one for each of the {rows} prompts")
     weights = np.broadcast_to(weights.astype(np.float32), (rows,))
-    if negative is None:
+    if negative is None and lm.model.hides_padding:
         return weights, [[]] * rows
-    texts = inputs.prompt_rows(lm, negative, rows, "negative")
+    texts = [[]] * rows if negative is None else inputs.prompt_rows(lm, negative, rows, "negative")
     room = lm.model.config.context - request.max_tokens
     for i, ids in enumerate(texts):
         if len(ids) > room:
             allowed = f"at most {room}: context less max_tokens"
             raise refuse(f"negative[{i}]", f"{len(ids)} tokens", allowed)
+        if not lm.model.hides_padding and request.rows is not None:
+            prompt = int(np.asarray(request.rows.committed)[i])
+            if len(ids) != prompt:
+                allowed = f"{prompt} tokens, as many as the prompt has: {SEES_PADDING}"
+                raise refuse(f"negative[{i}]", f"{len(ids)} tokens", allowed)
     return weights, texts
 
 
