@@ -471,6 +471,7 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         one_of(NoiseKind, kind=self.kind)
         one_of(ScheduleName, schedule=self.schedule)
+        check_types(self, "noise.")
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")
         if not 0 <= self.uniform < 1:
@@ -498,6 +499,7 @@ class Refresh:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(0, before=self.before, after=0 if self.after is None else self.after)
         at_least(1, every=1 if self.every is None else self.every)
 

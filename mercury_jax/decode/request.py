@@ -23,6 +23,7 @@ from mercury_jax.decode import guidance, inputs, processors
 from mercury_jax.decode.decoder import Session, first_state_program, prefill_program
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
+from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.sampler import Sampler, broadcast_params, check_sampler
 from mercury_jax.decode.state import ArrayLike, DecodeConfig, Rows, SamplingParams
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
@@ -271,6 +272,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
+    check_token_ids(sampler.rule, model_config.vocab)
     _check_plan_fits(lm, plan, sampler)
     # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end

@@ -364,7 +364,8 @@ def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
         if lm.corruption.mask is None:
             raise refuse("time", None, "a number in 0..1: the noise of this model leaves no masks to count")
         time = (canvas == lm.corruption.mask).mean(axis=1)
-    t = np.asarray(time, np.float32)
+    t = np.asarray(time)
+    t = t.astype(np.float32) if t.dtype.kind in "iuf" else np.full((), np.nan, np.float32)
     if t.shape not in ((), (len(canvas),)) or not ((t >= 0) & (t <= 1)).all():
         raise refuse("time", time, f"a number in 0..1, or one for each of the {len(canvas)} rows")
     return jnp.broadcast_to(t, (len(canvas),))
