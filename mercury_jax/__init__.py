@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
     from mercury_jax.decode import grammar, processors, rules, stopping
-    from mercury_jax.decode.decoder import Session
+    from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         propose,
     )
     from mercury_jax.decode.score import Score, logits, score
+    from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
     "decode": ("grammar", "processors", "rules", "stopping"),
-    "decode.decoder": ("Session",),
+    "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
@@ -65,6 +66,7 @@ _PUBLIC = {
         "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
     ),
     "decode.score": ("Score", "logits", "score"),
+    "decode.session": ("Session",),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
     "hub.function": ("from_function",),
@@ -77,11 +79,11 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AtLeast", "Between", "EditOutput", "Effort", "Hole", "InfillOutput", "LogProbs",
-    "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh", "Rule",
-    "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
-    "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
+    "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole", "InfillOutput",
+    "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
+    "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
+    "TrainConfig", "View", "accept", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load",
+    "logits", "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
     "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 

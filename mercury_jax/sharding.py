@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
 from mercury_jax.config import refuse
 
@@ -260,6 +260,71 @@ def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(ROWS, *free)))
+
+
+def varying_axes(tree: Any) -> tuple[str, ...]:
+    """Returns the mesh axes over which any array of a tree varies, inside of a `shard_map`; () elsewhere.
+
+    Args:
+        tree: Arrays.
+
+    Returns:
+        Names of axes.
+    """
+    axes: set[str] = set()
+    for x in jax.tree.leaves(tree):
+        kind = jax.typeof(x)
+        found = getattr(kind, "vma", None)
+        axes |= kind.manual_axis_type.varying if found is None else found
+    return tuple(sorted(axes))
+
+
+def varying(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Marks arrays as varying over mesh axes, as `shard_map` demands of the carry of a loop.
+
+    Args:
+        tree: Arrays, some of which may be the same on all devices.
+        axes: From `varying_axes`; () changes nothing.
+
+    Returns:
+        The same arrays.
+    """
+
+    def mark(x: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree) if axes else tree
+
+
+def in_auto_axes(
+    f: Callable[..., Any], rows: jax.Array, *args: Any, out: Callable[[Any], Any] = PartitionSpec
+) -> Any:
+    """Calls a function with the Explicit axes of its arguments' mesh as Auto axes.
+
+    `jax.make_mesh` makes Explicit axes, under which every gather must name the sharding of its result. Inside of the
+    function XLA chooses the shardings, as on a mesh of `sharding.mesh`.
+
+    Args:
+        f: A function of `args`.
+        rows: An array whose first axis is sharded as the results' rows shall be.
+        args: Trees of arrays.
+        out: From the mesh axes of the rows to the shardings of the results, or of a prefix of their tree. Default:
+            the first axis of each result holds the rows.
+
+    Returns:
+        f(*args); sharded where an argument has Explicit axes.
+    """
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((rows, args))]
+    explicit = [s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types]
+    if not explicit:
+        return f(*args)
+    named = lambda spec: NamedSharding(explicit[0], spec)
+    spec = shardings[0].spec
+    result = jax.tree.map(
+        named, out(spec[0] if spec else None), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    return auto_axes(f, axes=explicit[0].axis_names, out_sharding=result)(*args)
 
 
 def rowwise(f: Callable[..., Any], mesh: Mesh | None, params: Params, *args: Any) -> Any:

@@ -11,7 +11,7 @@ Shape legend, used in every signature of the package:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -339,3 +339,30 @@ class LM:
     def parameters(self) -> int:
         """Number of scalars in the parameters."""
         return sum(x.size for x in jax.tree.leaves(self.params))
+
+
+class _Fixed(NamedTuple):
+    """What a tree of an LM holds beside its parameters: compared by value where that is cheap, else by identity."""
+
+    lm: LM
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Fixed):
+            return NotImplemented
+        a, b = self.lm, other.lm
+        same = a.model == b.model and a.corruption == b.corruption and a.name == b.name
+        return same and a.tokenizer is b.tokenizer and a.card == b.card and a.decoding == b.decoding
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.lm.model, self.lm.corruption, self.lm.name))
+
+
+# An LM is a tree whose leaves are its parameters, so that `jit`, `grad` and `tree.map` take one.
+jax.tree_util.register_pytree_with_keys(
+    LM,
+    lambda lm: (((jax.tree_util.GetAttrKey("params"), lm.params),), _Fixed(replace(lm, params=None))),
+    lambda fixed, children: replace(fixed.lm, params=next(iter(children))),
+)

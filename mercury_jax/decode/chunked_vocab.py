@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Param, Sampler
-from mercury_jax.decode.state import DecodeConfig, SamplingParams, State
+from mercury_jax.decode.state import State
 from mercury_jax.decode.token_stats import NEVER, search_cdf
-from mercury_jax.decode.view import Observation, process_logits
+from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
@@ -77,7 +78,6 @@ def chunked_stats(
     state: State,
     hidden: Any,
     seen: Observation,
-    sampling: SamplingParams,
 ) -> tuple[TokenStats, SelfCond]:
     """Computes the statistics of every row, and the self-conditioning for the next pass.
 
@@ -89,19 +89,19 @@ def chunked_stats(
         state: Of all rows, without its cache.
         hidden: Of each row's window [B, L, ...].
         seen: Of each row.
-        sampling: Of each row.
 
     Returns:
         The statistics [B, L], and the self-conditioning; () for models without.
     """
     vocab, mesh = config.model.config.vocab, config.model.mesh
-    rows = (state, hidden, seen, sampling)
+    uniforms = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
+    rows = (state, hidden, seen, uniforms[1])
     if mesh is not None and dividing_axes((AXIS,), vocab, mesh):
         soft, chunks = _walk_sharded(config, mesh, params, rows)
     else:
         soft, chunks = _walk(config, params, 0, vocab, *rows)
-    temperature = jnp.asarray(sampling.sampler.temperature, jnp.float32)
-    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, seen.uniforms, temperature)
+    temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
+    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, uniforms[0], temperature)
     stats = stats._replace(p_eos=jnp.where(seen.view.eos[:, None] >= 0, stats.p_eos, 0.0))
     return stats, () if soft is None else soft.sum / soft.total
 
@@ -114,7 +114,7 @@ def _walk(
     state: State,
     hidden: Any,
     seen: Observation,
-    sampling: SamplingParams,
+    uniforms: Float[Array, "B L"],
 ) -> tuple[SoftEmbedding | None, ChunkStats]:
     """Walks over the `count` ids from `base` on, which are all that the tables of `params` hold.
 
@@ -127,7 +127,7 @@ def _walk(
         first = base + at  # id of the chunk's first column, which is column `at` of the tables
         logits = part(params, hidden, at, size)  # [B, L, size]
         process = functools.partial(process_logits, config, first_id=first)
-        logits = jax.vmap(process)(state, seen.view, seen.window.at, logits, sampling)
+        logits = jax.vmap(process)(state, seen.view, seen.window.at, logits)
         stats = jax.vmap(functools.partial(chunk_stats, first))(logits, seen.view.canvas, seen.view.eos)
         if soft is not None:
             assert model.embed_mixture is not None
@@ -136,9 +136,9 @@ def _walk(
             weights, scale = jnp.exp(logits - top), jnp.exp(soft.max - top)
             total = soft.total * scale + weights.sum(-1, keepdims=True)
             soft = SoftEmbedding(top, total, soft.sum * scale + model.embed_mixture(params, weights, at))
-        temperature = sampling.sampler.temperature
+        temperature = state.sampling.sampler.temperature
         assert temperature is not None
-        return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
+        return soft, draw_in_chunk(stats, logits, uniforms, temperature, first)
 
     # The accumulator starts empty: its maximum is NEVER, so the first chunk replaces it.
     soft = None

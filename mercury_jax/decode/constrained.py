@@ -9,6 +9,7 @@ token. The server uses the same two pieces for its slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +21,13 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import processors
-from mercury_jax.decode.decoder import Session, advance
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.grammar import GrammarError, JSONSchema, Spec, Walker, compile
 from mercury_jax.decode.inputs import check_max_tokens, encode_prompts
 from mercury_jax.decode.request import Request
 from mercury_jax.decode.sampler import check_sampler
-from mercury_jax.decode.state import DecodeConfig, Frame, State
+from mercury_jax.decode.session import Session, advance
+from mercury_jax.decode.state import Frame, State
 from mercury_jax.types import LM
 
 ALL_IDS = 0xFFFFFFFF  # a word of a grammar mask in which every id is allowed
@@ -279,9 +281,9 @@ def run(lm: LM, session: Session, grammars: Grammars, history: bool) -> tuple[Se
     constrained = np.zeros(session.state.tokens.shape[0], bool)
     constrained[: session.rows] = [row is not None for row in grammars]
     # The host commits at least one token per pass, so a block's tokens are steps enough: no schedule ends before.
-    steps = np.where(constrained, session.config.block, jax.device_get(session.sampling.steps))
-    sampling = session.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
-    session = dataclasses.replace(session, sampling=sampling)
+    steps = np.where(constrained, session.config.block, jax.device_get(session.state.sampling.steps))
+    sampling = session.state.sampling._replace(constrained=constrained, steps=steps.astype(np.int32))
+    session = dataclasses.replace(session, state=session.state._replace(sampling=sampling))
     frames: list[Frame] = []
     made, state = 0, session.state
     prompt, committed, budget = jax.device_get((state.prompt, state.committed, state.answer_budget))
@@ -321,13 +323,14 @@ def _write_pending(session: Session, grammars: Grammars) -> Session:
         for i, row in enumerate(grammars):
             if row is not None and row.begun and row.pending:
                 row.write(change, i)
-        state = _write_program(session.config, state, CommittedTokens(*change), session.sampling.eos)
+        state = _write_program(session.config, state, CommittedTokens(*change))
     return dataclasses.replace(session, state=state)
 
 
 def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Session:
     """The session with the ids that each grammar allows next; parameters are traced, so nothing is compiled."""
-    sampler = session.sampling.sampler
+    sampling = session.state.sampling
+    sampler = sampling.sampler
     *others, mask = sampler.allow
     bits, start = (np.array(mask.params[name]) for name in ("bits", "start"))
     for i, row in enumerate(grammars):
@@ -338,8 +341,8 @@ def _set_masks(session: Session, grammars: Grammars, prompt: np.ndarray) -> Sess
             bits[i, 0, : len(words)] = words
             start[i] = row.frontier - prompt[i]
     mask = dataclasses.replace(mask, params=mask.params | {"bits": bits, "start": start})
-    sampling = session.sampling._replace(sampler=sampler._replace(allow=(*others, mask)))
-    return dataclasses.replace(session, sampling=sampling)
+    sampling = sampling._replace(sampler=sampler._replace(allow=(*others, mask)))
+    return dataclasses.replace(session, state=session.state._replace(sampling=sampling))
 
 
 def _with_commits(frame: Frame, grammars: Grammars, rows: int) -> Frame:
@@ -355,4 +358,6 @@ def _with_commits(frame: Frame, grammars: Grammars, rows: int) -> Frame:
     return jax.tree.map(lambda x: x[:rows], frame)._replace(answer=answer, accepted=accepted)
 
 
-_write_program = jax.jit(write_committed, static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _write_program(config: DecodeConfig, state: State, change: CommittedTokens) -> State:
+    return write_committed(config, state, change, state.sampling.eos)

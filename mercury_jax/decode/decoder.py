@@ -4,42 +4,56 @@ A row's phase follows from its numbers and is never stored: done; else *encode* 
 number of committed tokens; else *verify* where a draft waits for its causal pass; else *denoise*. To commit a block is
 to write it to `tokens` and raise `committed`: the row encodes it in the next pass, while other rows denoise.
 
-`step` is one pass. `run` repeats it on the device. `Session` is a decoding in progress; `advance` runs it for some
-passes.
+`step` is one pass, `run_until_done` and `run_limited` repeat it. `Decoder` offers them to the user's own `jit`, `vmap`,
+`scan`, `grad` and `shard_map`; `session.py` compiles them for the public calls.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int
 
-from mercury_jax.decode.denoise import denoise
+from mercury_jax import sharding
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode.decode_config import (
+    SEES_PADDING,
+    DecodeConfig,
+    build_config,
+    prefill_width,
+    slots_for,
+)
+from mercury_jax.decode.defaults import choose_sampler, complete_sampler
+from mercury_jax.decode.denoise import check_parts, denoise
 from mercury_jax.decode.forward import forward
-from mercury_jax.decode.inputs import Prompt, explain_wrong_params
+from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
+from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import verify
 from mercury_jax.decode.state import (
-    DecodeConfig,
     Frame,
-    SamplingParams,
+    Rows,
     State,
     first_memory,
     first_state,
+    sampling_params,
     step_key,
     update_rows,
     window_offset,
 )
 from mercury_jax.decode.token_stats import slice_at
-from mercury_jax.types import LM, Params, Pass
+from mercury_jax.sharding import in_auto_axes, varying, varying_axes
+from mercury_jax.types import LM, Key, Params, Pass
 
 
-def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingParams) -> tuple[State, Frame]:
+def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Frame]:
     """Runs one forward pass and advances every row by what that row needs next.
 
     In the same batch some rows encode (they write committed tokens to the KV cache), some denoise (they update their
@@ -50,12 +64,11 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
         config: Static sizes; equal configs share one compilation.
         params: Parameters of the model.
         state: Every leaf has the batch axis B first.
-        sampling: Sampling parameters of each row.
 
     Returns:
         The next state, and a frame that shows each row's window after this pass.
     """
-    state = open_canvases(config, state, sampling)  # rows that finished a block start the next one
+    state = open_canvases(config, state)  # rows that finished a block start the next one
     encodable = encodable_tokens(config, state.committed)
     encoding = (state.cache_length < encodable) & ~state.done  # [B]
     verifying = state.unverified & ~state.done  # [B]
@@ -70,15 +83,15 @@ def step(config: DecodeConfig, params: Params, state: State, sampling: SamplingP
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
     causal = encoding | verifying
-    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal, sampling)
+    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal)
     state = state._replace(cache=cache)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
-    moved, frame = denoise(config, params, state, sampling, hidden, leave_one_out, denoising)
+    moved, frame = denoise(config, params, state, hidden, leave_one_out, denoising)
     if config.speculative:
         logits = config.model.head(params, hidden)
-        moved, frame = verify(config, state, sampling, logits, verifying, moved, frame)
+        moved, frame = verify(config, state, logits, verifying, moved, frame)
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
@@ -96,13 +109,12 @@ def encodable_tokens(config: DecodeConfig, committed: Int[Array, "B"]) -> Int[Ar
     return jnp.minimum(ready, committed - 1) if config.speculative else ready
 
 
-def open_canvases(config: DecodeConfig, state: State, sampling: SamplingParams) -> State:
+def open_canvases(config: DecodeConfig, state: State) -> State:
     """Lays a new canvas for every row that has encoded all it can and has none open.
 
     Args:
         config: Static sizes.
-        state: Of all rows.
-        sampling: Of each row; the rule and the stopping criterion start with a fresh memory.
+        state: Of all rows. The rule and the stopping criterion start with a fresh memory.
 
     Returns:
         The state with new canvases: noise, but for committed, given and draft tokens.
@@ -130,7 +142,7 @@ def open_canvases(config: DecodeConfig, state: State, sampling: SamplingParams) 
         used=used,
         step=jnp.zeros_like(state.step),
         self_cond=jax.tree.map(jnp.zeros_like, state.self_cond),
-        memory=jax.vmap(functools.partial(first_memory, config))(sampling.sampler, window),
+        memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
     )
     if config.speculative:  # a committed token alone is a draft of nothing
         fresh["unverified"] = used <= 1
@@ -138,7 +150,12 @@ def open_canvases(config: DecodeConfig, state: State, sampling: SamplingParams) 
 
 
 def prefill(
-    config: DecodeConfig, params: Params, state: State, width: int, limit: Int[Array, ""] | None = None
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    width: int,
+    limit: Int[Array, ""] | None = None,
+    passes: int | None = None,
 ) -> State:
     """Encodes committed tokens in passes of `width` tokens, for prompts much longer than a canvas.
 
@@ -148,6 +165,7 @@ def prefill(
         state: Of all rows.
         width: Tokens per pass.
         limit: Encode no further than this position; None: all that can be encoded.
+        passes: Make exactly as many, which is differentiable; None: as many as the longest row needs.
 
     Returns:
         The state with a longer cache.
@@ -171,149 +189,304 @@ def prefill(
         _, cache = config.model.forward(params, given)
         return state._replace(cache=cache, cache_length=end)
 
-    return jax.lax.while_loop(lambda s: jnp.any(pending(s) > 0), body, state)
+    axes = varying_axes((params, state))
+    state = varying(state, axes)
+    if passes is not None:
+        return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
+    return jax.lax.while_loop(lambda s: jnp.any(pending(s) > 0), lambda s: varying(body(s), axes), state)
 
 
-def run(
-    config: DecodeConfig,
-    params: Params,
-    state: State,
-    sampling: SamplingParams,
-    passes: int | None,
-    limit: Int[Array, ""] | None = None,
-) -> tuple[State, Frame | None, Int[Array, ""]]:
+def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
+    """Repeats `step` on the device until every row is done.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows.
+
+    Returns:
+        The state, and how many passes were made.
+    """
+    axes = varying_axes((params, state))
+
+    def body(carry: tuple[Array, State]) -> tuple[Array, State]:
+        made, state = carry
+        return varying((made + 1, step(config, params, state)[0]), axes)
+
+    start = varying((jnp.asarray(0), state), axes)
+    made, state = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), body, start)
+    return state, made
+
+
+def run_limited(
+    config: DecodeConfig, params: Params, state: State, passes: int, limit: Int[Array, ""] | None = None
+) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done or the passes are used up.
 
     Args:
         config: Static sizes.
         params: Of the model.
         state: Of all rows.
-        sampling: Of each row.
-        passes: Most passes; None for no bound.
+        passes: Most passes.
         limit: A traced bound on the passes, where it is smaller.
 
     Returns:
-        The state, frames [passes, B, ...] (None without `passes`), and how many passes were made.
+        The state, frames [passes, B, ...], and how many passes were made.
     """
-    if passes is None:
-        loop = lambda carry: (carry[0] + 1, step(config, params, carry[1], sampling)[0])
-        made, state = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), loop, (jnp.asarray(0), state))
-        return state, None, made
-    like = jax.eval_shape(lambda s: step(config, params, s, sampling)[1], state)
+    axes = varying_axes((params, state))
+    like = jax.eval_shape(lambda s: step(config, params, s)[1], state)
     empty = jax.tree.map(lambda x: jnp.zeros((passes, *x.shape), x.dtype), like)
+    most = passes if limit is None else jnp.minimum(limit, passes)
 
     def body(carry: tuple[Array, State, Frame]) -> tuple[Array, State, Frame]:
         i, state, frames = carry
-        state, frame = step(config, params, state, sampling)
-        return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
+        state, frame = step(config, params, state)
+        frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
+        return varying((i + 1, state, frames), axes)
 
-    most = passes if limit is None else jnp.minimum(limit, passes)
     unfinished = lambda carry: (carry[0] < most) & ~jnp.all(carry[1].done)
-    made, state, frames = jax.lax.while_loop(unfinished, body, (jnp.asarray(0), state, empty))
+    made, state, frames = jax.lax.while_loop(unfinished, body, varying((jnp.asarray(0), state, empty), axes))
     return state, frames, made
 
 
-@dataclass(frozen=True)
-class Session:
-    """A decoding in progress, as a value; `Output.state` of `sample` is one.
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """Pure functions that decode a batch of rows; made by `mj.decoder`.
 
-    Pass it to `sample(..., state=)` to continue from there. A finished one continues with new text or messages, without
-    encoding the old again; one that was stopped by `passes=` continues where it was, with `prompt=None`. It can be
-    used more than once.
+    All of them work under `jit`, `vmap` (over keys, parameters, or both), `scan` and `grad`, and inside of a user's
+    `shard_map`. Nothing is compiled or checked on the host but shapes: wrap them in `jax.jit`.
+
+    Attributes:
+        config: Static sizes.
+        slots: Positions of a row, prompt and answer together.
+        steps: Denoising steps of a block; None: as many as it has tokens.
+        sampler: How answers are decoded; its parameters are numbers or arrays with one entry per row.
     """
 
-    config: DecodeConfig = field(repr=False)
-    sampling: SamplingParams = field(repr=False)
-    state: State = field(repr=False)
-    rows: int  # of the request; further rows of the state only fill its bucket
-    mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
-    prompts: list[Prompt] = field(repr=False, default_factory=list)
+    config: DecodeConfig
+    slots: int
+    steps: int | None
+    sampler: Sampler = field(repr=False)
+    lm: LM = field(repr=False)  # without its parameters
 
-    @property
-    def done(self) -> bool:
-        """Whether every row has finished its answer."""
-        return bool(np.all(np.asarray(self.state.done)))
+    def init(
+        self,
+        params: Params,
+        ids: Int[Array, "B P"],
+        lengths: Int[Array, "B"] | None = None,
+        *,
+        max_tokens: int | Int[Array, "B"] = 0,
+        key: Key,
+        given: Bool[Array, "B P"] | None = None,
+    ) -> State:
+        """Makes the state of a batch before its first denoising step, with long prompts encoded.
 
-    @property
-    def tokens(self) -> list[np.ndarray]:
-        """Prompt and answer of each row as ids, as far as they are decided."""
-        state = self.state
-        tokens, committed, end, done = jax.device_get((state.tokens, state.committed, state.end, state.done))
-        ends = np.where(done, end, committed)
-        return [tokens[i, : ends[i]] for i in range(self.rows)]
+        Args:
+            params: Parameters of the model.
+            ids: Prompts, left-aligned; what lies past a row's length is ignored.
+            lengths: Tokens of each prompt; None: P.
+            max_tokens: Most tokens that are written after a prompt, one number or one per row. Rows end at the
+                decoder's `slots` at the latest, where these numbers are traced.
+            key: One key, from which each row gets its own; or one key per row [B]. `mj.sample(seed=s)` uses
+                `jax.random.key(s + i)` for row i.
+            given: Which tokens of the prompts are known; the others are decoded as well (infilling). None: all are.
+
+        Returns:
+            The state.
+
+        Raises:
+            ValueError: Names the argument of a wrong shape, or prompts and budgets that exceed the decoder's slots.
+        """
+        ids = jnp.asarray(ids)
+        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]")
+        count, longest = ids.shape
+        if longest > self.slots:
+            raise refuse("ids", f"{longest} tokens", f"at most the {self.slots} slots of this decoder")
+        if not self.config.model.hides_padding:
+            numbers = (longest if lengths is None else lengths, max_tokens)
+            if any(isinstance(x, Tracer) for x in numbers):
+                raise refuse("lengths and max_tokens", numbers, f"known numbers: {SEES_PADDING}")
+            ends = np.asarray(numbers[0]) + np.asarray(numbers[1])
+            if (ends != self.slots).any():
+                allowed = f"slots = {self.slots} in every row: {SEES_PADDING}"
+                raise refuse("lengths plus max_tokens", ends.tolist(), allowed)
+        lengths = _per_row("lengths", longest if lengths is None else lengths, count, 0, longest)
+        room = self.slots - (lengths if isinstance(lengths, Tracer) else int(np.max(lengths)))
+        most = _per_row("max_tokens", max_tokens, count, 0, room)
+        keys = key if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else None
+        if keys is None or keys.shape not in ((), (count,)):
+            raise refuse("key", key, f"a key of jax.random.key, or {count} of them")
+        if keys.ndim == 0:
+            keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(count))
+        given = jnp.ones(ids.shape, bool) if given is None else jnp.asarray(given)
+        if given.shape != ids.shape or given.dtype != jnp.bool_:
+            raise refuse("given", f"{given.dtype}{list(given.shape)}", f"bool{list(ids.shape)}")
+        return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
+
+    def _init(
+        self, params: Params, ids: Array, lengths: Array, most: Array, keys: Key, given: Array
+    ) -> State:
+        """`init` with all arguments set, one entry per row."""
+        config, (count, longest) = self.config, ids.shape
+        behind = capacity = config.slots_after
+        if config.model.config.pattern != "bidirectional":
+            capacity = slots_for(self.slots, behind, config.model.config.context)
+        wide = lambda x: jnp.pad(x, [(0, 0), (0, capacity - longest)])
+        known = given & (jnp.arange(longest) < lengths[:, None])
+        # The first unknown token begins the answer; what precedes it is committed.
+        committed = jnp.where(known, longest, jnp.arange(longest)).min(axis=1, initial=longest)
+        committed = jnp.minimum(committed, lengths).astype(jnp.int32)
+        last = jnp.minimum(lengths + most, self.slots)
+        end, start = last, self.sampler.rule.params.get("start")
+        if config.variable_length and start is not None:  # such a rule says how short an answer starts
+            end = jnp.minimum(committed + jnp.asarray(start, jnp.int32), last)
+        none = jnp.zeros((count, capacity), bool)
+        rows = Rows(
+            tokens=wide(ids), given=wide(known), committed=committed, end=end, seeds=keys, draft=none,
+            prompt=committed, max_end=last, answer_budget=jnp.zeros_like(last),
+        )  # fmt: skip
+        sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
+        check_parts(config, sampling)
+        state = first_state(config, sampling, rows)
+        width = prefill_width(config, longest)
+        if width is None:
+            return state
+        return prefill(config, params, state, width, passes=-(-longest // width))
+
+    def step(self, params: Params, state: State) -> tuple[State, Frame]:
+        """Makes one forward pass, which advances every row by what that row needs next.
+
+        Args:
+            params: Parameters of the model.
+            state: From `init`.
+
+        Returns:
+            The next state, and a frame that shows each row's window after this pass.
+        """
+        return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
+
+    @overload
+    def run(self, params: Params, state: State, passes: None = None) -> State: ...
+    @overload
+    def run(self, params: Params, state: State, passes: int) -> tuple[State, Frame]: ...
+    def run(self, params: Params, state: State, passes: int | None = None) -> State | tuple[State, Frame]:
+        """Makes forward passes until every row is done, or exactly as many as are wanted.
+
+        Args:
+            params: Parameters of the model.
+            state: From `init`.
+            passes: None: until every row is done, by a `while_loop`. Else the number of passes of a `scan`, which is
+                differentiable; rows that are done do not change.
+
+        Returns:
+            The state; with `passes` also the frames [passes, B, ...].
+
+        Raises:
+            ValueError: `passes` is not a whole number from 1 on.
+        """
+        if not isinstance(state, State):
+            raise refuse("state", state, "a state of init")
+        if passes is None:
+            until_done = lambda params, state: run_until_done(self.config, params, state)[0]
+            return in_auto_axes(until_done, state.tokens, params, state)
+        check_whole("passes", passes, 1, 2**31 - 1)
+
+        def scan(params: Params, state: State) -> tuple[State, Frame]:
+            axes = varying_axes((params, state))
+            one = lambda state, _: varying(step(self.config, params, state), axes)
+            return jax.lax.scan(one, varying(state, axes), length=passes)
+
+        frames_too = lambda row: (PartitionSpec(row), PartitionSpec(None, row))
+        return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
+
+    def answer(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+        """Reads the answers off a state.
+
+        Args:
+            state: Of any time; a row that is not done shows the blocks that it has finished.
+
+        Returns:
+            Ids, left-aligned and padded, and the number of tokens of each answer.
+        """
+
+        def read(state: State) -> tuple[Array, Array]:
+            end = jnp.where(state.done, state.end, jnp.maximum(state.committed, state.prompt))
+            lengths, at = end - state.prompt, jnp.arange(state.tokens.shape[1])
+            source = jnp.minimum(state.prompt[:, None] + at, at[-1])
+            ids = jnp.take_along_axis(state.tokens, source, axis=1)
+            return jnp.where(at < lengths[:, None], ids, self.config.model.config.pad), lengths
+
+        return in_auto_axes(read, state.tokens, state._replace(cache=()))
+
+    def fork(self, state: State, rows: Int[Array, "N"], key: Key) -> State:
+        """Copies rows of a state. Each copy draws from a fresh key, so that copies of one row differ from then on.
+
+        Args:
+            state: Of B rows.
+            rows: Which row each copy continues, in 0..B - 1.
+            key: The copies' keys are split from it.
+
+        Returns:
+            A state of N rows.
+        """
+        rows = jnp.asarray(rows)
+        copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
+        return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
 
-def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Frame | None, jax.Array]:
-    """Runs a session, without waiting for the device.
+def _per_row(name: str, value: Any, rows: int, low: int, high: Any) -> Int[Array, "B"]:
+    """Broadcasts one whole number, or one per row, to [B]; checks the range where the numbers are known."""
+    allowed = f"a whole number in {low}..{high}, or one for each of the {rows} rows"
+    numbers = jnp.asarray(value)
+    if numbers.shape not in ((), (rows,)) or not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise refuse(name, value, allowed)
+    known = not isinstance(numbers, Tracer) and not isinstance(high, Tracer)
+    if known and not (np.all(low <= np.asarray(numbers)) and np.all(np.asarray(numbers) <= high)):
+        raise refuse(name, value, allowed)
+    return jnp.broadcast_to(numbers.astype(jnp.int32), (rows,))
+
+
+def decoder(
+    lm: LM,
+    sampler: SamplerLike | None = None,
+    plan: Plan | None = None,
+    *,
+    slots: int,
+    logprobs: int | None = None,
+) -> Decoder:
+    """Makes the decoder of a model: the state machine under `sample` as pure JAX functions.
 
     Args:
-        lm: Its parameters are used.
-        session: Its state is donated: it cannot be read afterwards.
-        passes: Most passes; None: until every row is done.
+        lm: The model. Its parameters are not kept: they are the first argument of the decoder's functions.
+        sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own. Its parameters may be
+            traced.
+        plan: Block, steps, and reuse of keys.
+        slots: Positions of a row, prompt and answer together.
+        logprobs: Keep log-probabilities in the state, with this many alternatives at each token.
 
     Returns:
-        The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
-        per device that decodes rows of its own.
-    """
-    program, config = run_program, (session.config,)
-    if session.mesh is not None:
-        program, config = run_sharded_program, (session.config, session.mesh)
-    with explain_wrong_params(lm):
-        state, frames, made = program(*config, lm.params, session.state, session.sampling, passes)
-    return replace(session, state=state), frames, made
-
-
-def check_nan(session: Session) -> None:
-    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
-
-    Args:
-        session: After its passes.
+        The decoder.
 
     Raises:
-        ValueError: Names row and pass.
+        ValueError: Names the argument that does not fit.
+
+    Example:
+        >>> decoder = mj.decoder(lm, mj.rules.threshold(0.9), slots=128)
+        >>> state = decoder.init(lm.params, ids, max_tokens=64, key=jax.random.key(0))
+        >>> ids, lengths = decoder.answer(jax.jit(decoder.run)(lm.params, state))
     """
-    nan_step = np.asarray(session.state.nan_step)[: session.rows]
-    for row in np.flatnonzero(nan_step >= 0):
-        raise ValueError(
-            f"logits of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
-            "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
-        )
-
-
-# The compiled programs of the public calls. Their states are donated.
-first_state_program = jax.jit(first_state, static_argnums=0)
-prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
-run_program = jax.jit(run, static_argnums=(0, 4), donate_argnums=2)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
-def run_sharded_program(
-    config: DecodeConfig,
-    mesh: Mesh,
-    params: Params,
-    state: State,
-    sampling: SamplingParams,
-    passes: int | None,
-) -> tuple[State, Frame | None, Int[Array, "devices"]]:
-    """`run` with the rows over the mesh's `data` axis: every device makes its own number of passes.
-
-    Args:
-        config: Static sizes.
-        mesh: With an axis `data`.
-        params: Of the model, replicated.
-        state: Of all rows; donated.
-        sampling: Of each row.
-        passes: Most passes; None for no bound.
-
-    Returns:
-        As of `run`, with one number of passes per device.
-    """
-    row, whole = PartitionSpec("data"), PartitionSpec()
-
-    def local(params: Params, state: State, sampling: SamplingParams) -> tuple[State, Frame | None, Array]:
-        state, frames, made = run(config, params, state, sampling, passes)
-        return state, frames, jnp.reshape(made, (1,))
-
-    ins, outs = (whole, row, row), (row, PartitionSpec(None, "data"), row)
-    spread = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-    return spread(params, state, sampling)
+    check_lm(lm)
+    if not isinstance(plan, Plan | None):
+        raise refuse("plan", plan, "a Plan, such as mj.Plan(block=32, steps=16), or None")
+    slots = check_whole("slots", slots, 2, lm.model.config.context)
+    chosen, plan = choose_sampler(lm, sampler, plan or Plan(), None)
+    complete = complete_sampler(chosen, lm.corruption, lm.model.config.autoregressive)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(lm.params)):
+        model = lm.model
+    else:
+        model = sharding.with_mesh(lm.model, sharding.model_parallel_mesh(lm.params))
+    config = build_config(
+        lm, complete, plan, model=model, longest=slots, region=slots, logprobs=check_logprobs(logprobs)
+    )
+    return Decoder(config, slots, plan.steps, complete, dataclasses.replace(lm, params=()))

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import (
-    DecodeConfig,
     Frame,
     Rows,
     SamplingParams,
@@ -37,7 +37,7 @@ from mercury_jax.decode.token_stats import (
     update_logprobs,
     write_at,
 )
-from mercury_jax.decode.view import Observation, observe, process_logits
+from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
 
 
@@ -45,7 +45,6 @@ def denoise(
     config: DecodeConfig,
     params: Params,
     state: State,
-    sampling: SamplingParams,
     hidden: Any,
     leave_one_out: Any,
     rows: Bool[Array, "B"],
@@ -56,7 +55,6 @@ def denoise(
         config: Static sizes.
         params: Of the model.
         state: Of all rows, with the cache that this pass has written.
-        sampling: Of each row.
         hidden: Of each row's window [B, L, ...].
         leave_one_out: The same by masks that do not see the token at their position; None unless the rule asks.
         rows: Which rows denoise; the others keep their state.
@@ -65,22 +63,24 @@ def denoise(
         The next state, and a frame that shows each row's window.
     """
     small = state.without_cache()
-    seen = jax.vmap(functools.partial(observe, config))(small, sampling)
+    seen = jax.vmap(functools.partial(observe, config))(small)
     # 1. Statistics of each position, and the self-conditioning for the next pass.
-    if chunked_vocab.applies(config, sampling.sampler):
-        stats, self_cond = chunked_vocab.chunked_stats(config, params, small, hidden, seen, sampling)
+    if chunked_vocab.applies(config, state.sampling.sampler):
+        stats, self_cond = chunked_vocab.chunked_stats(config, params, small, hidden, seen)
         raw = None
     else:
         raw = config.model.head(params, hidden)  # [B, L, V]
         process = functools.partial(process_logits, config)
-        logits = jax.vmap(process)(small, seen.view, seen.window.at, raw, sampling)
-        # Tokens are drawn by cumulative sums, which are computed only if some row draws at all.
-        temperature = jnp.asarray(sampling.sampler.temperature, jnp.float32)
-        drawn = jax.lax.cond(
-            jnp.any(temperature > 0),
-            lambda: jax.vmap(draw)(logits, seen.uniforms, temperature),
-            lambda: logits.argmax(-1).astype(jnp.int32),
-        )
+        logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
+        # Tokens are drawn by uniforms and cumulative sums, which are computed only if some row draws at all.
+        temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
+
+        def draw_tokens() -> Int[Array, "B L"]:
+            uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(small, seen.window)
+            return jax.vmap(draw)(logits, uniforms, temperature)
+
+        greedy = lambda: logits.argmax(-1).astype(jnp.int32)
+        drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, greedy)
         view = seen.view._replace(logits=logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
@@ -88,7 +88,7 @@ def denoise(
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
-    changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits, sampling)
+    changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits)
     offset = window_offset(config, state.cache_length, state.committed)
     if (
         config.window < config.width
@@ -119,7 +119,6 @@ def decide(
     stats: TokenStats,
     raw: Float[Array, "L V"] | None,
     other_logits: Float[Array, "L V"] | None,
-    params: SamplingParams,
 ) -> tuple[dict[str, Any], Bool[Array, "L"], Float[Array, "L"]]:
     """Applies the rule and the stopping criterion to one row, and commits its block where that is finished.
 
@@ -130,25 +129,24 @@ def decide(
         stats: Of its window.
         raw: Logits before any processor; None where the vocabulary was processed in chunks.
         other_logits: Of leave-one-out masks, or None.
-        params: Of the row.
 
     Returns:
         The fields of the state that change, which positions are accepted, and the confidence of each.
     """
-    sampler, window = params.sampler, seen.window
+    sampler, window, constrained = row.sampling.sampler, seen.window, row.sampling.constrained
     view = seen.view._replace(stats=stats, leave_one_out=stats)
     if other_logits is not None:
         logits = forbid(other_logits, config.never_emitted)
         argmax = logits.argmax(-1).astype(jnp.int32)
         view = view._replace(leave_one_out=token_stats(logits, view.canvas, argmax, view.eos))
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
-    if not isinstance(params.constrained, tuple):
-        proposal = sample_front(view, proposal, params.constrained & (row.answer_budget == 0))
+    if not isinstance(constrained, tuple):
+        proposal = sample_front(view, proposal, constrained & (row.answer_budget == 0))
     decision = _restore_given(config, row, view, window, proposal)
     assert sampler.stopping is not None
     stopped, stopping_memory = sampler.stopping(view, decision.proposal, row.memory[1])
     is_nan = jnp.any(jnp.isnan(stats.entropy) & view.editable)  # ends the row; the caller names the pass
-    changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan, params)
+    changes, accepted = _commit(config, row, view, window, decision, stopped & ~is_nan)
     changes |= dict(
         memory=(rule_memory, stopping_memory),
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
@@ -227,14 +225,13 @@ def _commit(
     window: Window,
     decision: Decision,
     stopped: Bool[Array, ""],
-    params: SamplingParams,
 ) -> tuple[dict[str, Any], Bool[Array, "L"]]:
     """Writes the proposal into the canvas, and a finished block into the tokens."""
-    proposal, at = decision.proposal, window.at
+    proposal, at, params = decision.proposal, window.at, row.sampling
     editable = ~decision.frozen & (at < decision.block_end)
     # Tokens that end what is being written: the end of text, and while thinking also the token that closes it.
     thinking = (row.answer_budget > 0) & (params.end_thinking >= 0)
-    ends = lambda tokens: ends_text(config, tokens, params) | (thinking & (tokens == params.end_thinking))
+    ends = lambda tokens: ends_text(config, tokens, row) | (thinking & (tokens == params.end_thinking))
     first_end = jnp.min(jnp.where(editable & ends(proposal.answer), at, decision.row_end))
     finished = stopped | (view.step + 1 >= view.steps)
     assert params.sampler.stopping is not None
@@ -273,7 +270,7 @@ def _commit(
         changes |= {name: getattr(row, name) for name in ("tokens", "committed", "end", "done")}
         changes |= dict(unverified=finished, step=row.step + 1)
     else:
-        changes |= close_thinking(row, changes, params)
+        changes |= close_thinking(row, changes)
     for name in {"committed", "end", "step", "used"} & set(changes):
         changes[name] = changes[name].astype(jnp.int32)
     return changes, (proposal.canvas == answer) | finished
@@ -315,12 +312,12 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         row = jax.tree.map(lambda x: x[0], state.without_cache())
         dtype = accumulation_dtype(jnp.dtype(model_config.dtype))
         raw = jnp.zeros((config.window, model_config.vocab), dtype)
-        seen = observe(config, row, params)
-        logits = process_logits(config, row, seen.view, seen.window.at, raw, params)
+        seen = observe(config, row)
+        logits = process_logits(config, row, seen.view, seen.window.at, raw)
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
-        if not chunked_vocab.applies(config, params.sampler):
+        if not chunked_vocab.applies(config, row.sampling.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))
-        return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None, params)
+        return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None)
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
     jax.eval_shape(lambda traced: one_step(tree.unflatten(traced)), shapes)

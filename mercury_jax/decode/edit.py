@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
-from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import default_sampler
 from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts, prompt_rows
 from mercury_jax.decode.request import Request, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
+from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Rows
 from mercury_jax.types import LM
 

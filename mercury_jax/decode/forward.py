@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.state import DecodeConfig, SamplingParams, State, window_of, window_offset
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.state import State, window_of, window_offset
 from mercury_jax.decode.view import steps_of
 from mercury_jax.types import Cache, Params, Pass
 
@@ -25,7 +26,6 @@ def forward(
     tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
     causal: Bool[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, Any, Cache]:
     """Runs one forward pass for all rows.
 
@@ -36,17 +36,16 @@ def forward(
         tokens: What each row feeds at its positions cache_length..cache_length + W.
         used: How many of them; 0 freezes the row.
         causal: Rows that write committed tokens to the cache, or verify a draft.
-        sampling: Of each row.
 
     Returns:
         Hidden states of each row's window [B, L, ...], the same by leave-one-out masks or None, and the cache.
     """
     offset = window_offset(config, state.cache_length, state.committed)
     if config.refresh is not None:
-        hidden, cache = _partial_forward(config, params, state, used, offset, sampling)
+        hidden, cache = _partial_forward(config, params, state, used, offset)
         return hidden, None, cache
     mask = config.corruption.mask if config.leave_one_out else None
-    time, start = times(config, state, sampling, causal), state.cache_length
+    time, start = times(config, state, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time, mask)
     hidden, cache = config.model.forward(params, given)
     # With leave-one-out masks the pass returns 2 W hidden states: the tokens' and then the masks'.
@@ -72,9 +71,7 @@ def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
     return jax.tree.map(lambda x: x if x.shape[1] == size else jax.vmap(one)(x, start), tree)
 
 
-def times(
-    config: DecodeConfig, state: State, sampling: SamplingParams, causal: Bool[Array, "B"]
-) -> Float[Array, "B"] | None:
+def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float[Array, "B"] | None:
     """Computes the time of each row; None for models that take no time.
 
     Rows that write committed tokens to the cache have time 0: their keys must not depend on the pass in which a token
@@ -83,7 +80,6 @@ def times(
     Args:
         config: Static sizes.
         state: Of all rows.
-        sampling: Of each row.
         causal: Rows whose time is 0.
 
     Returns:
@@ -92,8 +88,7 @@ def times(
     if not config.model.config.timed:
         return None
 
-    count = lambda row, params: steps_of(window_of(config, row), params)
-    steps = jax.vmap(count)(state.without_cache(), sampling)
+    steps = jax.vmap(lambda row: steps_of(window_of(config, row), row))(state.without_cache())
     return jnp.where(
         causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
     )  # no canvas is open at step -1
@@ -105,7 +100,6 @@ def _partial_forward(
     state: State,
     used: Int[Array, "B"],
     offset: Int[Array, "B"],
-    sampling: SamplingParams,
 ) -> tuple[Any, Cache]:
     """One pass with cache reuse: rows at the start of a block, or due for a refresh, run their whole canvas.
 
@@ -120,7 +114,7 @@ def _partial_forward(
     # The part holds the window, `before` positions ahead of it and `after` positions after it.
     first = jnp.clip(offset - refresh.before, 0, config.width - part)  # of the part, within the canvas
     nobody = jnp.zeros_like(state.done)
-    time = times(config, state, sampling, nobody)
+    time = times(config, state, nobody)
 
     def run(cache: Cache, width: int, start: Array, count: Array) -> tuple[Any, Cache]:
         at = jnp.minimum(start[:, None] + jnp.arange(width), config.width - 1)

@@ -24,12 +24,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.decoder import Session, advance, check_nan
+from mercury_jax.decode.decode_config import QUANTUM, bucket
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
 from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_seed, check_whole
-from mercury_jax.decode.request import QUANTUM, Request, bucket, row_seeds, start
+from mercury_jax.decode.request import Request, row_seeds, start
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
+from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame, Rows
 from mercury_jax.types import LM
 

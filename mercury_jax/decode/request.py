@@ -8,7 +8,6 @@ compute.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,18 +19,21 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors
-from mercury_jax.decode.decoder import Session, first_state_program, prefill_program
+from mercury_jax.decode.decode_config import (
+    SEES_PADDING,
+    DecodeConfig,
+    build_config,
+    check_equal_lengths,
+    prefill_width,
+    slots_for,
+)
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
-from mercury_jax.decode.registration import check_token_ids
-from mercury_jax.decode.sampler import Sampler, broadcast_params, check_sampler
-from mercury_jax.decode.state import ArrayLike, DecodeConfig, Rows, SamplingParams
+from mercury_jax.decode.sampler import Sampler, check_sampler
+from mercury_jax.decode.session import Session, first_state_program, prefill_program
+from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, sampling_params
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
 from mercury_jax.types import LM
-
-PREFILL = 256  # tokens of one pass over a long prompt
-QUANTUM = 64  # capacities are multiples of it, then of powers of two
-SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
 class Request(NamedTuple):
@@ -249,7 +251,7 @@ def start(lm: LM, request: Request) -> Session:
         if width is not None:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
-    return Session(config, sampling, state, len(rows.committed), mesh, list(request.prompts))
+    return Session(config, state, len(rows.committed), mesh, list(request.prompts))
 
 
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:
@@ -270,23 +272,12 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     sampler = complete_sampler(request.sampler, lm.corruption, model_config.autoregressive)
     temperature = sampler.temperature if request.temperature is None else request.temperature
     sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
-    for processor in (*sampler.processors, *sampler.allow):
-        processors.check_ids(processor, model_config.vocab)
-    check_token_ids(sampler.rule, model_config.vocab)
-    _check_plan_fits(lm, plan, sampler)
     # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
     if not lm.model.hides_padding:
         check_equal_lengths("rows", longest)
-    region = int((longest - rows.committed).max())  # tokens that a row may write
-    width, block = _sizes(lm, plan, sampler, request.block, int(longest.max()), region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
-    bidirectional = model_config.pattern == "bidirectional"
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
     model = lm.model
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
@@ -294,149 +285,29 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model = guidance.guided(model)
-    rule = sampler.rule
-    config = DecodeConfig(
-        model=model,
-        corruption=lm.corruption,
-        width=width,
-        block=block,
-        forbidden=(model_config.eos, *model_config.ends) if request.infilling else (),
-        revisable=min(plan.revise * block, width) if bidirectional else 0,
-        refresh=refresh,
-        leave_one_out=rule.leave_one_out,
-        variable_length=rule.variable_length,
-        speculative=sampler.speculate is not None,
-        logprobs=request.logprobs,
-    )
-    # Slots after a row's last position, where canvases are written; leave-one-out masks come after the canvas.
-    behind = width * (2 if rule.leave_one_out else 1)
-    slots = behind
-    if not bidirectional:
-        slots = slots_for(max(int(longest.max()), rows.tokens.shape[1]), behind, model_config.context)
+    config = build_config(
+        lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
+        block=request.block, infilling=request.infilling, logprobs=request.logprobs,
+    )  # fmt: skip
+    slots = config.slots_after
+    if model_config.pattern != "bidirectional":
+        size = max(int(longest.max()), rows.tokens.shape[1])
+        slots = slots_for(size, config.slots_after, model_config.context)
     # The rows are padded to a power of two that the mesh's axis `data` divides.
     ways = 1 if request.mesh is None else request.mesh.shape["data"]
     count = -(-(1 << (len(rows.committed) - 1).bit_length()) // ways) * ways
     padded = _padded(rows, longest, sampler, count, slots)
-    # Added rows take the parameters of the last one.
-    widened = broadcast_params(sampler._replace(speculate=None), len(rows.committed))
-    more = count - len(rows.committed)
-    widened = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]), widened)
-    ids = lambda x: jnp.full((count,), -1 if x is None else x, jnp.int32)
-    steps = plan.steps or (1 if config.speculative else 0)
-    eos = None if request.infilling else model_config.eos
-    sampling = SamplingParams(widened, ids(steps), ids(eos), ids(request.end_thinking))
+    sampling = sampling_params(lm, config, sampler, plan.steps, len(rows.committed))
+    if request.end_thinking is not None:
+        sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
+    if request.infilling:
+        sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if more := count - len(rows.committed):  # added rows take the parameters of the last one
+        repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
+        join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
+        sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
     return config, sampling, padded
-
-
-def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
-    """Refuses plans, rules and drafts that the model cannot decode with."""
-    config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional, model = pattern == "bidirectional", lm.model
-    if plan.refresh is not None and not model.reuses_keys:
-        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
-    if rule.leave_one_out and not model.leave_one_out:
-        allowed = (
-            "a rule without leave-one-out predictions, for which apply must take attention_mask and positions"
-        )
-        raise refuse("sampler.rule", rule.name, allowed)
-    if rule.variable_length and not model.hides_padding:
-        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
-        allowed = f"a divisor of {config.block}, the block of this model, or None"
-        raise refuse("plan.block", plan.block, allowed)
-    if rule.leave_one_out and config.alignment == "shifted":
-        allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
-        raise refuse("sampler.rule", rule.name, allowed)
-    if plan.refresh is not None and not bidirectional:
-        raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
-    if plan.revise and not bidirectional:
-        raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
-    if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
-        raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
-    if draft is None:
-        return
-    allowed = "a number of tokens to draft, 0 or more, or None"
-    inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
-    if not config.predicts_next:
-        allowed = "None: this model's encoding pass does not predict the next token"
-        raise refuse("sampler.speculate", draft, allowed)
-    if pattern == "block_causal" and draft:
-        raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
-    if rule.leave_one_out or rule.variable_length:
-        raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
-
-
-def _sizes(
-    lm: LM, plan: Plan, sampler: Sampler, block: int | None, longest: int, region: int
-) -> tuple[int, int]:
-    """Positions of the canvas, and of the active block."""
-    config = lm.model.config
-    whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
-    if config.pattern == "bidirectional":
-        width = bucket(longest) if lm.model.hides_padding else longest
-        return width, width if whole else min(block or plan.block or config.block, width)
-    if block is not None:
-        return block, block
-    if sampler.speculate is not None:
-        width = min(plan.block or config.block, sampler.speculate + 1)
-        return width, width
-    if config.pattern == "block_causal":
-        return config.block, plan.block or config.block
-    width = bucket(region, config.block) if whole else plan.block or config.block
-    return width, width
-
-
-def check_equal_lengths(name: str, lengths: ArrayLike | Sequence[int]) -> None:
-    """Refuses rows of several lengths, for a model that would see their padding.
-
-    Args:
-        name: What errors call the rows.
-        lengths: Of each row, prompt and answer together.
-
-    Raises:
-        ValueError: They differ.
-    """
-    found = sorted({int(n) for n in np.asarray(lengths)})
-    if len(found) > 1:
-        allowed = f"one length in a call: {SEES_PADDING}"
-        raise refuse(f"lengths of the {name}", found, allowed)
-
-
-def bucket(size: int, quantum: int = QUANTUM) -> int:
-    """Returns the smallest capacity >= size: multiples of `quantum` up to 8 of them, then 4 steps per doubling.
-
-    Beyond 8 quanta it wastes less than a quarter of `size`; below that, less than a quantum.
-
-    Args:
-        size: What must fit.
-        quantum: Smallest capacity.
-
-    Returns:
-        The capacity.
-    """
-    step = quantum
-    while step * 8 < size:
-        step *= 2
-    return -(-size // step) * step
-
-
-def slots_for(tokens: int, behind: int, context: int) -> int:
-    """Returns the slots of a row's tokens and KV cache: a bucket, but no more than any row of the model needs.
-
-    Without that bound a row that fills a context of 2 ** k would take the next bucket, a quarter more slots.
-
-    Args:
-        tokens: Positions of the longest row.
-        behind: Further slots after a row's last position, where canvases are written.
-        context: The model's; no row is longer.
-
-    Returns:
-        The number of slots.
-    """
-    most = -(-(context + behind) // QUANTUM) * QUANTUM
-    return min(bucket(tokens + behind), max(most, tokens + behind))
 
 
 def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots: int) -> Rows:
@@ -473,23 +344,6 @@ def row_mesh(lm: LM, mesh: Mesh | None) -> Mesh | None:
         The mesh, or None.
     """
     return None if mesh is not None and mesh == sharding.model_parallel_mesh(lm.params) else mesh
-
-
-def prefill_width(config: DecodeConfig, pending: int) -> int | None:
-    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode it.
-
-    Args:
-        config: Static sizes.
-        pending: Committed tokens that are not in the cache, at most.
-
-    Returns:
-        The width, or None.
-    """
-    if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
-        return None
-    # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
-    quantum = config.width if config.model.config.pattern == "block_causal" else 1
-    return -(-min(PREFILL, bucket(pending)) // quantum) * quantum
 
 
 def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[list[int]]] | None:

@@ -23,14 +23,7 @@ from jax.sharding import Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decoder import (
-    Session,
-    advance,
-    check_nan,
-    prefill_program,
-    run_program,
-    run_sharded_program,
-)
+from mercury_jax.decode.decode_config import prefill_width
 from mercury_jax.decode.defaults import Effort, choose_sampler
 from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole
@@ -40,13 +33,20 @@ from mercury_jax.decode.request import (
     configure,
     continue_request,
     encode_request,
-    prefill_width,
     resolve_sampler,
     row_mesh,
     rows_of,
     start,
 )
 from mercury_jax.decode.sampler import Param, SamplerLike
+from mercury_jax.decode.session import (
+    Session,
+    advance,
+    check_nan,
+    prefill_program,
+    run_program,
+    run_sharded_program,
+)
 from mercury_jax.decode.state import Frame, first_state
 from mercury_jax.decode.thinking import closed_thinking
 from mercury_jax.decode.token_stats import LogprobBuffer
@@ -358,8 +358,7 @@ def abstract_session(
         place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         shardings = sharding.cache_shardings(state.cache, on)
         state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
-    shapes = jax.eval_shape(lambda: sampling)
-    session = Session(decode_config, shapes, state, rows, row_mesh(lm, mesh))
+    session = Session(decode_config, state, rows, row_mesh(lm, mesh))
     return session, prefill_width(decode_config, int(np.max(padded.committed)))
 
 
@@ -374,7 +373,7 @@ def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages
     Returns:
         The lowered program.
     """
-    varying = lm.params, session.state, session.sampling, passes
+    varying = lm.params, session.state, passes
     if session.mesh is None:
         return run_program.lower(session.config, *varying)
     return run_sharded_program.lower(session.config, session.mesh, *varying)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
@@ -475,7 +476,7 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
 
 
 def broadcast_params(tree: Any, rows: int) -> Any:
-    """Broadcasts every parameter of a sampler to one value per row.
+    """Broadcasts every parameter of a sampler to one value per row, by numpy where it is not a JAX array.
 
     Args:
         tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
@@ -489,13 +490,16 @@ def broadcast_params(tree: Any, rows: int) -> Any:
     """
 
     def widen(path: Any, x: Any) -> Any:
+        # A call to jnp would cost the host more than all of the rest of a small request.
+        array = x.value if isinstance(x, Static) else x
+        xp = jnp if isinstance(array, jax.Array) else np
+        array = xp.asarray(array, dtypes.canonicalize_dtype(jnp.result_type(array)))
         if isinstance(x, Static):
-            value = jnp.asarray(x.value)
-            return Static(jnp.broadcast_to(value, (rows, *value.shape)))
-        x = jnp.asarray(x)
+            return Static(xp.broadcast_to(array, (rows, *array.shape)))
+        x = array
         if x.ndim and x.shape[0] != rows:
             name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
             raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
-        return x if x.ndim else jnp.broadcast_to(x, (rows,))
+        return x if x.ndim else xp.broadcast_to(x, (rows,))
 
     return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.request import QUANTUM, bucket, check_equal_lengths
+from mercury_jax.decode.decode_config import QUANTUM, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
 

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import (
-    DecodeConfig,
     Frame,
-    SamplingParams,
     State,
     close_thinking,
     ends_text,
@@ -34,7 +33,6 @@ from mercury_jax.decode.view import process_logits, row_view
 def verify(
     config: DecodeConfig,
     state: State,
-    sampling: SamplingParams,
     logits: Float[Array, "B W V"],
     rows: Bool[Array, "B"],
     moved: State,
@@ -45,7 +43,6 @@ def verify(
     Args:
         config: Static sizes.
         state: Before the pass.
-        sampling: Of each row.
         logits: Of the causal pass; logits[:, j] predicts the token after canvas position j.
         rows: Which rows verify.
         moved: The state after the denoising step of the other rows.
@@ -55,7 +52,7 @@ def verify(
         The next state and frame, of both kinds of rows.
     """
     row = functools.partial(verify_row, config)
-    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, sampling)
+    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits)
     moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
     shown = Frame(
         start=state.cache_length + 1,
@@ -69,7 +66,7 @@ def verify(
 
 
 def verify_row(
-    config: DecodeConfig, row: State, logits: Float[Array, "W V"], params: SamplingParams
+    config: DecodeConfig, row: State, logits: Float[Array, "W V"]
 ) -> tuple[dict[str, Any], Int[Array, ""], Int[Array, "W"]]:
     """Verifies the draft of one row.
 
@@ -77,7 +74,6 @@ def verify_row(
         config: Static sizes.
         row: One row of a state.
         logits: logits[j] predicts the token after canvas position j.
-        params: Of the row.
 
     Returns:
         The fields of the state that change, how many tokens are accepted, and the drawn tokens.
@@ -87,12 +83,12 @@ def verify_row(
     canvas, editable = jnp.concatenate([row.answer[1:], row.answer[-1:]]), at < row.end
     zero, one = jnp.zeros(()), jnp.ones(())
     view = row_view(
-        config, row, params, canvas=canvas, answer=canvas, editable=editable, masked=jnp.zeros_like(editable),
+        config, row, canvas=canvas, answer=canvas, editable=editable, masked=jnp.zeros_like(editable),
         used=row.used, growth=jnp.zeros_like(row.used), noise=canvas, t=zero, s=zero, alpha_t=one, alpha_s=one,
         steps=jnp.ones_like(row.step), position=at[0] - row.prompt,
     )  # fmt: skip
-    processed = process_logits(config, row, view, at, logits, params)
-    temperature = jnp.asarray(params.sampler.temperature, jnp.float32)
+    processed = process_logits(config, row, view, at, logits)
+    temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
     drawn = draw(processed, position_uniforms(row.key, at), temperature)
     # 2. How many drawn tokens are accepted: those that agree with the draft and one more, up to the end of the row,
     # and not beyond a token that ends the text.
@@ -100,8 +96,9 @@ def verify_row(
     draft = jnp.concatenate([row.answer[1:], jnp.full((1,), -1, jnp.int32)])
     agrees = (drawn == draft) & (place < row.used - 1)
     count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.end - row.committed)
-    ends = ends_text(config, drawn, params)
-    ends |= (row.answer_budget > 0) & (params.end_thinking >= 0) & (drawn == params.end_thinking)
+    ends = ends_text(config, drawn, row)
+    close = row.sampling.end_thinking
+    ends |= (row.answer_budget > 0) & (close >= 0) & (drawn == close)
     first_end = jnp.min(jnp.where(ends, place, config.width))
     ended = first_end < count
     count = jnp.minimum(count, first_end + 1).astype(jnp.int32)
@@ -122,7 +119,7 @@ def verify_row(
         done=ended | (committed >= row.end) | is_nan,
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
     )
-    changes |= close_thinking(row, changes, params)
+    changes |= close_thinking(row, changes)
     # After a closed thinking the canvas is led by the closing token, which is not encoded yet.
     changes["cache_length"] = jnp.minimum(changes["cache_length"], changes["committed"] - 1)
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}

@@ -1,8 +1,8 @@
-"""The state of decoding: what is static, what varies per row, and what changes from pass to pass.
+"""The state of decoding: what varies per row, and what changes from pass to pass.
 
 A batch holds rows that are at different points. A row's tokens are left-aligned; its canvas holds the W positions
 after what is in the KV cache; its window is the part of the canvas that a rule sees: the active block, and what
-stays editable before it. `decoder.py` advances a `State`, `request.py` makes the first one.
+stays editable before it. `decoder.py` advances a `State`.
 """
 
 from __future__ import annotations
@@ -16,38 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import Refresh
-from mercury_jax.decode.sampler import Memory, Sampler, call_part
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
-from mercury_jax.noise import Corruption
-from mercury_jax.types import Cache, Key, Model, SelfCond
-
-
-class DecodeConfig(NamedTuple):
-    """What a compiled step closes over. Hashable: equal configs share one compilation."""
-
-    model: Model
-    corruption: Corruption
-    width: int  # W, positions of a canvas
-    block: int  # positions of the active block, at most the width
-    forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
-    revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
-    variable_length: bool = False  # the rule inserts and deletes positions
-    speculative: bool = False  # drafts are verified by a causal pass
-    logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
-    vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
-
-    @property
-    def window(self) -> int:
-        """L, the positions that a rule sees."""
-        return min(self.width, self.block + self.revisable)
-
-    @property
-    def never_emitted(self) -> tuple[int, ...]:
-        """Ids that no answer may hold."""
-        return (*self.corruption.forbidden, *self.forbidden)
+from mercury_jax.types import LM, Cache, Key, SelfCond
 
 
 class SamplingParams(NamedTuple):
@@ -60,6 +32,30 @@ class SamplingParams(NamedTuple):
     constrained: Any = ()  # Bool[B], rows under a grammar, whose tokens the host commits (`constrained`); (): none
 
 
+def sampling_params(
+    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | None, rows: int
+) -> SamplingParams:
+    """Makes the sampling parameters of rows whose answers the model's end of text ends, and that do not think.
+
+    Args:
+        lm: The model.
+        config: Static sizes.
+        sampler: Completed; its parameters are numbers, or arrays with one entry per row.
+        steps: Of a block; None: as many as it has tokens.
+        rows: B.
+
+    Returns:
+        Every leaf has the batch axis first.
+
+    Raises:
+        ValueError: Names a parameter whose array has another length.
+    """
+    ids = lambda x: np.full((rows,), x, np.int32)
+    steps = steps or (1 if config.speculative else 0)
+    params = broadcast_params(sampler._replace(speculate=None), rows)
+    return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
+
+
 ArrayLike: TypeAlias = np.ndarray | jax.Array
 
 
@@ -70,7 +66,7 @@ class Rows(NamedTuple):
     given: Bool[ArrayLike, "B S"]  # tokens of the user, which never change
     committed: Int[ArrayLike, "B"]  # tokens of the prefix that are decided
     end: Int[ArrayLike, "B"]  # where the row ends; while it thinks, where its thinking ends at the latest
-    seeds: Int[ArrayLike, "B"]
+    seeds: Int[ArrayLike, "B"] | Key  # or typed keys [B]
     draft: Bool[ArrayLike, "B S"] | None = None  # tokens that a canvas starts from, instead of noise
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
@@ -103,6 +99,7 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
@@ -120,12 +117,12 @@ class Frame(NamedTuple):
     done: Bool[Array, "B"]
 
 
-def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> State:
+def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> State:
     """Makes the state before the first pass.
 
     Args:
         config: Static sizes.
-        params: Of each row.
+        sampling: Of each row.
         rows: Padded rows with all fields set; a row with nothing left to write is done from the start.
 
     Returns:
@@ -139,6 +136,7 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
     committed, end = int32(rows.committed), int32(rows.end)
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    seeds = jnp.asarray(rows.seeds)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -156,13 +154,14 @@ def first_state(config: DecodeConfig, params: SamplingParams, rows: Rows) -> Sta
         used=zeros,
         step=zeros - 1,
         self_cond=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self_cond),
-        memory=jax.vmap(functools.partial(first_memory, config))(params.sampler, blank[:, : config.window]),
-        key=jax.vmap(jax.random.key)(rows.seeds),
+        memory=jax.vmap(functools.partial(first_memory, config))(sampling.sampler, blank[:, : config.window]),
+        key=seeds if jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key) else jax.vmap(jax.random.key)(seeds),
         done=committed >= end,
         unverified=jnp.zeros((count,), bool),
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        sampling=sampling,
     )
 
 
@@ -289,37 +288,37 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
 
 
-def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], params: SamplingParams) -> Bool[Array, "*s"]:
+def ends_text(config: DecodeConfig, tokens: Int[Array, "*s"], row: State) -> Bool[Array, "*s"]:
     """Returns whether each token ends an answer: the row's `eos`, or one of the model's other end ids.
 
     Args:
         config: Its model's config lists the other ids.
         tokens: Ids.
-        params: Of one row.
+        row: One row of a state.
 
     Returns:
         Bools of the shape of `tokens`.
     """
-    ends = tokens == params.eos
+    eos = row.sampling.eos
+    ends = tokens == eos
     for other in config.model.config.ends:
         ends |= tokens == other
-    return ends & (params.eos >= 0)
+    return ends & (eos >= 0)
 
 
-def close_thinking(row: State, changes: dict[str, Array], params: SamplingParams) -> dict[str, Array]:
+def close_thinking(row: State, changes: dict[str, Array]) -> dict[str, Array]:
     """Where a row's thinking ends, writes the closing token and starts the answer with its reserved budget.
 
     Args:
         row: One row, before this pass.
         changes: Its new `tokens`, `committed`, `end` and `done`.
-        params: Of the row.
 
     Returns:
         These fields, and `answer_budget`.
     """
     closing = changes["done"] & ~row.done & (row.answer_budget > 0)
     end, slots = changes["end"], row.tokens.shape[0]
-    tokens = changes["tokens"].at[jnp.where(closing, end, slots)].set(params.end_thinking, mode="drop")
+    tokens = changes["tokens"].at[jnp.where(closing, end, slots)].set(row.sampling.end_thinking, mode="drop")
     return dict(
         tokens=tokens,
         committed=jnp.where(closing, end + 1, changes["committed"]),

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.decoder import Session, advance, check_nan
 from mercury_jax.decode.defaults import Effort
 from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole, encode_prompts
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
 from mercury_jax.decode.sample import decode_answer
 from mercury_jax.decode.sampler import SamplerLike
+from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame
 from mercury_jax.decode.thinking import closed_thinking
 from mercury_jax.types import LM

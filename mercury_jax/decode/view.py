@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import (
-    DecodeConfig,
-    SamplingParams,
     State,
     Window,
     ends_text,
@@ -23,35 +22,26 @@ from mercury_jax.types import Key, View
 
 
 class Observation(NamedTuple):
-    """What a row sees before its logits are known, and the randomness of this step."""
+    """What a row sees before its logits are known, and the key of its rule."""
 
     view: View  # without statistics and logits
     window: Window
-    uniforms: Float[Array, "L"]  # draw the tokens
-    chunk_uniforms: Float[Array, "L"]  # draw within a chunk of the vocabulary
     key: Key  # for the rule
 
 
-def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observation:
+def observe(config: DecodeConfig, row: State) -> Observation:
     """Builds what one row sees in this step, but for its logits.
 
     Args:
         config: Static sizes.
         row: One row of a state.
-        params: Of the row.
 
     Returns:
         The observation; `view.stats`, `view.leave_one_out` and `view.logits` are None.
     """
     corruption, window = config.corruption, window_of(config, row)
-    # The randomness depends on the row, its block and the step alone.
-    draw_key, noise_key, rule_key = jax.random.split(step_key(row.key, row.committed, row.step), 3)
-    if config.speculative:  # a draft is drawn with the uniforms of its verification
-        uniforms = position_uniforms(row.key, window.at)
-    else:
-        uniforms = jax.random.uniform(draw_key, (config.window,))
-    chunk_uniforms = jax.random.uniform(jax.random.fold_in(draw_key, 1), (config.window,))
-    steps = steps_of(window, params)
+    _, noise_key, rule_key = _step_keys(row)
+    steps = steps_of(window, row)
     t, s = 1.0 - row.step / steps, jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
     canvas = slice_at(row.canvas, window.offset, config.window)
     if corruption.mask is None:
@@ -64,7 +54,6 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
     view = row_view(
         config,
         row,
-        params,
         canvas=canvas,
         answer=slice_at(row.answer, window.offset, config.window),
         editable=window.editable,
@@ -79,16 +68,41 @@ def observe(config: DecodeConfig, row: State, params: SamplingParams) -> Observa
         steps=steps,
         position=window.at[0] - row.prompt,
     )
-    return Observation(view, window, uniforms, chunk_uniforms, rule_key)
+    return Observation(view, window, rule_key)
 
 
-def row_view(config: DecodeConfig, row: State, params: SamplingParams, **fields: Any) -> View:
+def _step_keys(row: State) -> Key:
+    """The keys of a step's draws, noise and rule; they depend on the row, its block and the step alone."""
+    return jax.random.split(step_key(row.key, row.committed, row.step), 3)
+
+
+def draw_uniforms(
+    config: DecodeConfig, row: State, window: Window
+) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
+    """Draws the randomness of one row's tokens in this step.
+
+    Args:
+        config: Static sizes.
+        row: One row of a state.
+        window: Of the row.
+
+    Returns:
+        Uniforms that draw the tokens, or a chunk of the vocabulary, and those that draw within a chunk.
+    """
+    key = _step_keys(row)[0]
+    if config.speculative:  # a draft is drawn with the uniforms of its verification
+        first = position_uniforms(row.key, window.at)
+    else:
+        first = jax.random.uniform(key, (config.window,))
+    return first, jax.random.uniform(jax.random.fold_in(key, 1), (config.window,))
+
+
+def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:
     """Makes the view of a row in a denoising or a verifying pass.
 
     Args:
         config: Static sizes.
         row: One row of a state.
-        params: Of the row.
         fields: The fields that differ between the two kinds of passes.
 
     Returns:
@@ -102,24 +116,25 @@ def row_view(config: DecodeConfig, row: State, params: SamplingParams, **fields:
         leave_one_out=None,  # type: ignore[arg-type]
         logits=None,  # type: ignore[arg-type]
         step=row.step,
-        eos=jnp.where(row.answer_budget > 0, params.end_thinking, params.eos),
+        eos=jnp.where(row.answer_budget > 0, row.sampling.end_thinking, row.sampling.eos),
         output_counts=count((at >= row.prompt) & (at < row.committed)),
         prompt_counts=count(at < row.prompt),
         **fields,
     )
 
 
-def steps_of(window: Window, params: SamplingParams) -> Int[Array, ""]:
+def steps_of(window: Window, row: State) -> Int[Array, ""]:
     """Returns the steps that one row's block may take.
 
     Args:
         window: Of the row.
-        params: Of the row.
+        row: One row of a state.
 
     Returns:
         The steps.
     """
-    return jnp.where(params.steps > 0, params.steps, jnp.maximum(window.editable.sum(), 1))
+    steps = row.sampling.steps
+    return jnp.where(steps > 0, steps, jnp.maximum(window.editable.sum(), 1))
 
 
 def process_logits(
@@ -128,7 +143,6 @@ def process_logits(
     view: View,
     at: Int[Array, "L"],
     logits: Float[Array, "L v"],
-    params: SamplingParams,
     first_id: int | Int[Array, ""] = 0,
 ) -> Float[Array, "L v"]:
     """Applies everything that changes one row's logits.
@@ -139,7 +153,6 @@ def process_logits(
         view: Of the row.
         at: Absolute positions of the logits.
         logits: As the model made them, of all ids or of a chunk.
-        params: Of the row.
         first_id: The id of the first column.
 
     Returns:
@@ -147,12 +160,13 @@ def process_logits(
     """
     # The end of text is forbidden at the first position of an answer that follows a thinking, so that no effort level
     # ends in an empty answer. Rows under a grammar are exempt: it says itself whether an answer may be empty.
+    params = row.sampling
     first = (at == row.committed) & (row.committed > row.prompt)
     first &= (row.answer_budget == 0) & (params.end_thinking >= 0)
     first &= row.tokens[jnp.maximum(row.committed - 1, 0)] == params.end_thinking
     if not isinstance(params.constrained, tuple):
         first &= ~params.constrained
-    ends = ends_text(config, first_id + jnp.arange(logits.shape[-1]), params)
+    ends = ends_text(config, first_id + jnp.arange(logits.shape[-1]), row)
     logits = jnp.where(first[:, None] & ends, NEVER, logits)
     # Constraints run first too: a truncation must choose among the ids that are allowed. What may not be emitted
     # stays impossible whatever a processor does.

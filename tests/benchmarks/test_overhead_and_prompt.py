@@ -14,7 +14,7 @@ from mercury_jax.bench.decode import SweepPoint
 from mercury_jax.bench.timing import prompt_ids
 from mercury_jax.cli.app import execute
 from mercury_jax.config import Plan
-from mercury_jax.decode import decoder, rules
+from mercury_jax.decode import rules, session as programs
 from mercury_jax.decode.request import Request, start
 from mercury_jax.types import Pass
 from tests.tiny import tiny
@@ -65,7 +65,7 @@ def test_one_layer_prefills_without_attention():
         lm = prompt.small_model(tiny(), 256, layers, 0)
         asked = prompt._request(lm, 128, 0)
         session = start(lm, Request(sampler=rules.threshold(), plan=Plan(), rows=asked))
-        lowered = decoder.prefill_program.lower(session.config, lm.params, session.state, 128)
+        lowered = programs.prefill_program.lower(session.config, lm.params, session.state, 128)
         return lowered.compile().as_text()
 
     softmax = lambda text: text.count(" exponential(")

@@ -109,7 +109,7 @@ def passes(lm, session, piece, count=3):
     state, frames = session.state, []
     step = jax.jit(functools.partial(decoder.step, program))
     for _ in range(count):
-        state, frame = step(lm.params, state, session.sampling)
+        state, frame = step(lm.params, state)
         frames.append(frame)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *frames)
 
@@ -132,8 +132,8 @@ def test_a_model_decodes_in_pieces_as_with_all_logits():
     piece = 24
     lm, sampler = conditioned(), Sampler(mj.rules.entropy_bound(), SHAPERS, temperature=0.0, allow=ALLOWS)
     session = session_of(lm, sampler)
-    assert chunked_vocab.applies(session.config._replace(vocab_chunk=piece), session.sampling.sampler)
-    assert not chunked_vocab.applies(session.config, session.sampling.sampler)
+    assert chunked_vocab.applies(session.config._replace(vocab_chunk=piece), session.state.sampling.sampler)
+    assert not chunked_vocab.applies(session.config, session.state.sampling.sampler)
     (got, shown), (want, expected) = passes(lm, session, piece), passes(lm, session, 10**6)
     for a, b in zip(jax.tree.leaves((shown, got.self_cond)), jax.tree.leaves((expected, want.self_cond))):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -161,7 +161,7 @@ def test_no_array_of_all_logits_is_made():
     def widest(sampler):
         session = session_of(lm, sampler)
         made = jax.make_jaxpr(functools.partial(decoder.step, session.config._replace(vocab_chunk=32)))
-        jaxpr = made(lm.params, session.state, session.sampling)
+        jaxpr = made(lm.params, session.state)
         shapes = [v.aval for e in every(jaxpr.jaxpr) for v in e.outvars]
         floats = [a.shape for a in shapes if jnp.issubdtype(a.dtype, jnp.floating)]
         return max(s[-1] for s in floats if len(s) > 1 and s[:-1] != (97,) and s[-1] <= 97)
@@ -194,4 +194,6 @@ def test_parts_that_say_nothing_are_given_all_logits():
 
     for sampler in (Sampler(own()), Sampler(mj.rules.entropy_bound(), (mine(),))):
         session = session_of(conditioned(), sampler)
-        assert not chunked_vocab.applies(session.config._replace(vocab_chunk=8), session.sampling.sampler)
+        assert not chunked_vocab.applies(
+            session.config._replace(vocab_chunk=8), session.state.sampling.sampler
+        )

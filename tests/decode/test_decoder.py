@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode import decoder, request
-from mercury_jax.decode.decoder import advance
+from mercury_jax.decode import request, session as programs
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
+from mercury_jax.decode.session import advance
 from mercury_jax.decode.state import admit
 from tests.tiny import PATTERNS, tiny
 
@@ -126,7 +126,7 @@ def test_a_stopped_call_goes_on_where_it_stood():
 
 def compiled() -> int:
     """How many programs of the decoding loop there are."""
-    return decoder.run_program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+    return programs.run_program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_one_program_serves_a_bucket_of_shapes_and_every_number():

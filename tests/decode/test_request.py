@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mercury_jax import models
-from mercury_jax.decode.request import QUANTUM, bucket
+from mercury_jax.decode.decode_config import QUANTUM, bucket
 from mercury_jax.decode.sample import abstract_session
 from tests.tiny import tiny
 

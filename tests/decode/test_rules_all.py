@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.decoder import advance
 from mercury_jax.decode.defaults import complete_sampler
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.session import advance
 from tests.decode.test_self_speculation import causal
 from tests.tiny import tiny
 

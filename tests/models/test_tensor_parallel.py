@@ -11,10 +11,10 @@ import mercury_jax as mj
 from mercury_jax import models, noise
 from mercury_jax.bench import hlo
 from mercury_jax.config import Experts, ModelConfig
-from mercury_jax.decode.decoder import advance
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.session import advance
 from mercury_jax.hub import params as hub_params
 from mercury_jax.models import tensor_parallel
 from mercury_jax.models.gemma import GemmaConfig

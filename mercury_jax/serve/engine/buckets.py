@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.constrained import no_tokens
-from mercury_jax.decode.request import bucket as padded_size, slots_for
-from mercury_jax.decode.state import DecodeConfig, State
+from mercury_jax.decode.decode_config import DecodeConfig, bucket as padded_size, slots_for
+from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
 from mercury_jax.serve.engine.sampling_params import RuleSet

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode import decoder
 from mercury_jax.decode.constrained import write_committed
-from mercury_jax.decode.state import DecodeConfig, Frame, Rows, SamplingParams, State, admit, first_state
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, admit, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import Params
 
@@ -58,7 +59,7 @@ def _run_passes(
     Args:
         program: Static sizes.
         params: Parameters of the model.
-        state: Donated.
+        state: Donated; its own sampling parameters are (), because those of a level differ in structure.
         sampling: Sampling parameters of each row.
         idle: Rows without a request; they end here, whatever they hold.
         limit: Traced number of passes, at most `passes`.
@@ -67,11 +68,10 @@ def _run_passes(
     Returns:
         The next state, frames [passes, B, ...], the number of passes that were made, and the report.
     """
-    state = state._replace(done=state.done | idle)
-    state, frames, used = decoder.run(program, params, state, sampling, passes, limit)
-    assert frames is not None
+    state = state._replace(done=state.done | idle, sampling=sampling)
+    state, frames, used = decoder.run_limited(program, params, state, passes, limit)
     report = DispatchReport(*(jnp.copy(getattr(state, name)) for name in DispatchReport._fields))
-    return DispatchResult(state, frames, used, report)
+    return DispatchResult(state._replace(sampling=()), frames, used, report)
 
 
 run_passes = jax.jit(_run_passes, static_argnums=(0, 6), donate_argnums=2)
@@ -108,7 +108,7 @@ def start_row(
     given = jnp.arange(tokens.shape[1])[None] < prompt[:, None]
     draft = jnp.zeros_like(given)
     rows = Rows(tokens, given, prompt, end, seed, draft, prompt, end, answer_budget)
-    return first_state(program, sampling, rows)._replace(cache_length=cached)
+    return first_state(program, sampling, rows)._replace(cache_length=cached, sampling=())
 
 
 # (program, params, row, width, upto) -> the row with its prompt encoded up to position `upto`, in forward passes of

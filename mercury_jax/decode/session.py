@@ -1,0 +1,145 @@
+"""A decoding in progress, held by the host: `Session`, and the compiled programs that advance it.
+
+`request.start` makes a session of a call's arguments; `sample`, `stream`, `infill` and `edit` advance it. The programs
+are the decoder's pure functions under `jit`, with the state donated.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
+
+from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
+from mercury_jax.decode.inputs import Prompt, explain_wrong_params
+from mercury_jax.decode.state import Frame, State, first_state
+from mercury_jax.types import LM, Params
+
+
+@dataclass(frozen=True)
+class Session:
+    """A decoding in progress, as a value; `Output.state` of `sample` is one.
+
+    Pass it to `sample(..., state=)` to continue from there. A finished one continues with new text or messages, without
+    encoding the old again; one that was stopped by `passes=` continues where it was, with `prompt=None`. It can be
+    used more than once.
+    """
+
+    config: DecodeConfig = field(repr=False)
+    state: State = field(repr=False)
+    rows: int  # of the request; further rows of the state only fill its bucket
+    mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
+    prompts: list[Prompt] = field(repr=False, default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has finished its answer."""
+        return bool(np.all(np.asarray(self.state.done)))
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Prompt and answer of each row as ids, as far as they are decided."""
+        state = self.state
+        tokens, committed, end, done = jax.device_get((state.tokens, state.committed, state.end, state.done))
+        ends = np.where(done, end, committed)
+        return [tokens[i, : ends[i]] for i in range(self.rows)]
+
+
+def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Frame | None, jax.Array]:
+    """Runs a session, without waiting for the device.
+
+    Args:
+        lm: Its parameters are used.
+        session: Its state is donated: it cannot be read afterwards.
+        passes: Most passes; None: until every row is done.
+
+    Returns:
+        The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
+        per device that decodes rows of its own.
+    """
+    program, config = run_program, (session.config,)
+    if session.mesh is not None:
+        program, config = run_sharded_program, (session.config, session.mesh)
+    with explain_wrong_params(lm):
+        state, frames, made = program(*config, lm.params, session.state, passes)
+    return replace(session, state=state), frames, made
+
+
+def check_nan(session: Session) -> None:
+    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+
+    Args:
+        session: After its passes.
+
+    Raises:
+        ValueError: Names row and pass.
+    """
+    nan_step = np.asarray(session.state.nan_step)[: session.rows]
+    for row in np.flatnonzero(nan_step >= 0):
+        raise ValueError(
+            f"logits of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
+            "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
+        )
+
+
+def run_session(
+    config: DecodeConfig, params: Params, state: State, passes: int | None
+) -> tuple[State, Frame | None, Int[Array, ""]]:
+    """Runs for some passes, or until every row is done.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows.
+        passes: Most passes; None for no bound.
+
+    Returns:
+        The state, frames [passes, B, ...] (None without `passes`), and how many passes were made.
+    """
+    if passes is not None:
+        return run_limited(config, params, state, passes)
+    state, made = run_until_done(config, params, state)
+    return state, None, made
+
+
+# The compiled programs of the public calls. Their states are donated.
+first_state_program = jax.jit(first_state, static_argnums=0)
+prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
+run_program = jax.jit(run_session, static_argnums=(0, 3), donate_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4), donate_argnums=3)
+def run_sharded_program(
+    config: DecodeConfig,
+    mesh: Mesh,
+    params: Params,
+    state: State,
+    passes: int | None,
+) -> tuple[State, Frame | None, Int[Array, "devices"]]:
+    """`run_session` with the rows over the mesh's `data` axis: every device makes its own number of passes.
+
+    Args:
+        config: Static sizes.
+        mesh: With an axis `data`.
+        params: Of the model, replicated.
+        state: Of all rows; donated.
+        passes: Most passes; None for no bound.
+
+    Returns:
+        As of `run_session`, with one number of passes per device.
+    """
+    row, whole = PartitionSpec("data"), PartitionSpec()
+
+    def local(params: Params, state: State) -> tuple[State, Frame | None, Array]:
+        state, frames, made = run_session(config, params, state, passes)
+        return state, frames, jnp.reshape(made, (1,))
+
+    ins, outs = (whole, row), (row, PartitionSpec(None, "data"), row)
+    spread = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return spread(params, state)
