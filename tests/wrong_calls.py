@@ -91,6 +91,16 @@ def own(apply: Any = table, params: Any = None, **changes: Any) -> mj.LM:
     return mj.from_function(apply, params, **{"vocab": 12, "context": 16, "mask": 10} | changes)
 
 
+def decoder(lm: Any = None, **more: Any) -> Any:
+    return mj.decoder(model() if lm is None else lm, **{"slots": 32} | more)
+
+
+def init(ids: Any = ((5, 6),), made: Any = None, **more: Any) -> Any:
+    """The state of a decoder of the tiny model."""
+    made = decoder() if made is None else made
+    return made.init(tiny().params, ids, **{"max_tokens": 4, "key": jax.random.key(0)} | more)
+
+
 def recipe(**changes: Any) -> Any:
     from mercury_jax.train import data, objectives
 
@@ -521,6 +531,63 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a rule that returns a list": (
             lambda: sample(sampler=lambda key, view, memory: [mj.accept(view, view.masked), memory]),
             "what the rule",
+        ),
+    },
+    "decoder": {
+        "no slots": (lambda: mj.decoder(model()), "'slots'"),
+        "slots 1": (lambda: decoder(slots=1), "slots is 1"),
+        "slots as a text": (lambda: decoder(slots="32"), "slots is '32'"),
+        "slots beyond the context": (lambda: decoder(slots=257), r"slots is 257; allowed: .*\.\.256"),
+        "a name as model": (lambda: decoder("nano"), "lm is 'nano'"),
+        "a plan as a dict": (lambda: decoder(plan={}), "plan is {}"),
+        "a plan as sampler": (lambda: decoder(sampler=mj.Plan()), "sampler is Plan"),
+        "a refresh of an exact cache": (lambda: decoder(plan=mj.Plan(refresh=mj.Refresh())), "plan.refresh is"),
+        "a rule of other noise": (lambda: decoder(model(kind="uniform"), sampler=mj.rules.wino()), "'wino'"),
+        "a rule without its call": (lambda: decoder(sampler=threshold), "threshold without its call"),
+        "an id outside of the vocabulary": (lambda: decoder(sampler=mj.rules.expand(expand=999)), "999"),
+        "logprobs -1": (lambda: decoder(logprobs=-1), "logprobs is -1"),
+        "a temperature": (lambda: decoder(temperature=1.0), "'temperature'"),
+        "ids without a key": (lambda: decoder().init(tiny().params, [[5]]), "'key'"),
+        "ids as a text": (lambda: init("x"), "ids is 'x'"),
+        "ids of one row": (lambda: init([5, 6]), r"ids is 'int32\[2\]'"),
+        "ids of floats": (lambda: init([[0.5]]), r"ids is 'float32\[1, 1\]'"),
+        "ids of several lengths": (lambda: init([[5], [5, 6]]), r"ids is \[\[5\], \[5, 6\]\]"),
+        "ids outside of the vocabulary": (lambda: init([[320]]), "ids.* 320"),
+        "more ids than slots": (lambda: init([[5] * 33]), "ids is '33 tokens'"),
+        "lengths beyond the ids": (lambda: init(lengths=[3]), r"lengths is \[3\]"),
+        "lengths of other rows": (lambda: init(lengths=[1, 2]), r"lengths is \[1, 2\]"),
+        "lengths of floats": (lambda: init(lengths=[0.5]), r"lengths is \[0.5\]"),
+        "max_tokens -1": (lambda: init(max_tokens=-1), "max_tokens is -1"),
+        "max_tokens beyond the slots": (lambda: init(max_tokens=31), "max_tokens is 31"),
+        "max_tokens as a text": (lambda: init(max_tokens="4"), "max_tokens is '4'"),
+        "a seed as key": (lambda: init(key=0), "key is 0"),
+        "keys of other rows": (lambda: init(key=jax.random.split(jax.random.key(0), 3)), "key is"),
+        "given of other shape": (lambda: init(given=jnp.ones((1, 3), bool)), r"given is 'bool\[1, 3\]'"),
+        "given of numbers": (lambda: init(given=jnp.ones((1, 2), int)), "given is 'int32"),
+        "parameters of other rows": (lambda: init(made=decoder(sampler=threshold([0.5, 0.9]))), "shape of p"),
+        "params None": (lambda: decoder().init(None, [[5]], key=jax.random.key(0)), "params is None"),
+        "a number as state": (lambda: decoder().run(tiny().params, 5), "state is 5"),
+        "a number as state of a step": (lambda: decoder().step(tiny().params, 5), "state is 5"),
+        "None as state": (lambda: decoder().run(tiny().params, None), "state is None"),
+        "a number as state of an answer": (lambda: decoder().answer(5), "state is 5"),
+        "passes 0": (lambda: decoder().run(tiny().params, init(), passes=0), "passes is 0"),
+        "passes as a text": (lambda: decoder().run(tiny().params, init(), passes="3"), "passes is '3'"),
+        "a state of another decoder": (
+            lambda: decoder(slots=16, plan=mj.Plan(block=4)).run(tiny().params, init()), "state is",
+        ),
+        "a fork of a row that does not exist": (
+            lambda: decoder().fork(init(), [1], jax.random.key(0)), r"rows is \[1\]",
+        ),
+        "a fork of floats": (lambda: decoder().fork(init(), [0.5], jax.random.key(0)), r"rows is \[0.5\]"),
+        "a fork without a key": (lambda: decoder().fork(init(), [0], 3), "key is 3"),
+        "a fork of a number": (lambda: decoder().fork(5, [0], jax.random.key(0)), "state is 5"),
+        "params of another size": (
+            lambda: mj.decoder(tiny(), slots=32).run(jax.tree.map(lambda x: x[..., :3], tiny().params), init()),
+            "params is",
+        ),
+        "rows of a function that end before its slots": (
+            lambda: mj.decoder(own(), slots=9).init(jnp.eye(12), [[1]], max_tokens=4, key=jax.random.key(0)),
+            "lengths plus max_tokens is 5|lengths plus max_tokens is .*5",
         ),
     },
     "mesh": {

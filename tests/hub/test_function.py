@@ -208,6 +208,29 @@ def test_a_function_of_time_gets_the_time_of_each_step():
     assert np.isfinite(mj.score(lm, PROMPT, [6, 7]).log_p)
 
 
+@pytest.mark.parametrize("apply", [plain, padded])
+def test_the_decoder_of_a_function_is_a_function_too(apply):
+    lm, rule = own(apply), mj.rules.threshold(0.6)
+    decoder = mj.decoder(lm, rule, slots=12)
+
+    def tokens(params, key):
+        state = decoder.init(params, jnp.array([PROMPT]), max_tokens=9, key=key)
+        return decoder.answer(decoder.run(params, state))[0][0, :9]
+
+    # One program for two sets of parameters.
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), weights(0), weights(1))
+    both = jax.jit(jax.vmap(tokens, in_axes=(0, None)))(stacked, jax.random.key(0))
+    for i, found in enumerate(both):
+        other = dataclasses.replace(lm, params=weights(i))
+        assert (
+            found.tolist()[: len(want := mj.sample(other, PROMPT, max_tokens=9, sampler=rule).tokens[0])]
+            == want.tolist()
+        )
+    if apply is plain:
+        with pytest.raises(ValueError, match="would see the padding"):
+            decoder.init(lm.params, jnp.array([PROMPT]), max_tokens=5, key=jax.random.key(0))
+
+
 def test_uniform_noise_needs_no_mask_and_refuses_what_counts_masks():
     lm = own(padded, mask=None, noise="uniform")
     out = mj.sample(lm, [PROMPT, [1]], max_tokens=6)
