@@ -302,7 +302,7 @@ class Decoder:
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.size:
             raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]")
         if not isinstance(ids, Tracer):
-            low, high = np.min(ids), np.max(ids)
+            low, high = np.asarray(ids).min(), np.asarray(ids).max()
             if low < 0 or high >= vocab:
                 raise refuse("ids", f"from {low} to {high}", f"ids in 0..{vocab - 1}")
         count, longest = ids.shape
@@ -464,10 +464,12 @@ class Decoder:
         found, rows = rows, _array("rows", rows, allowed)
         if rows.ndim != 1 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.integer):
             raise refuse("rows", found, allowed)
-        known = not isinstance(rows, Tracer)
-        if known and not (np.min(rows) >= 0 and np.max(rows) < state.tokens.shape[0]):
-            raise refuse("rows", found, allowed)
+        if not isinstance(rows, Tracer):
+            low, high = np.asarray(rows).min(), np.asarray(rows).max()
+            if low < 0 or high >= state.tokens.shape[0]:
+                raise refuse("rows", found, allowed)
         key = _check_key(key, "a key of jax.random.key", ())
+        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)  # numpy's too
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
