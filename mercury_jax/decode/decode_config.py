@@ -45,6 +45,11 @@ class DecodeConfig(NamedTuple):
         return min(self.width, self.block + self.revisable)
 
     @property
+    def own_prefill(self) -> int:
+        """Tokens of a prompt that the decoder's own steps encode, at most; `prefill` encodes the rest."""
+        return 2 * self.width
+
+    @property
     def never_emitted(self) -> tuple[int, ...]:
         """Ids that no answer may hold."""
         return (*self.corruption.forbidden, *self.forbidden)
@@ -216,21 +221,24 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
         The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
-    return min(bucket(tokens + behind), max(most, tokens + behind))
+    # Steps of 2 quanta: a slot that stays empty costs little, a further program seconds.
+    return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, pending: int) -> int | None:
-    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode it.
+def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
+
+    It follows from the slots, so that prompts of all lengths share a program.
 
     Args:
         config: Static sizes.
-        pending: Committed tokens that are not in the cache, at most.
+        slots: Of a row.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
+    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1
-    return -(-min(PREFILL, bucket(pending)) // quantum) * quantum
+    return -(-min(PREFILL, slots // 2) // quantum) * quantum

@@ -157,7 +157,9 @@ def prefill(
     limit: Int[Array, ""] | None = None,
     passes: int | None = None,
 ) -> State:
-    """Encodes committed tokens in passes of `width` tokens, for prompts much longer than a canvas.
+    """Encodes committed tokens in passes of `width` tokens, where prompts are much longer than a canvas.
+
+    It stops where `config.own_prefill` tokens or fewer are left: `step` encodes these.
 
     Args:
         config: Static sizes.
@@ -193,7 +195,8 @@ def prefill(
     state = varying(state, axes)
     if passes is not None:
         return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
-    return jax.lax.while_loop(lambda s: jnp.any(pending(s) > 0), lambda s: varying(body(s), axes), state)
+    many = lambda state: jnp.any(pending(state) > (config.own_prefill if limit is None else 0))
+    return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
 
 
 def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
@@ -362,8 +365,8 @@ class Decoder:
         sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
         check_parts(config, sampling)
         state = first_state(config, sampling, rows)
-        width = prefill_width(config, longest)
-        if width is None:
+        width = prefill_width(config, capacity)
+        if width is None or longest <= config.own_prefill:
             return state
         return prefill(config, params, state, width, passes=-(-longest // width))
 

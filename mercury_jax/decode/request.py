@@ -247,8 +247,8 @@ def start(lm: LM, request: Request) -> Session:
             cache = jax.tree.map(fit, state.cache, before.cache)
             state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, pending)
-        if width is not None:
+        width = prefill_width(config, state.tokens.shape[1])
+        if width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
     return Session(config, state, len(rows.committed), mesh, list(request.prompts))

@@ -40,7 +40,7 @@ NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without 
 class Static(NamedTuple):
     """A parameter that is one array for all rows (a table of ids), where a plain array is one number per row."""
 
-    value: jax.Array
+    value: jax.Array | np.ndarray
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ def sampling_params(
     Raises:
         ValueError: Names a parameter whose array has another length.
     """
-    ids = lambda x: np.full((rows,), x, np.int32)
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
     steps = steps or (1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows)
     return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
