@@ -146,7 +146,9 @@ def from_function(
         alignment=alignment, timed="time" in takes, takes=takes,
     )  # fmt: skip
     own = _own_tokenizer(tokenizer, config)
-    never = tuple(i for i in dict.fromkeys((*never, *noises.specials(own, vocab))) if i not in (mask, *ends))
+    # Of ours, special tokens are known; of another tokenizer no id is special, not even 0.
+    special = () if isinstance(own, IdTokenizer) else noises.specials(own, vocab)
+    never = tuple(i for i in dict.fromkeys((*never, *special)) if i not in (mask, *ends))
     corruption = _corruption(noise_config, vocab, mask, never)
     try:
         hash(apply)
@@ -162,8 +164,9 @@ def from_function(
     return lm
 
 
-# Its functions are compared by identity, and a program belongs to them: equal arguments must give the same.
+# They are compared by identity, and a program belongs to them: equal arguments must give the same.
 _corruption = functools.lru_cache(maxsize=64)(noises.build)
+_id_tokenizer = functools.lru_cache(maxsize=64)(IdTokenizer)
 
 
 # --- the arguments
@@ -315,10 +318,15 @@ class PlainTokenizer(IdTokenizer):
             The text.
 
         Raises:
-            ValueError: The user's tokenizer returns something else than a text.
+            ValueError: The user's tokenizer fails, or returns something else than a text.
         """
         hidden = {self.mask, *self.ends} if skip_special else set()
-        found = self.text.decode([i for i in map(int, ids) if i not in hidden])
+        shown = [i for i in map(int, ids) if i not in hidden]
+        try:
+            found = self.text.decode(shown)
+        except Exception as error:  # whatever the user's code raises for an id that it does not know
+            allowed = "ids that it can decode: those without a text belong into forbidden"
+            raise refuse("ids of tokenizer.decode", sorted(set(shown)), f"{allowed} ({error})") from error
         if not isinstance(found, str):
             raise refuse("what tokenizer.decode returned", found, "a text")
         return found
@@ -351,7 +359,7 @@ def _own_tokenizer(tokenizer: Any, config: FunctionConfig) -> Any:
     """The tokenizer with all that decoding relies on; ids as decimal numbers where there is none."""
     ends = (config.eos, *config.ends)
     if tokenizer is None:
-        return IdTokenizer(config.vocab, config.mask, config.pad, ends)
+        return _id_tokenizer(config.vocab, config.mask, config.pad, ends)
     if isinstance(tokenizer, type) or not isinstance(tokenizer, TextTokenizer):
         raise refuse("tokenizer", tokenizer, "an object with encode(text) and decode(ids), or None")
     size = getattr(tokenizer, "vocab_size", 0)

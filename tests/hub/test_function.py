@@ -28,17 +28,18 @@ def weights(seed: int = 0) -> dict[str, jax.Array]:
     )  # fmt: skip
 
 
-def network(params, tokens, attends=None, positions=None, time=None, blocked=-jnp.inf):
-    """One layer of attention. Its table of positions ends with the context."""
+def network(params, tokens, attends=None, positions=None, time=None, layers=1):
+    """Attention without norms. Forbidden keys have logits of -inf, so that a query without keys gets NaN."""
     positions = jnp.arange(tokens.shape[1])[None] if positions is None else positions
-    assert tokens.shape[1] <= CONTEXT or attends is not None
     x = params["embed"][tokens] + params["at"][positions]
     if time is not None:
         x += jnp.sin(9.0 * time)[:, None, None] * params["time"]
-    scores = jnp.einsum("btd,bsd->bts", x @ params["q"], x @ params["k"]) / 8
-    if attends is not None:
-        scores = jnp.where(attends, scores, blocked)
-    return (x + jax.nn.softmax(scores) @ (x @ params["v"])) @ params["embed"].T / 2
+    for _ in range(layers):
+        scores = jnp.einsum("btd,bsd->bts", x @ params["q"], x @ params["k"]) / 8
+        if attends is not None:
+            scores = jnp.where(attends, scores, -jnp.inf)
+        x += jax.nn.softmax(scores) @ (x @ params["v"])
+    return x @ params["embed"].T / 2
 
 
 def plain(params, tokens):
@@ -46,11 +47,16 @@ def plain(params, tokens):
 
 
 def padded(params, tokens, lengths):
+    assert tokens.shape[1] <= CONTEXT  # its table of positions ends there
     return network(params, tokens, (jnp.arange(tokens.shape[1]) < lengths[:, None])[:, None])
 
 
 def masked(params, tokens, *, attention_mask, positions):
     return network(params, tokens, attention_mask, positions)
+
+
+def deep(params, tokens, attention_mask):
+    return network(params, tokens, attention_mask, layers=2)
 
 
 def timed(params, tokens, lengths, time):
@@ -103,6 +109,13 @@ def test_rows_of_several_lengths_see_no_padding():
     for apply in (padded, masked):
         batch = mj.sample(own(apply), prompts, max_tokens=9, sampler=mj.rules.threshold(0.6))
         assert [t.tolist() for t in batch.tokens] == [loop(p, 9, 0.6)[0] for p in prompts]
+
+
+def test_a_query_without_keys_spreads_no_nan_to_the_next_layer():
+    lm, prompts = own(deep, check=True), [[3, 4, 5, 6, 7], [8], [1, 2]]
+    batch = mj.sample(lm, prompts, max_tokens=9)
+    alone = [mj.sample(lm, prompt, max_tokens=9).tokens[0].tolist() for prompt in prompts]
+    assert [t.tolist() for t in batch.tokens] == alone
 
 
 def test_without_lengths_rows_of_several_lengths_are_refused_in_every_call():
@@ -238,6 +251,20 @@ def test_uniform_noise_needs_no_mask_and_refuses_what_counts_masks():
     assert mj.edit(lm, [1, 2, 3]).tokens[0].shape == (3,)
     with pytest.raises(ValueError, match="counts masks"):
         mj.score(lm, [1], [2])
+
+
+def test_every_id_but_the_mask_and_what_is_forbidden_can_be_emitted():
+    def wish(params, tokens):  # position i prefers the id i, and then the one after it
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return 2.0 * jax.nn.one_hot(at % VOCAB, VOCAB) + jax.nn.one_hot((at + 1) % VOCAB, VOCAB)
+
+    text = lambda **more: mj.sample(own(wish, eos=None, **more), [0], max_tokens=12).tokens[0].tolist()
+    assert text() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 11, 0]
+    with pytest.raises(ValueError, match=r"tokenizer.decode is \[0, 1, .*11\]; .* belong into forbidden"):
+        text(tokenizer=Letters())
+    assert text(tokenizer=Letters(), forbidden=[11]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]
+    assert text(forbidden=[0, 5]) == [1, 2, 3, 4, 6, 6, 7, 8, 9, 11, 11, 1]
+    assert text(mask=None, noise="uniform") == [*range(1, 12), 0]
 
 
 def test_without_an_end_of_text_every_answer_has_its_length():
