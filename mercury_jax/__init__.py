@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import grammar, processors, rules, stopping
+    from mercury_jax.decode import cache_refresh, grammar, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("grammar", "processors", "rules", "stopping"),
+    "decode": ("cache_refresh", "grammar", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -82,9 +82,9 @@ __all__ = [
     "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole", "InfillOutput",
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load",
-    "logits", "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
-    "stopping_criterion", "stream", "train",
+    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill",
+    "load", "logits", "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score",
+    "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 

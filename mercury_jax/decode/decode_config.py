@@ -6,15 +6,18 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
 from mercury_jax.decode.registration import check_token_ids
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.rules.position import check_tables
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -32,10 +35,11 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    refresh: Refresh | CachePolicy | None = None  # bidirectional models: reuse of keys between steps
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
+    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
@@ -57,7 +61,10 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        # With shifted logits a pass over every slot starts at 0; any other takes the token before it, and so must a
+        # wide one of a row that reuses what lies before its block.
+        more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
+        return self.width + (self.window if self.leave_one_out else 0) + more
 
 
 def build_config(
@@ -97,10 +104,7 @@ def build_config(
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
+    assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     return DecodeConfig(
         model=model,
         corruption=lm.corruption,
@@ -108,10 +112,11 @@ def build_config(
         block=block,
         forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        refresh=refresh,
+        refresh=plan.refresh,
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
+        lookahead=int(plan.lookahead),
         logprobs=logprobs,
     )
 
@@ -120,6 +125,7 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
     bidirectional, model = pattern == "bidirectional", lm.model
+    check_tables(rule, config.vocab)
     if plan.refresh is not None and not model.reuses_keys:
         raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
     if rule.leave_one_out and not model.leave_one_out:
@@ -140,6 +146,20 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
+    if plan.lookahead:
+        _check_lookahead(lm, plan, draft)
+    if isinstance(plan.refresh, CachePolicy):
+        name = f"the cache policy {plan.refresh.name}"
+        if config.alignment == "shifted":
+            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
+        if plan.refresh.drift and not keys:
+            allowed = "a policy that compares no keys: those of this model are quantised"
+            raise refuse("plan.refresh", name, allowed)
+    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
+        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -151,6 +171,19 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
     if rule.leave_one_out or rule.variable_length:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
+
+
+def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
+    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    reason = None
+    if plan.refresh is not None:
+        reason = "with plan.refresh: reused keys depend on earlier passes"
+    elif draft is not None:
+        reason = "with sampler.speculate: its drafts are verified by a causal pass"
+    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
+        reason = "for this model: its self-conditioning depends on the previous pass"
+    if reason is not None:
+        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
 
 
 def _sizes(

@@ -33,8 +33,9 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
-from mercury_jax.decode.forward import forward
+from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
+from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import verify
 from mercury_jax.decode.state import (
@@ -83,12 +84,14 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
     causal = encoding | verifying
-    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal)
-    state = state._replace(cache=cache)
+    run_pass = forward_drafts if config.lookahead else forward
+    hidden, leave_one_out, state = run_pass(config, params, state, tokens, used, causal)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
-    moved, frame = denoise(config, params, state, hidden, leave_one_out, denoising)
+    take_steps = denoise_ahead if config.lookahead else denoise
+    moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
+    moved = note_confidence(config, moved, frame)
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
@@ -472,7 +475,9 @@ class Decoder:
             if low < 0 or high >= state.tokens.shape[0]:
                 raise refuse("rows", found, allowed)
         key = _check_key(key, "a key of jax.random.key", ())
-        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)  # numpy's too
+        state = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state
+        )  # numpy's too
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 

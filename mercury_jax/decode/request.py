@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import (
     SEES_PADDING,
     DecodeConfig,
@@ -136,7 +137,12 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     Returns:
         The request with `sampler` and `plan` set.
     """
-    sampler, plan = choose_sampler(lm, request.sampler, request.plan, find_effort(request.effort))
+    given, temperature = request.sampler, request.temperature
+    sampler, plan = choose_sampler(lm, given, request.plan, find_effort(request.effort), temperature)
+    if given is None and isinstance(
+        sampler, Sampler
+    ):  # the model's own, which has the caller's temperature already
+        request = request._replace(temperature=None)
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))
@@ -282,6 +288,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
     if request.guidance is not None:
+        if isinstance(plan.refresh, CachePolicy):
+            raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model = guidance.guided(model)

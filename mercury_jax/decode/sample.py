@@ -76,7 +76,7 @@ class Output:
 
     texts: list[str]  # the answers; of conversations without their thinking
     tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
-    forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE)
+    forwards: np.ndarray  # int [B], denoising and verifying passes of each row, one after the other (NFE)
     finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did; "paused"
     seconds: float  # of decoding, compilation included
     thinking: list[str | None] = field(repr=False)
@@ -85,6 +85,9 @@ class Output:
     history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
     logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
     state: Session | None = field(repr=False, default=None)  # on request
+    # int [B], canvases that these passes computed for each row: more than `forwards` with `Plan(lookahead=)`, whose
+    # passes compute drafts too.
+    evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
 
     @property
     def text(self) -> str:
@@ -278,6 +281,7 @@ def collect(
         texts=[answer for _, answer in decoded],
         tokens=answers,
         forwards=host.nfe[:count],
+        evaluated=host.evaluated[:count],
         finish=finish,
         seconds=seconds,
         thinking=[thinking for thinking, _ in decoded],
@@ -327,7 +331,8 @@ def _continue_empty_answers(
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
     return dataclasses.replace(
         more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
-        forwards=out.forwards + more.forwards, encoded=out.encoded + more.encoded,
+        forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
+        encoded=out.encoded + more.encoded,
     ), session, made  # fmt: skip
 
 

@@ -110,6 +110,7 @@ class Answers(NamedTuple):
     end: Int[Array, "B"]
     done: Bool[Array, "B"]
     nfe: Int[Array, "B"]
+    evaluated: Int[Array, "B"]
     cache_length: Int[Array, "B"]
     nan_step: Int[Array, "B"]
     logprobs: LogprobBuffer | tuple[()]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
@@ -73,6 +74,15 @@ class Rows(NamedTuple):
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
 
 
+class Drafts(NamedTuple):
+    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # as of the state; 0: no draft
+    step: Int[Array, "B n"]
+    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
+
+
 class State(NamedTuple):
     """Everything that decoding changes; the batch axis comes first in every leaf."""
 
@@ -100,10 +110,17 @@ class State(NamedTuple):
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
+    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
+
+    @property
+    def evaluated(self) -> Int[Array, "B"]:
+        """Canvases that denoising and verifying passes have computed: `nfe`, and the drafts of lookahead."""
+        return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -137,6 +154,8 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     seeds = jnp.asarray(rows.seeds)
+    none = jnp.zeros((count, config.lookahead), jnp.int32)
+    drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -162,6 +181,10 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
         sampling=sampling,
+        lookahead=drafts if config.lookahead else (),
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 
