@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.score import Score, logits, score
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
+    from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
     from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
@@ -69,6 +70,7 @@ _PUBLIC = {
     "decode.session": ("Session",),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
+    "hub.function": ("from_function",),
     "hub.load": ("load",),
     "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
@@ -82,9 +84,9 @@ __all__ = [
     "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole", "InfillOutput",
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",
-    "logits", "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample", "score",
-    "soft_masking", "stopping", "stopping_criterion", "stream", "train",
+    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill",
+    "load", "logits", "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample",
+    "score", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 
