@@ -5,7 +5,7 @@
 l_c reads the prompt; l_u reads a negative prompt in its place or, where that is empty, the answer alone. This is
 l_u + (w + 1) (l_c - l_u), as masked diffusion is guided without training for it (arXiv 2410.18514; LLaDA,
 arXiv 2502.09992), written so that w = 0 is plain decoding bit for bit. LLaDA's other branch reads a mask in place of
-each token of the prompt: that is a negative prompt of as many masks. A pass costs twice as much.
+each token of the prompt: `negative="masked"` of `mj.sample`. A pass costs twice as much.
 
 The unconditional branch's sequence is the negative prompt, then what follows the prompt, moved by `shift` positions.
 Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens after the prompt, and its

@@ -283,6 +283,9 @@ class Window(NamedTuple):
 def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
     """Computes where the window begins within the canvas, for one row or for many.
 
+    In a model of causal blocks, active blocks that are shorter than the model's are counted from its start (the small
+    blocks of Fast-dLLM v2), wherever in it the prompt ends.
+
     Args:
         config: Static sizes.
         cache_length: Of the row.
@@ -291,7 +294,10 @@ def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -
     Returns:
         The offset.
     """
-    return jnp.clip(committed - cache_length - config.revisable, 0, config.width - config.window)
+    first = committed - cache_length - config.revisable
+    if config.model.config.pattern == "block_causal":
+        first = first // config.block * config.block
+    return jnp.clip(first, 0, config.width - config.window)
 
 
 def window_of(config: DecodeConfig, row: State) -> Window:
@@ -306,8 +312,10 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
-    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens.
-    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), row.committed + config.block)
+    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens (in a model
+    # of causal blocks: after its own start).
+    start = at[0] if config.model.config.pattern == "block_causal" else row.committed
+    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), start + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
 
