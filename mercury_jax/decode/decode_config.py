@@ -33,6 +33,7 @@ class DecodeConfig(NamedTuple):
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
+    trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
@@ -62,6 +63,7 @@ def build_config(
     block: int | None = None,
     infilling: bool = False,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> DecodeConfig:
     """Chooses the static sizes for rows of given lengths.
 
@@ -75,6 +77,7 @@ def build_config(
         block: Width of the canvas where the rows fix it, instead of the plan's.
         infilling: No id ends the answer.
         logprobs: Keep log-probabilities, with this many alternatives at each token.
+        trajectory: Keep when each token was accepted, and the log-probability of its draw.
 
     Returns:
         The static configuration.
@@ -101,6 +104,7 @@ def build_config(
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
         logprobs=logprobs,
+        trajectory=trajectory,
     )
 
 

@@ -56,6 +56,7 @@ class Request(NamedTuple):
     end_thinking: int | None = None  # the id that ends the thinking
     infilling: bool = False  # no id ends the answer
     block: int | None = None  # width of the canvas where the rows fix it, instead of the plan's
+    trajectory: bool = False  # keep when each token was accepted (`rollout`)
 
     def checked(self) -> Request:
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
@@ -280,7 +281,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         model = guidance.guided(model)
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
-        block=request.block, infilling=request.infilling, logprobs=request.logprobs,
+        block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
     )  # fmt: skip
     slots = config.slots_after
     if model_config.pattern != "bidirectional":

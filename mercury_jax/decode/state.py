@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
-from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
+from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
 from mercury_jax.types import LM, Cache, Key, SelfCond
 
 
@@ -99,6 +99,7 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    trajectory: Trajectory | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
 
     def without_cache(self) -> State:
@@ -136,6 +137,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     committed, end = int32(rows.committed), int32(rows.end)
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
     seeds = jnp.asarray(rows.seeds)
     return State(
         tokens=int32(rows.tokens),
@@ -161,6 +163,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        trajectory=trajectory if config.trajectory else (),
         sampling=sampling,
     )
 
