@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import grammar, processors, rules, stopping
+    from mercury_jax.decode import cache_refresh, grammar, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("grammar", "processors", "rules", "stopping"),
+    "decode": ("cache_refresh", "grammar", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -81,11 +81,11 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "EditOutput", "Effort",
-    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output",
-    "Param", "Plan", "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput",
-    "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View",
-    "accept", "answer_batch", "best_of_n", "decoder", "edit", "grammar", "hub", "infill", "load",
+    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole",
+    "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
+    "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session",
+    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept",
+    "answer_batch", "best_of_n", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",
     "logits", "logits_processor", "mesh", "processors", "propose", "rollout", "rule", "rules", "sample",
     "score", "smc", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mercury_jax import hub, models, noise, sharding
+from mercury_jax import compilation, hub, models, noise, sharding
 from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
@@ -41,6 +41,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
         ValueError: Before any compute: data that cannot be read, a tokenizer that does not fit, an objective that
             cannot score the noise, or a folder that holds another run.
     """
+    compilation.prepare()
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:

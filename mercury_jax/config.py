@@ -14,9 +14,9 @@ import json
 import numbers
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 T = TypeVar("T")
 
@@ -538,31 +538,57 @@ class Refresh:
         return cls(before=look, after=look, every=every)
 
 
+@runtime_checkable
+class CachePolicyLike(Protocol):
+    """A `decode.cache_refresh.CachePolicy`, as far as a `Plan` knows it."""
+
+    @property
+    def limit(self) -> Callable[[int, dict[str, float]], int | None]:
+        """The most positions of a pass."""
+        ...
+
+    @property
+    def drift(self) -> bool:
+        """Whether it reads how far keys moved."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an answer is divided into blocks, how many steps each may take, and what is reused between steps.
+    """How an answer is divided into blocks, how many steps each may take, and how the passes are made.
 
     Attributes:
         block: Tokens of an active block; None: the model's own.
         steps: Denoising steps of a block; None: as many as it has tokens (1 where drafts are verified).
-        refresh: Reuse of keys in a bidirectional model; None: every pass computes the whole sequence. The other
-            patterns need none, their cache is exact.
+        refresh: Reuse of keys in a bidirectional model: a `Refresh`, or a cache policy of `mj.cache_refresh`; None:
+            every pass computes the whole sequence. The other patterns need none, their cache is exact.
         revise: Number of finished blocks before the active one that stay editable, in bidirectional models
             (multi-block editing of LLaDA2.1).
+        lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
+            those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
+            as many copies of its KV cache. 0: none.
     """
 
     block: int | None = None
     steps: int | None = None
-    refresh: Refresh | None = None
+    refresh: Refresh | CachePolicyLike | None = None
     revise: int = 0
+    lookahead: int = 0
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            raise refuse("Plan() argument", args[0], "named ones: Plan(block=, steps=, refresh=, revise=)")
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=)"
+            raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, least, other in (("block", 1, ", or None"), ("steps", 1, ", or None"), ("revise", 0, "")):
+        fields = (
+            ("block", 1, ", or None"),
+            ("steps", 1, ", or None"),
+            ("revise", 0, ""),
+            ("lookahead", 0, ""),
+        )
+        for name, least, other in fields:
             value = getattr(self, name)
             if value is None and other:
                 continue
@@ -573,5 +599,8 @@ class Plan:
                 or value < least
             ):
                 raise refuse(name, value, f"a whole number from {least} on{other}")
-        if self.refresh is not None and not isinstance(self.refresh, Refresh):
-            raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")
+        if not isinstance(self.refresh, Refresh | CachePolicyLike | None):
+            allowed = (
+                "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"
+            )
+            raise refuse("refresh", self.refresh, allowed)

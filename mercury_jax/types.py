@@ -144,6 +144,24 @@ class Device(NamedTuple):
     interpret: Any = None
 
 
+class LeaveOneOut(NamedTuple):
+    """Further masks of a pass, each of which predicts one position without seeing the token there.
+
+    A mask attends to every key of the pass but that of its own position, and to its own key. Tokens attend to none of
+    these masks. Their keys occupy the slots from `Pass.end` on.
+
+    Attributes:
+        mask: Id of the mask.
+        columns: Indices into `Pass.tokens` of the positions that are predicted [B, L]; -1 for none. Rows that encode
+            have none.
+        joint: Whether the masks also attend to each other: the block of shadow masks of WINO (arXiv 2507.18578).
+    """
+
+    mask: int | Int[Array, ""]
+    columns: Int[Array, "B L"]
+    joint: bool | Bool[Array, ""] = False
+
+
 class Pass(NamedTuple):
     """One forward pass over a KV cache: the arguments of `Model.forward`, a pytree.
 
@@ -162,8 +180,10 @@ class Pass(NamedTuple):
             [B, T, ...]; () for none.
         time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
             None.
-        leave_one_out: A mask id: T more hidden states follow, each of a mask at one token's position that attends to
-            every position but that one; their keys occupy the T slots from `end` on. None: no such masks.
+        leave_one_out: Further masks, whose L hidden states follow those of the tokens; None: no such masks.
+        positions: Of the tokens, rising in each row, where they are not start .. start + T; the first `used` count.
+        slots: Where their keys are written, where these are not the positions: in a bidirectional row from which
+            positions are left out. All of [0, end) are attended to.
     """
 
     tokens: Int[Array, "B T"]
@@ -174,7 +194,9 @@ class Pass(NamedTuple):
     encoding: Bool[Array, "B"]
     self_cond: SelfCond = ()
     time: Float[Array, "B"] | None = None
-    leave_one_out: int | Int[Array, ""] | None = None
+    leave_one_out: LeaveOneOut | None = None
+    positions: Int[Array, "B T"] | None = None
+    slots: Int[Array, "B T"] | None = None
 
 
 class PackedPass(NamedTuple):
@@ -212,7 +234,8 @@ class Forward(Protocol):
             device: To compile kernels for; None: the device of this machine.
 
         Returns:
-            Opaque hidden states for `Model.head`, leaves [B, T, ...] (2 T with `leave_one_out`), and the cache.
+            Opaque hidden states for `Model.head`, leaves [B, T, ...] (T + L with `leave_one_out`), and the
+            cache.
         """
         ...
 

@@ -144,6 +144,12 @@ GRID: dict[str, dict[str, tuple[float, ...]]] = {
     "threshold": {"p": (0.7, 0.9, 0.95, 0.99)},
     "entropy_bound": {"gamma": (1.0, 0.1, 0.01)},
     "factor": {"f": (1.0, 0.3)},
+    "frechet": {"margin": (0.02, 0.25)},
+    "entropy_threshold": {"h": (0.5, 0.05)},
+    "pc_sampler": {"steps": (4, 8)},
+    "adablock": {"p": (0.9, 0.99)},
+    "wavefront": {"steps": (4, 8)},
+    "dilated": {"base": (4, 2)},
     "scheduled": {"p": (0.95, 0.99)},
     "local_leap": {"p": (0.9, 0.99), "relaxed": (0.75, 0.95)},
     "hierarchical": {"p": (0.9, 0.99), "low": (0.4, 0.8)},
@@ -263,7 +269,10 @@ class Trial:
 
     @property
     def canvases(self) -> int:
-        """Canvases of a forward pass: 2 for a rule that also predicts each token with that token masked."""
+        """Canvases of a forward pass at most: 2 for a rule that also predicts each token of the active block by a mask.
+
+        A bidirectional model feeds such masks for the active block alone, which is a part of its canvas.
+        """
         return 2 if self.sampler.rule.leave_one_out else 1
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib
 import inspect
 import os
-import platform
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
+from mercury_jax.compilation import cache_compiled_programs
 from mercury_jax.config import nearest, refuse
 
 Command = Callable[[list[str]], int]  # words -> exit code
@@ -195,59 +193,3 @@ def _message(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     first = "\n".join(text.splitlines()[:3])
     return f"{type(error).__name__}: {first}\n(an unexpected error; --debug shows where it arose)"
-
-
-# --- compiled programs
-
-CACHE = "MERCURY_CACHE"  # environment variable: the folder; empty for none
-MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not stored
-
-
-def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache, unless the user has set it or turned ours off.
-
-    A second `mercury sample` then starts in a quarter of the time. Call it before JAX compiles its first program. The
-    folder may be deleted at any time.
-
-    Args:
-        environ: Environment variables. Default: those of this process.
-
-    Returns:
-        The folder, or None where nothing was changed.
-    """
-    environ = os.environ if environ is None else environ
-    folder = cache_folder(environ)
-    if folder is None or "JAX_COMPILATION_CACHE_DIR" in environ:
-        return None
-    wanted = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": MIN_COMPILE_SECONDS,
-    }
-    if "jax" in sys.modules:
-        for name, value in wanted.items():
-            sys.modules["jax"].config.update(name, value)
-    # Child processes read the environment.
-    os.environ.update({name.upper(): str(value) for name, value in wanted.items()})
-    return folder
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """The folder of compiled programs, one for each kind of processor; None where the user wants none.
-
-    Code that was compiled for another processor, whose machine shares the home folder, might not run here.
-    """
-    own = environ.get(CACHE)
-    if own is not None and not own.strip():
-        return None
-    root = Path(own) if own else Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mercury_jax"
-    return root / f"xla-{hashlib.sha256(_processor().encode()).hexdigest()[:12]}"
-
-
-def _processor() -> str:
-    """Model and instruction sets of this processor, as text."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    found = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return "\n".join([platform.machine(), *sorted(found)])

@@ -91,7 +91,7 @@ def _choices() -> dict[str, Any]:
 
 LISTS = (  # printed below the plain fields, each in its own way
     "rules", "processors", "stopping", "tasks", "card", "devices", "kernels", "noise", "bytes_per_device", "room",
-    "notes",
+    "notes", "decoding",
 )  # fmt: skip
 
 
@@ -110,6 +110,12 @@ def _print(record: Mapping[str, Any]) -> None:
             print(f"{'':12} on: {form}")
         for why in record["kernels"]["off"].values():
             print(f"{'':12} off: {why}")
+    if record["decoding"]:
+        from mercury_jax.hub.generation import describe
+
+        print(f"{'decoding':12} {describe(record['decoding'])}")
+        if source := record["decoding"].get("source"):
+            print(f"{'':12} source: {source}")
     for name, value in record.get("card", {}).items():
         print(f"{'card':12} {name}: {value}")
     for note in record["notes"]:

@@ -25,7 +25,7 @@ from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import State
 from mercury_jax.decode.token_stats import NEVER, search_cdf
-from mercury_jax.decode.view import Observation, process_logits
+from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
 
@@ -96,13 +96,14 @@ def chunked_stats(
         The statistics [B, L], and the self-conditioning; () for models without.
     """
     vocab, mesh = config.model.config.vocab, config.model.mesh
-    rows = (state, hidden, seen)
+    uniforms = jax.vmap(functools.partial(draw_uniforms, config))(state, seen.window)
+    rows = (state, hidden, seen, uniforms[1])
     if mesh is not None and dividing_axes((AXIS,), vocab, mesh):
         soft, chunks = _walk_sharded(config, mesh, params, rows)
     else:
         soft, chunks = _walk(config, params, 0, vocab, *rows)
     temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
-    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, seen.uniforms, temperature)
+    stats = jax.vmap(merge_chunks, in_axes=(1, 0, 0))(chunks, uniforms[0], temperature)
     stats = stats._replace(p_eos=jnp.where(seen.view.eos[:, None] >= 0, stats.p_eos, 0.0))
     return stats, () if soft is None else soft.sum / soft.total
 
@@ -115,6 +116,7 @@ def _walk(
     state: State,
     hidden: Any,
     seen: Observation,
+    uniforms: Float[Array, "B L"],
 ) -> tuple[SoftEmbedding | None, ChunkStats]:
     """Walks over the `count` ids from `base` on, which are all that the tables of `params` hold.
 
@@ -138,7 +140,7 @@ def _walk(
             soft = SoftEmbedding(top, total, soft.sum * scale + model.embed_mixture(params, weights, at))
         temperature = state.sampling.sampler.temperature
         assert temperature is not None
-        return soft, draw_in_chunk(stats, logits, seen.chunk_uniforms, temperature, first)
+        return soft, draw_in_chunk(stats, logits, uniforms, temperature, first)
 
     # The accumulator starts empty: its maximum is NEVER, so the first chunk replaces it.
     soft = None

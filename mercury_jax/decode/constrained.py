@@ -220,6 +220,9 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     revise = request.plan.revise
     if revise:
         raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
+    if request.plan.lookahead:
+        allowed = "0 with schema=: the grammar judges the tokens of each pass"
+        raise refuse("plan.lookahead", request.plan.lookahead, allowed)
     sampler = None if request.sampler is None else check_sampler(request.sampler)
     if sampler is not None and sampler.rule.variable_length:
         allowed = "a rule that keeps the number of tokens, with schema="

@@ -6,12 +6,16 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.sampler import Sampler
+from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
+from mercury_jax.decode.rules.position import check_tables
+from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
@@ -28,10 +32,11 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
-    leave_one_out: bool = False  # each pass also predicts every position by a mask that does not see it
+    refresh: Refresh | CachePolicy | None = None  # bidirectional models: reuse of keys between steps
+    leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
+    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
@@ -42,6 +47,11 @@ class DecodeConfig(NamedTuple):
         return min(self.width, self.block + self.revisable)
 
     @property
+    def own_prefill(self) -> int:
+        """Tokens of a prompt that the decoder's own steps encode, at most; `prefill` encodes the rest."""
+        return 2 * self.width
+
+    @property
     def never_emitted(self) -> tuple[int, ...]:
         """Ids that no answer may hold."""
         return (*self.corruption.forbidden, *self.forbidden)
@@ -49,7 +59,10 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width * (2 if self.leave_one_out else 1)
+        # With shifted logits a pass over every slot starts at 0; any other takes the token before it, and so must a
+        # wide one of a row that reuses what lies before its block.
+        more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
+        return self.width + (self.window if self.leave_one_out else 0) + more
 
 
 def build_config(
@@ -88,10 +101,7 @@ def build_config(
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
+    assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     return DecodeConfig(
         model=model,
         corruption=lm.corruption,
@@ -99,10 +109,11 @@ def build_config(
         block=block,
         forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        refresh=refresh,
+        refresh=plan.refresh,
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
+        lookahead=int(plan.lookahead),
         logprobs=logprobs,
         trajectory=trajectory,
     )
@@ -112,6 +123,7 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
     bidirectional = pattern == "bidirectional"
+    check_tables(rule, config.vocab)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
@@ -124,6 +136,20 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    if rule.variable_length and plan.block is not None and "block" in rule.params:
+        raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
+    if plan.lookahead:
+        _check_lookahead(lm, plan, draft)
+    if isinstance(plan.refresh, CachePolicy):
+        name = f"the cache policy {plan.refresh.name}"
+        if config.alignment == "shifted":
+            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
+        if plan.refresh.drift and not keys:
+            allowed = "a policy that compares no keys: those of this model are quantised"
+            raise refuse("plan.refresh", name, allowed)
+    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
+        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -135,6 +161,19 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.speculate", draft, "0: a model of one-token blocks has no draft to verify")
     if rule.leave_one_out or rule.variable_length:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
+
+
+def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
+    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    reason = None
+    if plan.refresh is not None:
+        reason = "with plan.refresh: reused keys depend on earlier passes"
+    elif draft is not None:
+        reason = "with sampler.speculate: its drafts are verified by a causal pass"
+    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
+        reason = "for this model: its self-conditioning depends on the previous pass"
+    if reason is not None:
+        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
 
 
 def _sizes(
@@ -189,21 +228,24 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
         The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
-    return min(bucket(tokens + behind), max(most, tokens + behind))
+    # Steps of 2 quanta: a slot that stays empty costs little, a further program seconds.
+    return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, pending: int) -> int | None:
-    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode it.
+def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+    """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
+
+    It follows from the slots, so that prompts of all lengths share a program.
 
     Args:
         config: Static sizes.
-        pending: Committed tokens that are not in the cache, at most.
+        slots: Of a row.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or pending <= 2 * config.width:
+    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1
-    return -(-min(PREFILL, bucket(pending)) // quantum) * quantum
+    return -(-min(PREFILL, slots // 2) // quantum) * quantum

@@ -27,8 +27,9 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
-from mercury_jax.decode.forward import forward
+from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
+from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import verify
 from mercury_jax.decode.state import (
@@ -79,12 +80,14 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
 
     # 2. One pass for all rows. hidden is opaque, its leaves are [B, L, ...].
     causal = encoding | verifying
-    hidden, leave_one_out, cache = forward(config, params, state, tokens, used, causal)
-    state = state._replace(cache=cache)
+    run_pass = forward_drafts if config.lookahead else forward
+    hidden, leave_one_out, state = run_pass(config, params, state, tokens, used, causal)
 
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
-    moved, frame = denoise(config, params, state, hidden, leave_one_out, denoising)
+    take_steps = denoise_ahead if config.lookahead else denoise
+    moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
+    moved = note_confidence(config, moved, frame)
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
@@ -153,7 +156,9 @@ def prefill(
     limit: Int[Array, ""] | None = None,
     passes: int | None = None,
 ) -> State:
-    """Encodes committed tokens in passes of `width` tokens, for prompts much longer than a canvas.
+    """Encodes committed tokens in passes of `width` tokens, where prompts are much longer than a canvas.
+
+    It stops where `config.own_prefill` tokens or fewer are left: `step` encodes these.
 
     Args:
         config: Static sizes.
@@ -189,7 +194,8 @@ def prefill(
     state = varying(state, axes)
     if passes is not None:
         return jax.lax.fori_loop(0, passes, lambda _, s: varying(body(s), axes), state)
-    return jax.lax.while_loop(lambda s: jnp.any(pending(s) > 0), lambda s: varying(body(s), axes), state)
+    many = lambda state: jnp.any(pending(state) > (config.own_prefill if limit is None else 0))
+    return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
 
 
 def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
@@ -337,8 +343,8 @@ class Decoder:
         sampling = sampling_params(self.lm, config, self.sampler, self.steps, count)
         check_parts(config, sampling)
         state = first_state(config, sampling, rows)
-        width = prefill_width(config, longest)
-        if width is None:
+        width = prefill_width(config, capacity)
+        if width is None or longest <= config.own_prefill:
             return state
         return prefill(config, params, state, width, passes=-(-longest // width))
 

@@ -6,60 +6,86 @@ Also the effort levels, which set the thinking budget, the rule and the steps of
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import processors, rules, stopping
 from mercury_jax.decode.registration import Above, AtLeast, check_number
-from mercury_jax.decode.sampler import Rule, Sampler, SamplerLike, check_sampler
+from mercury_jax.decode.sampler import Param, Rule, Sampler, SamplerLike, check_sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM
 
-SETTINGS = ("rule", "params", "temperature", "cooling", "steady", "block", "steps")  # keys of `LM.decoding`
+# Keys of `LM.decoding`; hub/generation.py says what they mean.
+SETTINGS = (
+    "rule", "params", "temperature", "processors", "cooling", "steady", "block", "steps", "source",
+)  # fmt: skip
 
 
-def default_sampler(lm: LM) -> Rule | Sampler:
-    """Returns the model's own sampler: that of its checkpoint, else one that suits its noise.
+def default_sampler(lm: LM, temperature: Param | Sequence[float] | None = None) -> Rule | Sampler:
+    """Returns the model's own sampler: that of its checkpoint or family, else one that suits its noise.
 
     Args:
-        lm: `LM.decoding` holds {"rule": name, "params": {parameters}, "temperature", "cooling": {}, "steady": {}}.
+        lm: `LM.decoding` holds the settings, by the keys of hub/generation.py.
+        temperature: Replaces the temperature of these settings, also where it divides the logits before the confidence
+            is read from them; one number or one per row. None: theirs.
+
+    Returns:
+        The rule, or a sampler of it.
 
     Raises:
-        ValueError: The checkpoint names a rule that does not exist, or a setting that is not used.
+        ValueError: The settings name a rule or processor that does not exist, or a key that is not used.
     """
     if unknown := sorted(set(lm.decoding) - set(SETTINGS)):
         raise refuse("LM.decoding", unknown, ", ".join(SETTINGS))
-    name = lm.decoding.get("rule")
+    name, chain = lm.decoding.get("rule"), lm.decoding.get("processors", {})
     if not name:
         if lm.model.config.autoregressive:
-            return rules.autoregressive()
-        return rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
+            made = rules.autoregressive()
+        else:
+            made = rules.diffusion_gemma() if lm.corruption.mask is None else rules.threshold()
+        return made if temperature is None else check_sampler(made)._replace(temperature=temperature)
     if name not in rules.ALL:
         raise refuse("LM.decoding: rule", name, ", ".join(rules.ALL))
+    for processor in chain:
+        if processor not in processors.ALL:
+            raise refuse("LM.decoding: processors", processor, ", ".join(processors.ALL))
     cooling, steady = lm.decoding.get("cooling"), lm.decoding.get("steady")
-    return Sampler(
-        rule=rules.ALL[name](**lm.decoding.get("params", {})),
-        processors=(processors.cooling(**cooling),) if cooling else (),
-        stopping=stopping.steady(**steady) if steady else None,
-        temperature=lm.decoding.get("temperature"),
+    own = check_sampler(rules.ALL[name](**lm.decoding.get("params", {})))
+    drawn = own.temperature if lm.decoding.get("temperature") is None else lm.decoding["temperature"]
+    if temperature is not None and "temperature" in chain:
+        t = jnp.asarray(temperature, float)  # 0 takes the argmax, and does not divide by it
+        chain = {**chain, "temperature": {"t": jnp.where(t > 0, t, 1.0)}}
+        drawn = jnp.where(t > 0, 1.0, 0.0)
+    elif temperature is not None:
+        drawn = temperature
+    named = tuple(processors.ALL[key](**params) for key, params in chain.items())
+    return own._replace(
+        processors=((processors.cooling(**cooling),) if cooling else ()) + named,
+        stopping=stopping.steady(**steady) if steady else own.stopping,
+        temperature=drawn,
     )
 
 
 def default_plan(lm: LM, plan: Plan, share: float = 1.0) -> Plan:
-    """Returns the plan with the checkpoint's block and steps where it names neither itself.
+    """Returns the plan with the block and steps of the model's own settings where it names no block itself.
 
     Args:
-        lm: `LM.decoding` may hold "block" and "steps".
-        plan: The caller's.
-        share: Of the checkpoint's steps, by effort.
+        lm: `LM.decoding` may hold "block" and "steps"; the block "answer" is as long as the context.
+        plan: The caller's; its steps are kept.
+        share: Of the model's own steps, by effort.
 
     Returns:
         The plan.
     """
     block, steps = lm.decoding.get("block"), lm.decoding.get("steps")
-    if plan.block is None and plan.steps is None and steps is not None:
-        return dataclasses.replace(plan, block=block, steps=max(1, round(share * steps)))
-    return plan
+    if plan.block is not None:
+        return plan
+    if plan.steps is None and steps is not None:
+        plan = dataclasses.replace(plan, steps=max(1, round(share * steps)))
+    return dataclasses.replace(plan, block=lm.model.config.context if block == "answer" else block)
 
 
 def rule_settings(sampler: Any) -> dict[str, Any]:
@@ -158,7 +184,11 @@ def find_effort(effort: str | Effort | None) -> Effort | None:
 
 
 def choose_sampler(
-    lm: LM, sampler: SamplerLike | None, plan: Plan, effort: Effort | None
+    lm: LM,
+    sampler: SamplerLike | None,
+    plan: Plan,
+    effort: Effort | None,
+    temperature: Param | Sequence[float] | None = None,
 ) -> tuple[SamplerLike, Plan]:
     """Chooses sampler and plan where the caller leaves them open.
 
@@ -167,6 +197,7 @@ def choose_sampler(
         sampler: The caller's, or None.
         plan: The caller's; fields that it sets are kept.
         effort: Under masked noise it sets the threshold and the steps; under uniform noise a share of the steps.
+        temperature: The caller's; where the model's own sampler applies, it replaces that one's.
 
     Returns:
         The sampler and the plan.
@@ -178,5 +209,5 @@ def choose_sampler(
             plan = dataclasses.replace(plan, steps=max(1, round(effort.steps * tokens)))
     if sampler is None:
         share = 1.0 if effort is None else effort.steps
-        return default_sampler(lm), default_plan(lm, plan, share)
+        return default_sampler(lm, temperature), default_plan(lm, plan, share)
     return sampler, plan

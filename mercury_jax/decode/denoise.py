@@ -40,7 +40,7 @@ from mercury_jax.decode.token_stats import (
     write_at,
     write_changed,
 )
-from mercury_jax.decode.view import Observation, observe, process_logits
+from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
 
 
@@ -75,13 +75,15 @@ def denoise(
         raw = config.model.head(params, hidden)  # [B, L, V]
         process = functools.partial(process_logits, config)
         logits = jax.vmap(process)(small, seen.view, seen.window.at, raw)
-        # Tokens are drawn by cumulative sums, which are computed only if some row draws at all.
+        # Tokens are drawn by uniforms and cumulative sums, which are computed only if some row draws at all.
         temperature = jnp.asarray(state.sampling.sampler.temperature, jnp.float32)
-        drawn = jax.lax.cond(
-            jnp.any(temperature > 0),
-            lambda: jax.vmap(draw)(logits, seen.uniforms, temperature),
-            lambda: logits.argmax(-1).astype(jnp.int32),
-        )
+
+        def draw_tokens() -> Int[Array, "B L"]:
+            uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(small, seen.window)
+            return jax.vmap(draw)(logits, uniforms, temperature)
+
+        greedy = lambda: logits.argmax(-1).astype(jnp.int32)
+        drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, greedy)
         view = seen.view._replace(logits=logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)

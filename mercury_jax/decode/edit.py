@@ -116,7 +116,7 @@ def edit(
         prompts = prompt_rows(lm, prompt, len(texts), row="text")
     began = time.perf_counter()
     rows = _rows(lm, edited, prompts, request.plan, check_seed(seed))
-    session = start(lm, request._replace(sampler=_sampler(lm, sampler, spans), rows=rows))
+    session = start(lm, _with_sampler(lm, request, spans)._replace(rows=rows))
     session, _, _ = advance(lm, session, None)
     check_nan(session)
     return _collect(lm, session, edited, prompts, began)
@@ -129,18 +129,19 @@ class EncodedText(NamedTuple):
     noised: np.ndarray | None
 
 
-def _sampler(lm: LM, sampler: Any, spans: Any) -> SamplerLike:
-    """The sampler, or the default one; refuses a rule that would change the number of tokens."""
-    if sampler is None:
+def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
+    """The request with a sampler, its own or the default; refuses a rule that would change the number of tokens."""
+    if request.sampler is None:
         if lm.corruption.mask is None:
-            return rules.entropy_bound()
+            return request._replace(sampler=rules.entropy_bound())
         if spans is not None:
-            return default_sampler(lm)
-        return rules.editing() if lm.model.config.alignment == "shifted" else rules.blind_editing()
-    rule = check_sampler(sampler).rule
+            return request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
+        shifted = lm.model.config.alignment == "shifted"
+        return request._replace(sampler=rules.editing() if shifted else rules.blind_editing())
+    rule = check_sampler(request.sampler).rule
     if rule.variable_length and rule.name != "levenshtein":  # which restores the length of each run
         raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")
-    return sampler
+    return request
 
 
 def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:

@@ -126,11 +126,11 @@ def start(
     negative = np.zeros((batch, max(size, 1)), np.int32)
     for row, ids in zip(negative, texts, strict=False):
         row[: len(ids)] = ids
-    holds_prompt = model.config.pattern == "bidirectional"  # a pass does, and so do its leave-one-out masks
+    holds_prompt = model.config.pattern == "bidirectional"  # a pass does
     wide = lambda x, kind: jnp.asarray(np.pad(np.asarray(x, kind), (0, batch - rows)))
     cache = GuidedCache(
         conditional=model.empty_cache(batch, slots),
-        unconditional=model.empty_cache(batch, slots + (2 * more if holds_prompt else more)),
+        unconditional=model.empty_cache(batch, slots + more),
         weight=wide(np.broadcast_to(w, (rows,)), np.float64),
         prompt_length=wide(prompts, np.int32),
         shift=wide(shift, np.int32),
@@ -197,13 +197,17 @@ def _forward(model: Model, params: Params, given: Pass) -> tuple[GuidedHidden, G
     cache: GuidedCache = given.cache
     hidden, conditional = model.forward(params, given._replace(cache=cache.conditional))
     other = _unconditional_pass(model, cache, given)
+    index, masks = other.index, given.leave_one_out
+    if masks is not None:  # they stand at the same tokens, and their hidden states follow those of all tokens
+        columns = jnp.take_along_axis(other.index, jnp.maximum(masks.columns, 0), axis=1)
+        masks = masks._replace(columns=jnp.where(masks.columns < 0, -1, columns))
+        behind = other.tokens.shape[1] + jnp.arange(columns.shape[1], dtype=index.dtype)
+        index = jnp.concatenate([index, jnp.broadcast_to(behind, columns.shape)], axis=1)
     other_hidden, unconditional = model.forward(params, given._replace(
         tokens=other.tokens, cache=cache.unconditional, start=other.start, used=other.used,
         end=given.end + cache.shift, self_cond=jax.tree.map(lambda x: _gather(x, other.source), given.self_cond),
+        leave_one_out=masks,
     ))  # fmt: skip
-    index = other.index
-    if given.leave_one_out is not None:  # the leave-one-out states follow all the tokens
-        index = jnp.concatenate([index, index + other.tokens.shape[1]], axis=1)
     other_hidden = jax.tree.map(lambda x: _gather(x, index), other_hidden)
     weight = jnp.broadcast_to(cache.weight[:, None, None], (*index.shape, 1))
     cache = dataclasses.replace(cache, conditional=conditional, unconditional=unconditional)

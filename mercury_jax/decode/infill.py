@@ -215,7 +215,7 @@ def fill(
         ValueError: Names what does not fit.
     """
     if request.sampler is None:
-        request = request._replace(sampler=default_sampler(lm))
+        request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
     if lm.model.config.pattern == "block_causal":
         return _fill_fim(lm, rows, request)
     attempt = functools.partial(_fill_sized, lm, request, on_frame, search)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mercury_jax import chat
+from mercury_jax import chat, compilation
 from mercury_jax.config import refuse
 from mercury_jax.decode.registration import AtLeast, check_number
 from mercury_jax.types import LM, PackedPass
@@ -233,6 +233,7 @@ def check_lm(lm: Any) -> None:
     """
     if not isinstance(lm, LM):
         raise refuse("lm", lm, "a model as mj.load() returns it")
+    compilation.prepare()
     # An empty dict is fine: a Model is a record of functions, which need not have parameters.
     leaves = jax.tree.leaves(lm.params)
     if lm.params is None or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):

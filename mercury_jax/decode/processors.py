@@ -30,6 +30,7 @@ from mercury_jax.decode.registration import (
     PROCESSORS,
     Above,
     AtLeast,
+    Between,
     Count,
     Finite,
     NonNegative,
@@ -126,23 +127,31 @@ def top_k(logits: Logits, view: View, k: Count = 50) -> Logits:
 
 
 @logits_processor(source="nucleus sampling, arXiv 1904.09751")
-def top_p(logits: Logits, view: View, p: Probability = 0.95) -> Logits:
+def top_p(
+    logits: Logits,
+    view: View,
+    p: Probability = 0.95,
+    crossing: Annotated[Param, Between(0, 1, integer=True)] = 1,
+) -> Logits:
     """Keeps the smallest set of ids whose total probability reaches `p`.
 
     Args:
         logits: Of one row.
         view: Unused.
         p: Probability of the set; 1 keeps every id.
+        crossing: 1 keeps the id with which the total passes `p`, as transformers does. 0 leaves it out unless it is the
+            first, as `nucleus_p` of MDLM, BD3-LM and ReMDM does.
 
     Returns:
         Logits that are NEVER at all other ids.
     """
     ordered = jnp.sort(logits, axis=-1)[:, ::-1]
     mass = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(mass, axis=-1) - mass
-    # An id is kept while the mass before it is below p. The first always is; at p = 1 all are, although the sums
-    # may round up to 1 before the last one.
-    needed = ((before < p) | (p >= 1)).at[:, 0].set(True)
+    total = jnp.cumsum(mass, axis=-1)
+    # An id is kept while the mass before it is below p, or without the crossing id while the mass with it is not above
+    # p. The first always is; at p = 1 all are, although the sums may round up to 1 before the last one.
+    inside = jnp.where(jnp.asarray(crossing) > 0, total - mass < p, total <= p)
+    needed = (inside | (p >= 1)).at[:, 0].set(True)
     least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, NEVER)
 

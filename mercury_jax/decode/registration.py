@@ -26,6 +26,7 @@ from mercury_jax.config import nearest, refuse
 from mercury_jax.decode.sampler import (
     KINDS,
     NOISE,
+    LeaveOneOutMasks,
     LogitsProcessor,
     Memory,
     Param,
@@ -216,21 +217,34 @@ PROCESSORS: dict[str, Factory[..., LogitsProcessor]] = {}
 STOPPING: dict[str, Factory[..., StoppingCriterion]] = {}
 
 
-def _decorator(
-    part: type, registry: dict[str, Any], name: str | None, source: str, fields: dict[str, Any]
+def part_decorator(
+    part: type,
+    registry: dict[str, Any],
+    name: str | None,
+    source: str,
+    fields: dict[str, Any],
+    kind: str = "",
 ) -> Callable[[Callable[..., Any]], Any]:
     """Makes the decorator of one kind of part: it turns a function into a factory of parts, and registers that.
 
     Args:
-        part: `Rule`, `LogitsProcessor` or `StoppingCriterion`.
+        part: `Rule`, `LogitsProcessor`, `StoppingCriterion` or `CachePolicy`.
         registry: Where to register.
         name: Under which it is registered; None: the function's, unless another function or an expression made it.
         source: Paper or reference implementation.
         fields: Of the part, beside its function, parameters and name.
+        kind: A key of `sampler.ARGUMENTS`; "": that of the part.
+
+    Returns:
+        A decorator.
+
+    Raises:
+        ValueError: From the decorator, where the function has other arguments or its name is taken; from the factory,
+            for wrong parameters.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        parameters = function_parameters(function, KINDS[part])
+        parameters = function_parameters(function, kind or KINDS[part])
         names = [p.name for p in parameters]
         ranges, title = ranges_of(function, names), name or function_title(function)
 
@@ -292,7 +306,7 @@ def rule(
     init: Callable[[jax.Array, int], Memory] = no_memory,
     temperature: float = 0.0,
     stopping: Callable[[], StoppingCriterion] | None = None,
-    leave_one_out: bool = False,
+    leave_one_out: LeaveOneOutMasks = False,
     variable_length: bool = False,
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
@@ -319,7 +333,7 @@ def rule(
         A factory: call it with parameters to get a `Rule`.
 
     Raises:
-        ValueError: The name is taken by another rule, or `noise` is unknown.
+        ValueError: The name is taken by another rule, or `noise` or `leave_one_out` is unknown.
 
     Example:
         >>> @mj.rule(noise="absorbing", needs_logits=False)
@@ -332,9 +346,11 @@ def rule(
     if stopping is not None and (isinstance(stopping, StoppingCriterion) or not callable(stopping)):
         allowed = "what makes a stopping criterion, such as mj.stopping.never"
         raise refuse("stopping of a rule", stopping, allowed)
+    if fields.get("leave_one_out", False) not in (False, True, "joint"):
+        raise refuse("leave_one_out of a rule", fields["leave_one_out"], "True, False or 'joint'")
     fields["noise"] = NOISE if noise is None else (noise,)
 
-    decorate = _decorator(Rule, RULES, name, source, fields)
+    decorate = part_decorator(Rule, RULES, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -364,7 +380,7 @@ def logits_processor(
     Raises:
         ValueError: The name is taken by another processor.
     """
-    decorate = _decorator(LogitsProcessor, PROCESSORS, name, source, fields)
+    decorate = part_decorator(LogitsProcessor, PROCESSORS, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -399,12 +415,15 @@ def stopping_criterion(
     Raises:
         ValueError: The name is taken by another criterion.
     """
-    decorate = _decorator(StoppingCriterion, STOPPING, name, source, fields)
+    decorate = part_decorator(StoppingCriterion, STOPPING, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
-def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
-    """Registers a function that returns a whole `Sampler` under its name, beside the rules.
+Made = TypeVar("Made", Sampler, Rule)
+
+
+def sampler_preset(source: str = "") -> Callable[[Callable[P, Made]], Factory[P, Made]]:
+    """Registers a function that returns a whole `Sampler`, or a rule with a table, under its name beside the rules.
 
     Args:
         source: Paper and equation, or reference implementation.
@@ -416,7 +435,7 @@ def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory
         ValueError: The name is taken.
     """
 
-    def decorate(function: Callable[P, Sampler]) -> Factory[P, Sampler]:
+    def decorate(function: Callable[P, Made]) -> Factory[P, Made]:
         parameters = inspect.signature(function).parameters
         ranges = ranges_of(function, parameters)
         params = {name: p.default for name, p in parameters.items() if name in ranges}

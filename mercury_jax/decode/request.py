@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
@@ -130,7 +131,12 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     Returns:
         The request with `sampler` and `plan` set.
     """
-    sampler, plan = choose_sampler(lm, request.sampler, request.plan, find_effort(request.effort))
+    given, temperature = request.sampler, request.temperature
+    sampler, plan = choose_sampler(lm, given, request.plan, find_effort(request.effort), temperature)
+    if given is None and isinstance(
+        sampler, Sampler
+    ):  # the model's own, which has the caller's temperature already
+        request = request._replace(temperature=None)
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))
@@ -241,8 +247,8 @@ def start(lm: LM, request: Request) -> Session:
             cache = jax.tree.map(fit, state.cache, before.cache)
             state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, pending)
-        if width is not None:
+        width = prefill_width(config, state.tokens.shape[1])
+        if width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
     return Session(config, state, len(rows.committed), mesh, list(request.prompts))
@@ -276,6 +282,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
     if request.guidance is not None:
+        if isinstance(plan.refresh, CachePolicy):
+            raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
             raise refuse("guidance", request.guidance, "None with self-speculation")
         model = guidance.guided(model)
@@ -293,12 +301,13 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     padded = _padded(rows, longest, sampler, count, slots)
     sampling = sampling_params(lm, config, sampler, plan.steps, len(rows.committed))
     if request.end_thinking is not None:
-        sampling = sampling._replace(end_thinking=jnp.full_like(sampling.end_thinking, request.end_thinking))
+        sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
-        sampling = sampling._replace(eos=jnp.full_like(sampling.eos, -1))
-    # Added rows take the parameters of the last one.
-    more = count - len(rows.committed)
-    sampling = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], more, axis=0)]), sampling)
+        sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if more := count - len(rows.committed):  # added rows take the parameters of the last one
+        repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
+        join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
+        sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
     return config, sampling, padded
 

@@ -27,7 +27,7 @@ from mercury_jax.decode.registration import Between, check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
 from mercury_jax.decode.sampler import Param, SamplerLike
-from mercury_jax.decode.session import advance
+from mercury_jax.decode.session import advance, read_answers
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, Key, PackedPass, Params
 
@@ -179,7 +179,7 @@ def rollout(
         trajectory=True,
     ).checked()  # fmt: skip
     session, _, _ = advance(lm, start(lm, encode_request(lm, request)), None)
-    out = collect(lm, session, began, [], np.zeros(len(rows), int))
+    out = collect(lm, read_answers(session.state), session.prompts, began)
     state, count = session.state, session.rows
     kept = (state.tokens, state.prompt, state.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))

@@ -26,7 +26,7 @@ from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import prefill_width
 from mercury_jax.decode.defaults import Effort, choose_sampler
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole, explain_wrong_params
 from mercury_jax.decode.request import (
     Request,
     check_session,
@@ -40,10 +40,13 @@ from mercury_jax.decode.request import (
 )
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import (
+    Answers,
     Session,
     advance,
-    check_nan,
+    check_nan_steps,
+    decode_program,
     prefill_program,
+    read_answers,
     run_program,
     run_sharded_program,
 )
@@ -73,7 +76,7 @@ class Output:
 
     texts: list[str]  # the answers; of conversations without their thinking
     tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
-    forwards: np.ndarray  # int [B], denoising and verifying passes of each row (NFE)
+    forwards: np.ndarray  # int [B], denoising and verifying passes of each row, one after the other (NFE)
     finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did; "paused"
     seconds: float  # of decoding, compilation included
     thinking: list[str | None] = field(repr=False)
@@ -82,6 +85,9 @@ class Output:
     history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
     logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
     state: Session | None = field(repr=False, default=None)  # on request
+    # int [B], canvases that these passes computed for each row: more than `forwards` with `Plan(lookahead=)`, whose
+    # passes compute drafts too.
+    evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
 
     @property
     def text(self) -> str:
@@ -181,6 +187,9 @@ def sample(
         request = encode_request(lm, request)
         if grammars is not None:
             request = constrained.with_grammar_mask(lm, request)
+        elif not (keep or history or passes or state or mesh or effort) and guidance is negative is None:
+            answers, made = _decode_at_once(lm, request)
+            return dataclasses.replace(collect(lm, answers, request.prompts, began), passes=made)
         session = start(lm, request)
     cached = np.zeros(session.rows, int)
     if state is not None:
@@ -189,12 +198,21 @@ def sample(
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
-    out = collect(lm, session, began, frames, cached)
+    out = collect(lm, read_answers(session.state), session.prompts, began, frames, cached)
     if effort is not None and passes is None and grammars is None:
         out, session, more = _continue_empty_answers(lm, request, session, out)
         made += more
     keep = keep or state is not None or passes is not None
     return dataclasses.replace(out, passes=made, state=session if keep else None)
+
+
+def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int]:
+    """Decodes a request that keeps nothing: one program, one transfer back."""
+    config, sampling, rows = configure(lm, request)
+    with explain_wrong_params(lm):
+        width = prefill_width(config, rows.tokens.shape[1])
+        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows))
+    return answers, int(made)
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
@@ -215,12 +233,20 @@ def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[S
     return session, frames, total
 
 
-def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached: np.ndarray) -> Output:
-    """Reads the answers off a session's state.
+def collect(
+    lm: LM,
+    found: Answers,
+    prompts: Sequence[Prompt],
+    began: float,
+    frames: list[Frame] | None = None,
+    cached: np.ndarray | int = 0,
+) -> Output:
+    """Makes the output of a call.
 
     Args:
-        lm: Decodes them.
-        session: With its prompts.
+        lm: Decodes the answers.
+        found: Of all rows; those after the prompts' only fill a bucket.
+        prompts: Of the call.
         began: `time.perf_counter()` at the start of the call.
         frames: To keep in the output.
         cached: Tokens [B] that were in the KV cache when the call began.
@@ -231,33 +257,33 @@ def collect(lm: LM, session: Session, began: float, frames: list[Frame], cached:
     Raises:
         ValueError: Names row and pass where the logits of a model were NaN.
     """
-    check_nan(session)
-    s, count = session.state, session.rows
-    tokens, prompt, committed, end, done, nfe, cache_length = jax.device_get(
-        (s.tokens, s.prompt, s.committed, s.end, s.done, s.nfe, s.cache_length)
-    )
-    ends = np.where(done, end, np.maximum(committed, prompt))
+    host: Any = jax.device_get(found)
+    count = len(prompts)
+    check_nan_steps(host.nan_step[:count])
+    tokens, prompt, end, done = host.tokens, host.prompt, host.end, host.done
+    ends = np.where(done, end, np.maximum(host.committed, prompt))
     answers = [tokens[i, prompt[i] : ends[i]] for i in range(count)]
     seconds = time.perf_counter() - began
-    decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, session.prompts, strict=True)]
+    decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, prompts, strict=True)]
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
     for i in range(count):  # the end of text is just after an answer that the model ended
         ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
-    if isinstance(s.logprobs, LogprobBuffer):
-        host = jax.device_get(s.logprobs)
-        logprobs = [LogProbs(*(x[i, prompt[i] : ends[i]] for x in host)) for i in range(count)]
+    if isinstance(host.logprobs, LogprobBuffer):
+        kept: Any = host.logprobs
+        logprobs = [LogProbs(*(x[i, prompt[i] : ends[i]] for x in kept)) for i in range(count)]
     return Output(
         texts=[answer for _, answer in decoded],
         tokens=answers,
-        forwards=nfe[:count],
+        forwards=host.nfe[:count],
+        evaluated=host.evaluated[:count],
         finish=finish,
         seconds=seconds,
         thinking=[thinking for thinking, _ in decoded],
-        encoded=cache_length[:count] - cached,
-        history=frames,
+        encoded=host.cache_length[:count] - cached,
+        history=frames or [],
         logprobs=logprobs,
     )
 
@@ -291,7 +317,7 @@ def _continue_empty_answers(
     began = time.perf_counter() - out.seconds
     session = start(lm, continue_request(lm, request, replies, which))
     session, frames, made = _run(lm, session, None, bool(out.history))
-    more = collect(lm, session, began, [*out.history, *frames], np.zeros(len(prompts), int))
+    more = collect(lm, read_answers(session.state), session.prompts, began, [*out.history, *frames])
     texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
@@ -302,7 +328,8 @@ def _continue_empty_answers(
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])
     return dataclasses.replace(
         more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
-        forwards=out.forwards + more.forwards, encoded=out.encoded + more.encoded,
+        forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
+        encoded=out.encoded + more.encoded,
     ), session, made  # fmt: skip
 
 
@@ -356,7 +383,8 @@ def abstract_session(
         shardings = sharding.cache_shardings(state.cache, on)
         state = state._replace(cache=jax.tree.map(place, state.cache, shardings))
     session = Session(decode_config, state, rows, row_mesh(lm, mesh))
-    return session, prefill_width(decode_config, int(np.max(padded.committed)))
+    width = prefill_width(decode_config, padded.tokens.shape[1])
+    return session, None if int(np.max(padded.committed)) <= decode_config.own_prefill else width
 
 
 def lower_run(lm: LM, session: Session, passes: int | None = None) -> jax.stages.Lowered:

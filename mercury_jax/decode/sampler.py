@@ -4,7 +4,7 @@ Each is a pure function of one row. A decorator turns the function into a factor
 
     @mj.rule(source="Fast-dLLM, arXiv 2505.22618")
     def threshold(key, view, memory, p: Annotated[Param, Between(0, 1)] = 0.9):
-        return accept(view, view.masked & (view.stats.p_sample > p)), memory
+        return accept(view, view.masked & (view.stats.p_sample >= p)), memory
 
     sampler = Sampler(threshold(0.95), processors=(mj.processors.top_p(0.9),))
 
@@ -20,11 +20,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
@@ -34,12 +35,14 @@ Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterio
 Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
 Logits = Float[Array, "L V"]
 NOISE = ("absorbing", "uniform")  # kinds of noise: with a mask id, and without one
+# Whether leave-one-out masks are made, and whether they attend to each other ("joint") or each only to itself.
+LeaveOneOutMasks: TypeAlias = bool | Literal["joint"]
 
 
 class Static(NamedTuple):
     """A parameter that is one array for all rows (a table of ids), where a plain array is one number per row."""
 
-    value: jax.Array
+    value: jax.Array | np.ndarray
 
 
 @runtime_checkable
@@ -145,7 +148,9 @@ class Rule:
         temperature: At which tokens are drawn unless the sampler says otherwise.
         stopping: Makes the stopping criterion that the rule wants; None for the default of the noise.
         noise: The kinds of noise that it is made for.
-        leave_one_out: Whether it reads `view.leave_one_out`, which makes each forward pass twice as wide.
+        leave_one_out: Whether it reads `view.leave_one_out`, for which each pass also feeds a mask for each position
+            of the window. Such a mask does not see the token at its position; with True it sees none of the other
+            masks either, with "joint" it sees all of them.
         variable_length: Whether it inserts or deletes positions.
         needs_logits: Whether it reads `view.logits`. If no part does, a large vocabulary is processed in chunks
             and all of its logits never exist at once.
@@ -158,7 +163,7 @@ class Rule:
     temperature: float = 0.0
     stopping: Callable[[], StoppingCriterion] | None = None
     noise: tuple[str, ...] = NOISE
-    leave_one_out: bool = False
+    leave_one_out: LeaveOneOutMasks = False
     variable_length: bool = False
     needs_logits: bool = True
 
@@ -273,6 +278,7 @@ def _describe(value: Any) -> str:
 # What the state machine calls each kind of part with; its parameters follow.
 ARGUMENTS = {
     "rule": ("key", "view", "memory"),
+    "cache policy": ("key", "view", "memory"),
     "logits processor": ("logits", "view"),
     "stopping criterion": ("view", "proposal", "memory"),
 }
@@ -467,7 +473,7 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
 
 
 def broadcast_params(tree: Any, rows: int) -> Any:
-    """Broadcasts every parameter of a sampler to one value per row.
+    """Broadcasts every parameter of a sampler to one value per row, by numpy where it is not a JAX array.
 
     Args:
         tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
@@ -481,13 +487,16 @@ def broadcast_params(tree: Any, rows: int) -> Any:
     """
 
     def widen(path: Any, x: Any) -> Any:
+        # A call to jnp would cost the host more than all of the rest of a small request.
+        array = x.value if isinstance(x, Static) else x
+        xp = jnp if isinstance(array, jax.Array) else np
+        array = xp.asarray(array, dtypes.canonicalize_dtype(jnp.result_type(array)))
         if isinstance(x, Static):
-            value = jnp.asarray(x.value)
-            return Static(jnp.broadcast_to(value, (rows, *value.shape)))
-        x = jnp.asarray(x)
+            return Static(xp.broadcast_to(array, (rows, *array.shape)))
+        x = array
         if x.ndim and x.shape[0] != rows:
             name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
             raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
-        return x if x.ndim else jnp.broadcast_to(x, (rows,))
+        return x if x.ndim else xp.broadcast_to(x, (rows,))
 
     return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))

@@ -220,6 +220,8 @@ def smc(
     chosen = check_sampler(request.sampler)
     if chosen.speculate is not None or lm.model.config.autoregressive:
         raise refuse("sampler.speculate", chosen.speculate, "None: drafts are not verified in every pass")
+    if twist is not None and request.plan.lookahead:
+        raise refuse("plan.lookahead", request.plan.lookahead, "0 with twist: it takes several steps in a pass")
     if twist is not None:
         request = request._replace(sampler=twisted_sampler(lm, chosen, twist, request.temperature))
     session = start(lm, request)

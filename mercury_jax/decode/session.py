@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params
-from mercury_jax.decode.state import Frame, State, first_state
+from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, first_state
+from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
 
 
@@ -80,12 +82,70 @@ def check_nan(session: Session) -> None:
     Raises:
         ValueError: Names row and pass.
     """
-    nan_step = np.asarray(session.state.nan_step)[: session.rows]
+    check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
+
+
+def check_nan_steps(nan_step: Int[np.ndarray, "B"]) -> None:
+    """Raises ValueError, naming row and pass, where the logits of a row were NaN.
+
+    Args:
+        nan_step: The pass of each row; -1: none.
+
+    Raises:
+        ValueError: Names row and pass.
+    """
     for row in np.flatnonzero(nan_step >= 0):
         raise ValueError(
             f"logits of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
             "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
         )
+
+
+class Answers(NamedTuple):
+    """The fields of a `State` that an `Output` is made of."""
+
+    tokens: Int[Array, "B S"]
+    prompt: Int[Array, "B"]
+    committed: Int[Array, "B"]
+    end: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    nfe: Int[Array, "B"]
+    evaluated: Int[Array, "B"]
+    cache_length: Int[Array, "B"]
+    nan_step: Int[Array, "B"]
+    logprobs: LogprobBuffer | tuple[()]
+
+
+def read_answers(state: State) -> Answers:
+    """Returns what an `Output` needs of a state.
+
+    Args:
+        state: Of all rows.
+    """
+    return Answers(*(getattr(state, name) for name in Answers._fields))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def decode_program(
+    config: DecodeConfig, width: int | None, params: Params, sampling: SamplingParams, rows: Rows
+) -> tuple[Answers, Int[Array, ""]]:
+    """Decodes a batch from its prompts to its answers, in one program: a call that keeps nothing needs no other.
+
+    Args:
+        config: Static sizes.
+        width: Tokens of one pass over long prompts; None: the decoder's own steps encode them.
+        params: Of the model.
+        sampling: Of each row.
+        rows: Padded, with all fields set.
+
+    Returns:
+        The answers, and how many passes were made.
+    """
+    state = first_state(config, sampling, rows)
+    if width is not None:
+        state = prefill(config, params, state, width)
+    state, made = run_until_done(config, params, state)
+    return read_answers(state), made
 
 
 def run_session(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
@@ -50,7 +51,7 @@ def sampling_params(
     Raises:
         ValueError: Names a parameter whose array has another length.
     """
-    ids = lambda x: jnp.full((rows,), x, jnp.int32)
+    ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
     steps = steps or (1 if config.speculative else 0)
     params = broadcast_params(sampler._replace(speculate=None), rows)
     return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
@@ -71,6 +72,15 @@ class Rows(NamedTuple):
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
+
+
+class Drafts(NamedTuple):
+    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # as of the state; 0: no draft
+    step: Int[Array, "B n"]
+    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
 
 
 class State(NamedTuple):
@@ -101,10 +111,17 @@ class State(NamedTuple):
     logprobs: LogprobBuffer | tuple[()]
     trajectory: Trajectory | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
+    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
+
+    @property
+    def evaluated(self) -> Int[Array, "B"]:
+        """Canvases that denoising and verifying passes have computed: `nfe`, and the drafts of lookahead."""
+        return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -139,6 +156,8 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
     trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
     seeds = jnp.asarray(rows.seeds)
+    none = jnp.zeros((count, config.lookahead), jnp.int32)
+    drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -165,6 +184,10 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         logprobs=() if config.logprobs is None else logprobs,
         trajectory=trajectory if config.trajectory else (),
         sampling=sampling,
+        lookahead=drafts if config.lookahead else (),
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 

@@ -22,12 +22,10 @@ from mercury_jax.types import Key, View
 
 
 class Observation(NamedTuple):
-    """What a row sees before its logits are known, and the randomness of this step."""
+    """What a row sees before its logits are known, and the key of its rule."""
 
     view: View  # without statistics and logits
     window: Window
-    uniforms: Float[Array, "L"]  # draw the tokens
-    chunk_uniforms: Float[Array, "L"]  # draw within a chunk of the vocabulary
     key: Key  # for the rule
 
 
@@ -42,13 +40,7 @@ def observe(config: DecodeConfig, row: State) -> Observation:
         The observation; `view.stats`, `view.leave_one_out` and `view.logits` are None.
     """
     corruption, window = config.corruption, window_of(config, row)
-    # The randomness depends on the row, its block and the step alone.
-    draw_key, noise_key, rule_key = jax.random.split(step_key(row.key, row.committed, row.step), 3)
-    if config.speculative:  # a draft is drawn with the uniforms of its verification
-        uniforms = position_uniforms(row.key, window.at)
-    else:
-        uniforms = jax.random.uniform(draw_key, (config.window,))
-    chunk_uniforms = jax.random.uniform(jax.random.fold_in(draw_key, 1), (config.window,))
+    _, noise_key, rule_key = _step_keys(row)
     steps = steps_of(window, row)
     t, s = 1.0 - row.step / steps, jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
     canvas = slice_at(row.canvas, window.offset, config.window)
@@ -76,7 +68,33 @@ def observe(config: DecodeConfig, row: State) -> Observation:
         steps=steps,
         position=window.at[0] - row.prompt,
     )
-    return Observation(view, window, uniforms, chunk_uniforms, rule_key)
+    return Observation(view, window, rule_key)
+
+
+def _step_keys(row: State) -> Key:
+    """The keys of a step's draws, noise and rule; they depend on the row, its block and the step alone."""
+    return jax.random.split(step_key(row.key, row.committed, row.step), 3)
+
+
+def draw_uniforms(
+    config: DecodeConfig, row: State, window: Window
+) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
+    """Draws the randomness of one row's tokens in this step.
+
+    Args:
+        config: Static sizes.
+        row: One row of a state.
+        window: Of the row.
+
+    Returns:
+        Uniforms that draw the tokens, or a chunk of the vocabulary, and those that draw within a chunk.
+    """
+    key = _step_keys(row)[0]
+    if config.speculative:  # a draft is drawn with the uniforms of its verification
+        first = position_uniforms(row.key, window.at)
+    else:
+        first = jax.random.uniform(key, (config.window,))
+    return first, jax.random.uniform(jax.random.fold_in(key, 1), (config.window,))
 
 
 def row_view(config: DecodeConfig, row: State, **fields: Any) -> View:

@@ -122,8 +122,8 @@ def answer_questions(task: Task, lm: LM, settings: EvalSettings) -> EvalReport:
     else:
         asked = tasks.draw_distinct(task, settings.limit or task.questions, settings.seed, settings.split)
     most = settings.max_tokens or task.max_tokens
-    sampler = defaults.default_sampler(lm) if settings.sampler is None else settings.sampler
-    named, plan = rule_name(lm, sampler), settings.plan or Plan()
+    sampler, plan = defaults.choose_sampler(lm, settings.sampler, settings.plan or Plan(), None)
+    named = rule_name(lm, sampler)
     # By length, so that rows of a batch are alike and their shapes few: each new shape is a compilation. The last batch
     # is filled up by repeating its last question.
     size = min(settings.batch, len(asked))

@@ -198,7 +198,7 @@ COMMON = ConfigKeys(
         "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
         "assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule "
         "target_lookbehind generation_config":
-            "a default of generation; sampling parameters are arguments here",
+            "a default of generation, of which generation_config.json is read",
     },
 )  # fmt: skip
 
@@ -476,7 +476,8 @@ class Family(NamedTuple):
         fits: Whether the rest of a config.json belongs to this family.
         export: Our config -> their config.json; None where we cannot write the family.
         licence: Of its published models.
-        decoding: (config.json, generation_config.json) -> how the reference decodes, as `LM.decoding` has it.
+        decoding: How its authors sample, by the keys of `hub.generation`; generation_config.json overrides it. A
+            function of (config.json, generation_config.json) reads that file itself.
         rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
             architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
     """
@@ -494,7 +495,7 @@ class Family(NamedTuple):
     fits: Callable[[Json], bool] = lambda config: True
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
     licence: str = "see the checkpoint"
-    decoding: Callable[[Json, Json], Mapping[str, Any]] | None = None
+    decoding: Mapping[str, Any] | Callable[[Json, Json], Mapping[str, Any]] = {}
     rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax import checkpoint, models, noise
+from mercury_jax import checkpoint, compilation, models, noise
 from mercury_jax.checkpoint import CheckpointError, Exported, manifest
 from mercury_jax.checkpoint.export import PARAMS
 from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse, to_dict
+from mercury_jax.hub import generation
 from mercury_jax.hub.family import Family, family_of
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
@@ -88,6 +89,7 @@ def load(
         >>> lm = mj.load()
         >>> lm = mj.load("GSAI-ML/LLaDA-8B-Instruct", dtype="bfloat16", quantise="int8", kv="4bit")
     """
+    compilation.prepare()
     if kv is not None:
         cache.check_kv_kind(kv)
     if quantise is not None and quantise not in WEIGHT_KINDS:
@@ -273,9 +275,11 @@ def open_checkpoint(
     model = models.build(config)
     if not alone:
         _check_tensors(folder, family, model)
-    decoding: Mapping[str, Any] = {}
-    if family.decoding is not None:
-        decoding = family.decoding(about, read_json(folder.path, "generation_config.json", optional=True))
+    written = read_json(folder.path, generation.FILE, optional=True)
+    if callable(family.decoding):
+        decoding = family.decoding(about, written)
+    else:
+        decoding = generation.with_generation_config(family.decoding, written)
     return Opened(
         path=path, folder=folder, family=family, config=config, model=model,
         name=str(about.get("_name_or_path") or (path.stem if alone else path.resolve().name)),
@@ -344,7 +348,7 @@ def _complete_ids(folder: Folder) -> None:
     about = folder.config
     if about.get("mask_token_id") is None and (mask := _tokenizer_mask(folder.path)) is not None:
         about["mask_token_id"] = mask
-    more = read_json(folder.path, "generation_config.json", optional=True).get("eos_token_id")
+    more = read_json(folder.path, generation.FILE, optional=True).get("eos_token_id")
     listed = lambda x: [] if x is None else list(x) if isinstance(x, list) else [x]
     ends = list(dict.fromkeys([*listed(about.get("eos_token_id")), *listed(more)]))
     about["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
@@ -521,6 +525,7 @@ def info(source: str | Path, *, mask: int | None = None) -> dict[str, Any]:
             for name in ("pattern", "block", "context", "alignment", "timed", "mask", "pad")
         },
         "eos": [c.eos, *c.ends],
+        "decoding": dict(opened.decoding),
         "bytes_per_device": plan,
         "room": {"devices": len(devices), "kind": devices[0].device_kind, "bytes": free_memory(devices)},
         **more,

@@ -265,16 +265,15 @@ def build(config: DiTConfig) -> Model:
     )
 
 
-def _times(config: DiTConfig, time: Array | None, leave_one_out: bool = False) -> Float[Array, "#B #T"]:
-    """Times as [B, 1] or [B, T] (twice that for leave-one-out masks), or zeros [1, 1] for a model that is not timed."""
+def _times(config: DiTConfig, time: Array | None) -> Float[Array, "#B #T"]:
+    """Times as [B, 1] or [B, T], or zeros [1, 1] for a model that is not timed."""
     if config.timed != (time is not None):
         raise refuse("time", time, "a time of each row" if config.timed else "None: this model is not timed")
     dtype = accumulation_dtype(jnp.dtype(config.dtype))
     if time is None:
         return jnp.zeros((1, 1), dtype)
     time = jnp.asarray(time, dtype)
-    time = time[:, None] if time.ndim == 1 else time
-    return jnp.concatenate([time, time], axis=1) if leave_one_out and time.shape[1] > 1 else time
+    return time[:, None] if time.ndim == 1 else time
 
 
 def _apply(net: DiT, params: Params, given: PackedPass) -> Array:
@@ -284,5 +283,4 @@ def _apply(net: DiT, params: Params, given: PackedPass) -> Array:
 
 def _forward(net: DiT, params: Params, given: Pass) -> tuple[Array, Cache]:
     inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
-    times = _times(net.config, given.time, given.leave_one_out is not None)
-    return net.apply({"params": params}, inputs, times, given.cache)
+    return net.apply({"params": params}, inputs, _times(net.config, given.time), given.cache)

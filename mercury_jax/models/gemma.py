@@ -533,5 +533,6 @@ def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:
     lowest = jnp.where(encoding, inputs.positions + 1 - c.window, given.start[:, None] - c.tail)
     self_cond = given.self_cond
     if given.leave_one_out is not None:  # these masks must not see the previous prediction of their own token
-        self_cond = jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1), self_cond)
+        more = [(0, 0), (0, given.leave_one_out.columns.shape[1]), (0, 0)]
+        self_cond = jax.tree.map(lambda x: jnp.pad(x, more), self_cond)
     return net.apply({"params": params}, inputs, clean, lowest, self_cond, given.cache)

@@ -39,7 +39,7 @@ def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"
 
 
 class NetworkInputs(NamedTuple):
-    """What every network gets of a pass. With leave-one-out masks T is twice that of the `Pass`."""
+    """What every network gets of a pass. Leave-one-out masks follow the tokens: T is T + L of the `Pass`."""
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]  # absolute positions, for RoPE
@@ -50,8 +50,8 @@ class NetworkInputs(NamedTuple):
 def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> NetworkInputs:
     """Positions, slots and key ranges of a pass over a cache.
 
-    With `given.leave_one_out` one mask follows for each token. It attends to every position but that of its token,
-    and to its own key, which is written to the slots from `end` on.
+    The masks of `given.leave_one_out` follow the tokens. Each attends to every position but its own, and to its own
+    key or, if they are joint, to those of all of these masks; these keys are written to the slots from `end` on.
 
     Args:
         config: The model's config.
@@ -64,8 +64,9 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     tokens, encoding = given.tokens, given.encoding[:, None]
     offsets = jnp.arange(tokens.shape[1])[None]
     used = offsets < given.used[:, None]
-    positions = given.start[:, None] + offsets
-    slots = jnp.where(used, positions, capacity)  # unused tokens are dropped
+    positions = given.start[:, None] + offsets if given.positions is None else given.positions
+    own = positions if given.slots is None else given.slots
+    slots = jnp.where(used, own, capacity)  # unused tokens are dropped
     # Encoding rows have the model's causal pattern, denoising rows attend to all of [0, end).
     end = jnp.broadcast_to(given.end[:, None], positions.shape)
     causal = end
@@ -78,20 +79,24 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     ranges = jnp.stack([first, jnp.zeros_like(first)], axis=2)  # [B, T, 2, 2]
     if given.leave_one_out is None:
         return NetworkInputs(tokens, positions, ranges, slots)
-    predicted = used & ~encoding
-    own_slots = jnp.where(predicted, given.end[:, None] + offsets, capacity)
-    # All positions before the token's, all after it, and the mask's own slot [B, T, 3, 2].
-    pairs = [(jnp.zeros_like(end), positions), (positions + 1, end), (own_slots, own_slots + 1)]
+    mask, columns, joint = given.leave_one_out
+    predicted = (columns >= 0) & (columns < given.used[:, None]) & ~encoding  # [B, L]
+    at, after = given.start[:, None] + columns, given.end[:, None]
+    own = after + jnp.cumsum(predicted, axis=1) - 1  # slots from `end` on, without gaps
+    count = predicted.sum(axis=1, keepdims=True)
+    shared = [jnp.where(joint, after, own), jnp.where(joint, after + count, own + 1)]
+    # All positions before the mask's, all after it, and the keys of the masks that it attends to [B, L, 3, 2].
+    pairs = [(jnp.zeros_like(at), at), (at + 1, jnp.broadcast_to(after, at.shape)), shared]
     own_ranges = jnp.stack([jnp.stack(pair, axis=-1) for pair in pairs], axis=2)
-    concat = lambda a, b: jnp.concatenate([a, b], axis=1)
+    concat = lambda a, b: jnp.concatenate([a, b.astype(a.dtype)], axis=1)
     return NetworkInputs(
-        concat(tokens, jnp.full_like(tokens, given.leave_one_out)),
-        concat(positions, positions),
+        concat(tokens, jnp.full_like(columns, mask)),
+        concat(positions, jnp.where(predicted, at, 0)),
         concat(
             jnp.concatenate([ranges, jnp.zeros_like(ranges[:, :, :1])], axis=2),  # an empty third range
             jnp.where(predicted[:, :, None, None], own_ranges, 0),
         ),
-        concat(slots, own_slots),
+        concat(slots, jnp.where(predicted, own, capacity)),
     )
 
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mercury_jax.cli import app
+from mercury_jax import compilation as app
 
 SCRIPT = """
 import json, sys
 if sys.argv[1] == "late":
     import jax
-from mercury_jax.cli import app
+from mercury_jax import compilation as app
 app.MIN_COMPILE_SECONDS = 0.0
 folder = app.cache_compiled_programs()
 import jax

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mercury_jax.decode import guidance
-from mercury_jax.types import Model, Pass
+from mercury_jax.types import LeaveOneOut, Model, Pass
 from tests.tiny import PATTERNS, VOCAB, tiny
 
 BLOCK, SLOTS, MASK = 8, 40, 4  # the tiny models'
@@ -141,29 +141,38 @@ def teller():
     def forward(params, given):
         at = given.start[:, None] + jnp.arange(given.tokens.shape[1])
         hidden = jnp.stack([at, given.tokens, given.self_cond["soft"][..., 0].astype(int)], axis=-1)
-        both = hidden if given.leave_one_out is None else jnp.concatenate([hidden, -hidden], axis=1)
-        return both, given.cache
+        if given.leave_one_out is not None:
+            columns = given.leave_one_out.columns
+            masks = jnp.where((columns < 0)[..., None], 0, hidden[jnp.arange(len(at))[:, None], columns])
+            hidden = jnp.concatenate([hidden, -masks], axis=1)
+        return hidden, given.cache
 
     plain = tiny("bidirectional", BLOCK).model
     return Model(**(plain._asdict() | dict(forward=forward, head=lambda params, hidden: hidden)))
 
 
-def test_shadow_masks_are_guided_in_a_cache_that_is_just_large_enough():
+@pytest.mark.parametrize("joint", [False, True])
+def test_shadow_masks_are_guided_in_a_cache_that_is_just_large_enough(joint):
     prompt, total, negative = PROMPTS[4], 20, ids()[1][4]
     text, other = ids()[0][4:, :total], beside("bidirectional")[0][4:, : total + 7]
     call = lambda *x: [jnp.asarray([y], jnp.int32) for y in x]
     with jax.enable_x64(True):
         plain, params = build("bidirectional", "float64")
-        cache = guidance.start(plain, params, 1, 2 * total, [prompt], [negative], 0.5)
-        # Logits of the canvas, then of its shadows.
-        run = lambda model, text, cache, n: np.asarray(one(
-            model, params, jnp.asarray(text), cache, *call(0, n, n), jnp.asarray([False]), leave_one_out=MASK
-        )[0]).reshape(2, n, VOCAB)  # fmt: skip
+        new = total - prompt
+        cache = guidance.start(plain, params, 1, total + new, [prompt], [negative], 0.5)
+
+        def run(model, text, cache, n):
+            """Logits of the tokens behind the prompt, then of their shadow masks."""
+            masks = LeaveOneOut(MASK, n - new + jnp.arange(new)[None], joint)
+            logits = one(
+                model, params, jnp.asarray(text), cache, *call(0, n, n), jnp.asarray([False]), leave_one_out=masks
+            )[0]  # fmt: skip
+            return np.asarray(logits)[0, n - new :]
+
         got = run(guidance.guided(plain), text, cache, total)
-        c = run(plain, text, plain.empty_cache(1, 2 * total), total)
-        u = run(plain, other, plain.empty_cache(1, 2 * total + 14), total + 7)
-    c, u = c[:, prompt:], u[:, prompt + 7 :]
-    np.testing.assert_allclose(got[:, prompt:], c + 0.5 * (c - u), rtol=1e-9, atol=1e-9)
+        c = run(plain, text, plain.empty_cache(1, total + new), total)
+        u = run(plain, other, plain.empty_cache(1, total + 7 + new), total + 7)
+    np.testing.assert_allclose(got, c + 0.5 * (c - u), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("negative", [[], [50, 51], [50, 51, 52, 53, 54]])
@@ -174,11 +183,13 @@ def test_carry_and_shadows_follow_their_tokens(negative):
     tokens = jnp.asarray([[10, 11, 12, 13, 14, 15, 16, 17]])
     carry = {"soft": (tokens + 90.0)[..., None]}
     rest = [jnp.asarray([x]) for x in (0, 8, 8, False)]
-    hidden: Any = model.forward({}, Pass(tokens, cache, *rest, carry, leave_one_out=MASK))[0]
-    assert all(x.shape[:2] == (1, 16) for x in jax.tree.leaves(hidden))
+    masks = LeaveOneOut(MASK, jnp.asarray([[3, 4, 5, 6, 7, -1]]))
+    hidden: Any = model.forward({}, Pass(tokens, cache, *rest, carry, leave_one_out=masks))[0]
+    assert all(x.shape[:2] == (1, 14) for x in jax.tree.leaves(hidden))
     want = np.array([[len(negative) + i, 13 + i, 103 + i] for i in range(5)])
     np.testing.assert_array_equal(hidden.unconditional[0, 3:8], want)
-    np.testing.assert_array_equal(hidden.unconditional[0, 11:16], -want)
+    np.testing.assert_array_equal(hidden.unconditional[0, 8:13], -want)
+    assert not hidden.unconditional[0, 13].any()  # no mask, so no token that it stands at
     np.testing.assert_array_equal(hidden.conditional[0, 3:8, 0], np.arange(3, 8))
 
 

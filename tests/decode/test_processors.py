@@ -38,6 +38,9 @@ def test_truncation_keeps_what_it_should():
     assert left(processors.top_p(0.7)) == [True, True, False, False]
     assert left(processors.top_p(0.81)) == [True, True, True, False]
     assert left(processors.top_p(0.0)) == [True, False, False, False]
+    assert left(processors.top_p(0.7, crossing=0)) == [True, False, False, False]
+    assert left(processors.top_p(0.81, crossing=0)) == [True, True, False, False]
+    assert left(processors.top_p(0.0, crossing=0)) == [True, False, False, False]
     assert left(processors.min_p(0.2)) == [True, True, True, False]
     assert left(processors.min_p(1.0)) == [True, False, False, False]
 

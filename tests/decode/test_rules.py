@@ -8,6 +8,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax.decode.token_stats import draw, token_stats
 from tests.decode.views import KEY, MASK, taken, view
+from tests.tiny import tiny
 
 
 def test_confidence_takes_its_share_of_the_best():
@@ -20,6 +21,14 @@ def test_threshold_takes_all_that_are_sure_and_at_least_one():
     v = view([0.95, 0.2, 0.91, 0.99], [True, True, True, False])
     assert taken(mj.rules.threshold(0.9), v) == [0, MASK, 2, 8]
     assert taken(mj.rules.threshold(0.999), v) == [0, MASK, MASK, 8]
+    assert taken(mj.rules.threshold(float(np.float32(0.91))), v) == [0, MASK, 2, 8]
+
+
+def test_threshold_takes_a_probability_that_equals_it():
+    """Fast-dLLM and dInfer keep a mask only below the threshold; near temperature 0 every argmax has probability 1."""
+    sampler = mj.Sampler(mj.rules.threshold(1.0), (mj.processors.temperature(1e-6),))
+    out = mj.sample(tiny(layers=1), "def x", max_tokens=8, sampler=sampler)
+    assert out.forwards.tolist() == [1]
 
 
 def test_entropy_bound_accepts_while_the_sum_before_stays_under_gamma():

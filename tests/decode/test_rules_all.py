@@ -20,7 +20,11 @@ MOST = 12
 OURS = [name for name, make in mj.rules.ALL.items() if make.__module__.startswith("mercury_jax.")]
 
 # Ids that a rule of variable length reacts to; any of the tiny vocabulary's will do.
-SPECIAL = {"expand": dict(expand=300, delete=301), "levenshtein": dict(delete=300, insert=301)}
+SPECIAL = {
+    "adablock": dict(delimiters=300),
+    "expand": dict(expand=300, delete=301),
+    "levenshtein": dict(delete=300, insert=301),
+}
 
 
 def model_for(sampler):

@@ -56,6 +56,10 @@ def test_credit_holds_the_threshold_against_the_fused_probability():
     assert taken(history.credit((first + second) / 2), v, memory)[:2] == [M, 0]
     assert taken(history.credit(first - 1e-3), v, memory)[:2] == [0, 0]
     assert taken(history.credit(0.9999), v, memory)[:2] == [M, 0]
+    tied = read(rows([2.0, 0.0], [2.0 + 1e-5, 0.0], [2.1, 0.0]), [M, M, M])  # p differs by 1e-6, and by 1e-2
+    two = tied._replace(masked=tied.masked.at[2].set(False))
+    assert taken(history.credit(0.9999), two, start(history.credit()))[:2] == [0, 0]
+    assert taken(history.credit(0.9999), tied, start(history.credit()))[:2] == [M, M]
 
 
 def test_credit_lets_a_draw_stand_that_is_not_the_argmax():

@@ -16,10 +16,12 @@ def test_factor_wants_the_last_of_n_the_surer_the_more_there_are():
     # Bars for n = 1.. at f = 1: 1/2, 2/3, 3/4, 4/5. Sorted: 0.9, 0.76, 0.7, 0.6.
     p = [0.7, 0.9, 0.76, 0.6]
     assert takes(masked.factor(), p) == [M, 1, 2, M]
-    assert takes(masked.factor(1.3), p) == [0, 1, 2, M]  # bars 0.35, 0.567, 0.675, 0.74
+    assert takes(masked.factor(1.3, 0), p) == [0, 1, 2, M]  # bars 0.35, 0.567, 0.675, 0.74
+    assert takes(masked.factor(1.3), p) == [0, 1, 2, 3]  # the last one alone fails
     assert takes(masked.factor(2.1), p) == [0, 1, 2, 3]
     assert takes(masked.factor(), [0.2, 0.3, 0.1]) == [M, 1, M]
-    assert takes(masked.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
+    assert takes(masked.factor(1.0, 0), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
+    assert takes(masked.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, 1, 2]
 
 
 def test_scheduled_takes_all_above_p_or_its_number():
@@ -81,17 +83,18 @@ def test_under_uniform_noise_the_share_is_what_should_stand():
         ("local_leap", masked.local_leap(0.9, 0.5, 2), 20),
         ("hierarchical", masked.hierarchical(0.9, 0.4), 20),
         ("scheduled", masked.scheduled(0.7), 8),
+        ("factor", masked.factor(), 20),
     ],
 )
 def test_they_decode_as_their_references_do(name, rule, steps):
     check_follows(rule, name, steps)
 
 
-def test_factor_decodes_as_its_reference_does_but_for_the_last_mask():
+def test_factor_may_leave_the_last_mask_to_the_next_step():
     """Where only the least sure mask fails, the reference takes it all the same."""
     kept, waits = goldens(), 0
     for logits, theirs in zip(kept["logits"], kept["factor"], strict=True):
-        for ours, reference, before in follow(masked.factor(), logits, theirs, 20):
+        for ours, reference, before in follow(masked.factor(1.0, 0), logits, theirs, 20):
             if ours != reference:
                 waiting = [i for i, (a, b) in enumerate(zip(ours, reference)) if a != b]
                 assert len(waiting) == 1 and before.count(11) > 1 and 11 not in reference

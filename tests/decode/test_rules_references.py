@@ -94,15 +94,18 @@ def test_remdm_has_its_references_transition_probabilities(which, monkeypatch):
     (rule, memory), canvas = REMDM[which], kept()["remdm_canvas"]
     masked = np.concatenate([[False] * LEAD, canvas == M])
     memory = jnp.concatenate([jnp.ones(LEAD), jnp.minimum(kept()["remdm_sure"], 1.0)]) if memory else ()
-    for (t, s), q in zip(kept()["remdm_times"], kept()["remdm"][which], strict=True):
-        times = dict(t=t, s=s, alpha_t=1 - t, alpha_s=1 - s)
-        v = seen(kept()["remdm_logits"], canvas, **{k: jnp.asarray(x) for k, x in times.items()})
+    for times, q in zip(kept()["remdm_times"], kept()["remdm"][which], strict=True):
+        t, s = times
+        v = seen(kept()["remdm_logits"], canvas)
         to_mask = np.concatenate([np.zeros(LEAD), q[:, M]])
         moves = np.where(masked, 1 - to_mask, to_mask)
         token = np.asarray(jax.nn.softmax(v.logits))[masked] * moves[masked][:, None]
         np.testing.assert_allclose(q[canvas == M][:, :M], token[:, :M], atol=1e-6)
         for u, want in ((np.maximum(moves - 2e-5, 0), moves > 2e-5), (moves + 2e-5, moves < 0)):
             monkeypatch.setattr(jax.random, "uniform", lambda key, shape, u=u: jnp.asarray(u, jnp.float32))
+            monkeypatch.setattr(
+                remask, "reverse_times", lambda view, eps, times=times: tuple(map(jnp.asarray, times))
+            )
             after = rule(KEY, v, memory)[0].canvas
             monkeypatch.undo()
             np.testing.assert_array_equal(np.asarray(after == M) != masked, want, str((t, s)))

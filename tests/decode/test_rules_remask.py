@@ -47,33 +47,33 @@ def near(share, want, n):
 
 
 @pytest.mark.parametrize(
-    "rule, alpha_t, alpha_s, sigma",
+    "rule, step, steps, sigma",
     [
-        (remask.remdm_cap(0.3), 0.4, 0.6, 0.3),  # sigma_max is 1
-        (remask.remdm_cap(0.3), 0.8, 0.9, 0.125),  # sigma_max = 0.1 / 0.8 is less
-        (remask.remdm_rescale(0.5), 0.8, 0.9, 0.0625),
-        (remask.remdm_rescale(0.5), 0.2, 0.3, 0.5),
+        (remask.remdm_cap(0.3, 0.0), 2, 6, 0.3),  # alpha 0.4 -> 0.6: sigma_max is 1
+        (remask.remdm_cap(0.3, 0.0), 8, 11, 0.125),  # alpha 0.8 -> 0.9: sigma_max = 0.1 / 0.8 is less
+        (remask.remdm_rescale(0.5, 0.0), 8, 11, 0.0625),
+        (remask.remdm_rescale(0.5, 0.0), 2, 11, 0.5),
     ],
 )
-def test_remdm_follows_its_equation(rule, alpha_t, alpha_s, sigma):
-    unmasked, masked = shares(rule, many(alpha_t=alpha_t, alpha_s=alpha_s))
+def test_remdm_follows_its_equation(rule, step, steps, sigma):
+    alpha_t, alpha_s = step / (steps - 1), (step + 1) / (steps - 1)
+    unmasked, masked = shares(rule, many(step=step, steps=steps))
     assert near(unmasked, (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), N // 2)
     assert near(masked, sigma, N // 2)
 
 
 def test_remdm_with_no_doubt_is_ancestral():
-    v = many(alpha_t=0.4, alpha_s=0.6)
-    unmasked, masked = shares(remask.remdm_cap(0.0), v)
+    unmasked, masked = shares(remask.remdm_cap(0.0, 0.0), many(step=2, steps=6))  # alpha 0.4 -> 0.6
     assert masked == 0 and near(unmasked, 0.2 / 0.6, N // 2)
 
 
 def test_confidence_doubts_in_proportion():
     v = view_of(np.zeros((4, 10)), [1, 2, 3, MASK], [False, False, False, True])
     v = v._replace(
-        alpha_t=jnp.asarray(0.5), alpha_s=jnp.asarray(0.6), editable=jnp.array([True, True, False, True])
-    )
+        step=jnp.asarray(5), steps=jnp.asarray(11), editable=jnp.array([True, True, False, True])
+    )  # alpha 0.5 -> 0.6
     memory = jnp.asarray([0.9, 0.1, 0.0, 1.0])
-    rule = remask.remdm_confidence()
+    rule = remask.remdm_confidence(eps=0.0)
     step = jax.jit(jax.vmap(lambda key, v: rule(key, v, memory)[0].canvas, (0, None)))
     shares = (np.asarray(step(jax.random.split(KEY, 4000), v)) == MASK).mean(0)
     weight = np.exp([-0.9, -0.1]) / np.exp([-0.9, -0.1]).sum()
@@ -83,46 +83,59 @@ def test_confidence_doubts_in_proportion():
 
 
 def test_confidence_remembers_what_each_token_was_settled_with():
-    v = view([0.3, 0.6, 0.2], [True, True, False], alpha_s=jnp.asarray(1.0))
+    v = view(
+        [0.3, 0.6, 0.2], [True, True, False], step=jnp.asarray(1)
+    )  # the last of 2 steps decides both masks
     _, memory = act(KEY, remask.remdm_confidence(), v, jnp.asarray([1.0, 1.0, 0.7]))
     np.testing.assert_allclose(memory, [0.3, 0.6, 0.7], rtol=1e-6)
 
 
 def test_the_loop_keeps_its_own_schedule():
-    plateau = lambda t: float(remask.loop_alpha(jnp.asarray(t), 0.55, 0.05, 0.9))
-    got = [plateau(t) for t in (1.0, 0.775, 0.55, 0.3, 0.05, 0.025, 0.0)]
-    np.testing.assert_allclose(got, [0, 0.45, 0.9, 0.9, 0.9, 0.95, 1], atol=1e-6)
-    at = lambda t, s: many(t=t, s=s)
-    unmasked, masked = shares(remask.remdm_loop(0.02), at(0.4, 0.35))
+    loop = lambda step, steps, eta=0.02: shares(remask.remdm_loop(eta, eps=0.0), many(step=step, steps=steps))
+    unmasked, masked = loop(12, 21)  # t = 0.4
     assert near(masked, 0.02, N // 2) and near(unmasked, 0.02 * 0.9 / 0.1, N // 2)
-    unmasked, masked = shares(remask.remdm_loop(0.02), at(0.8, 0.7))  # alpha 0.4 -> 0.6
+    unmasked, masked = loop(12, 21, 0.6)  # eta is not capped: sigma_max would be 1 / 9
+    assert near(masked, 0.6, N // 2) and unmasked == 1
+    unmasked, masked = loop(2, 11)  # t = 0.8, alpha 0.4 -> 0.6
     assert masked == 0 and near(unmasked, 0.2 / 0.6, N // 2)
-    unmasked, masked = shares(remask.remdm_loop(0.02), at(0.04, 0.02))  # alpha 0.92 -> 0.96
+    unmasked, masked = loop(4, 11)  # t = 0.6, s = 0.5 lies beyond t_on: alpha 0.8 -> 1
+    assert masked == 0 and unmasked == 1
+    unmasked, masked = loop(48, 51)  # t = 0.04, alpha 0.92 -> 0.96
     assert masked == 0 and near(unmasked, 0.5, N // 2)
+
+
+def test_remdms_last_step_takes_the_argmax_and_remasks_nothing():
+    v = many(step=4, steps=5)
+    v = v._replace(stats=v.stats._replace(argmax=jnp.full(N, 5), sample=jnp.full(N, 6)))
+    for rule in EVERY:
+        memory = jnp.ones(N) if rule.name == "remdm_confidence" else ()
+        canvas = np.asarray(act(KEY, rule, v, memory)[0].canvas)
+        assert (canvas[: N // 2] == 5).all() and (canvas[N // 2 :] == 8).all(), rule.name
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=name)
 def test_remdm_keeps_the_marginals_of_the_forward_process(rule):
     """At every time the share of masks is 1 - alpha, however much was masked again; the given stay."""
-    steps, size = 10, 4000
+    steps, size = 11, 4000
     editable = np.arange(size) % 10 > 0
     canvas = np.where(editable, MASK, 1)
     seen = decode(rule, canvas, editable, table(0, size), steps)
     check(seen, canvas, editable)
     assert len(seen) == steps
-    alpha = lambda t: 1 - t
-    if rule.name == "remdm_loop":
-        alpha = lambda t: float(remask.loop_alpha(jnp.asarray(t), 0.55, 0.05, 0.9))
-    for i, step in enumerate(seen):
-        assert near(np.mean(step.canvas[editable] == MASK), 1 - alpha(1 - (i + 1) / steps), editable.sum()), i
+    before = 0.0
+    for i, step in enumerate(seen[:-1]):
+        alpha = (i + 1) / 10
+        if rule.name == "remdm_loop":  # a line up to 1 at t = 0.5, then eta 0.2: every mask is filled
+            alpha = (i + 1) / 5 if i < 5 else 0.8 * before + 1 - before
+        assert near(np.mean(step.canvas[editable] == MASK), 1 - alpha, editable.sum()), i
+        before = alpha
     assert MASK not in seen[-1].canvas
     again = [np.sum((a.canvas != MASK) & (b.canvas == MASK)) for a, b in itertools.pairwise(seen)]
     assert sum(again) > 0
 
 
 def test_a_token_masked_again_stays_the_answer():
-    v = many(alpha_t=0.5, alpha_s=0.5)
-    proposal, _ = act(KEY, remask.remdm_cap(1.0), v)
+    proposal, _ = act(KEY, remask.remdm_cap(1.0), many(step=1, steps=5))
     assert proposal.canvas[N // 2 :].tolist() == [MASK] * (N // 2)
     assert proposal.answer[N // 2 :].tolist() == [8] * (N // 2)
 

@@ -241,17 +241,26 @@ def test_ending_counts_the_last_positions_that_say_so():
     np.testing.assert_allclose(variable_length.end_confidence(given, 8), (p[0] + p[2]) / 8, rtol=1e-6)
 
 
+DECODING = variable_length.Growth(jnp.asarray(False), jnp.asarray(-1, jnp.int32))
+
+
 def test_daedal_lengthens_until_the_end_is_seen():
-    M, rule = MASK, variable_length.daedal(by=3, tail=2)
-    (canvas, answer, source), growing = outcome(rule, waiting([0, 0, 0, 0.6]))
-    assert canvas == [M] * 7 and source == [0, 1, 2, 3, -1, -1, -1] and growing and M not in answer
-    (canvas, _, _), growing = outcome(rule, waiting([0, 0, 0.7, 0.8]))
-    assert canvas == [M, M, M, 5] and not growing  # seen: the surest mask settles
+    M, rule = MASK, variable_length.daedal(by=3, tail=4)
+    (canvas, answer, source), memory = outcome(rule, waiting([0, 0, 0, 0.6]))
+    assert canvas == [M] * 7 and source == [0, 1, 2, 3, -1, -1, -1] and memory.lengthening and M not in answer
+    seen = waiting([0, 0.8, 0.7, 0.8])
+    (canvas, answer, _), memory = outcome(rule, seen)
+    assert (
+        canvas == [M] * 4 + [5, 5] and answer[4:] == [5, 5] and not memory.lengthening
+    )  # tail / 2 ends of text
+    assert outcome(rule, seen._replace(growth=jnp.asarray(1)))[0][0] == [M] * 4 + [5]
+    assert outcome(rule, seen, DECODING)[0][0] == [M, 5, M, M]  # the surest mask settles
     assert outcome(rule, waiting([0, 0, 0, 0.6], growth=2))[0][0] == [M] * 6
-    assert len(outcome(rule, waiting([0, 0, 0, 0.6], growth=0))[0][0]) == 4
-    assert len(outcome(rule, waiting([0, 0, 0, 0.6], step=19))[0][0]) == 4
-    assert len(outcome(rule, waiting([0, 0, 0, 0.6]), jnp.asarray(False))[0][0]) == 4  # it has begun to fill
-    assert len(outcome(rule, waiting([0, 0, 0, 0], eos=-1))[0][0]) == 4  # nothing ends the answer
+    full = outcome(rule, waiting([0, 0, 0, 0.6], growth=0))
+    assert full[0][0] == [M] * 4 and not full[1].lengthening  # nothing fits, and nothing is accepted yet
+    assert outcome(rule, waiting([0, 0, 0, 0.6], step=19))[0][0] == [M, M, M, 5]  # the last step
+    assert len(outcome(rule, waiting([0, 0, 0, 0.6]), DECODING)[0][0]) == 4  # it has begun to fill
+    assert outcome(rule, waiting([0, 0, 0, 0.8], eos=-1))[0][0] == [M, M, M, 5]  # nothing ends the answer
 
 
 def test_daedal_lengthens_before_what_was_given():
@@ -261,6 +270,8 @@ def test_daedal_lengthens_before_what_was_given():
     )
     (canvas, _, source), _ = outcome(variable_length.daedal(by=2, tail=2), v)
     assert canvas == [MASK] * 5 + [2] and source == [0, 1, 2, -1, -1, 3]
+    (canvas, _, _), _ = outcome(variable_length.daedal(by=2, tail=2, p_end=0.0), v)
+    assert canvas == [MASK] * 3 + [2]  # no end of text in front of what was given
 
 
 def test_daedal_widens_the_mask_that_is_most_at_a_loss():
@@ -268,12 +279,23 @@ def test_daedal_widens_the_mask_that_is_most_at_a_loss():
     v = waiting([0, 0, 0, 0.6])
     p = jnp.asarray([0.95, 0.05, 0.02, 0.6] + [0.5] * 4)
     v = v._replace(stats=v.stats._replace(p_sample=p))
-    rule, begun = variable_length.daedal(by=3, tail=2), jnp.asarray(False)
-    (canvas, answer, source), _ = outcome(rule, v, begun)
+    (canvas, answer, source), _ = outcome(variable_length.daedal(by=3, tail=2), v, DECODING)
     assert canvas == [1, M, M, M, M, M] and source == [0, 1, -1, -1, 2, 3] and M not in answer
-    assert outcome(rule, v._replace(growth=jnp.asarray(1)), begun)[0][2] == [0, 1, -1, 2, 3]
-    assert len(outcome(variable_length.daedal(by=3, tail=2, p_low=0.01), v, begun)[0][0]) == 4
-    assert len(outcome(variable_length.daedal(by=3, tail=2, p_full=0.2), v, begun)[0][0]) == 4
+    # One more position is left: the two new masks move the last one out.
+    cut = outcome(variable_length.daedal(by=3, tail=2), v._replace(growth=jnp.asarray(1)), DECODING)
+    assert cut[0][2] == [0, 1, -1, -1, 2]
+    assert len(outcome(variable_length.daedal(by=3, tail=2, p_low=0.01), v, DECODING)[0][0]) == 4
+    assert len(outcome(variable_length.daedal(by=3, tail=2, p_full=0.2), v, DECODING)[0][0]) == 4
+
+
+def test_daedal_decodes_its_blocks_from_the_left():
+    M, rule = MASK, variable_length.daedal(by=3, tail=2, block=2, p_full=0.0)
+    v = waiting([0.95, 0.5, 0.99, 0.95])
+    (canvas, _, _), memory = outcome(rule, v, DECODING)
+    assert canvas == [5, M, M, M] and memory.front == 0
+    v = v._replace(canvas=v.canvas.at[0].set(5), masked=v.masked.at[0].set(False))
+    (canvas, _, _), memory = outcome(rule, v, memory)
+    assert canvas == [5, 5, M, M] and memory.front == 2
 
 
 def test_daedal_ends_within_its_room():

@@ -18,7 +18,7 @@ from mercury_jax.hub.family import family_of
 from mercury_jax.hub.load import open_checkpoint
 from mercury_jax.models.dit import DiTConfig, noise_level
 from mercury_jax.train.objectives import masked_elbo
-from mercury_jax.types import Batch, PackedPass, Pass
+from mercury_jax.types import Batch, LeaveOneOut, PackedPass, Pass
 from tests.hub.goldens_of import GOLDENS, golden
 from tests.tiny import VOCAB, tokenizer
 
@@ -97,12 +97,14 @@ def test_a_block_after_a_cache_has_the_logits_of_the_whole_row():
     full = lambda x: jnp.full((rows,), x, jnp.int32)
     yes = jnp.ones((rows,), bool)
 
+    masks = LeaveOneOut(96, jnp.tile(jnp.arange(block), (rows, 1)))
+
     @jax.jit
     def behind(params, tokens):
         cache = model.empty_cache(rows, n + block)
         given = Pass(tokens[:, :known], cache, full(0), full(known), full(known), yes)
         _, cache = model.forward(params, given)
-        given = Pass(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, leave_one_out=96)
+        given = Pass(tokens[:, known:], cache, full(known), full(block), full(n), ~yes, leave_one_out=masks)
         hidden, _ = model.forward(params, given)
         return model.head(params, hidden)
 

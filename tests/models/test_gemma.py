@@ -11,7 +11,7 @@ from mercury_jax import models
 from mercury_jax.config import Experts, from_dict, to_dict
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.sharding import mesh, path_name, shardings
-from mercury_jax.types import PackedPass, Pass
+from mercury_jax.types import LeaveOneOut, PackedPass, Pass
 
 BLOCK, WINDOW, SLOTS = 4, 5, 32
 # Every feature at once: the last layer shares the keys of the first.
@@ -47,7 +47,10 @@ class Lm:
     def forward(self, tokens, cache, start, used, encoding, self_cond, leave_one_out=None):
         ints = [jnp.asarray(x, jnp.int32) for x in (start, used, np.add(start, used))]
         given = Pass(tokens, cache, *ints, jnp.asarray(encoding, bool), self_cond)
-        return self.step(self.params, given._replace(leave_one_out=leave_one_out))
+        if leave_one_out is not None:  # a mask id: one mask for each token
+            columns = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+            given = given._replace(leave_one_out=LeaveOneOut(leave_one_out, columns))
+        return self.step(self.params, given)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Decoding rules: each a pure function of one row's `View` and its own memory.
 
-masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, LocalLeap, dInfer, Dream)
+masked            which masks become tokens (LLaDA, Fast-dLLM, dParallel, MDLM, SDAR, LocalLeap, dInfer, Dream)
+position          rules that look at where a mask stands (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
@@ -13,7 +14,7 @@ The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so 
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.decode.registration import RULES, rule
-from mercury_jax.decode.rules import combined, history, masked, remask, uniform, variable_length
+from mercury_jax.decode.rules import combined, history, masked, position, remask, uniform, variable_length
 from mercury_jax.decode.rules.combined import one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
@@ -24,16 +25,20 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         confidence,
         dream_entropy,
         dream_origin,
+        entropy_threshold,
         factor,
         first_hitting,
+        frechet,
         hierarchical,
         local_leap,
         maskgit_plus,
         random,
         scheduled,
+        sequential,
         threshold,
         topk_margin,
     )  # fmt: skip
+    from mercury_jax.decode.rules.position import adablock, dilated, pc_sampler, wavefront
     from mercury_jax.decode.rules.remask import (
         blind_editing,
         editing,

@@ -80,12 +80,16 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
+    masks = {p.leave_one_out for p in rules} - {False}
+    if len(masks) > 1:
+        allowed = "rules whose leave-one-out masks see each other, or rules whose masks do not"
+        raise refuse("one_of parts", [p.name for p in rules], allowed)
     return Rule(
         **shared,
         temperature=rules[0].temperature,
         stopping=rules[0].stopping,
         noise=noise,
-        leave_one_out=any(p.leave_one_out for p in rules),
+        leave_one_out=masks.pop() if masks else False,
         variable_length=bool(variable),
     )
 

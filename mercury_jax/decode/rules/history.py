@@ -45,8 +45,8 @@ def credit(
     Returns:
         The proposal, and the new credit.
 
-    Departs from the reference: it draws from the changed logits, and accepts what is within 1e-5 of the best; here
-    the draw is from the logits before, and only the best is accepted where none passes.
+    As in the reference, masks within 1e-5 of the most confident one are always accepted. Departs from it: there tokens
+    are drawn from the changed logits, here from the logits before.
     """
     stats, at = view.stats, jnp.arange(view.canvas.shape[0])
     # Masks earn credit for their argmax; all credit decays.
@@ -57,7 +57,8 @@ def credit(
     argmax = log_p.argmax(-1).astype(stats.sample.dtype)
     token = jnp.where(stats.sample == stats.argmax, argmax, stats.sample)
     c = jnp.exp(log_p[at, token])
-    which = view.masked & ((c >= p) | top(c, view.masked, 1))
+    best = jnp.max(jnp.where(view.masked, c, 0.0))
+    which = view.masked & ((c >= p) | (c >= best - 1e-5))
     return accept(view._replace(stats=stats._replace(sample=token, argmax=argmax)), which), memory
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, NonNegative, Probability, rule
+from mercury_jax.decode.registration import Above, AtLeast, Between, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -51,6 +51,8 @@ def top(score: Float[Array, "L"], among: Bool[Array, "L"], count: Int[Array, ""]
     Returns:
         The selected positions.
     """
+    if isinstance(count, int) and count == 1:  # without the sort
+        return among & (jnp.arange(score.shape[0]) == jnp.where(among, score, -jnp.inf).argmax())
     return among & (rank_among(score, among) < count)
 
 
@@ -69,7 +71,7 @@ def even_share(view: View) -> Int[Array, ""]:
     return jnp.where(absorbing, -(-open_count // remaining), -(-open_count * (view.step + 1) // view.steps))
 
 
-def fixed_share(view: View) -> Int[Array, ""]:
+def fixed_share(view: View, length: Param = 0) -> Int[Array, ""]:
     """Counts the tokens of this step in LLaDA's fixed schedule, whatever earlier steps have accepted.
 
     The block's positions divided by its steps, one more in the first steps where that leaves a remainder
@@ -77,8 +79,14 @@ def fixed_share(view: View) -> Int[Array, ""]:
 
     Args:
         view: Of one row.
+        length: Tokens that the steps divide, as SDAR and LLaDA2.0 divide the block's length even where the prompt ends
+            within the block. 0: the positions that are to be written, as LLaDA does.
+
+    Returns:
+        The tokens of this step.
     """
-    every, rest = jnp.divmod(view.editable.sum(), view.steps)
+    tokens = jnp.where(jnp.asarray(length) > 0, length, view.editable.sum()).astype(jnp.int32)
+    every, rest = jnp.divmod(tokens, view.steps)
     return every + (view.step < rest)
 
 
@@ -101,7 +109,7 @@ def confidence(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
 
 @rule(source="Fast-dLLM, arXiv 2505.22618, section 3.3", needs_logits=False)
 def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tuple[Proposal, Memory]:
-    """Accepts every mask whose drawn token has a probability above `p`, and at least the most confident one.
+    """Accepts every mask whose drawn token has a probability of at least `p`, and always the most confident one.
 
     Args:
         key: Unused.
@@ -115,7 +123,7 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     Example:
         >>> mj.sample(lm, prompts, sampler=mj.rules.threshold(0.9))
     """
-    certain = view.masked & (view.stats.p_sample > p)
+    certain = view.masked & (view.stats.p_sample >= p)
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
 
 
@@ -182,7 +190,11 @@ def first_hitting(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memor
 
 @rule(noise="absorbing", needs_logits=False, source="Fast-dLLM, arXiv 2505.22618, section 3.3")
 def factor(
-    key: Key, view: View, memory: Memory, f: Annotated[Param, Above(0)] = 1.0
+    key: Key,
+    view: View,
+    memory: Memory,
+    f: Annotated[Param, Above(0)] = 1.0,
+    accept_last: Annotated[Param, Between(0, 1, integer=True)] = 1,
 ) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with (n + 1)(1 - c_n) <= f, at least one.
 
@@ -193,38 +205,115 @@ def factor(
         view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
         f: Bound on the summed doubt. Larger values accept more tokens per step.
+        accept_last: 1 also accepts the least confident mask where it alone fails the test, as the reference's
+            `get_transfer_index_dynamic` does. 0 leaves it to the next step, as the paper's algorithm does.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: `get_transfer_index_dynamic` also accepts the single least confident mask when it
-    alone fails the test; here it waits for the next step.
     """
     c = view.stats.p_sample
     rank = rank_among(c, view.masked)
     # c falls and the bound 1 - f / (rank + 2) rises with the rank, so the masks that pass form a prefix.
-    passes = c >= 1.0 - f / (rank + 2)
-    return accept(view, view.masked & (passes | (rank == 0))), memory
+    which = view.masked & ((c >= 1.0 - f / (rank + 2)) | (rank == 0))
+    finish = (jnp.asarray(accept_last) > 0) & (which.sum() + 1 >= view.masked.sum())
+    return accept(view, which | (view.masked & finish)), memory
 
 
-@rule(noise="absorbing", needs_logits=False, source="LLaDA2.0, `LLaDA2Sampler` in dllm")
-def scheduled(key: Key, view: View, memory: Memory, p: Probability = 0.95) -> tuple[Proposal, Memory]:
-    """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
+@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, eq. of its section 3")
+def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) -> tuple[Proposal, Memory]:
+    """Accepts the n most confident masks for the largest n with c_1 + ... + c_n - (n - 1) - (1 - c_n) > margin.
 
-    It is never slower than its schedule.
+    The sum less n - 1 is the Frechet lower bound on the probability that all n tokens are right together, 1 - c_n an
+    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin)`; where they differ it
+    accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
 
     Args:
         key: Unused.
-        view: Reads `stats.p_sample`, `masked`, `step` and `steps`.
+        view: Reads `stats.p_sample` and `masked`.
         memory: Unused.
-        p: Probability from which a token is accepted.
+        margin: Larger values accept fewer tokens per step. The authors use 0.02 to 0.3.
 
     Returns:
         The proposal, and the unchanged memory.
     """
-    c, due = view.stats.p_sample, fixed_share(view)
+    rank = rank_among(view.stats.p_sample, view.masked)
+    c = jnp.zeros_like(view.stats.p_sample).at[rank].set(jnp.where(view.masked, view.stats.p_sample, 0.0))
+    # Both terms fall with n, so the masks that pass form a prefix.
+    passes = jnp.cumsum(c) - jnp.arange(c.shape[0]) - (1.0 - c) > margin
+    return accept(view, view.masked & (passes[rank] | (rank == 0))), memory
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source="dParallel, arXiv 2509.26488, and d3LLM, arXiv 2601.07568, `get_transfer_index_entropy`",
+)
+def entropy_threshold(key: Key, view: View, memory: Memory, h: NonNegative = 0.5) -> tuple[Proposal, Memory]:
+    """Accepts every mask whose entropy is at most `h`, and at least the one of the lowest entropy.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.entropy` and `masked`.
+        memory: Unused.
+        h: Nats. dParallel uses 0.45 to 0.5, d3LLM 0.4 to 0.5.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    The reference for Dream has `<` where that for LLaDA has `<=`. Departs from d3LLM: its generator decodes several
+    blocks at once, here one block is active.
+    """
+    certain = view.masked & (view.stats.entropy <= h)
+    return accept(view, certain | top(-view.stats.entropy, view.masked, 1)), memory
+
+
+Tokens = Annotated[Param, AtLeast(0, integer=True)]
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source="LLaDA2.0, `LLaDA2Sampler` in dllm; SDAR, `low_confidence_dynamic` in generate.py",
+)
+def scheduled(
+    key: Key, view: View, memory: Memory, p: Probability = 0.95, length: Tokens = 0
+) -> tuple[Proposal, Memory]:
+    """Accepts every mask above `p`, or the fixed schedule's number of the most confident where that is more.
+
+    It is never slower than its schedule. At `p=1` it is the schedule alone (SDAR's `low_confidence_static`).
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `masked`, `editable`, `step` and `steps`.
+        memory: Unused.
+        p: Probability above which a token is accepted.
+        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: where fewer masks are left than the schedule wants, SDAR's `topk` also chooses decided
+    tokens, even of the prompt, and writes the prediction over them; here they stay, as in LLaDA2.0.
+    """
+    c, due = view.stats.p_sample, fixed_share(view, length)
     certain = view.masked & (c > p)
     return accept(view, jnp.where(certain.sum() >= due, certain, top(c, view.masked, due))), memory
+
+
+@rule(noise="absorbing", needs_logits=False, source="SDAR, arXiv 2510.06303, `sequential` in generate.py")
+def sequential(key: Key, view: View, memory: Memory, length: Tokens = 0) -> tuple[Proposal, Memory]:
+    """Accepts the first masks from the left, as many as the fixed schedule says.
+
+    Args:
+        key: Unused.
+        view: Reads `masked`, `editable`, `step` and `steps`.
+        memory: Unused.
+        length: Tokens that the steps divide; 0: those of the block that are to be written. See `fixed_share`.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    return accept(view, view.masked & (jnp.cumsum(view.masked) <= fixed_share(view, length))), memory
 
 
 @rule(noise="absorbing", needs_logits=False, source="LocalLeap, arXiv 2510.07081, `get_transfer_index`")

@@ -18,14 +18,40 @@ from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.decode.token_stats import draw
 from mercury_jax.types import Key, Proposal, TokenStats, View
 
-Alpha = Float[Array, ""]
+Scalar = Float[Array, ""]
 # The reverse processes use every step, and draw at temperature 1.
 _remdm = functools.partial(
     rule, noise="absorbing", temperature=1.0, stopping=stopping.never, needs_logits=False
 )
 
 
-def sigma_max(alpha_t: Alpha, alpha_s: Alpha) -> Float[Array, ""]:
+def reverse_times(view: View, eps: Param) -> tuple[Scalar, Scalar]:
+    """Computes the times of this step in ReMDM's sampler (`_sample` in its diffusion.py).
+
+    A block of N + 1 steps takes N transitions, whose times are evenly spaced from 1 to `eps`, and a last step that
+    removes the noise that is left: the argmax of every mask (`noise_removal`). The reference supports the log-linear
+    schedule alone, alpha(t) = 1 - t, whatever that of the corruption. A model that takes the time is given 1 - step /
+    steps, which is up to 1 / steps above the time here.
+
+    Args:
+        view: Reads `step` and `steps`.
+        eps: Time of the last transition's end.
+
+    Returns:
+        t and s; in the last step `eps` and 0.
+    """
+    stride = (1.0 - eps) / jnp.maximum(view.steps - 1, 1)
+    last = is_last(view)
+    t = jnp.where(last, eps, 1.0 - view.step * stride)
+    return t, jnp.where(last, 0.0, t - stride)
+
+
+def is_last(view: View) -> Bool[Array, ""]:
+    """Returns whether this is the last step that the block may take."""
+    return view.step + 1 >= view.steps
+
+
+def sigma_max(alpha_t: Scalar, alpha_s: Scalar) -> Scalar:
     """Returns the largest remasking probability that keeps the marginals: min(1, (1 - alpha_s) / alpha_t).
 
     ReMDM, arXiv 2503.00307.
@@ -40,12 +66,11 @@ def sigma_max(alpha_t: Alpha, alpha_s: Alpha) -> Float[Array, ""]:
     return jnp.minimum(1.0, (1.0 - alpha_s) / jnp.maximum(alpha_t, 1e-9))
 
 
-def remask_step(key: Key, view: View, sigma: Param, alpha_t: Alpha, alpha_s: Alpha) -> Proposal:
+def remask_step(key: Key, view: View, sigma: Param, alpha_t: Scalar, alpha_s: Scalar) -> Proposal:
     """Takes one step of ReMDM's reverse process (arXiv 2503.00307).
 
     A decided token becomes a mask with probability sigma. A mask becomes a token with probability
-    (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t); that is 1 in the last step, where sigma_max is 0, so that nothing
-    stays masked.
+    (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t). In the last step every mask becomes the argmax, and none is made.
 
     Args:
         key: One draw per position.
@@ -57,9 +82,11 @@ def remask_step(key: Key, view: View, sigma: Param, alpha_t: Alpha, alpha_s: Alp
     Returns:
         The proposal.
     """
-    u = jax.random.uniform(key, view.canvas.shape)
+    u, last = jax.random.uniform(key, view.canvas.shape), is_last(view)
     chance = (alpha_s - (1.0 - sigma) * alpha_t) / jnp.maximum(1.0 - alpha_t, 1e-9)
-    return remask(view, accept(view, view.masked & (u < chance)), ~view.masked & (u < sigma))
+    stats = view.stats._replace(sample=jnp.where(last, view.stats.argmax, view.stats.sample))
+    proposal = accept(view._replace(stats=stats), view.masked & (last | (u < chance)))
+    return remask(view, proposal, ~view.masked & ~last & (u < sigma))
 
 
 def remask(view: View, proposal: Proposal, which: Bool[Array, "L"]) -> Proposal:
@@ -92,40 +119,47 @@ def replace_tokens(proposal: Proposal, which: Bool[Array, "L"], tokens: Int[Arra
 
 
 @_remdm(source="ReMDM, arXiv 2503.00307, `remdm-cap`")
-def remdm_cap(key: Key, view: View, memory: Memory, eta: Probability = 0.008) -> tuple[Proposal, Memory]:
+def remdm_cap(
+    key: Key, view: View, memory: Memory, eta: Probability = 0.008, eps: Probability = 1e-5
+) -> tuple[Proposal, Memory]:
     """Decodes as `ancestral`, and remasks each decided token with probability min(eta, sigma_max).
 
     sigma_max = min(1, (1 - alpha_s) / alpha_t) keeps the marginals of the forward process. The paper draws from the
-    nucleus: add `processors.top_p(0.9)`.
+    nucleus: add `processors.top_p(0.9, crossing=0)`.
 
     Args:
         key: One draw per position.
-        view: Reads `masked`, `alpha_t` and `alpha_s`.
+        view: Reads `masked`, `step` and `steps`.
         memory: Unused.
         eta: Upper bound of the remasking probability.
+        eps: Time at which remasking ends; see `reverse_times`.
 
     Returns:
         The proposal, and the unchanged memory.
     """
-    sigma = jnp.minimum(eta, sigma_max(view.alpha_t, view.alpha_s))
-    return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
+    alpha_t, alpha_s = (1.0 - time for time in reverse_times(view, eps))
+    sigma = jnp.minimum(eta, sigma_max(alpha_t, alpha_s))
+    return remask_step(key, view, sigma, alpha_t, alpha_s), memory
 
 
 @_remdm(source="ReMDM, arXiv 2503.00307, `remdm-rescale`")
-def remdm_rescale(key: Key, view: View, memory: Memory, eta: Probability = 0.015) -> tuple[Proposal, Memory]:
+def remdm_rescale(
+    key: Key, view: View, memory: Memory, eta: Probability = 0.015, eps: Probability = 1e-5
+) -> tuple[Proposal, Memory]:
     """Decodes as `ancestral`, and remasks each decided token with probability eta * sigma_max.
 
     Args:
         key: One draw per position.
-        view: Reads `masked`, `alpha_t` and `alpha_s`.
+        view: Reads `masked`, `step` and `steps`.
         memory: Unused.
         eta: Share of the largest remasking probability.
+        eps: Time at which remasking ends; see `reverse_times`.
 
     Returns:
         The proposal, and the unchanged memory.
     """
-    sigma = eta * sigma_max(view.alpha_t, view.alpha_s)
-    return remask_step(key, view, sigma, view.alpha_t, view.alpha_s), memory
+    alpha_t, alpha_s = (1.0 - time for time in reverse_times(view, eps))
+    return remask_step(key, view, eta * sigma_max(alpha_t, alpha_s), alpha_t, alpha_s), memory
 
 
 @_remdm(
@@ -133,7 +167,7 @@ def remdm_rescale(key: Key, view: View, memory: Memory, eta: Probability = 0.015
     source="ReMDM, arXiv 2503.00307, `remdm-conf`, which has eta 1",
 )
 def remdm_confidence(
-    key: Key, view: View, memory: Float[Array, "L"], eta: Probability = 1.0
+    key: Key, view: View, memory: Float[Array, "L"], eta: Probability = 1.0, eps: Probability = 1e-5
 ) -> tuple[Proposal, Float[Array, "L"]]:
     """Decodes as `remdm_rescale`, remasking most often the tokens that were least certain when accepted.
 
@@ -143,18 +177,20 @@ def remdm_confidence(
 
     Args:
         key: One draw per position.
-        view: Reads `masked`, `editable`, `stats.p_sample`, `alpha_t` and `alpha_s`.
+        view: Reads `masked`, `editable`, `stats.p_sample`, `step` and `steps`.
         memory: c [L].
         eta: Share of the largest remasking probability.
+        eps: Time at which remasking ends; see `reverse_times`.
 
     Returns:
         The proposal, and the new c.
     """
+    alpha_t, alpha_s = (1.0 - time for time in reverse_times(view, eps))
     # softmax(-c) over the decided tokens alone.
     doubt = jnp.where(view.editable & ~view.masked, jnp.exp(-memory), 0.0)
     share = doubt / jnp.maximum(doubt.sum(), 1e-9)
-    sigma = jnp.minimum(eta * share, 1.0) * sigma_max(view.alpha_t, view.alpha_s)
-    proposal = remask_step(key, view, sigma, view.alpha_t, view.alpha_s)
+    sigma = jnp.minimum(eta * share, 1.0) * sigma_max(alpha_t, alpha_s)
+    proposal = remask_step(key, view, sigma, alpha_t, alpha_s)
     accepted = view.masked & (proposal.canvas != view.noise)
     return proposal, jnp.where(accepted, view.stats.p_sample, memory).astype(memory.dtype)
 
@@ -168,57 +204,46 @@ def remdm_loop(
     t_on: Probability = 0.55,
     t_off: Probability = 0.05,
     alpha_on: Probability = 0.9,
+    eps: Probability = 1e-5,
 ) -> tuple[Proposal, Memory]:
     """Fills most masks early, then remasks for a while, then fills the rest.
 
-    The rule has its own schedule over the block's time, whatever the corruption's:
+    The rule has its own schedule:
 
         1 >= t > t_on       alpha = alpha_on (1 - t) / (1 - t_on), nothing is remasked
         t_on >= t > t_off   alpha = alpha_on, a decided token is remasked with probability eta
         t_off >= t >= 0     alpha = 1 - (1 - alpha_on) t / t_off, nothing is remasked
 
+    A step belongs to the phase in which it begins: alpha(s) is that of the same line, even where s lies beyond its end.
+
     Args:
         key: One draw per position.
-        view: Reads `masked`, `t` and `s`.
+        view: Reads `masked`, `step` and `steps`.
         memory: Unused.
         eta: Remasking probability of the middle phase.
         t_on: Time at which remasking begins.
         t_off: Time at which it ends.
         alpha_on: alpha of the middle phase.
+        eps: Time of the last transition's end; see `reverse_times`.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: a step belongs to the phase in which it begins; the reference continues that phase's
-    line past its end, here alpha(s) is taken at s.
     """
-    alpha_t, alpha_s = (loop_alpha(time, t_on, t_off, alpha_on) for time in (view.t, view.s))
-    looping = (view.t <= t_on) & (view.t > t_off)
-    sigma = jnp.where(looping, jnp.minimum(eta, sigma_max(alpha_t, alpha_s)), 0.0)
-    return remask_step(key, view, sigma, alpha_t, alpha_s), memory
+    t, s = reverse_times(view, eps)
 
+    def alpha(time: Scalar) -> Scalar:
+        rising = alpha_on * (1.0 - time) / jnp.maximum(1.0 - t_on, 1e-6)
+        closing = 1.0 - (1.0 - alpha_on) * time / jnp.maximum(t_off, 1e-6)
+        return jnp.where(t > t_on, rising, jnp.where(t > t_off, alpha_on, closing))
 
-def loop_alpha(t: Array, t_on: Param, t_off: Param, alpha_on: Param) -> Array:
-    """Returns the alpha of `remdm_loop`'s own schedule at time t; see there for the arguments.
-
-    Args:
-        t: Time.
-        t_on: Time at which remasking begins.
-        t_off: Time at which it ends.
-        alpha_on: alpha of the middle phase.
-
-    Returns:
-        alpha(t).
-    """
-    rising = alpha_on * (1.0 - t) / jnp.maximum(1.0 - t_on, 1e-6)
-    closing = 1.0 - (1.0 - alpha_on) * t / jnp.maximum(t_off, 1e-6)
-    return jnp.where(t > t_on, rising, jnp.where(t > t_off, alpha_on, closing))
+    sigma = jnp.where((t <= t_on) & (t > t_off), eta, 0.0)
+    return remask_step(key, view, sigma, alpha(t), alpha(s)), memory
 
 
 @rule(
     noise="absorbing",
     init=lambda canvas, vocab: jnp.asarray(30, jnp.int32),
-    leave_one_out=True,
+    leave_one_out="joint",
     needs_logits=False,
     source="WINO, arXiv 2507.18578; LLaDA/decoding.py of Feng-Hong/WINO-DLLM",
 )
@@ -232,6 +257,9 @@ def wino(
     become masks again, the least probable first, and fewer than the step before has drafted, so that a block of L
     masks ends within L steps. A step that drafts one token verifies nothing. The block ends when no mask is left, as
     in the reference: the last draft is not verified.
+
+    The tokens are verified by a block of shadow masks behind the canvas, one for each position of the active block.
+    Each sees the canvas but for the token at its own position, and all other shadow masks.
 
     Args:
         key: Unused.
@@ -255,12 +283,13 @@ def wino(
     return remask(view, accept(view, which), wrong), drafted.astype(memory.dtype)
 
 
-def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) -> Proposal:
-    """Fills masks above `p`, at least one, and replaces decided tokens that `judge` contradicts above `p_edit`."""
+def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param, least: Param = 1) -> Proposal:
+    """Fills masks above `p`, or the `least` best, and replaces tokens that `judge` contradicts above `p_edit`."""
     c = view.stats.p_sample
-    filled = accept(view, view.masked & (c > p) | top(c, view.masked, 1))
-    wrong = (judge.argmax != view.canvas) & (judge.p_argmax > p_edit)
-    return replace_tokens(filled, view.editable & ~view.masked & wrong, judge.argmax)
+    certain = view.masked & (c > p)
+    which = jnp.where(certain.sum() >= least, certain, top(c, view.masked, jnp.asarray(least)))
+    wrong = (judge.sample != view.canvas) & (judge.p_sample > p_edit)
+    return replace_tokens(accept(view, which), view.editable & ~view.masked & wrong, judge.sample)
 
 
 @rule(
@@ -270,27 +299,32 @@ def _joint_thresholds(view: View, judge: TokenStats, p: Param, p_edit: Param) ->
     source="LLaDA2.1's joint thresholds, arXiv 2602.08676; dllm/pipelines/llada21/sampler.py",
 )
 def editing(
-    key: Key, view: View, memory: Memory, p: Probability = 0.95, p_edit: Probability = 0.9
+    key: Key,
+    view: View,
+    memory: Memory,
+    p: Probability = 0.95,
+    p_edit: Probability = 0.9,
+    least: Count = 1,
 ) -> tuple[Proposal, Memory]:
     """Fills masks by threshold, and replaces decided tokens that the model contradicts with high probability.
 
-    A mask becomes a token above probability `p` (at least one does); a decided token becomes the argmax where that
-    differs and has more than `p_edit`. Once the block is full, up to 16 passes edit, until one changes nothing. The
-    model must have seen wrong tokens in training; for one that has not, see `blind_editing`.
+    A mask becomes the drawn token above probability `p` (at least `least` do); a decided token becomes the drawn one
+    where that differs and has more than `p_edit`. Once the block is full, up to 16 passes edit, until one changes
+    nothing: give as many steps as the block has tokens and 16 more. The model must have seen wrong tokens in training;
+    for one that has not, see `blind_editing`.
 
     Args:
         key: Unused.
         view: Reads `stats`, `canvas`, `masked` and `editable`.
         memory: Unused.
-        p: Probability from which a mask is filled.
-        p_edit: Probability from which a decided token is replaced.
+        p: Probability above which a mask is filled.
+        p_edit: Probability above which a decided token is replaced.
+        least: Masks that are filled where fewer are above `p`; the reference's `num_to_transfer`.
 
     Returns:
         The proposal, and the unchanged memory.
-
-    Departs from the reference: above temperature 0 edits are still the argmax.
     """
-    return _joint_thresholds(view, view.stats, p, p_edit), memory
+    return _joint_thresholds(view, view.stats, p, p_edit, least), memory
 
 
 @rule(

@@ -6,7 +6,7 @@ the user gave keep their token and their order.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode import stopping
 from mercury_jax.decode.registration import AtLeast, Count, Probability, rule
 from mercury_jax.decode.rules.masked import top
+from mercury_jax.decode.rules.remask import replace_tokens
 from mercury_jax.decode.sampler import Param
 from mercury_jax.decode.token_stats import NEVER
 from mercury_jax.types import Key, Proposal, View
@@ -244,16 +245,23 @@ def editable_runs(editable: Bool[Array, "L"]) -> tuple[Int[Array, "L"], Int[Arra
     return start, jax.lax.cummin(jnp.where(ends, at + 1, at.shape[0]), reverse=True)
 
 
+class Growth(NamedTuple):
+    """What `daedal` remembers."""
+
+    lengthening: Bool[Array, ""]  # whether the answer is still being lengthened
+    front: Int[Array, ""]  # where the block that is decoded begins; -1: at the first editable position
+
+
 @rule(
     noise="absorbing",
-    init=lambda canvas, vocab: jnp.asarray(True),
+    init=lambda canvas, vocab: Growth(jnp.asarray(True), jnp.asarray(-1, jnp.int32)),
     variable_length=True,
     source="DAEDAL, arXiv 2508.00819; models/LLaDA_DAEDAL.py of Li-Jinsong/DAEDAL",
 )
 def daedal(
     key: Key,
     view: View,
-    memory: Bool[Array, ""],
+    memory: Growth,
     start: Count = 64,
     by: Count = 8,
     p: Probability = 0.9,
@@ -261,48 +269,65 @@ def daedal(
     p_end: Probability = 0.5,
     p_full: Probability = 0.9,
     tail: Count = 32,
-) -> tuple[Proposal, Bool[Array, ""]]:
+    block: Count = 32,
+) -> tuple[Proposal, Growth]:
     """Starts with a short answer, lengthens it until its end is predicted, and expands uncertain positions.
 
     An answer starts with `start` masks (`request.py` reads this parameter). First, while the confidence in the end is
-    below `p_end`, each pass appends `by` masks and accepts nothing. Then masks above `p` are accepted, at least one,
-    and while the confidence in the end is below `p_full`, the least confident mask below `p_low` becomes `by` masks.
-    Everything stays within `view.growth`; where no id ends the answer nothing grows. The passes that lengthen count
-    as steps of the block.
+    below `p_end`, each pass appends `by` masks; the next pass appends `tail` / 2 ends of text. None of these passes
+    accepts a token. Then blocks of `block` positions are decoded from the left, within the same canvas: masks of the
+    block above `p` are accepted, at least one, and while the confidence in the end is below `p_full`, the least
+    confident mask of the block below `p_low` becomes `by` masks. Where the answer may not grow so far, it is cut at its
+    end; where no id ends the answer nothing grows. The passes that lengthen count as steps of the block of the plan,
+    which is the whole answer.
 
     Args:
         key: Unused.
         view: Reads `stats`, `masked`, `editable`, `growth`, `eos`, `step` and `steps`.
-        memory: Whether the answer is still being lengthened.
+        memory: Whether the answer is still being lengthened, and where the block begins.
         start: Masks that an answer starts with.
         by: Masks that are added at once.
-        p: Probability from which a mask is accepted.
+        p: Probability above which a mask is accepted.
         p_low: Probability below which a mask is expanded.
         p_end: Confidence in the end at which lengthening stops.
         p_full: Confidence in the end at which expanding stops.
         tail: See `end_confidence`.
+        block: Positions in which masks are accepted and expanded.
 
     Returns:
-        The proposal, and whether the answer is still being lengthened.
-
-    Departs from the reference: it fixes 16 tokens of end-of-text after the answer and decodes in blocks of its own;
-    here the answer is not padded, and blocks are the plan's.
+        The proposal, and the new memory.
     """
+    at, c = jnp.arange(view.canvas.shape[0]), view.stats.p_sample
     confidence = jnp.where(view.eos < 0, 1.0, end_confidence(view, tail))
     room = jnp.where(view.step + 1 >= view.steps, 0, view.growth)
-    # 1. Lengthening: masks are appended, and nothing is accepted.
-    lengthen = memory & (confidence < p_end) & (room > 0)
-    c, at = view.stats.p_sample, jnp.arange(view.canvas.shape[0])
-    # 2. Decoding: accept by threshold; the least confident mask may become several.
-    which = (view.masked & (c > p) | top(c, view.masked, 1)) & ~lengthen
-    uncertain = view.masked & ~which & (c < p_low) & (confidence < p_full) & ~lengthen
+    # 1. Lengthening: masks are appended, in the pass after it ends of text, and nothing is accepted.
+    waiting = memory.lengthening & (view.eos >= 0) & (view.step + 1 < view.steps)
+    lengthen = waiting & (confidence < p_end) & (room > 0)
+    last = jnp.max(jnp.where(view.editable, at + 1, 0))
+    unbounded = last >= view.used  # no given token follows, which would be moved or lost
+    pad = waiting & ~lengthen & unbounded
+    # 2. Decoding: accept by threshold; the least confident mask of the block may become several.
+    front = jnp.where(memory.front < 0, jnp.argmax(view.editable), memory.front)
+    active = view.masked & (at >= front) & (at < front + block) & ~waiting
+    which = active & (c > p) | top(c, active, 1)
+    uncertain = active & ~which & (c < p_low) & (confidence < p_full) & (room > 0)
     uncertain = top(-c, uncertain, 1)
-    behind = at == jnp.max(jnp.where(view.editable, at + 1, 0))
-    extra = jnp.where(lengthen & behind, by, jnp.where(uncertain, jnp.maximum(by - 1, 0), 0))
+    appended = jnp.where(lengthen, by, jnp.where(pad, jnp.asarray(tail) // 2, 0))
+    split = jnp.where(unbounded, by - 1, jnp.minimum(by - 1, room))
+    extra = jnp.where(at == last, jnp.minimum(appended, room), jnp.where(uncertain, split, 0)).astype(
+        jnp.int32
+    )
     canvas = jnp.where(which, view.stats.sample, view.canvas)
     answer = jnp.where(view.masked & ~which, view.stats.argmax, canvas)
-    extra = jnp.minimum(extra, room).astype(jnp.int32)
-    return resized(view, canvas, answer, view.stats.argmax, at >= 0, extra), lengthen
+    proposal = resized(view, canvas, answer, view.stats.argmax, at >= 0, extra)
+    proposal = proposal._replace(used=jnp.minimum(proposal.used, view.used + room))
+    ends = pad & (proposal.source < 0) & (at < proposal.used)
+    proposal = replace_tokens(proposal, ends, view.eos)
+    # The next pass decodes the block that holds the first mask; blocks before it are full.
+    masked = (proposal.canvas == view.noise) & (at >= front) & (at < proposal.used)
+    full = jnp.where(waiting | ~jnp.any(masked), 0, (jnp.argmax(masked) - front) // block)
+    front = front + full * block
+    return proposal, Growth(lengthen, front.astype(jnp.int32))
 
 
 def end_confidence(view: View, tail: Param) -> Float[Array, ""]:

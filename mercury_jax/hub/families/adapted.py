@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub import family
+from mercury_jax.hub import family, generation
 from mercury_jax.hub.families.qwen_llama import EXPERTS, experts_of, export_config
 from mercury_jax.hub.family import ConfigKeys, Family, Json, register
 
@@ -32,6 +32,7 @@ register(
         about="masked, made of Qwen2.5; DiffuCoder and DreamOn too",
         export=functools.partial(export_config, architecture="DreamModel", model_type="Dream"),
         licence="Apache-2.0 (DiffuCoder: Apple's)",
+        decoding=generation.dream_decoding,
     )
 )  # fmt: skip
 
@@ -149,6 +150,10 @@ register(
         about="masked, small, made of Qwen or Llama",
         export=_export_a2d,
         licence="Apache-2.0",
+        decoding={
+            "rule": "confidence", "temperature": 0.0, "block": 32,
+            "source": "ZHZisZZ/dllm examples/a2d/mdlm/sample.py: low_confidence, steps = tokens, block_size 32",
+        },
         rank=1,
     ),
     Family(
@@ -165,6 +170,11 @@ register(
             c, "Qwen2ForCausalLM", "qwen2", auto_map={"AutoModelForCausalLM": "modeling_qwen2.Qwen2ForCausalLM"}
         ),
         licence="Apache-2.0",
+        # Its sample.py draws with `alg="p2"`; these are the defaults of its generation class.
+        decoding={
+            "rule": "dream_entropy", "params": {"alg_temp": 0.0}, "temperature": 0.0, "block": generation.WHOLE_ANSWER,
+            "source": "pengzhangzhi/Open-dLLM MDMGenerationConfig: alg entropy, temperature 0, steps = tokens",
+        },
         rank=1,
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub import family
+from mercury_jax.hub import family, generation
 from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.gemma import GemmaConfig
@@ -286,6 +286,7 @@ def _decoding(config: Json, generation: Json) -> Mapping[str, Any]:
         "temperature": 1.0,
         "steps": value("max_denoising_steps", 48),
         "block": config.get("canvas_length") or 256,
+        "source": "transformers DiffusionGemmaGenerationConfig; generation_config.json",
     }
 
 
@@ -373,6 +374,7 @@ GEMMA4 = Family(
     about="autoregressive; text only, images and audio are refused",
     ignored=_ignored,
     licence="Apache-2.0",
+    decoding=generation.GREEDY,
     rank=2,
 )
 

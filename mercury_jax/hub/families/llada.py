@@ -82,6 +82,12 @@ def _dense_export(c: ModelConfig) -> dict[str, Any]:
     )  # fmt: skip
 
 
+# `generate.py` with the arguments of its `main`: one token a step, the most confident one, block by block.
+LLADA_DECODING = {
+    "rule": "confidence", "temperature": 0.0, "block": 32,
+    "source": "ML-GSAI/LLaDA generate.py: low_confidence, steps = gen_length, block_length 32, temperature 0",
+}  # fmt: skip
+
 register(
     Family(
         name="LLaDA",
@@ -96,6 +102,7 @@ register(
         export=_dense_export,
         fits=lambda config: "d_model" in config,
         licence="MIT",
+        decoding=LLADA_DECODING,
     )
 )
 
@@ -243,6 +250,7 @@ register(
         about="masked, with experts, trained from scratch",
         export=_moe_export,
         licence="Apache-2.0",
+        decoding=LLADA_DECODING,
     ),
     Family(
         name="LLaDA2.0, 2.1",

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from mercury_jax.config import Experts, ModelConfig, refuse
-from mercury_jax.hub import family
+from mercury_jax.hub import family, generation
 from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 
 # A model that only predicts the next token.
@@ -153,6 +153,7 @@ register(
         about="autoregressive, grouped queries with biases",
         export=functools.partial(export_config, architecture="Qwen2ForCausalLM", model_type="qwen2"),
         licence="Apache-2.0 (3B and 72B: Qwen's own)",
+        decoding=generation.GREEDY,
         rank=2,
     ),
     Family(
@@ -165,6 +166,7 @@ register(
         about="autoregressive, normed queries and keys, dense or with experts",
         export=_qwen3_export,
         licence="Apache-2.0",
+        decoding=generation.GREEDY,
         rank=2,
     ),
     Family(
@@ -185,6 +187,7 @@ register(
         about="autoregressive; TinyLlama and other models of the same build too",
         export=functools.partial(export_config, architecture="LlamaForCausalLM", model_type="llama"),
         licence="Llama community licence",
+        decoding=generation.GREEDY,
         rank=2,
     ),
 )  # fmt: skip

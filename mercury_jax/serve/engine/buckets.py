@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.constrained import no_tokens
 from mercury_jax.decode.decode_config import DecodeConfig, bucket as padded_size, slots_for
+from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
 from mercury_jax.serve.engine.request import EngineConfig, EngineRequest
@@ -55,7 +56,7 @@ class Buckets(NamedTuple):
         context: Most tokens of a request.
         rows: Numbers of rows, ascending: powers of four, and `config.slots`.
         capacities: Positions per row, ascending: SMALLEST times powers of two, and what the context needs.
-        leave_one_out: A rule reads each position by a mask that cannot see its token, so each pass is twice as wide.
+        leave_one_out: A rule reads the active block by masks that do not see its tokens; they follow each canvas.
         bidirectional: The canvas of the model is the whole sequence, so prompts are not prefilled.
         mesh: The mesh that the model was loaded on. None: a single device.
     """
@@ -67,7 +68,7 @@ class Buckets(NamedTuple):
     context: int
     rows: tuple[int, ...]
     capacities: tuple[int, ...]
-    leave_one_out: bool
+    leave_one_out: LeaveOneOutMasks
     bidirectional: bool
     mesh: Mesh | None
 
@@ -78,16 +79,16 @@ class Buckets(NamedTuple):
 
     def capacity(self, tokens: int) -> int:
         """Positions of a row that holds so many tokens: a canvas more, since the last one is written past the end."""
-        copies = 2 if self.leave_one_out else 1
+        masks = self.block if self.leave_one_out else 0
         if self.bidirectional:
-            return padded_size(tokens) * copies
-        return slots_for(tokens, self.width(tokens) * copies, self.context)
+            return padded_size(tokens) + masks
+        return slots_for(tokens, self.width(tokens) + masks, self.context)
 
     def width(self, capacity: int) -> int:
         """Positions of a canvas in rows of `capacity` positions."""
         config = self.lm.model.config
         if self.bidirectional:
-            return capacity // (2 if self.leave_one_out else 1)
+            return capacity - (self.block if self.leave_one_out else 0)
         block_causal = config.pattern == "block_causal" and self.rules.own.speculate is None
         return config.block if block_causal else self.block
 
@@ -201,7 +202,7 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
         context=min(config.context or model.context, model.context),
         rows=(config.slots,),
         capacities=(),
-        leave_one_out=any(rule.leave_one_out for rule in rules.rules),
+        leave_one_out=rules.own.rule.leave_one_out,  # other rules of an engine have no such masks
         bidirectional=model.pattern == "bidirectional",
         mesh=next((mesh for mesh in meshes if mesh.size > 1), None),
     )
@@ -209,7 +210,8 @@ def make_buckets(lm: LM, config: EngineConfig) -> Buckets:
     if config.programs == "one":
         return buckets._replace(capacities=(most,))
     rows = {config.slots} | {4**i for i in range(8) if 4**i < config.slots}
-    capacities = {most} | {SMALLEST << i for i in range(20) if (SMALLEST << i) < most}
+    smaller = (SMALLEST << i for i in range(20))
+    capacities = {most} | {x for x in smaller if x < most and buckets.width(x) > 0}
     return buckets._replace(rows=tuple(sorted(rows)), capacities=tuple(sorted(capacities)))
 
 

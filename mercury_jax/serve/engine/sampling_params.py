@@ -168,26 +168,64 @@ def build_sampler(rules: RuleSet, request: EngineRequest, level: int) -> Sampler
         "repetition": r.repetition_penalty, "presence": r.presence_penalty, "frequency": r.frequency_penalty,
         "top_k": r.top_k or rules.vocab, "top_p": r.top_p, "min_p": r.min_p,
     }  # fmt: skip
-    parts: list[LogitsProcessor] = []
+    parts = _own_processors(rules, request, chosen == 0)
     for part in neutral.processors[own:]:
         if part.name == "bias":
             numbers = _bias_params(r.logit_bias, rules.vocab)
         else:
-            (name,) = part.params
-            numbers = {name: _in_range(processors.ALL, part.name, name, values[part.name])}
+            name = next(iter(part.params))
+            numbers = part.params | {name: _in_range(processors.ALL, part.name, name, values[part.name])}
         parts.append(dataclasses.replace(part, params=numbers))
     visible: dict[str, Any] = {"bits": Static(rules.visible), "start": 0}  # type: ignore[arg-type]
     default: Any = rules.own.temperature if chosen == 0 else rule.temperature
+    wanted = r.temperature
+    if wanted and chosen == 0 and any(part.name == "temperature" for part in parts):
+        wanted = 1.0  # that processor has the temperature of the request already
     assert neutral.stopping is not None
     return neutral._replace(
         rule=dataclasses.replace(neutral.rule, params=params),
-        processors=(*neutral.processors[:own], *parts),
+        processors=tuple(parts),
         stopping=dataclasses.replace(neutral.stopping, params=neutral.stopping.params | {"which": chosen}),
-        temperature=float(default if r.temperature is None else r.temperature),
+        temperature=float(default if wanted is None else wanted),
         allow=tuple(dataclasses.replace(part, params=visible) for part in neutral.allow)
         if r.visible
         else neutral.allow,
     )
+
+
+# Parameters under which a processor of a model's own settings changes nothing.
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition": 1.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+}
+
+
+def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> list[LogitsProcessor]:
+    """The processors of the model's own settings, for one request.
+
+    They belong to the model's own rule: beside another one they change nothing. What the request itself asks for
+    replaces the model's number.
+    """
+    r = request
+    asked = {
+        "temperature": r.temperature is not None,
+        "top_p": r.top_p < 1,
+        "top_k": r.top_k,
+        "min_p": r.min_p > 0,
+    }
+    found = []
+    for part in rules.own.processors:
+        neutral = {**NEUTRAL, "top_k": rules.vocab}.get(part.name)
+        if neutral is None or (own_rule and not asked.get(part.name)):
+            found.append(part)
+            continue
+        value = (r.temperature or neutral) if own_rule and part.name == "temperature" else neutral
+        found.append(dataclasses.replace(part, params={next(iter(part.params)): value}))
+    return found
 
 
 def _in_range(registry: Mapping[str, Any], part: str, name: str, value: float) -> float:

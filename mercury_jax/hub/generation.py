@@ -1,0 +1,215 @@
+"""How a family's authors sample from it, as data, and what a checkpoint's generation_config.json changes in that.
+
+A `Family` holds its published settings as `decoding`, which becomes `LM.decoding`; `decode.defaults` makes a sampler
+and a plan of them. The keys, all optional:
+
+    rule         name of a registered rule, such as "confidence"; "autoregressive" for next-token models
+    params       parameters of the rule
+    temperature  at which tokens are drawn; 0 takes the argmax
+    processors   {name: parameters} of logits processors, in their order
+    cooling, steady   parameters of the processor and of the stopping criterion of these names
+    block        tokens of a block; "answer": the whole answer is one block
+    steps        denoising steps of a block; absent: as many as it has tokens
+    source       where the settings are published
+
+A temperature in two places: `processors: {"temperature": {"t": 0.2}}` with `temperature: 1.0` divides the logits before
+the confidence is read from them, as Dream, SDAR and transformers' own `generate` do; `temperature: 0.2` alone only
+draws with it, as LLaDA does. The argument `temperature=` of `mj.sample` replaces the one that the family uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mercury_jax.config import refuse
+
+WHOLE_ANSWER = "answer"
+FILE = "generation_config.json"
+# transformers keeps the 50 most probable ids of a model that samples, unless its file says otherwise.
+DEFAULT_TOP_K = 50
+# Next-token models: transformers' `generate` takes the argmax unless generation_config.json says `do_sample: true`.
+GREEDY: Mapping[str, Any] = {
+    "rule": "autoregressive",
+    "temperature": 0.0,
+    "source": "transformers `generate`: do_sample false",
+}
+
+
+class _Key(NamedTuple):
+    """A key of generation_config.json: our processor and its parameter, and the values that it may have."""
+
+    processor: str
+    parameter: str
+    low: float
+    high: float
+    off: tuple[float, ...]  # values that change nothing
+    allowed: str
+
+
+# In the order in which transformers applies them.
+PROCESSOR_KEYS: Mapping[str, _Key] = {
+    "repetition_penalty": _Key("repetition", "p", 1e-9, math.inf, (1.0,), "a number above 0"),
+    "temperature": _Key("temperature", "t", 0.0, math.inf, (), "a number, 0 or more"),
+    "top_k": _Key("top_k", "k", 0, 2**31 - 1, (0,), "a whole number, 0 or more"),
+    "top_p": _Key("top_p", "p", 0.0, 1.0, (1.0,), "a number in [0, 1]"),
+    "min_p": _Key("min_p", "p", 0.0, 1.0, (0.0,), "a number in [0, 1]"),
+}
+# Dream's names of its algorithms, and our rules.
+DREAM_RULES = {
+    "origin": "dream_origin",
+    "maskgit_plus": "maskgit_plus",
+    "entropy": "dream_entropy",
+    "topk_margin": "topk_margin",
+}
+
+
+def with_generation_config(decoding: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces a family's published settings by those of a checkpoint's generation_config.json.
+
+    Read are do_sample, temperature, top_k, top_p, min_p, repetition_penalty and steps, as transformers 5 reads them:
+    `do_sample: false` takes the argmax and ignores the others. A next-token model samples only under `do_sample: true`;
+    a diffusion model, whose own `generate` does not know that key, also where a temperature is given without it.
+
+    Args:
+        decoding: The family's settings.
+        generation: The object of the file; {} without one.
+
+    Returns:
+        The settings of the checkpoint.
+
+    Raises:
+        ValueError: Names the key whose value is not allowed.
+    """
+    said = _checked(generation)
+    if not said:
+        return dict(decoding)
+    chain = {name: dict(params) for name, params in decoding.get("processors", {}).items()}
+    autoregressive = decoding.get("rule") == "autoregressive"
+    sample = said.get("do_sample", None if not autoregressive else False)
+    found = dict(decoding)
+    if "steps" in said:
+        found["steps"] = said["steps"]
+    if "repetition_penalty" in said:
+        _put(chain, "repetition_penalty", said["repetition_penalty"])
+    if sample is False:
+        chain = {name: params for name, params in chain.items() if name in ("repetition", "cooling")}
+        found["temperature"] = 0.0
+    else:
+        if autoregressive:
+            said = {"temperature": 1.0, "top_k": DEFAULT_TOP_K, **said}
+        if sample is True and "temperature" not in said and not found.get("temperature"):
+            said["temperature"] = 1.0
+        t = said.pop("temperature", None)
+        if t is not None and (autoregressive or "temperature" in chain):
+            _put(chain, "temperature", t or 1.0)
+            found["temperature"] = 1.0 if t else 0.0
+        elif t is not None:
+            found["temperature"] = t
+        for key in ("top_k", "top_p", "min_p"):
+            if key in said:
+                _put(chain, key, said[key])
+    order = [key.processor for key in PROCESSOR_KEYS.values()]
+    # Those of the family keep their order; the others follow, and a penalty comes first.
+    names = sorted(chain, key=lambda name: (name != "repetition", name not in decoding.get("processors", {})))
+    if not decoding.get("processors"):
+        names.sort(key=order.index)
+    found["processors"] = {name: chain[name] for name in names}
+    if not found["processors"]:
+        del found["processors"]
+    found["source"] = f"{decoding['source']}; {FILE}" if decoding.get("source") else FILE
+    return found
+
+
+def _checked(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are read, without nulls; refuses those of a wrong type or out of range."""
+    found: dict[str, Any] = {}
+    for name in ("do_sample", "steps", *PROCESSOR_KEYS):
+        value = generation.get(name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "do_sample":
+            fits, allowed = isinstance(value, bool), "true or false"
+        elif name == "steps":
+            fits, allowed = number and value >= 1 and value == int(value), "a whole number, 1 or more"
+        else:
+            key = PROCESSOR_KEYS[name]
+            whole = name != "top_k" or (number and value == int(value))
+            fits, allowed = number and whole and key.low <= value <= key.high, key.allowed
+        if not fits:
+            raise refuse(f"{FILE}: {name}", value, allowed)
+        found[name] = value
+    return found
+
+
+def _put(chain: dict[str, dict[str, Any]], name: str, value: float) -> None:
+    """Sets a processor of the chain, or removes it where the value changes nothing."""
+    key = PROCESSOR_KEYS[name]
+    if value in key.off:
+        chain.pop(key.processor, None)
+    else:
+        chain[key.processor] = {key.parameter: value}
+
+
+def dream_decoding(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Dream's settings: those of its README, with `alg`, `alg_temp` and `eps` of generation_config.json.
+
+    Args:
+        config: config.json, of which nothing is read.
+        generation: generation_config.json.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: Names the key whose value is not allowed.
+    """
+    alg = generation.get("alg") or "entropy"
+    if alg not in DREAM_RULES:
+        raise refuse(f"{FILE}: alg", alg, ", ".join(DREAM_RULES))
+    params: dict[str, float] = {}
+    if alg != "origin":
+        params["alg_temp"] = generation.get("alg_temp") or 0.0
+    if generation.get("eps") is not None:
+        params["eps"] = generation["eps"]
+    for name, value in params.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise refuse(f"{FILE}: {name}", value, "a number, 0 or more")
+    published = {
+        "rule": DREAM_RULES[alg],
+        "params": params,
+        "processors": {"temperature": {"t": 0.2}, "top_p": {"p": 0.95}},
+        "temperature": 1.0,
+        "block": WHOLE_ANSWER,
+        "source": "DreamLM/Dream README.md: alg entropy, steps = max_new_tokens",
+    }
+    return with_generation_config(published, generation)
+
+
+def describe(decoding: Mapping[str, Any]) -> str:
+    """Describes settings in one line, without their source.
+
+    Args:
+        decoding: As `LM.decoding`.
+
+    Returns:
+        Such as "dream_entropy(alg_temp=0.0), temperature(t=0.2), top_p(p=0.95), draws at 1.0, the whole answer at
+        once"; "" for {}.
+    """
+    if not decoding:
+        return ""
+    call = lambda name, params: f"{name}({', '.join(f'{k}={v:g}' for k, v in params.items())})"
+    chain = dict(decoding.get("processors", {}))
+    parts = [call(decoding.get("rule", "the default rule"), decoding.get("params", {}))]
+    parts += [call(name, decoding[name]) for name in ("cooling", "steady") if decoding.get(name)]
+    parts += [call(name, params) for name, params in chain.items()]
+    t = decoding.get("temperature")
+    if t is not None:
+        parts.append("argmax" if t == 0 else f"draws at temperature {t:g}")
+    if (block := decoding.get("block")) is not None:
+        parts.append("the whole answer as one block" if block == WHOLE_ANSWER else f"blocks of {block}")
+    if (steps := decoding.get("steps")) is not None:
+        parts.append(f"{steps} steps")
+    return ", ".join(parts)

@@ -1,0 +1,152 @@
+"""The published settings of a family, what generation_config.json changes in them, and that `mj.sample` uses them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import mercury_jax as mj
+from mercury_jax.decode import defaults
+from mercury_jax.decode.rules import ALL as RULES
+from mercury_jax.hub import generation
+from mercury_jax.hub.family import families
+from mercury_jax.hub.load import info
+from tests.hub.goldens_of import GOLDENS
+
+PROMPT = [5, 17, 33, 41, 8]
+GREEDY = {"rule": "autoregressive", "temperature": 0.0, "source": "s"}
+DREAM = generation.dream_decoding({}, {})
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of a golden checkpoint with this generation_config.json, loaded."""
+
+    def load(name: str, **written):
+        folder = shutil.copytree(GOLDENS / name, tmp_path / name)
+        if written:
+            (folder / "generation_config.json").write_text(json.dumps(written))
+        return mj.load(folder, dtype="float32")
+
+    return load
+
+
+def test_every_family_states_settings_that_exist_and_their_source():
+    for family in families():
+        found = family.decoding({}, {}) if callable(family.decoding) else family.decoding
+        assert set(found) <= set(defaults.SETTINGS), family.name
+        if found:
+            assert found["rule"] in RULES and found["source"] and generation.describe(found), family.name
+
+
+def test_sample_decodes_as_published(checkpoint):
+    llada = checkpoint("llada")
+    out = mj.sample(llada, PROMPT, max_tokens=12)
+    same = mj.sample(llada, PROMPT, max_tokens=12, sampler=mj.rules.confidence(), plan=mj.Plan(block=32))
+    assert out.tokens[0].tolist() == same.tokens[0].tolist() and out.forwards[0] == same.forwards[0] == 12
+
+
+def test_dream_takes_the_whole_answer_as_one_block(checkpoint):
+    dream = checkpoint("dream")
+    chain = (mj.processors.temperature(0.2), mj.processors.top_p(0.95))
+    sampler = mj.Sampler(mj.rules.dream_entropy(), chain, temperature=1.0)
+    for size in (8, 40):
+        own = mj.sample(dream, PROMPT, max_tokens=size, seed=3)
+        spelt = mj.sample(dream, PROMPT, max_tokens=size, seed=3, sampler=sampler, plan=mj.Plan(block=256))
+        assert own.tokens[0].tolist() == spelt.tokens[0].tolist() and own.forwards[0] == spelt.forwards[0]
+    # The caller's steps are kept, and the answer is still one block.
+    assert mj.sample(dream, PROMPT, max_tokens=40, seed=3, plan=mj.Plan(steps=5)).forwards[0] == 5
+
+
+def test_the_callers_temperature_replaces_the_published_one(checkpoint):
+    dream = checkpoint("dream")
+    given = {"max_tokens": 8, "seed": 1}
+    chain = lambda t: (mj.processors.temperature(t), mj.processors.top_p(0.95))
+    spelt = lambda t, drawn: mj.sample(
+        dream, PROMPT, plan=mj.Plan(block=256),
+        sampler=mj.Sampler(mj.rules.dream_entropy(), chain(t), temperature=drawn), **given,
+    ).tokens[0].tolist()  # fmt: skip
+    own = lambda t: mj.sample(dream, PROMPT, temperature=t, **given).tokens[0].tolist()
+    assert own(0.7) == spelt(0.7, 1.0) and own(0) == spelt(1.0, 0.0) and own(0.7) != own(0)
+    both = mj.sample(dream, [PROMPT, PROMPT], temperature=np.array([0.7, 0.0]), max_tokens=8, seed=1)
+    assert both.tokens[0].tolist() == own(0.7) and both.tokens[1].tolist() == own(0)
+
+
+def test_effort_and_the_callers_own_sampler_win(checkpoint):
+    dream = checkpoint("dream")
+    plain = mj.sample(dream, PROMPT, max_tokens=32, sampler=mj.rules.threshold(0.9))
+    effort = mj.sample(dream, PROMPT, max_tokens=32, effort="medium")
+    assert effort.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
+def test_generation_config_wins_over_the_family(checkpoint):
+    qwen = checkpoint("qwen3", do_sample=True, temperature=0.6, top_k=20, top_p=0.95)
+    assert list(qwen.decoding["processors"]) == ["temperature", "top_k", "top_p"]
+    chain = (mj.processors.temperature(0.6), mj.processors.top_k(20), mj.processors.top_p(0.95))
+    spelt = mj.rules.autoregressive()._replace(processors=chain, temperature=1.0)
+    draw = lambda **how: mj.sample(qwen, PROMPT, max_tokens=6, seed=2, **how).tokens[0].tolist()
+    assert draw() == draw(sampler=spelt) != draw(temperature=0)
+
+
+def test_generation_config_of_dream_names_its_algorithm(checkpoint):
+    dream = checkpoint("dream", alg="maskgit_plus", alg_temp=0.1, temperature=0.5, steps=4, top_k=7)
+    found = dream.decoding
+    assert found["rule"] == "maskgit_plus" and found["params"] == {"alg_temp": 0.1} and found["steps"] == 4
+    assert found["processors"] == {"temperature": {"t": 0.5}, "top_p": {"p": 0.95}, "top_k": {"k": 7}}
+    assert mj.sample(dream, PROMPT, max_tokens=8).forwards[0] <= 4
+
+
+@pytest.mark.parametrize(
+    "family, file, wanted",
+    [
+        (GREEDY, {}, {}),
+        (GREEDY, {"temperature": 0.6}, {"temperature": 0.0}),  # transformers takes the argmax
+        (GREEDY, {"do_sample": True}, {"processors": {"temperature": {"t": 1.0}, "top_k": {"k": 50}}}),
+        (GREEDY, {"do_sample": True, "top_k": 0, "top_p": 1.0}, {"processors": {"temperature": {"t": 1.0}}}),
+        (
+            GREEDY,
+            {"do_sample": True, "repetition_penalty": 1.05, "top_p": 0.8, "temperature": 0.7, "top_k": 20},
+            {
+                "processors": {
+                    "repetition": {"p": 1.05},
+                    "temperature": {"t": 0.7},
+                    "top_k": {"k": 20},
+                    "top_p": {"p": 0.8},
+                },
+                "temperature": 1.0,
+            },
+        ),
+        (
+            DREAM,
+            {"do_sample": False, "temperature": 0.9},
+            {"temperature": 0.0, "steps": None, "processors": None},
+        ),
+        (DREAM, {"temperature": 0.0}, {"temperature": 0.0}),
+        ({"rule": "confidence", "temperature": 0.0}, {"temperature": 0.5}, {"temperature": 0.5}),
+        ({"rule": "confidence", "temperature": 0.0}, {"do_sample": True}, {"temperature": 1.0}),
+        ({"rule": "confidence"}, {"num_beams": 4, "eos_token_id": 3}, {"temperature": None}),
+    ],
+)
+def test_the_file_is_read_as_transformers_reads_it(family, file, wanted):
+    found = generation.with_generation_config(family, file)
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert list(found.get("processors", {})) == list(wanted.get("processors") or found.get("processors", {}))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("temperature", -1), ("temperature", "0.6"), ("top_p", 1.5), ("top_k", 2.5), ("do_sample", 1), ("steps", 0),
+     ("min_p", True), ("alg", "beam"), ("alg_temp", -0.1)],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_key_before_a_tensor_is_read(checkpoint, key, value):
+    with pytest.raises(ValueError, match=f"generation_config.json: {key}"):
+        checkpoint("dream", **{key: value})
+
+
+def test_a_saved_model_keeps_its_settings_and_info_shows_them(checkpoint, tmp_path):
+    dream = checkpoint("dream", temperature=0.4)
+    mj.hub.save(tmp_path / "own", dream, mj.NoiseConfig(kind="absorbing"))
+    again = mj.load(tmp_path / "own")
+    assert again.decoding == dream.decoding and list(again.decoding["processors"]) == ["temperature", "top_p"]
+    assert info(tmp_path / "own")["decoding"] == info(tmp_path / "dream")["decoding"] == dream.decoding
