@@ -590,6 +590,63 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
             "lengths plus max_tokens is 5|lengths plus max_tokens is .*5",
         ),
     },
+    "cache policies, lookahead": {
+        "lookahead -1": (lambda: mj.Plan(lookahead=-1), "lookahead is -1"),
+        "lookahead 1.5": (lambda: mj.Plan(lookahead=1.5), "lookahead is 1.5"),
+        "lookahead as a text": (lambda: mj.Plan(lookahead="2"), "lookahead is '2'"),
+        "lookahead None": (lambda: mj.Plan(lookahead=None), "lookahead is None"),
+        "lookahead with a refresh": (
+            lambda: sample(lm=model("bidirectional"), plan=mj.Plan(lookahead=2, refresh=mj.Refresh.dual())),
+            "plan.lookahead is 2",
+        ),
+        "a policy without its call": (
+            lambda: sample(lm=model("bidirectional"), plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode)), "refresh is",
+        ),
+        "a policy of an exact cache": (
+            lambda: sample(plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())), "plan.refresh is",
+        ),
+        "a policy of a function": (
+            lambda: mj.sample(own(), [1], max_tokens=4, plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())),
+            "plan.refresh is",
+        ),
+        "a policy of remasking by leave-one-out": (
+            lambda: sample(
+                lm=model("bidirectional"), sampler=mj.rules.wino(), plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())
+            ),
+            "plan.refresh is",
+        ),
+        "every 0": (lambda: mj.cache_refresh.dkv_decode(0), r"dkv_decode\(every=\) is 0"),
+        "a list of numbers": (lambda: mj.cache_refresh.dkv_decode([2, 3]), r"dkv_decode\(every=\)"),
+        "a ratio of 2": (lambda: mj.cache_refresh.dllm_cache(ratio=2), r"dllm_cache\(ratio=\) is 2"),
+        "a misspelt parameter": (lambda: mj.cache_refresh.elastic_cache(gama=0.9), "'gama'"),
+        "a function of two arguments": (
+            lambda: mj.cache_refresh.cache_policy(lambda key, view: None), r"arguments of the cache policy",
+        ),
+        "a misspelt field": (lambda: mj.cache_refresh.cache_policy(drifts=True)(rule), "'drifts'"),
+        "drift as a text": (lambda: mj.cache_refresh.cache_policy(drift="no")(rule), "drift of a cache policy is 'no'"),
+        "limit as a number": (lambda: mj.cache_refresh.cache_policy(limit=8)(rule), "limit of a cache policy is 8"),
+        "a policy that returns None": (
+            lambda: sample(
+                lm=tiny("bidirectional"),
+                plan=mj.Plan(refresh=mj.cache_refresh.cache_policy(lambda key, view, memory: None)()),
+            ),
+            "cache policy",
+        ),
+        "a policy that decides by a traced value": (
+            lambda: sample(
+                lm=tiny("bidirectional"),
+                plan=mj.Plan(
+                    refresh=mj.cache_refresh.cache_policy(lambda key, view, memory: (view.masked if view.step else 0))()
+                ),
+            ),
+            "cache policy",
+        ),
+        "counts of other ids": (lambda: sample(sampler=mj.rules.pc_sampler([1.0, 2.0])), "counts"),
+        "counts as a text": (lambda: mj.rules.pc_sampler("x"), "counts"),
+        "counts of nan": (lambda: mj.rules.pc_sampler([float("nan")] * 320), "counts"),
+        "delimiters outside of the vocabulary": (lambda: sample(sampler=mj.rules.adablock(delimiters=999)), "999"),
+        "a spacing of 1": (lambda: mj.rules.dilated(base=1), r"dilated\(base=\) is 1"),
+    },
     "mesh": {
         "devices that are missing": (lambda: mj.mesh(data=3), "mesh is .* number of devices"),
         "a size of 0": (lambda: mj.mesh(data=0), "mesh.data is 0"),

@@ -286,8 +286,8 @@ def part_decorator(
             raise refuse(f"argument of a {kind}", label, nearest(label, ["name", "source", *known]))
         if isinstance(default, bool) and label != "leave_one_out" and not isinstance(value, bool):
             raise refuse(f"{label} of a {kind}", value, "True or False")
-        if label == "init" and not callable(value):
-            raise refuse(f"init of a {kind}", value, "a function that makes the memory")
+        if label in ("init", "limit") and not callable(value):
+            raise refuse(f"{label} of a {kind}", value, "a function")
         if label == "temperature":
             check_number(f"temperature of a {kind}", value, AtLeast(0))
 
