@@ -89,6 +89,9 @@ def Between(low: float, high: float, *, integer: bool = False) -> Range:
 
     Returns:
         The range.
+
+    Raises:
+        ValueError: An end is no number, or they are in the wrong order.
     """
     if not _number("low of Between", low) <= _number("high of Between", high):
         raise refuse("high of Between", high, f"{low:g} or more, its low")
