@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import cache_refresh, grammar, processors, rules, stopping
+    from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
+    from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("cache_refresh", "grammar", "processors", "rules", "stopping"),
+    "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -71,6 +72,7 @@ _PUBLIC = {
     "hub": ("hub",),
     "hub.function": ("from_function",),
     "hub.load": ("load",),
+    "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
@@ -83,8 +85,8 @@ __all__ = [
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
     "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill",
-    "load", "logits", "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score",
-    "stopping", "stopping_criterion", "stream", "train",
+    "load", "logits", "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample",
+    "score", "soft_masking", "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 
