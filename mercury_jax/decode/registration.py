@@ -288,7 +288,11 @@ def part_decorator(
         default = part.__dataclass_fields__[label].default if label in known else None
         if label not in known:
             raise refuse(f"argument of a {kind}", label, nearest(label, ["name", "source", *known]))
-        if isinstance(default, bool) and label != "leave_one_out" and not isinstance(value, bool):
+        if (
+            isinstance(default, bool)
+            and label not in ("leave_one_out", "needs_hidden")
+            and not isinstance(value, bool)
+        ):
             raise refuse(f"{label} of a {kind}", value, "True or False")
         if label in ("init", "limit") and not callable(value):
             raise refuse(f"{label} of a {kind}", value, "a function")
