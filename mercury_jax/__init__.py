@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import cache_refresh, grammar, processors, rules, stopping
+    from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from mercury_jax.decode.search import SearchOutput, best_of_n, smc
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
+    from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
+    from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("cache_refresh", "grammar", "processors", "rules", "stopping"),
+    "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -72,7 +74,9 @@ _PUBLIC = {
     "decode.session": ("Session",),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
+    "hub.function": ("from_function",),
     "hub.load": ("load",),
+    "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
@@ -83,11 +87,11 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [
     "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole",
     "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
-    "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session",
-    "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept",
-    "answer_batch", "best_of_n", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",
-    "logits", "logits_processor", "mesh", "processors", "propose", "rollout", "rule", "rules", "sample",
-    "score", "smc", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
+    "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session", "StoppingCriterion",
+    "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
+    "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
+    "logits_processor", "mesh", "presets", "processors", "propose", "rollout", "rule", "rules", "sample", "score",
+    "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
 ]  # fmt: skip
 
 

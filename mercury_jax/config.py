@@ -345,7 +345,7 @@ class ModelConfig:
         dtype: Of the arithmetic; parameters are stored in fp32.
         mask: Mask id; None: the noise has no mask.
         pad: Padding id.
-        eos: Id that ends an answer.
+        eos: Id that ends an answer; -1: no id does.
         ends: Further ids that end an answer.
         predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next one, so
             that the same weights decode autoregressively and can verify a drafted canvas. For patterns whose clean
@@ -396,7 +396,8 @@ class ModelConfig:
             raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise refuse("head_dim", self.head_dim, "an even number, for RoPE")
-        ids = [("mask", self.mask), ("pad", self.pad), ("eos", self.eos), *(("ends", x) for x in self.ends)]
+        eos = None if self.eos == -1 else self.eos
+        ids = [("mask", self.mask), ("pad", self.pad), ("eos", eos), *(("ends", x) for x in self.ends)]
         for name, value in ids:
             if value is not None and not 0 <= value < self.vocab:
                 raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
@@ -470,6 +471,7 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         one_of(NoiseKind, kind=self.kind)
         one_of(ScheduleName, schedule=self.schedule)
+        check_types(self, "noise.")
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")
         if not 0 <= self.uniform < 1:
@@ -497,6 +499,7 @@ class Refresh:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(0, before=self.before, after=0 if self.after is None else self.after)
         at_least(1, every=1 if self.every is None else self.every)
 
@@ -567,6 +570,11 @@ class Plan:
         lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
             those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
             as many copies of its KV cache. 0: none.
+        times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
+            leads from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
+            them, and models that take the time get times[i].
+        whole_blocks: Also decode the last block whole, in models of causal blocks, which were trained on no other: an
+            answer may exceed `max_tokens` by less than a block.
     """
 
     block: int | None = None
@@ -574,10 +582,12 @@ class Plan:
     refresh: Refresh | CachePolicyLike | None = None
     revise: int = 0
     lookahead: int = 0
+    times: tuple[float, ...] | None = None
+    whole_blocks: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=)"
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, times=, whole_blocks=)"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
@@ -604,3 +614,22 @@ class Plan:
                 "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"
             )
             raise refuse("refresh", self.refresh, allowed)
+        if not isinstance(self.whole_blocks, bool):
+            raise refuse("whole_blocks", self.whole_blocks, "True or False")
+        if self.times is not None:
+            self._check_times()
+
+    def _check_times(self) -> None:
+        """Makes `times` a tuple of floats, and `steps` their number less 1."""
+        allowed = "at least two numbers that fall, or stay, within 0..1: one more than there are steps"
+        try:
+            times = tuple(float(t) for t in self.times or ())
+        except (TypeError, ValueError):
+            raise refuse("times", self.times, allowed) from None
+        inside = all(0.0 <= t <= 1.0 for t in times)
+        if len(times) < 2 or not inside or list(times) != sorted(times, reverse=True):
+            raise refuse("times", self.times, allowed)
+        if self.steps not in (None, len(times) - 1):
+            raise refuse("steps", self.steps, f"{len(times) - 1}, one less than times, or None")
+        object.__setattr__(self, "times", times)
+        object.__setattr__(self, "steps", len(times) - 1)

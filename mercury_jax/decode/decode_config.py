@@ -6,14 +6,16 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import inputs
+from mercury_jax.decode import inputs, processors
 from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
+from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
 from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
@@ -21,6 +23,7 @@ from mercury_jax.types import LM, Model
 
 PREFILL = 256  # tokens of one pass over a long prompt
 QUANTUM = 64  # capacities are multiples of it, then of powers of two
+SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
 class DecodeConfig(NamedTuple):
@@ -38,6 +41,7 @@ class DecodeConfig(NamedTuple):
     speculative: bool = False  # drafts are verified by a causal pass
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
+    times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
     trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
@@ -45,6 +49,12 @@ class DecodeConfig(NamedTuple):
     def window(self) -> int:
         """L, the positions that a rule sees."""
         return min(self.width, self.block + self.revisable)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the pass that encodes a block also decides the first token of the next (Fast-dLLM v2)."""
+        config = self.model.config
+        return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
     def own_prefill(self) -> int:
@@ -98,6 +108,9 @@ def build_config(
     Raises:
         ValueError: Names what does not fit together.
     """
+    for processor in (*sampler.processors, *sampler.allow):
+        processors.check_ids(processor, lm.model.config.vocab)
+    check_token_ids(sampler.rule, lm.model.config.vocab)
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
@@ -115,6 +128,7 @@ def build_config(
         speculative=sampler.speculate is not None,
         lookahead=int(plan.lookahead),
         logprobs=logprobs,
+        times=plan.times,
         trajectory=trajectory,
     )
 
@@ -122,20 +136,39 @@ def build_config(
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional = pattern == "bidirectional"
+    bidirectional, model = pattern == "bidirectional", lm.model
     check_tables(rule, config.vocab)
+    if plan.refresh is not None and not model.reuses_keys:
+        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
+    if rule.leave_one_out and not model.leave_one_out:
+        allowed = "a rule without leave-one-out predictions: they need attention_mask and positions in apply"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.variable_length and not model.hides_padding:
+        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
+        raise refuse("sampler.rule", rule.name, allowed)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
     if rule.leave_one_out and config.alignment == "shifted":
         allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
         raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "ancestral_cache" and config.timed:
+        allowed = "ancestral: this model takes the time, and predicts anew in each step"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
+        raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
     if plan.refresh is not None and not bidirectional:
         raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
     if plan.revise and not bidirectional:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
+    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
+        allowed = (
+            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
+        )
+        raise refuse("sampler.rule", rule.name, allowed)
     if rule.variable_length and plan.block is not None and "block" in rule.params:
         raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if plan.lookahead:
@@ -183,7 +216,7 @@ def _sizes(
     config = lm.model.config
     whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
     if config.pattern == "bidirectional":
-        width = bucket(longest)
+        width = bucket(longest) if lm.model.hides_padding else longest
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
@@ -194,6 +227,22 @@ def _sizes(
         return config.block, plan.block or config.block
     width = bucket(region, config.block) if whole else plan.block or config.block
     return width, width
+
+
+def check_equal_lengths(name: str, lengths: Any) -> None:
+    """Refuses rows of several lengths, for a model that would see their padding.
+
+    Args:
+        name: What errors call the rows.
+        lengths: Of each row, prompt and answer together.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found = sorted({int(n) for n in np.asarray(lengths)})
+    if len(found) > 1:
+        allowed = f"one length in a call: {SEES_PADDING}"
+        raise refuse(f"lengths of the {name}", found, allowed)
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:
@@ -232,7 +281,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:
     """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
 
     It follows from the slots, so that prompts of all lengths share a program.
@@ -240,11 +289,13 @@ def prefill_width(config: DecodeConfig, slots: int) -> int | None:
     Args:
         config: Static sizes.
         slots: Of a row.
+        always: Whether short prompts are encoded so too.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
+    short = slots <= 4 * config.width and not always
+    if config.model.config.pattern == "bidirectional" or short:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1

@@ -24,14 +24,20 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
+from mercury_jax.decode.decode_config import (
+    SEES_PADDING,
+    DecodeConfig,
+    build_config,
+    prefill_width,
+    slots_for,
+)
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
 from mercury_jax.decode.forward import forward, note_confidence
-from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
+from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.self_speculation import verify
+from mercury_jax.decode.self_speculation import first_tokens, verify
 from mercury_jax.decode.state import (
     Frame,
     Rows,
@@ -91,6 +97,9 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
+    if config.seeded:
+        finished = encoding & (state.cache_length + used == state.committed)
+        moved = first_tokens(config, params, hidden, finished, moved)
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
@@ -172,6 +181,8 @@ def prefill(
         The state with a longer cache.
     """
     committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
+    if config.seeded:  # `step` encodes the last block, and decides the token after it
+        committed = committed - 1
 
     def pending(state: State) -> Int[Array, "B"]:
         return (encodable_tokens(config, committed) - state.cache_length) * ~state.done
@@ -198,13 +209,16 @@ def prefill(
     return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
 
 
-def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
+def run_until_done(
+    config: DecodeConfig, params: Params, state: State, watch: Bool[Array, "B"] | None = None
+) -> tuple[State, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done.
 
     Args:
         config: Static sizes.
         params: Of the model.
         state: Of all rows.
+        watch: Also stop after a pass in which one of these rows has committed tokens.
 
     Returns:
         The state, and how many passes were made.
@@ -215,13 +229,33 @@ def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[
         made, state = carry
         return varying((made + 1, step(config, params, state)[0]), axes)
 
-    start = varying((jnp.asarray(0), state), axes)
-    made, state = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), body, start)
+    begun, start = state.committed, varying((jnp.asarray(0), state), axes)
+    made, state = jax.lax.while_loop(lambda carry: unfinished(carry[1], begun, watch), body, start)
     return state, made
 
 
+def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
+    """Returns whether a loop of passes goes on: a row is not done, and no watched row has committed tokens.
+
+    Args:
+        state: Of all rows.
+        begun: `committed` of each row when the loop began.
+        watch: The watched rows; None: none.
+
+    Returns:
+        One bool.
+    """
+    going = ~jnp.all(state.done)
+    return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
+
+
 def run_limited(
-    config: DecodeConfig, params: Params, state: State, passes: int, limit: Int[Array, ""] | None = None
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int,
+    limit: Int[Array, ""] | None = None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done or the passes are used up.
 
@@ -231,6 +265,7 @@ def run_limited(
         state: Of all rows.
         passes: Most passes.
         limit: A traced bound on the passes, where it is smaller.
+        watch: As of `run_until_done`.
 
     Returns:
         The state, frames [passes, B, ...], and how many passes were made.
@@ -246,8 +281,9 @@ def run_limited(
         frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
         return varying((i + 1, state, frames), axes)
 
-    unfinished = lambda carry: (carry[0] < most) & ~jnp.all(carry[1].done)
-    made, state, frames = jax.lax.while_loop(unfinished, body, varying((jnp.asarray(0), state, empty), axes))
+    begun = state.committed
+    going = lambda carry: (carry[0] < most) & unfinished(carry[1], begun, watch)
+    made, state, frames = jax.lax.while_loop(going, body, varying((jnp.asarray(0), state, empty), axes))
     return state, frames, made
 
 
@@ -299,24 +335,45 @@ class Decoder:
         Raises:
             ValueError: Names the argument of a wrong shape, or prompts and budgets that exceed the decoder's slots.
         """
-        ids = jnp.asarray(ids)
-        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        _check_arrays(params)
+        ids, vocab = _array("ids", ids, "whole numbers [B, P]"), self.config.model.config.vocab
+        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.size:
             raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]")
+        if not isinstance(ids, Tracer):
+            low, high = np.asarray(ids).min(), np.asarray(ids).max()
+            if low < 0 or high >= vocab:
+                raise refuse("ids", f"from {low} to {high}", f"ids in 0..{vocab - 1}")
         count, longest = ids.shape
         if longest > self.slots:
             raise refuse("ids", f"{longest} tokens", f"at most the {self.slots} slots of this decoder")
+        if not self.config.model.hides_padding:
+            numbers = (longest if lengths is None else lengths, max_tokens)
+            if any(isinstance(x, Tracer) for x in numbers):
+                raise refuse("lengths and max_tokens", numbers, f"known numbers: {SEES_PADDING}")
+            ends = np.asarray(numbers[0]) + np.asarray(numbers[1])
+            if (ends != self.slots).any():
+                allowed = f"slots = {self.slots} in every row: {SEES_PADDING}"
+                raise refuse("lengths plus max_tokens", ends.tolist(), allowed)
         lengths = _per_row("lengths", longest if lengths is None else lengths, count, 0, longest)
         room = self.slots - (lengths if isinstance(lengths, Tracer) else int(np.max(lengths)))
         most = _per_row("max_tokens", max_tokens, count, 0, room)
-        keys = key if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else None
-        if keys is None or keys.shape not in ((), (count,)):
-            raise refuse("key", key, f"a key of jax.random.key, or {count} of them")
+        keys = _check_key(key, f"a key of jax.random.key, or {count} of them", (), (count,))
         if keys.ndim == 0:
             keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(count))
         given = jnp.ones(ids.shape, bool) if given is None else jnp.asarray(given)
         if given.shape != ids.shape or given.dtype != jnp.bool_:
             raise refuse("given", f"{given.dtype}{list(given.shape)}", f"bool{list(ids.shape)}")
-        return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
+        with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
+            return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
+
+    def _check_state(self, state: Any) -> None:
+        """Refuses what is no state of this decoder."""
+        if not isinstance(state, State):
+            raise refuse("state", state, "a state of init")
+        width = state.canvas.shape[-1]
+        if width != self.config.width:
+            allowed = f"one of this decoder, whose canvases have {self.config.width}"
+            raise refuse("state", f"a state with canvases of {width} positions", allowed)
 
     def _init(
         self, params: Params, ids: Array, lengths: Array, most: Array, keys: Key, given: Array
@@ -357,8 +414,14 @@ class Decoder:
 
         Returns:
             The next state, and a frame that shows each row's window after this pass.
+
+        Raises:
+            ValueError: Names the argument that does not fit.
         """
-        return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
+        _check_arrays(params)
+        self._check_state(state)
+        with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
+            return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
 
     @overload
     def run(self, params: Params, state: State, passes: None = None) -> State: ...
@@ -379,11 +442,13 @@ class Decoder:
         Raises:
             ValueError: `passes` is not a whole number from 1 on.
         """
-        if not isinstance(state, State):
-            raise refuse("state", state, "a state of init")
+        _check_arrays(params)
+        self._check_state(state)
+        explained = explain_wrong_params(dataclasses.replace(self.lm, params=params), "params")
         if passes is None:
             until_done = lambda params, state: run_until_done(self.config, params, state)[0]
-            return in_auto_axes(until_done, state.tokens, params, state)
+            with explained:
+                return in_auto_axes(until_done, state.tokens, params, state)
         check_whole("passes", passes, 1, 2**31 - 1)
 
         def scan(params: Params, state: State) -> tuple[State, Frame]:
@@ -392,7 +457,8 @@ class Decoder:
             return jax.lax.scan(one, varying(state, axes), length=passes)
 
         frames_too = lambda row: (PartitionSpec(row), PartitionSpec(None, row))
-        return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
+        with explained:
+            return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
 
     def answer(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
         """Reads the answers off a state.
@@ -402,7 +468,11 @@ class Decoder:
 
         Returns:
             Ids, left-aligned and padded, and the number of tokens of each answer.
+
+        Raises:
+            ValueError: `state` is no state of this decoder.
         """
+        self._check_state(state)
 
         def read(state: State) -> tuple[Array, Array]:
             end = jnp.where(state.done, state.end, jnp.maximum(state.committed, state.prompt))
@@ -423,8 +493,23 @@ class Decoder:
 
         Returns:
             A state of N rows.
+
+        Raises:
+            ValueError: Names the argument that does not fit.
         """
-        rows = jnp.asarray(rows)
+        self._check_state(state)
+        allowed = f"rows [N] in 0..{state.tokens.shape[0] - 1}"
+        found, rows = rows, _array("rows", rows, allowed)
+        if rows.ndim != 1 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise refuse("rows", found, allowed)
+        if not isinstance(rows, Tracer):
+            low, high = np.asarray(rows).min(), np.asarray(rows).max()
+            if low < 0 or high >= state.tokens.shape[0]:
+                raise refuse("rows", found, allowed)
+        key = _check_key(key, "a key of jax.random.key", ())
+        state = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state
+        )  # numpy's too
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
@@ -467,10 +552,32 @@ def estimate_answers(
     return jax.vmap(read)(state.without_cache())
 
 
+def _array(name: str, value: Any, allowed: str) -> Array:
+    """Converts numbers to an array; refuses what is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):  # texts, or lists of several lengths
+        raise refuse(name, value, allowed) from None
+
+
+def _check_arrays(params: Any) -> None:
+    """Refuses parameters that are no arrays."""
+    if params is None or not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
+        raise refuse("params", params, "the parameters of the model, such as lm.params")
+
+
+def _check_key(key: Any, allowed: str, *shapes: tuple[int, ...]) -> Key:
+    """Refuses what is no key of these shapes."""
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.shape not in shapes:
+        raise refuse("key", key, allowed)
+    return key
+
+
 def _per_row(name: str, value: Any, rows: int, low: int, high: Any) -> Int[Array, "B"]:
     """Broadcasts one whole number, or one per row, to [B]; checks the range where the numbers are known."""
     allowed = f"a whole number in {low}..{high}, or one for each of the {rows} rows"
-    numbers = jnp.asarray(value)
+    numbers = _array(name, value, allowed)
     if numbers.shape not in ((), (rows,)) or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise refuse(name, value, allowed)
     known = not isinstance(numbers, Tracer) and not isinstance(high, Tracer)
