@@ -14,20 +14,35 @@ from mercury_jax.bench import decode
 from mercury_jax.bench.decode import QuestionSet, SweepEntry
 from mercury_jax.cli import app, arguments, show
 from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
-from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import rules
+from mercury_jax.config import CachePolicyLike, Plan, Refresh, nearest, refuse
+from mercury_jax.decode import cache_refresh, rules
+from mercury_jax.decode.sampler import SamplerLike
 from mercury_jax.types import LM
 
 NO_CACHE = "no cache"
 
-POLICIES: dict[str, Refresh | None] = {
+POLICIES: dict[str, Refresh | CachePolicyLike | None] = {
     NO_CACHE: None,
     "prefix": Refresh.prefix(),
     "dual": Refresh.dual(),
     "dual, every 4 steps": Refresh.dual(every=4),
     "vicinity of 8": Refresh.vicinity(8),
     "vicinity of 8, every 4 steps": Refresh.vicinity(8, every=4),
+    "dkv_decode": cache_refresh.dkv_decode(every=8),
+    "dkv_greedy": cache_refresh.dkv_greedy(every=2, window=4),
+    "dllm_cache": cache_refresh.dllm_cache(prompt_every=100, answer_every=7, ratio=0.25),
+    "elastic_cache": cache_refresh.elastic_cache(gamma=0.9, window=32),
+    "suffix_pruning": cache_refresh.suffix_pruning(window=32),
+    "suffix_pruning, dual": cache_refresh.suffix_pruning(window=32, reuse=2),
 }
+# Rows leave lockstep under all of these but the first.
+RULES: dict[str, Callable[[], SamplerLike]] = {
+    "confidence": rules.confidence,
+    "threshold(0.9)": lambda: rules.threshold(0.9),
+    "factor(1.0)": lambda: rules.factor(1.0),
+    "factor(0.1)": lambda: rules.factor(0.1),
+}
+PAIRS = decode.PAIRED  # batches of which every entry is timed beside the baseline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +54,28 @@ class CacheBenchmark:
       python -m benchmarks.cache runs/bidirectional/model
 
     In a bidirectional model every token attends to every other one, so no key
-    stays valid. Prefix and dual caches (Fast-dLLM) and vicinity refresh (dInfer)
-    reuse outdated keys. `agreement` is the share of answers that are token
-    for token those without a cache, `speedup` the median ratio of tokens per
-    second on the same batches.
+    stays valid. Prefix and dual caches (Fast-dLLM), vicinity refresh (dInfer) and
+    cache policies (dKV-Cache, dLLM-Cache, Elastic-Cache, DPad) reuse outdated
+    keys. `agreement` is the share of answers that are token for token those
+    without a cache, `points` the paired difference in accuracy with its 95%
+    interval, and `speedup` the median ratio of tokens per second to no cache,
+    with the same rule, on the same batches.
     """
 
     model: Annotated[Positional[str | None], option("MODEL")] = None
     """Folder of a saved model. Default: the embedded one."""
     tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]")] = ("sudoku4", "add3")
     """Tasks."""
+    rules: Annotated[tuple[str, ...], option("RULE [RULE ...]")] = tuple(RULES)
+    """Decoding rules."""
+    caches: Annotated[tuple[str, ...], option("CACHE [CACHE ...]")] = tuple(POLICIES)
+    """What is compared."""
     limit: Int = 256
-    """Questions of each task."""
-    batch: Int = 32
-    """Rows decoded together."""
+    """Questions of each task, at the largest batch that it fills."""
+    batches: Annotated[tuple[Int, ...], option("ROWS [ROWS ...]")] = (1, 8, 32, 64)
+    """Rows decoded together. Smaller ones are asked four batches of questions."""
+    max_tokens: OptionalInt = None
+    """Most tokens of an answer, all of which a pass computes. Default: the task's."""
     block: Int = 16
     """Tokens of a block."""
     steps: OptionalInt = None
@@ -69,23 +92,44 @@ def run(argv: Sequence[str]) -> int:
     """Runs the benchmark; returns its exit code."""
     args = arguments.read(CacheBenchmark, argv, "python -m benchmarks.cache")
     show.check_writable("--out", args.out)
+    for field, known in (("rules", RULES), ("caches", POLICIES)):
+        for name in getattr(args, field):
+            if name not in known:
+                raise refuse(f"--{field}", name, nearest(name, list(known)))
     lm = show.load(args.model)
-    asked = [decode.questions(t, limit=args.limit, batch=args.batch, seed=args.seed) for t in args.tasks]
+    whole = max(b for b in args.batches if b <= max(args.limit, min(args.batches)))
+    asked = [
+        decode.questions(
+            task, limit=args.limit if batch == whole else min(args.limit, PAIRS * batch), batch=batch,
+            seed=args.seed, max_tokens=args.max_tokens, alone=0,
+        )
+        for task in args.tasks
+        for batch in args.batches
+    ]  # fmt: skip
     with show.progress("time", quiet=args.json) as update:
         found = compare(
-            lm, asked, block=args.block, steps=args.steps, tick=lambda text: update(description=text)
-        )
+            lm, asked, rules=args.rules, caches=args.caches, block=args.block, steps=args.steps,
+            tick=lambda text: update(description=text),
+        )  # fmt: skip
         show.report(found, args.out, None if args.json else line)
     return 0
 
 
-def entries(lm: LM, block: int, steps: int | None = None) -> list[SweepEntry]:
-    """One entry for each policy, decoding in blocks by LLaDA's schedule; the first one computes everything.
+def entries(
+    lm: LM,
+    block: int,
+    steps: int | None = None,
+    rule: str = "confidence",
+    caches: Sequence[str] = tuple(POLICIES),
+) -> list[SweepEntry]:
+    """One entry for each cache, decoding in blocks by one rule; the first one computes everything.
 
     Args:
         lm: A bidirectional model.
         block: Tokens of a block.
         steps: Denoising steps of a block. Default: its tokens.
+        rule: A key of `RULES`.
+        caches: Keys of `POLICIES`.
 
     Returns:
         The entries for `decode.run`.
@@ -97,23 +141,28 @@ def entries(lm: LM, block: int, steps: int | None = None) -> list[SweepEntry]:
         raise refuse(
             "model.pattern", lm.model.config.pattern, "bidirectional: the cache of other models is exact"
         )
-    plan = lambda refresh: Plan(block=block, steps=steps, refresh=refresh)
-    return [SweepEntry(name, name, lm, rules.confidence, plan(refresh)) for name, refresh in POLICIES.items()]
+    names = dict.fromkeys((NO_CACHE, *caches))
+    plan = lambda name: Plan(block=block, steps=steps, refresh=POLICIES[name])
+    return [SweepEntry(name, name, lm, RULES[rule], plan(name)) for name in names]
 
 
 def compare(
     lm: LM,
     asked: Sequence[QuestionSet],
     *,
+    rules: Sequence[str] = ("confidence",),
+    caches: Sequence[str] = tuple(POLICIES),
     block: int = 16,
     steps: int | None = None,
     tick: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a record for each task and policy: accuracy, and agreement and speed against no cache.
+    """Yields a record for each task, batch, rule and cache: accuracy, and agreement and speed against no cache.
 
     Args:
         lm: A bidirectional model.
-        asked: The questions of each task.
+        asked: The questions of each task and batch.
+        rules: Keys of `RULES`.
+        caches: Keys of `POLICIES`.
         block: Tokens of a block.
         steps: Denoising steps of a block. Default: its tokens.
         tick: Called with what comes next.
@@ -121,17 +170,21 @@ def compare(
     Yields:
         The records.
     """
-    found = entries(lm, block, steps)
     for one in asked:
-        for record in decode.records(decode.run(found, one, tick), one):
-            yield {"cache": record.pop("rule"), "block": block, **record, "compared_with": NO_CACHE}
+        for rule in rules:
+            found = entries(lm, block, steps, rule, caches)
+            for record in decode.records(decode.run(found, one, tick), one):
+                name = record.pop("rule")
+                yield {"cache": name, "rule": rule, "block": block, **record, "compared_with": NO_CACHE}
 
 
 def line(row: Mapping[str, Any]) -> str:
     """A record for people."""
     return (
-        f"{row['task']:8} {row['cache']:30} {100 * row['accuracy']:5.1f}% right, agreement "
-        f"{100 * row['agreement']:5.1f}%, {row['tokens_per_second']:.0f} tokens/s, {row['speedup']:.2f} times"
+        f"{row['task']:8} {row['rule']:15} batch {row['batch']:2} {row['cache']:28} {row['speedup']:.2f} times, "
+        f"{row['forwards']:.1f} passes, {100 * row['accuracy']:5.1f}% of {row['n']} right, points "
+        f"{row['points']:+.1f} ({row['points_low']:+.1f} to {row['points_high']:+.1f}), agreement "
+        f"{100 * row['agreement']:5.1f}%"
     )
 
 

@@ -44,7 +44,7 @@ def cache_compiled_programs(environ: Mapping[str, str] | None = None) -> Path | 
         import jax
         from jax.experimental.compilation_cache import compilation_cache
 
-        if jax.config.jax_compilation_cache_dir is not None:  # set by the user's program
+        if jax.config.values["jax_compilation_cache_dir"] is not None:  # set by the user's program
             return None
         for name, value in wanted.items():
             jax.config.update(name, value)
@@ -83,6 +83,7 @@ ANNOUNCED = (
     "run_session",
     "run_sharded_program",
     "prefill",
+    "advance_particles",
 )  # programs of the decoding calls
 PATIENCE = 2.0  # seconds of compilation before anything is said
 
@@ -98,12 +99,12 @@ def prepare() -> None:
     def announce(program: str) -> None:
         import jax
 
-        kept = "" if jax.config.jax_compilation_cache_dir is None else "; kept for the next start"
+        kept = "" if jax.config.values["jax_compilation_cache_dir"] is None else "; kept for the next start"
         logging.getLogger("mercury_jax").warning("compiling %s for new sizes%s", program, kept)
 
-    def listen(event: str, seconds: float, fun_name: str = "", **_: object) -> None:
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
         # JAX reports when a program has been lowered, which is just before it is compiled, and when it is compiled.
-        program = fun_name.removeprefix("jit(").removesuffix(")")
+        program = str(about.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
         if program not in ANNOUNCED:
             return
         if event.endswith("jaxpr_to_mlir_module_duration"):

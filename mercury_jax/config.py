@@ -14,9 +14,9 @@ import json
 import numbers
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 T = TypeVar("T")
 
@@ -345,7 +345,7 @@ class ModelConfig:
         dtype: Of the arithmetic; parameters are stored in fp32.
         mask: Mask id; None: the noise has no mask.
         pad: Padding id.
-        eos: Id that ends an answer.
+        eos: Id that ends an answer; -1: no id does.
         ends: Further ids that end an answer.
         predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next one, so
             that the same weights decode autoregressively and can verify a drafted canvas. For patterns whose clean
@@ -396,7 +396,8 @@ class ModelConfig:
             raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise refuse("head_dim", self.head_dim, "an even number, for RoPE")
-        ids = [("mask", self.mask), ("pad", self.pad), ("eos", self.eos), *(("ends", x) for x in self.ends)]
+        eos = None if self.eos == -1 else self.eos
+        ids = [("mask", self.mask), ("pad", self.pad), ("eos", eos), *(("ends", x) for x in self.ends)]
         for name, value in ids:
             if value is not None and not 0 <= value < self.vocab:
                 raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
@@ -470,6 +471,7 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         one_of(NoiseKind, kind=self.kind)
         one_of(ScheduleName, schedule=self.schedule)
+        check_types(self, "noise.")
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")
         if not 0 <= self.uniform < 1:
@@ -497,6 +499,7 @@ class Refresh:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(0, before=self.before, after=0 if self.after is None else self.after)
         at_least(1, every=1 if self.every is None else self.every)
 
@@ -538,17 +541,35 @@ class Refresh:
         return cls(before=look, after=look, every=every)
 
 
+@runtime_checkable
+class CachePolicyLike(Protocol):
+    """A `decode.cache_refresh.CachePolicy`, as far as a `Plan` knows it."""
+
+    @property
+    def limit(self) -> Callable[[int, dict[str, float]], int | None]:
+        """The most positions of a pass."""
+        ...
+
+    @property
+    def drift(self) -> bool:
+        """Whether it reads how far keys moved."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an answer is divided into blocks, how many steps each may take, and what is reused between steps.
+    """How an answer is divided into blocks, how many steps each may take, and how the passes are made.
 
     Attributes:
         block: Tokens of an active block; None: the model's own.
         steps: Denoising steps of a block; None: as many as it has tokens (1 where drafts are verified).
-        refresh: Reuse of keys in a bidirectional model; None: every pass computes the whole sequence. The other
-            patterns need none, their cache is exact.
+        refresh: Reuse of keys in a bidirectional model: a `Refresh`, or a cache policy of `mj.cache_refresh`; None:
+            every pass computes the whole sequence. The other patterns need none, their cache is exact.
         revise: Number of finished blocks before the active one that stay editable, in bidirectional models
             (multi-block editing of LLaDA2.1).
+        lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
+            those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
+            as many copies of its KV cache. 0: none.
         times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
             leads from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
             them, and models that take the time get times[i].
@@ -558,19 +579,26 @@ class Plan:
 
     block: int | None = None
     steps: int | None = None
-    refresh: Refresh | None = None
+    refresh: Refresh | CachePolicyLike | None = None
     revise: int = 0
+    lookahead: int = 0
     times: tuple[float, ...] | None = None
     whole_blocks: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, times=, whole_blocks=)"
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, times=, whole_blocks=)"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, least, other in (("block", 1, ", or None"), ("steps", 1, ", or None"), ("revise", 0, "")):
+        fields = (
+            ("block", 1, ", or None"),
+            ("steps", 1, ", or None"),
+            ("revise", 0, ""),
+            ("lookahead", 0, ""),
+        )
+        for name, least, other in fields:
             value = getattr(self, name)
             if value is None and other:
                 continue
@@ -581,8 +609,11 @@ class Plan:
                 or value < least
             ):
                 raise refuse(name, value, f"a whole number from {least} on{other}")
-        if self.refresh is not None and not isinstance(self.refresh, Refresh):
-            raise refuse("refresh", self.refresh, "a Refresh, such as Refresh.dual(), or None")
+        if not isinstance(self.refresh, Refresh | CachePolicyLike | None):
+            allowed = (
+                "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"
+            )
+            raise refuse("refresh", self.refresh, allowed)
         if not isinstance(self.whole_blocks, bool):
             raise refuse("whole_blocks", self.whole_blocks, "True or False")
         if self.times is not None:

@@ -115,6 +115,7 @@ class View(NamedTuple):
     output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
     prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
     first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
+    hidden: Any = None  # hidden states [L, D], or what a head makes of them; for rules with `needs_hidden`
 
 
 class Proposal(NamedTuple):
@@ -181,6 +182,9 @@ class Pass(NamedTuple):
         time: For models with `config.timed`, the time of each row's noise [B] in 0..1, 0 for clean text; otherwise
             None.
         leave_one_out: Further masks, whose L hidden states follow those of the tokens; None: no such masks.
+        positions: Of the tokens, rising in each row, where they are not start .. start + T; the first `used` count.
+        slots: Where their keys are written, where these are not the positions: in a bidirectional row from which
+            positions are left out. All of [0, end) are attended to.
     """
 
     tokens: Int[Array, "B T"]
@@ -192,6 +196,8 @@ class Pass(NamedTuple):
     self_cond: SelfCond = ()
     time: Float[Array, "B"] | None = None
     leave_one_out: LeaveOneOut | None = None
+    positions: Int[Array, "B T"] | None = None
+    slots: Int[Array, "B T"] | None = None
 
 
 class PackedPass(NamedTuple):
@@ -289,6 +295,15 @@ class Layout(Protocol):
         ...
 
 
+class SoftMasking(NamedTuple):
+    """Numbers of soft masking; see `mercury_jax.soft_masking`, which checks them."""
+
+    scale: float
+    steepness: float
+    centre: float
+    top_k: int
+
+
 class Model(NamedTuple):
     """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
 
@@ -306,7 +321,12 @@ class Model(NamedTuple):
         shardings: Path rules, see `mercury_jax.sharding`.
         head_chunk: Logits of a chunk of the vocabulary; None: the model computes only all of them.
         embed_mixture: A chunk's part of self_cond; None: without self-conditioning.
+        soft_masked: soft_masked(settings) -> the model whose masks are fed as mixtures of embeddings
+            (`mercury_jax.soft_masking`); None: the architecture does not support it, or has it.
         mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
+        hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of several lengths share a pass.
+        reuses_keys: Whether a pass over a part of a canvas reads the other keys from the cache (`Plan.refresh`).
+        leave_one_out: Whether `Pass.leave_one_out` is supported.
     """
 
     config: ModelConfig
@@ -321,7 +341,11 @@ class Model(NamedTuple):
     shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
     head_chunk: HeadChunk | None = None
     embed_mixture: EmbedMixture | None = None
+    soft_masked: Callable[[SoftMasking], Model] | None = None
     mesh: Mesh | None = None
+    hides_padding: bool = True
+    reuses_keys: bool = True
+    leave_one_out: bool = True
 
 
 @dataclass(frozen=True)

@@ -336,12 +336,14 @@ class Decoding:
     """Tokens of a block. Default: the model's."""
     steps: OptionalInt = None
     """Denoising steps of a block. Default: its tokens."""
+    lookahead: Int = 0
+    """Drafts of future steps that each pass verifies: the same tokens in fewer, wider passes."""
     seed: Int = 0
     """The same seed gives the same text; prompt i uses seed + i."""
 
     def plan(self) -> Plan:
-        """Block and steps, as `mj.sample` takes them."""
-        return Plan(block=self.block, steps=self.steps)
+        """Block, steps and lookahead, as `mj.sample` takes them."""
+        return Plan(block=self.block, steps=self.steps, lookahead=self.lookahead)
 
     def sampler(self, parameters: dict[str, float]) -> Rule | None:
         """The chosen rule with its parameters; None where nothing was chosen, for the model's own.

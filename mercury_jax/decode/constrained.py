@@ -208,18 +208,25 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         passes: Of the call; must be None.
 
     Returns:
-        One per prompt; None for a row without a grammar.
+        One per row, `n` for each prompt; None for a row without a grammar.
 
     Raises:
         ValueError: Names the argument that does not fit, or the schema that is refused and why.
     """
+    if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
+        allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
+        raise refuse("schema", request.schema, allowed)
     others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
+    others["stop"] = request.stop  # what obeys a grammar must not be cut
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema=")
     revise = request.plan.revise
     if revise:
         raise refuse("plan.revise", revise, "0 with schema=: tokens that the grammar has accepted stay")
+    if request.plan.lookahead:
+        allowed = "0 with schema=: the grammar judges the tokens of each pass"
+        raise refuse("plan.lookahead", request.plan.lookahead, allowed)
     sampler = None if request.sampler is None else check_sampler(request.sampler)
     if sampler is not None and sampler.rule.variable_length:
         allowed = "a rule that keeps the number of tokens, with schema="
@@ -228,7 +235,7 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         allowed = "None or 0 with schema=: the grammar judges what is drafted"
         raise refuse("sampler.speculate", sampler.speculate, allowed)
     prompts, _ = encode_prompts(lm, request.prompt)
-    max_tokens, count = check_max_tokens(lm, prompts, request.max_tokens), len(prompts)
+    budgets, count = check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
     schema = request.schema
     several = isinstance(schema, Sequence) and not isinstance(schema, str)
     if several and len(schema) != count:
@@ -239,11 +246,12 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         if spec is not None and not isinstance(spec, Spec):
             raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
         try:
-            walker = None if spec is None else compile(lm.tokenizer, spec).walk(max_tokens)
+            compiled = None if spec is None else compile(lm.tokenizer, spec)
+            walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
         except GrammarError as error:
             name = f"schema[{i}]" if several else "schema"
             raise GrammarError(f"{name} is refused: {error}") from None
-        rows.append(None if walker is None else ConstrainedRow(walker))
+        rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
     return rows
 
 
@@ -257,7 +265,7 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
     Returns:
         The request.
     """
-    sampler, count = check_sampler(request.sampler), len(request.prompts)
+    sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
     mask = processors.allow_bits(bits, np.zeros(count, np.int32))
     return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))

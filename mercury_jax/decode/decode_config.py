@@ -6,17 +6,24 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import inputs
+from mercury_jax.decode import inputs, processors
+from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
+from mercury_jax.decode.registration import check_token_ids
+from mercury_jax.decode.rules.position import check_tables
 from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
 from mercury_jax.types import LM, Model
 
 PREFILL = 256  # tokens of one pass over a long prompt
 QUANTUM = 64  # capacities are multiples of it, then of powers of two
+SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
 class DecodeConfig(NamedTuple):
@@ -28,12 +35,14 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | None = None  # bidirectional models: reuse of keys between steps; None: no reuse
+    refresh: Refresh | CachePolicy | None = None  # bidirectional models: reuse of keys between steps
     leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
+    lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
+    trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
@@ -60,7 +69,10 @@ class DecodeConfig(NamedTuple):
     @property
     def slots_after(self) -> int:
         """Slots after a row's last position, where canvases are written; leave-one-out masks follow the canvas."""
-        return self.width + (self.window if self.leave_one_out else 0)
+        # With shifted logits a pass over every slot starts at 0; any other takes the token before it, and so must a
+        # wide one of a row that reuses what lies before its block.
+        more = 8 if self.refresh is not None and self.model.config.alignment == "shifted" else 0
+        return self.width + (self.window if self.leave_one_out else 0) + more
 
 
 def build_config(
@@ -74,6 +86,7 @@ def build_config(
     block: int | None = None,
     infilling: bool = False,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> DecodeConfig:
     """Chooses the static sizes for rows of given lengths.
 
@@ -87,6 +100,7 @@ def build_config(
         block: Width of the canvas where the rows fix it, instead of the plan's.
         infilling: No id ends the answer.
         logprobs: Keep log-probabilities, with this many alternatives at each token.
+        trajectory: Keep when each token was accepted, and the log-probability of its draw.
 
     Returns:
         The static configuration.
@@ -94,13 +108,13 @@ def build_config(
     Raises:
         ValueError: Names what does not fit together.
     """
+    for processor in (*sampler.processors, *sampler.allow):
+        processors.check_ids(processor, lm.model.config.vocab)
+    check_token_ids(sampler.rule, lm.model.config.vocab)
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
-    # Between refreshes a pass runs over `after` positions past the window; by default all that a row may write.
-    refresh = plan.refresh
-    if refresh is not None and refresh.after is None:
-        refresh = dataclasses.replace(refresh, after=bucket(region))
+    assert isinstance(plan.refresh, Refresh | CachePolicy | None)
     return DecodeConfig(
         model=model,
         corruption=lm.corruption,
@@ -108,19 +122,30 @@ def build_config(
         block=block,
         forbidden=(config.eos, *config.ends) if infilling else (),
         revisable=min(plan.revise * block, width) if config.pattern == "bidirectional" else 0,
-        refresh=refresh,
+        refresh=plan.refresh,
         leave_one_out=rule.leave_one_out,
         variable_length=rule.variable_length,
         speculative=sampler.speculate is not None,
+        lookahead=int(plan.lookahead),
         logprobs=logprobs,
         times=plan.times,
+        trajectory=trajectory,
     )
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional = pattern == "bidirectional"
+    bidirectional, model = pattern == "bidirectional", lm.model
+    check_tables(rule, config.vocab)
+    if plan.refresh is not None and not model.reuses_keys:
+        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
+    if rule.leave_one_out and not model.leave_one_out:
+        allowed = "a rule without leave-one-out predictions: they need attention_mask and positions in apply"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.variable_length and not model.hides_padding:
+        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
+        raise refuse("sampler.rule", rule.name, allowed)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
@@ -138,8 +163,26 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
+    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
+        allowed = (
+            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
+        )
+        raise refuse("sampler.rule", rule.name, allowed)
     if rule.variable_length and plan.block is not None and "block" in rule.params:
         raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
+    if plan.lookahead:
+        _check_lookahead(lm, plan, draft)
+    if isinstance(plan.refresh, CachePolicy):
+        name = f"the cache policy {plan.refresh.name}"
+        if config.alignment == "shifted":
+            raise refuse("plan.refresh", name, "a Refresh: this model's logits are shifted by a position")
+        keys, _ = cache_vectors(jax.eval_shape(lambda: lm.model.empty_cache(1, 1)))
+        if plan.refresh.drift and not keys:
+            allowed = "a policy that compares no keys: those of this model are quantised"
+            raise refuse("plan.refresh", name, allowed)
+    elif plan.refresh is not None and not isinstance(plan.refresh, Refresh):
+        raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
     if draft is None:
         return
     allowed = "a number of tokens to draft, 0 or more, or None"
@@ -153,6 +196,19 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.rule", rule.name, "a rule that accepts masks in place, to draft with")
 
 
+def _check_lookahead(lm: LM, plan: Plan, draft: int | None) -> None:
+    """Refuses lookahead where the logits of a canvas depend on more than the canvas."""
+    reason = None
+    if plan.refresh is not None:
+        reason = "with plan.refresh: reused keys depend on earlier passes"
+    elif draft is not None:
+        reason = "with sampler.speculate: its drafts are verified by a causal pass"
+    elif jax.tree.leaves(jax.eval_shape(lambda: lm.model.condition(None, jnp.zeros((1, 1, 1))))):
+        reason = "for this model: its self-conditioning depends on the previous pass"
+    if reason is not None:
+        raise refuse("plan.lookahead", plan.lookahead, f"0 {reason}")
+
+
 def _sizes(
     lm: LM, plan: Plan, sampler: Sampler, block: int | None, longest: int, region: int
 ) -> tuple[int, int]:
@@ -160,7 +216,7 @@ def _sizes(
     config = lm.model.config
     whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
     if config.pattern == "bidirectional":
-        width = bucket(longest)
+        width = bucket(longest) if lm.model.hides_padding else longest
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
@@ -171,6 +227,22 @@ def _sizes(
         return config.block, plan.block or config.block
     width = bucket(region, config.block) if whole else plan.block or config.block
     return width, width
+
+
+def check_equal_lengths(name: str, lengths: Any) -> None:
+    """Refuses rows of several lengths, for a model that would see their padding.
+
+    Args:
+        name: What errors call the rows.
+        lengths: Of each row, prompt and answer together.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found = sorted({int(n) for n in np.asarray(lengths)})
+    if len(found) > 1:
+        allowed = f"one length in a call: {SEES_PADDING}"
+        raise refuse(f"lengths of the {name}", found, allowed)
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:
@@ -209,7 +281,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:
     """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
 
     It follows from the slots, so that prompts of all lengths share a program.
@@ -217,11 +289,13 @@ def prefill_width(config: DecodeConfig, slots: int) -> int | None:
     Args:
         config: Static sizes.
         slots: Of a row.
+        always: Whether short prompts are encoded so too.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
+    short = slots <= 4 * config.width and not always
+    if config.model.config.pattern == "bidirectional" or short:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1

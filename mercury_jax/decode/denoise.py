@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
 from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.guidance import GuidedHidden
+from mercury_jax.decode.sampler import call_part
 from mercury_jax.decode.state import (
     Frame,
     Rows,
@@ -30,12 +32,15 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.decode.token_stats import (
     LogprobBuffer,
+    Trajectory,
     draw,
+    draw_log_prob,
     forbid,
     slice_at,
     token_stats,
     update_logprobs,
     write_at,
+    write_changed,
 )
 from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
@@ -86,6 +91,12 @@ def denoise(
         self_cond = config.model.condition(params, logits)
         seen = seen._replace(view=view)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
+    rule = state.sampling.sampler.rule
+    if rule.needs_hidden:
+        own = hidden.conditional if isinstance(hidden, GuidedHidden) else hidden
+        name = f"needs_hidden of the rule {rule.name}"
+        shown = own if rule.needs_hidden is True else call_part(name, rule.needs_hidden, params, own)
+        seen = seen._replace(view=seen.view._replace(hidden=shown))
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
     changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits)
@@ -152,13 +163,19 @@ def decide(
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
         done=changes["done"] | is_nan,
     )
+    # What was open before this pass, or is replaced by it, is written by it: of a token that is put back to noise
+    # and accepted again, the last acceptance counts.
+    source = decision.proposal.source if config.variable_length else None
+    changed = view.masked | (decision.proposal.canvas != view.canvas)
+    answer = decision.proposal.answer
     if isinstance(row.logprobs, LogprobBuffer):
         assert raw is not None
-        source = decision.proposal.source if config.variable_length else None
-        changed = view.masked | (decision.proposal.canvas != view.canvas)
-        changes["logprobs"] = update_logprobs(
-            row.logprobs, raw, decision.proposal.answer, changed, window.at[0], source
-        )
+        changes["logprobs"] = update_logprobs(row.logprobs, raw, answer, changed, window.at[0], source)
+    if isinstance(row.trajectory, Trajectory):
+        drawn = draw_log_prob(view.logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
+        new = Trajectory(jnp.full_like(answer, row.nfe), drawn)
+        write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
+        changes["trajectory"] = jax.tree.map(write, row.trajectory, new)
     return changes, accepted, stats.p_argmax
 
 
@@ -295,6 +312,8 @@ def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
     ]
     if all(getattr(f, "__module__", "").startswith("mercury_jax.") for f in functions):
         return
+    if callable(sampling.sampler.rule.needs_hidden):  # its head needs the model's parameters
+        return
     leaves, tree = jax.tree.flatten(sampling)
     _trace_parts(config, tree, tuple((x.shape[1:], jnp.result_type(x)) for x in leaves))
 
@@ -317,6 +336,9 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
         if not chunked_vocab.applies(config, row.sampling.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))
+        if row.sampling.sampler.rule.needs_hidden:
+            hidden = jnp.zeros((config.window, model_config.width), model_config.dtype)
+            seen = seen._replace(view=seen.view._replace(hidden=hidden))
         return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None)
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]

@@ -1,21 +1,36 @@
 """The forward pass of a step, over the whole canvas or a part of it.
 
 A bidirectional model has no keys that stay valid, because every token sees every other. `Refresh` reuses outdated
-keys between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do: a pass then runs over a part of the canvas
-and reads the rest from the cache as it was.
+keys between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do, and the policies of `cache_refresh` choose
+positions by what they see of a row: a pass then runs over a part of the canvas and reads the rest from the cache as
+it was. `run_by_width` runs rows that compute many positions apart from those that compute few.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.config import Refresh
+from mercury_jax.decode.cache_refresh import (
+    NEVER,
+    CachePolicy,
+    CacheView,
+    Positions,
+    Reuse,
+    cache_vectors,
+    drift as key_drift,
+)
 from mercury_jax.decode.decode_config import DecodeConfig
-from mercury_jax.decode.state import State, window_of, window_offset
+from mercury_jax.decode.state import Frame, State, step_key, window_of, window_offset
+from mercury_jax.decode.token_stats import write_at
 from mercury_jax.decode.view import step_times, steps_of
+from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Cache, LeaveOneOut, Params, Pass
 
 
@@ -26,7 +41,7 @@ def forward(
     tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
     causal: Bool[Array, "B"],
-) -> tuple[Any, Any, Cache]:
+) -> tuple[Any, Any, State]:
     """Runs one forward pass for all rows.
 
     Args:
@@ -38,17 +53,19 @@ def forward(
         causal: Rows that write committed tokens to the cache, or verify a draft.
 
     Returns:
-        Hidden states of each row's window [B, L, ...], the same by leave-one-out masks or None, and the cache.
+        Hidden states of each row's window [B, L, ...], the same by leave-one-out masks or None, and the state with the
+        cache that this pass has written.
     """
     offset = window_offset(config, state.cache_length, state.committed)
     if config.refresh is not None:
-        hidden, cache = _partial_forward(config, params, state, used, offset)
-        return hidden, None, cache
+        partial = _policy_forward if isinstance(config.refresh, CachePolicy) else _refresh_forward
+        hidden, state = partial(config, params, state, used, offset)
+        return hidden, None, state
     time, start = times(config, state, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time)
     if not config.leave_one_out:
         hidden, cache = config.model.forward(params, given)
-        return slice_rows(hidden, offset, config.window), None, cache
+        return slice_rows(hidden, offset, config.window), None, state._replace(cache=cache)
     # One leave-one-out mask for each position of the active block, and of what stays editable before it.
     assert config.corruption.mask is not None
     columns = offset[:, None] + jnp.arange(config.window)
@@ -59,7 +76,7 @@ def forward(
     hidden, cache = config.model.forward(params, given._replace(leave_one_out=masks))
     # The pass returns W + L hidden states: those of the tokens and then those of the masks.
     own = slice_rows(jax.tree.map(lambda x: x[:, : config.width], hidden), offset, config.window)
-    return own, jax.tree.map(lambda x: x[:, config.width :], hidden), cache
+    return own, jax.tree.map(lambda x: x[:, config.width :], hidden), state._replace(cache=cache)
 
 
 def slice_rows(tree: Any, start: Int[Array, "B"], size: int) -> Any:
@@ -97,39 +114,290 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
     return jnp.where(causal, 0.0, jax.vmap(time)(state.without_cache()))
 
 
-def _partial_forward(
+class PartialPass(NamedTuple):
+    """The positions that each row computes in one pass; every leaf has the batch axis first.
+
+    Positions count from the start of the canvas, in rising order. The first `count` of `at` are computed.
+    """
+
+    at: Int[Array, "B W"]
+    count: Int[Array, "B"]  # 0 leaves the row as it is
+    end: Int[Array, "B"]  # end of the keys that each position attends to
+    offset: Int[Array, "B"]  # of the row's window
+    slots: Int[Array, "B W"] | None = None  # of all positions of the canvas; None: `at` has no gaps
+    known: Bool[Array, "B W"] | None = None  # positions of the canvas whose slots hold their own keys
+
+
+def _refresh_forward(
     config: DecodeConfig,
     params: Params,
     state: State,
     used: Int[Array, "B"],
     offset: Int[Array, "B"],
-) -> tuple[Any, Cache]:
-    """One pass with cache reuse: rows at the start of a block, or due for a refresh, run their whole canvas.
+) -> tuple[Any, State]:
+    """One pass with a `Refresh`: rows that are due run their whole canvas, the others the surroundings of their window.
 
-    Where any row is due, all rows run in the wide program, those that are not due with their part only: what a row
-    computes does not depend on its neighbours.
+    Every pass of a row computes its window, `before` positions ahead of it and `after` positions after it; with
+    `after` None all that follows, as Fast-dLLM's prefix cache does.
     """
-    refresh = config.refresh
-    assert refresh is not None and refresh.after is not None
-    part = min(config.width, refresh.before + config.window + refresh.after)
+    refresh, width = config.refresh, config.width
+    assert isinstance(refresh, Refresh)
     due = (state.step == 0) if refresh.every is None else (state.step % refresh.every == 0)
-    due = due & ~state.done
-    # The part holds the window, `before` positions ahead of it and `after` positions after it.
-    first = jnp.clip(offset - refresh.before, 0, config.width - part)  # of the part, within the canvas
-    nobody = jnp.zeros_like(state.done)
-    time = times(config, state, nobody)
+    first = jnp.where(due, 0, jnp.maximum(offset - refresh.before, 0))
+    stop = used if refresh.after is None else jnp.minimum(used, offset + config.window + refresh.after)
+    count = jnp.maximum(jnp.where(due, used, stop) - first, 0)
+    at = jnp.minimum(first[:, None] + jnp.arange(width), width - 1)
+    work = PartialPass(at, jnp.where(state.done, 0, count), used, offset)
 
-    def run(cache: Cache, width: int, start: Array, count: Array) -> tuple[Any, Cache]:
-        at = jnp.minimum(start[:, None] + jnp.arange(width), config.width - 1)
-        gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
-        self_cond = jax.tree.map(gather, state.self_cond)
-        given = Pass(gather(state.canvas), cache, start, count, used, nobody, self_cond, time)
-        hidden, cache = config.model.forward(params, given)
-        return slice_rows(hidden, offset - start, config.window), cache
+    least = refresh.before + config.window  # of a pass, so that it holds the window
+    sizes = _quarters(width) if refresh.after is None else [least + refresh.after]
+    time = times(config, state, jnp.zeros_like(state.done))
 
-    narrow = jnp.clip(used - first, 0, part)
+    def window(rows: PartialPass, hidden: Any, *caches: Cache) -> Any:
+        return slice_rows(hidden, rows.offset - rows.at[:, 0], config.window)
 
-    def wide(cache: Cache) -> tuple[Any, Cache]:
-        return run(cache, config.width, jnp.where(due, 0, first), jnp.where(due, used, narrow))
+    one_row = jax.tree.map(lambda x: x[:1], (work, state, time))
+    like = jax.eval_shape(lambda: window(one_row[0], _run_rows(config, params, width, *one_row)[0]))
+    blank = jax.tree.map(lambda x: jnp.zeros((*count.shape, *x.shape[1:]), x.dtype), like)
+    collect = lambda old, *found: window(*found)
+    cache, hidden = run_by_width(
+        config, params, state, time, work, [max(least, x) for x in sizes], collect, blank
+    )
+    return hidden, state._replace(cache=cache)
 
-    return jax.lax.cond(jnp.any(due), wide, lambda cache: run(cache, part, first, narrow), state.cache)
+
+def _policy_forward(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    used: Int[Array, "B"],
+    offset: Int[Array, "B"],
+) -> tuple[Any, State]:
+    """One pass over the positions that a cache policy chooses; the window's hidden states may be those of earlier ones.
+
+    Where positions are left out of the attention, the keys of the others lie in slots without gaps: ranges of keys
+    say who sees whom. A row whose set of positions changes computes all of them.
+    """
+    policy, width, old = config.refresh, config.width, state.reuse
+    assert isinstance(policy, CachePolicy) and isinstance(old, Reuse)
+    positions, memory = jax.vmap(functools.partial(_choose, config, policy))(state.without_cache(), old, used)
+    exists = jnp.arange(width) < used[:, None]
+    attend = exists & positions.attend
+    moved = jnp.any(attend != old.attended, axis=1, keepdims=True)
+    compute = attend & (positions.compute | moved | (old.age >= NEVER)) & ~state.done[:, None]
+    slots = jnp.cumsum(attend, axis=1) - 1
+    at = jnp.argsort(~compute, axis=1, stable=True).astype(jnp.int32)
+    known = ~moved & (old.age < NEVER)
+    work = PartialPass(at, compute.sum(1), attend.sum(1), offset, slots.astype(jnp.int32), known)
+
+    limit = policy.limit(config.window, dict(policy.params))
+    sizes = _quarters(width) if limit is None else [limit]
+    collect = functools.partial(_keep_hidden, width, policy.drift)
+    kept = (old.hidden, old.key_drift, old.value_drift)
+    time = times(config, state, jnp.zeros_like(state.done))
+    cache, kept = run_by_width(config, params, state, time, work, sizes, collect, kept)
+
+    age = jnp.where(compute, 0, jnp.minimum(old.age + 1, NEVER))
+    new = Reuse(state.canvas, age, attend, kept[1], kept[2], old.confidence, kept[0], memory)
+    stay = lambda new, old: jnp.where(state.done.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+    reuse = jax.tree.map(stay, new, old)
+    return slice_rows(reuse.hidden, offset, config.window), state._replace(cache=cache, reuse=reuse)
+
+
+def _choose(
+    config: DecodeConfig,
+    policy: CachePolicy,
+    row: State,
+    old: Reuse,
+    used: Int[Array, ""],
+) -> tuple[Positions, Any]:
+    """Asks the policy about one row."""
+    at = jnp.arange(config.width)
+    window = window_of(config, row)
+    exists, mask = at < used, config.corruption.mask
+    block = (at >= row.committed - row.cache_length) & (at < window.end - row.cache_length)
+    undecided = ~row.frozen & exists
+    view = CacheView(
+        canvas=row.canvas,
+        changed=exists & (row.canvas != old.canvas),
+        masked=undecided & (row.canvas == mask) if mask is not None else undecided,
+        exists=exists,
+        prompt=at < row.prompt - row.cache_length,
+        block=block & exists,
+        step=row.step,
+        passes=row.nfe,
+        age=jnp.minimum(old.age + 1, NEVER),
+        attended=old.attended,
+        key_drift=old.key_drift,
+        value_drift=old.value_drift,
+        confidence=old.confidence,
+        hidden=old.hidden,
+    )
+    key = jax.random.fold_in(step_key(row.key, row.committed, row.step), 2)
+    return policy(key, view, old.memory)
+
+
+def _keep_hidden(
+    width: int,
+    drift: bool,
+    old: tuple[Any, Array, Array],
+    rows: PartialPass,
+    hidden: Any,
+    before: Cache,
+    after: Cache,
+) -> tuple[Any, Array, Array]:
+    """Puts what a pass found at its positions into what is kept of all positions."""
+    size = jax.tree.leaves(hidden)[0].shape[1]
+    at = jnp.where(jnp.arange(size) < rows.count[:, None], rows.at[:, :size], width)
+    put = lambda old, new: jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))(old, new, at)
+    hidden = jax.tree.map(put, old[0], hidden)
+    if not drift:
+        return hidden, *old[1:]
+    assert rows.slots is not None and rows.known is not None
+    of_pass = lambda x: jnp.take_along_axis(x, rows.at[:, :size], axis=1)
+    pairs = zip(cache_vectors(before), cache_vectors(after), strict=True)
+    moved = [jnp.where(of_pass(rows.known), key_drift(*pair, of_pass(rows.slots)), 0.0) for pair in pairs]
+    return hidden, put(old[1], moved[0]), put(old[2], moved[1])
+
+
+def note_confidence(config: DecodeConfig, state: State, frame: Frame) -> State:
+    """Keeps the confidence of the window's positions, for cache policies.
+
+    Args:
+        config: Static sizes.
+        state: After a denoising pass.
+        frame: Of the pass.
+
+    Returns:
+        The state; unchanged without a cache policy.
+    """
+    if not isinstance(state.reuse, Reuse):
+        return state
+    offset = frame.start - state.cache_length
+    put = jax.vmap(lambda old, new, at: write_at(old, new, at))
+    written = put(state.reuse.confidence, frame.confidence.astype(jnp.float32), offset)
+    ran = (frame.used > 0)[:, None]
+    return state._replace(
+        reuse=state.reuse._replace(confidence=jnp.where(ran, written, state.reuse.confidence))
+    )
+
+
+def _quarters(width: int) -> list[int]:
+    """A quarter, a half and three quarters of a canvas, each a multiple of 8."""
+    return [-(-width * k // 32) * 8 for k in (1, 2, 3)]
+
+
+def run_by_width(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    time: Float[Array, "B"] | None,
+    work: PartialPass,
+    widths: Sequence[int],
+    collect: Callable[[Any, PartialPass, Any, Cache, Cache], Any],
+    collected: Any,
+) -> tuple[Cache, Any]:
+    """Runs each row in the narrowest of several programs that holds its positions.
+
+    Rows are at different points: one that recomputes its canvas must not make its neighbours pay for it. So the rows
+    that need a width run together, in groups of about `TOKENS` positions, and groups without such a row are skipped.
+    A row's group, its place in it and its program follow from its own index and count alone, so that in the same
+    program its results do not depend on its neighbours, bit for bit.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows, with the cache.
+        time: Of the noise of each row, or None.
+        work: What each row computes.
+        widths: Positions of the programs, beside one of the whole canvas.
+        collect: collect(old, rows, their hidden states [b, T, ...], their cache before and after the pass) -> what is
+            kept of them in the place of `old`, leaves [b, ...].
+        collected: Leaves [B, ...]; the rows that ran are replaced.
+
+    Returns:
+        The cache, and `collected`.
+    """
+    axes = varying_axes((params, state))
+    carry, lower = varying((state.cache, collected), axes), 0
+    for width in sorted({min(x, config.width) for x in (*widths, config.width)}):
+        wanted = (work.count > lower) & (work.count <= width)
+        carry = _run_width(config, params, state, time, work, width, wanted, collect, carry)
+        lower = width
+    return carry
+
+
+def _run_width(
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    time: Float[Array, "B"] | None,
+    work: PartialPass,
+    width: int,
+    wanted: Bool[Array, "B"],
+    collect: Callable[[Any, PartialPass, Any, Cache, Cache], Any],
+    carry: tuple[Cache, Any],
+) -> tuple[Cache, Any]:
+    """Runs the wanted rows, a group at a time; groups without one are skipped."""
+    rows = work.count.shape[0]
+    size = _group_size(rows, width, config.width)
+    small = state.without_cache()._replace(self_cond=state.self_cond)
+    axes = varying_axes((params, state))
+
+    def take(x: Array, i: Any) -> Array:
+        return x if size == rows else jax.lax.dynamic_slice_in_dim(x, i * size, size)
+
+    def run_group(i: Any, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        part = jax.tree.map(lambda x: take(x, i), (work, small, time, wanted, *carry))
+        run, group, now, chosen, before, old = part
+        run = run._replace(count=jnp.where(chosen, run.count, 0))
+        hidden, after = _run_rows(config, params, width, run, group._replace(cache=before), now)
+        pick = lambda new, old: jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        new = jax.tree.map(pick, collect(old, run, hidden, before, after), old)
+        if size == rows:
+            return after, new
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)
+        return jax.tree.map(put, carry, (after, new))
+
+    def step(i: Any, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        run = lambda carry: varying(run_group(i, carry), axes)
+        return jax.lax.cond(jnp.any(take(wanted, i)), run, lambda carry: carry, carry)
+
+    return jax.lax.fori_loop(0, rows // size, step, carry)
+
+
+# Positions of one pass over a group of rows: enough to be bound by arithmetic, on a CPU and on an accelerator.
+TOKENS = 128
+
+
+def _group_size(rows: int, width: int, canvas: int) -> int:
+    """Rows of a group, a divisor of all. A group's part of the cache is copied, which narrow passes would not repay."""
+    if 8 * width <= canvas or rows * width <= TOKENS:
+        return rows
+    return next(size for size in range(max(1, TOKENS // width), 0, -1) if rows % size == 0)
+
+
+def _run_rows(
+    config: DecodeConfig,
+    params: Params,
+    width: int,
+    work: PartialPass,
+    rows: State,
+    time: Float[Array, "B"] | None,
+) -> tuple[Any, Cache]:
+    """One pass over `width` positions of some rows."""
+    at = work.at[:, :width]
+    gather = lambda x: jax.vmap(lambda row, index: row[index])(x, at)
+    given = Pass(
+        tokens=gather(rows.canvas),
+        cache=rows.cache,
+        start=at[:, 0],
+        used=work.count,
+        end=work.end,
+        encoding=jnp.zeros_like(rows.done),
+        self_cond=jax.tree.map(gather, rows.self_cond),
+        time=time,
+        positions=None if work.slots is None else at,
+        slots=None if work.slots is None else gather(work.slots),
+    )
+    return config.model.forward(params, given)

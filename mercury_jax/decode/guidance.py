@@ -144,6 +144,42 @@ def start(
     return _encode_negatives(model, width, params, cache)
 
 
+def resized(
+    model: Model,
+    before: GuidedCache,
+    batch: int,
+    slots: int,
+    take: Callable[[Array], Array],
+    fit: Callable[[Cache, Cache], Cache],
+) -> GuidedCache:
+    """Makes the cache that continues an earlier one in another number of slots, with the keys of both branches.
+
+    The other branch goes on after what it has read: its negative prompt, the answer, and then what both branches read.
+
+    Args:
+        model: The plain model.
+        before: The earlier cache.
+        batch: B of the new cache.
+        slots: S of the new conditional cache.
+        take: Selects the rows that are continued from an array with the batch axis first.
+        fit: Writes these rows of an earlier cache into a new one.
+
+    Returns:
+        A cache for `guided(model)`.
+    """
+    size = lambda cache: jax.tree.leaves(cache)[0].shape[1]
+    more = size(before.unconditional) - size(before.conditional)
+    return GuidedCache(
+        conditional=fit(model.empty_cache(batch, slots), before.conditional),
+        unconditional=fit(model.empty_cache(batch, slots + more), before.unconditional),
+        weight=take(before.weight),
+        prompt_length=take(before.prompt_length),
+        shift=take(before.shift),
+        negative=take(before.negative),
+        extra=before.extra,
+    )
+
+
 def _negative_ids(
     model: Model, prompts: Sequence[int], negatives: Sequence[Any], room: int | None, block: int
 ) -> list[list[int]]:

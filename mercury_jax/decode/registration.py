@@ -10,6 +10,7 @@ The check of each value, a line of the docstring and the output of `mercury info
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -26,6 +27,7 @@ from mercury_jax.config import nearest, refuse
 from mercury_jax.decode.sampler import (
     KINDS,
     NOISE,
+    HiddenHead,
     LeaveOneOutMasks,
     LogitsProcessor,
     Memory,
@@ -50,6 +52,7 @@ class Range(NamedTuple):
         open_low: Whether `low` itself is excluded.
         open_high: Whether `high` itself is excluded.
         integer: Whether only whole numbers are allowed.
+        token_id: Whether it is an id of the model's vocabulary, or -1 for none.
     """
 
     low: float = -math.inf
@@ -57,6 +60,7 @@ class Range(NamedTuple):
     open_low: bool = False
     open_high: bool = False
     integer: bool = False
+    token_id: bool = False  # an id of the model's vocabulary, or -1 for none
 
     def contains(self, value: Any) -> np.ndarray | np.bool_:
         """Returns, for each number of `value`, whether it is in the range."""
@@ -87,6 +91,8 @@ def Between(low: float, high: float, *, integer: bool = False) -> Range:
     Returns:
         The range.
     """
+    if not _number("low of Between", low) <= _number("high of Between", high):
+        raise refuse("high of Between", high, f"{low:g} or more, its low")
     return Range(low, high, integer=integer)
 
 
@@ -101,12 +107,19 @@ def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Ran
     Returns:
         The range.
     """
-    return Range(low, open_high=not infinite, integer=integer)
+    return Range(_number("low of AtLeast", low), open_high=not infinite, integer=integer)
 
 
 def Above(low: float) -> Range:
     """Returns the range (low, inf)."""
-    return Range(low, open_low=True, open_high=True)
+    return Range(_number("low of Above", low), open_low=True, open_high=True)
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a bound of a range; refuses anything but a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise refuse(name, value, "a number")
+    return value
 
 
 def Finite() -> Range:
@@ -118,6 +131,7 @@ def Finite() -> Range:
 Probability: TypeAlias = Annotated[Param, Between(0, 1)]
 NonNegative: TypeAlias = Annotated[Param, AtLeast(0)]
 Count: TypeAlias = Annotated[Param, AtLeast(1, integer=True)]
+TokenId: TypeAlias = Annotated[Param, Range(-1, open_high=True, integer=True, token_id=True)]
 
 
 def ranges_of(function: Callable[..., Any], names: Iterable[str]) -> dict[str, Range]:
@@ -179,12 +193,31 @@ def check_number(name: str, value: Any, allowed: Range | None) -> Any:
     if kind not in "iuf" and str(getattr(value, "dtype", "")) != "bfloat16":
         raise refuse(name, value, f"{description}, or an array with one for each row")
     numbers = np.asarray(value, float)
+    if numbers.ndim > 1 or not numbers.size:
+        raise refuse(name, value, f"{description}, or an array with one for each row")
     wrong = np.isnan(numbers) if allowed is None else ~allowed.contains(numbers)
     if wrong.any():
         raise refuse(name, float(numbers[wrong].flat[0]) if numbers.ndim else value, description)
     if allowed is None or numbers.ndim:
         return value
     return int(numbers) if allowed.integer and np.isfinite(numbers) else float(numbers)
+
+
+def check_token_ids(rule: Rule, vocab: int) -> None:
+    """Checks the parameters of a registered rule that are ids.
+
+    Args:
+        rule: With its parameters.
+        vocab: Of the model.
+
+    Raises:
+        ValueError: An id is outside of the vocabulary.
+    """
+    ranges = RULES[rule.name].ranges if rule.name in RULES else {}
+    for name, value in rule.params.items():
+        is_id = name in ranges and ranges[name].token_id and not isinstance(value, Tracer | Static)
+        if is_id and (most := int(np.max(value))) >= vocab:
+            raise refuse(f"{rule.name}({name}=)", most, f"an id in 0..{vocab - 1}, or -1 for none")
 
 
 P = ParamSpec("P")
@@ -217,21 +250,54 @@ PROCESSORS: dict[str, Factory[..., LogitsProcessor]] = {}
 STOPPING: dict[str, Factory[..., StoppingCriterion]] = {}
 
 
-def _decorator(
-    part: type, registry: dict[str, Any], name: str | None, source: str, fields: dict[str, Any]
+def part_decorator(
+    part: type,
+    registry: dict[str, Any],
+    name: str | None,
+    source: str,
+    fields: dict[str, Any],
+    kind: str = "",
 ) -> Callable[[Callable[..., Any]], Any]:
     """Makes the decorator of one kind of part: it turns a function into a factory of parts, and registers that.
 
     Args:
-        part: `Rule`, `LogitsProcessor` or `StoppingCriterion`.
+        part: `Rule`, `LogitsProcessor`, `StoppingCriterion` or `CachePolicy`.
         registry: Where to register.
         name: Under which it is registered; None: the function's, unless another function or an expression made it.
         source: Paper or reference implementation.
         fields: Of the part, beside its function, parameters and name.
+        kind: A key of `sampler.ARGUMENTS`; "": that of the part.
+
+    Returns:
+        A decorator.
+
+    Raises:
+        ValueError: From the decorator, where the function has other arguments or its name is taken; from the factory,
+            for wrong parameters.
     """
 
+    kind = kind or KINDS[part]
+    for label, value in (("name", name or ""), ("source", source)):
+        if not isinstance(value, str):
+            raise refuse(f"{label} of a {kind}", value, "a text")
+    known = [f.name for f in dataclasses.fields(part) if f.name not in ("function", "params", "name")]
+    for label, value in fields.items():
+        default = part.__dataclass_fields__[label].default if label in known else None
+        if label not in known:
+            raise refuse(f"argument of a {kind}", label, nearest(label, ["name", "source", *known]))
+        if (
+            isinstance(default, bool)
+            and label not in ("leave_one_out", "needs_hidden")
+            and not isinstance(value, bool)
+        ):
+            raise refuse(f"{label} of a {kind}", value, "True or False")
+        if label == "init" and not callable(value):
+            raise refuse(f"init of a {kind}", value, "a function that makes the memory")
+        if label == "temperature":
+            check_number(f"temperature of a {kind}", value, AtLeast(0))
+
     def decorate(function: Callable[..., Any]) -> Any:
-        parameters = function_parameters(function, KINDS[part])
+        parameters = function_parameters(function, kind)
         names = [p.name for p in parameters]
         ranges, title = ranges_of(function, names), name or function_title(function)
 
@@ -239,7 +305,10 @@ def _decorator(
         def factory(*args: Any, **values: Any) -> Any:
             if len(args) > len(names):
                 raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
-            values = dict(zip(names, args, strict=False)) | values
+            by_position = dict(zip(names, args, strict=False))
+            for twice in sorted(set(by_position) & set(values)):
+                raise refuse(f"{title}() argument {twice}", [by_position[twice], values[twice]], "one value")
+            values = by_position | values
             for unknown in sorted(set(values) - set(names)):
                 raise refuse(f"{title}() argument", unknown, nearest(unknown, names) or "none")
             checked = {p.name: values.get(p.name, p.default) for p in parameters}
@@ -294,6 +363,7 @@ def rule(
     temperature: float = 0.0,
     stopping: Callable[[], StoppingCriterion] | None = None,
     leave_one_out: LeaveOneOutMasks = False,
+    needs_hidden: bool | HiddenHead = False,
     variable_length: bool = False,
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
@@ -314,7 +384,8 @@ def rule(
             another function is not registered.
         noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
         source: Paper and equation, or reference implementation.
-        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `variable_length` and `needs_logits` of `Rule`.
+        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `needs_hidden`, `variable_length` and `needs_logits`
+            of `Rule`.
 
     Returns:
         A factory: call it with parameters to get a `Rule`.
@@ -335,9 +406,14 @@ def rule(
         raise refuse("stopping of a rule", stopping, allowed)
     if fields.get("leave_one_out", False) not in (False, True, "joint"):
         raise refuse("leave_one_out of a rule", fields["leave_one_out"], "True, False or 'joint'")
+    head = fields.get("needs_hidden", False)
+    if not isinstance(head, bool) and not callable(head):
+        raise refuse(
+            "needs_hidden of a rule", head, "True, False or a function of (params, hidden [B, L, ...])"
+        )
     fields["noise"] = NOISE if noise is None else (noise,)
 
-    decorate = _decorator(Rule, RULES, name, source, fields)
+    decorate = part_decorator(Rule, RULES, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -367,7 +443,7 @@ def logits_processor(
     Raises:
         ValueError: The name is taken by another processor.
     """
-    decorate = _decorator(LogitsProcessor, PROCESSORS, name, source, fields)
+    decorate = part_decorator(LogitsProcessor, PROCESSORS, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
@@ -402,12 +478,15 @@ def stopping_criterion(
     Raises:
         ValueError: The name is taken by another criterion.
     """
-    decorate = _decorator(StoppingCriterion, STOPPING, name, source, fields)
+    decorate = part_decorator(StoppingCriterion, STOPPING, name, source, fields)
     return decorate if function is None else decorate(function)
 
 
-def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory[P, Sampler]]:
-    """Registers a function that returns a whole `Sampler` under its name, beside the rules.
+Made = TypeVar("Made", Sampler, Rule)
+
+
+def sampler_preset(source: str = "") -> Callable[[Callable[P, Made]], Factory[P, Made]]:
+    """Registers a function that returns a whole `Sampler`, or a rule with a table, under its name beside the rules.
 
     Args:
         source: Paper and equation, or reference implementation.
@@ -419,7 +498,7 @@ def sampler_preset(source: str = "") -> Callable[[Callable[P, Sampler]], Factory
         ValueError: The name is taken.
     """
 
-    def decorate(function: Callable[P, Sampler]) -> Factory[P, Sampler]:
+    def decorate(function: Callable[P, Made]) -> Factory[P, Made]:
         parameters = inspect.signature(function).parameters
         ranges = ranges_of(function, parameters)
         params = {name: p.default for name, p in parameters.items() if name in ranges}

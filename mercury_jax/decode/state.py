@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
-from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
+from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
 from mercury_jax.types import LM, Cache, Key, SelfCond
+
+ArrayLike: TypeAlias = np.ndarray | jax.Array
 
 
 class SamplingParams(NamedTuple):
@@ -33,16 +36,17 @@ class SamplingParams(NamedTuple):
 
 
 def sampling_params(
-    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | None, rows: int
+    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | ArrayLike | None, rows: int, n: int = 1
 ) -> SamplingParams:
     """Makes the sampling parameters of rows whose answers the model's end of text ends, and that do not think.
 
     Args:
         lm: The model.
         config: Static sizes.
-        sampler: Completed; its parameters are numbers, or arrays with one entry per row.
-        steps: Of a block; None: as many as it has tokens.
+        sampler: Completed; its parameters are numbers, or arrays with one entry per prompt.
+        steps: Of a block, one number or one per prompt; None or 0: as many as it has tokens.
         rows: B.
+        n: Rows of each prompt.
 
     Returns:
         Every leaf has the batch axis first.
@@ -51,12 +55,10 @@ def sampling_params(
         ValueError: Names a parameter whose array has another length.
     """
     ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
-    steps = steps or (1 if config.speculative else 0)
-    params = broadcast_params(sampler._replace(speculate=None), rows)
-    return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
-
-
-ArrayLike: TypeAlias = np.ndarray | jax.Array
+    most = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
+    params = broadcast_params(sampler._replace(speculate=None), rows, n)
+    most = ids(np.repeat(most, n) if most.ndim else most)
+    return SamplingParams(params, most, ids(lm.model.config.eos), ids(-1))
 
 
 class Rows(NamedTuple):
@@ -71,6 +73,15 @@ class Rows(NamedTuple):
     prompt: Int[ArrayLike, "B"] | None = None  # where the answer begins; None: at `committed`
     max_end: Int[ArrayLike, "B"] | None = None  # how far a row of variable length may grow; None: to `end`
     answer_budget: Int[ArrayLike, "B"] | None = None  # tokens reserved for the answer after the thinking
+
+
+class Drafts(NamedTuple):
+    """Guesses of the canvases that rows come to in the next steps, and what they have cost (`lookahead`)."""
+
+    canvas: Int[Array, "B n W"]
+    used: Int[Array, "B n"]  # as of the state; 0: no draft
+    step: Int[Array, "B n"]
+    computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
 
 
 class State(NamedTuple):
@@ -99,11 +110,19 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    trajectory: Trajectory | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
+    reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
+    lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
+
+    @property
+    def evaluated(self) -> Int[Array, "B"]:
+        """Canvases that denoising and verifying passes have computed: `nfe`, and the drafts of lookahead."""
+        return self.lookahead.computed if isinstance(self.lookahead, Drafts) else self.nfe
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=())
+        return self._replace(cache=(), self_cond=(), reuse=())
 
 
 class Frame(NamedTuple):
@@ -136,7 +155,10 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     committed, end = int32(rows.committed), int32(rows.end)
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
     seeds = jnp.asarray(rows.seeds)
+    none = jnp.zeros((count, config.lookahead), jnp.int32)
+    drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
     return State(
         tokens=int32(rows.tokens),
         given=jnp.asarray(rows.given),
@@ -161,7 +183,12 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        trajectory=trajectory if config.trajectory else (),
         sampling=sampling,
+        lookahead=drafts if config.lookahead else (),
+        reuse=first_reuse(config.refresh, config.model, count, config.width)
+        if isinstance(config.refresh, CachePolicy)
+        else (),
     )
 
 

@@ -64,8 +64,9 @@ def cache_pass_inputs(config: ModelConfig, given: Pass, capacity: int) -> Networ
     tokens, encoding = given.tokens, given.encoding[:, None]
     offsets = jnp.arange(tokens.shape[1])[None]
     used = offsets < given.used[:, None]
-    positions = given.start[:, None] + offsets
-    slots = jnp.where(used, positions, capacity)  # unused tokens are dropped
+    positions = given.start[:, None] + offsets if given.positions is None else given.positions
+    own = positions if given.slots is None else given.slots
+    slots = jnp.where(used, own, capacity)  # unused tokens are dropped
     # Encoding rows have the model's causal pattern, denoising rows attend to all of [0, end).
     end = jnp.broadcast_to(given.end[:, None], positions.shape)
     causal = end

@@ -21,10 +21,8 @@ from scipy import stats
 import mercury_jax as mj
 from tests.hub.goldens_of import GOLDENS as CHECKPOINTS
 
-FILES = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted((Path(__file__).parent / "goldens").glob("*.json"))
-}
+PATHS = sorted((Path(__file__).parent / "goldens").glob("*.json"))
+FILES = {path.stem: found for path in PATHS if "preset" in (found := json.loads(path.read_text()))}
 CASES = [(name, case) for name, file in FILES.items() for case in file["cases"]]
 DRAWS = [(name, case) for name, file in FILES.items() for case in file.get("draws", [])]
 ROWS = 2048  # of a draw

@@ -12,6 +12,7 @@ from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
 from mercury_jax.decode.session import advance
+from tests.decode.test_rules_sampled import with_head
 from tests.decode.test_self_speculation import causal
 from tests.tiny import tiny
 
@@ -20,14 +21,19 @@ MOST = 12
 OURS = [name for name, make in mj.rules.ALL.items() if make.__module__.startswith("mercury_jax.")]
 
 # Ids that a rule of variable length reacts to; any of the tiny vocabulary's will do.
-SPECIAL = {"expand": dict(expand=300, delete=301), "levenshtein": dict(delete=300, insert=301)}
+SPECIAL = {
+    "adablock": dict(delimiters=300),
+    "expand": dict(expand=300, delete=301),
+    "levenshtein": dict(delete=300, insert=301),
+}
 
 
 def model_for(sampler):
     """The tiny model that a rule is made for."""
     if sampler.speculate is not None:
         return causal(layers=1)
-    return tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else "absorbing", layers=1)
+    lm = tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else "absorbing", layers=1)
+    return with_head(lm) if sampler.rule.needs_hidden else lm
 
 
 def made(name):

@@ -1,8 +1,10 @@
 """Decoding rules: each a pure function of one row's `View` and its own memory.
 
-masked            which masks become tokens (LLaDA, Fast-dLLM, MDLM, SDAR, LocalLeap, dInfer, Dream)
+masked            which masks become tokens (LLaDA, Fast-dLLM, dParallel, MDLM, SDAR, LocalLeap, dInfer, Dream)
+position          rules that look at where a mask stands (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
+planned           planner and remasker heads (P2, PRISM)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
 uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
 combined          several rules chosen per row; autoregressive decoding and self-speculation
@@ -13,7 +15,16 @@ The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so 
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.decode.registration import RULES, rule
-from mercury_jax.decode.rules import combined, history, masked, remask, uniform, variable_length
+from mercury_jax.decode.rules import (
+    combined,
+    history,
+    masked,
+    planned,
+    position,
+    remask,
+    uniform,
+    variable_length,
+)
 from mercury_jax.decode.rules.combined import leftmost_first, one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
@@ -26,8 +37,10 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         confidence,
         dream_entropy,
         dream_origin,
+        entropy_threshold,
         factor,
         first_hitting,
+        frechet,
         hierarchical,
         local_leap,
         maskgit_plus,
@@ -37,6 +50,8 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         threshold,
         topk_margin,
     )  # fmt: skip
+    from mercury_jax.decode.rules.planned import p2, prism
+    from mercury_jax.decode.rules.position import adablock, dilated, pc_sampler, wavefront
     from mercury_jax.decode.rules.remask import (
         blind_editing,
         editing,

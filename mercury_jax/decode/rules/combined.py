@@ -83,6 +83,9 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
+    heads = [p.needs_hidden for p in rules if p.needs_hidden]
+    if any(head != heads[0] for head in heads):
+        raise refuse("one_of parts", [p.name for p in rules], "rules that read the same of the hidden states")
     masks = {p.leave_one_out for p in rules} - {False}
     if len(masks) > 1:
         allowed = "rules whose leave-one-out masks see each other, or rules whose masks do not"
@@ -93,6 +96,7 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
         stopping=rules[0].stopping,
         noise=noise,
         leave_one_out=masks.pop() if masks else False,
+        needs_hidden=heads[0] if heads else False,
         variable_length=bool(variable),
     )
 

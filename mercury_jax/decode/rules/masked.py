@@ -280,6 +280,54 @@ def factor(
     return accept(view, which | (view.masked & finish)), memory
 
 
+@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, section 3")
+def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) -> tuple[Proposal, Memory]:
+    """Accepts the n most confident masks for the largest n with c_1 + ... + c_n - (n - 1) - (1 - c_n) > margin.
+
+    The sum less n - 1 is the Frechet lower bound on the probability that all n tokens are right together, 1 - c_n an
+    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin, 0)`; where they
+    differ it accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample` and `masked`.
+        memory: Unused.
+        margin: Larger values accept fewer tokens per step. The authors use 0.02 to 0.3.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    rank = rank_among(view.stats.p_sample, view.masked)
+    c = jnp.zeros_like(view.stats.p_sample).at[rank].set(jnp.where(view.masked, view.stats.p_sample, 0.0))
+    # Both terms fall with n, so the masks that pass form a prefix.
+    passes = jnp.cumsum(c) - jnp.arange(c.shape[0]) - (1.0 - c) > margin
+    return accept(view, view.masked & (passes[rank] | (rank == 0))), memory
+
+
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source="dParallel, arXiv 2509.26488, and d3LLM, arXiv 2601.07568, `get_transfer_index_entropy`",
+)
+def entropy_threshold(key: Key, view: View, memory: Memory, h: NonNegative = 0.5) -> tuple[Proposal, Memory]:
+    """Accepts every mask whose entropy is at most `h`, and at least the one of the lowest entropy.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.entropy` and `masked`.
+        memory: Unused.
+        h: Nats. dParallel uses 0.45 to 0.5, d3LLM 0.4 to 0.5.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    The reference for Dream has `<` where that for LLaDA has `<=`. Departs from d3LLM: its generator decodes several
+    blocks at once, here one block is active.
+    """
+    certain = view.masked & (view.stats.entropy <= h)
+    return accept(view, certain | top(-view.stats.entropy, view.masked, 1)), memory
+
+
 Tokens = Annotated[Param, AtLeast(0, integer=True)]
 
 

@@ -394,7 +394,7 @@ def hybrid_ancestral(
     allowed = (logits[0] > NEVER / 10) & ~is_mask
     uniform = allowed / jnp.maximum(allowed.sum(), 1)
 
-    def noise_at(time: Alpha, alpha: Alpha) -> Float[Array, "V"]:
+    def noise_at(time: Float[Array, ""], alpha: Float[Array, ""]) -> Float[Array, "V"]:
         # alpha = (1 - t) / (1 + c), so that the uniform part c need not be known.
         c = jnp.where(alpha > 0, (1.0 - time) / jnp.maximum(alpha, 1e-12) - 1.0, 0.0)
         return (time * is_mask + jnp.maximum(c, 0.0) * uniform) / (1.0 + c)

@@ -1,9 +1,10 @@
 """Runs the published samplers of LLaDA, Dream and Fast-dLLM on our tiny random checkpoints and keeps what they emit.
 
-    python -m tests.conformance.masked_references --references FOLDER [llada dream fast_dllm ...]
+    python -m tests.conformance.reference_masked --references FOLDER [llada dream fast_dllm ...]
 
 FOLDER holds the authors' public code as they publish it: LLaDA/ (ML-GSAI/LLaDA), Fast-dLLM/ (NVlabs/Fast-dLLM) and
-dllm/ (ZHZisZZ/dllm). It needs torch and transformers 4.52; nothing of that code is in this repository. One file of
+Fast-dLLM-v1/, a later version with `factor` (ours was the copy in Q-qiuqiu/Fast-dLLM @ aadcf06). It needs torch and
+transformers 4.52; nothing of that code is in this repository. One file of
 goldens/ is written for each name: `cases` have the tokens and the forward passes of a run at temperature 0, `draws` how
 often each answer came up. `arguments` are those of the script, which `mj.presets.<preset>` takes too.
 
@@ -29,10 +30,8 @@ import torch  # pyright: ignore[reportMissingImports]
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE.parent / "hub" / "goldens"
 SHORT, LONG = 5, 60
-DRAWS, SEEDS = (
-    6000,
-    24,
-)  # rows of a draw; prompts of which the one whose answer has most different tokens is taken
+DRAWS = 4000  # rows
+SEEDS = 6  # prompts, of which the one whose answer has the most different tokens is taken
 # The queries' weights are multiplied by it: random weights alone attend evenly, and an answer repeats two tokens.
 SHARPNESS = 4.0
 Run = Callable[..., torch.Tensor]  # (model, prompts [B, P], **arguments) -> sequences [B, P + N]
@@ -96,9 +95,9 @@ def dream_model(folder: Path, file: str = "Fast-dLLM/dream/model") -> Any:
 # --- cases: (name, prompt length, arguments)
 
 
-def both(name: str, **arguments: Any) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def both(name: str, long: int = LONG, **arguments: Any) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """A short and a long prompt."""
-    for kind, length in (("short", SHORT), ("long", LONG)):
+    for kind, length in (("short", SHORT), ("long", long)):
         yield f"{name}, {kind} prompt", length, arguments
 
 
@@ -113,7 +112,7 @@ LLADA_DRAWS = [
     *both("random remasking", steps=4, gen_length=4, block_length=4, remasking="random"),
     *both("random remasking in blocks", steps=4, gen_length=6, block_length=3, remasking="random"),
     *both("low confidence, drawn", steps=4, gen_length=4, block_length=4, temperature=0.4),
-    *both("guidance, drawn", steps=2, gen_length=4, block_length=4, temperature=0.4, cfg_scale=1.0),
+    *both("guidance, drawn", steps=2, gen_length=4, block_length=4, temperature=0.8, cfg_scale=1.0),
 ]
 DREAM_ALGS = ("maskgit_plus", "topk_margin", "entropy")
 DREAM_CASES = [
@@ -211,10 +210,10 @@ def draws_of(
     """Counts the answers of `DRAWS` equal rows, for the first prompt whose answers are many and free of special ids."""
     found = []
     for name, length, arguments in cases:
-        for seed in range(300):
+        for seed in range(100):
             prompt = ids(5000 * length + seed, length, vocab, never)
             torch.manual_seed(seed)
-            few = run(model, torch.tensor([prompt] * 500), **arguments)[:, length:]
+            few = run(model, torch.tensor([prompt] * 200), **arguments)[:, length:]
             if len(torch.unique(few, dim=0)) < 3 or any((few == i).any() for i in never):
                 continue
             out = run(model, torch.tensor([prompt] * DRAWS), **arguments)[:, length:]
@@ -270,31 +269,21 @@ def fast_dllm(folder: Path) -> dict[str, Any]:
     model = llada_model(folder)
     sys.path.insert(0, str(folder / "Fast-dLLM" / "llada"))
     nvlabs = importlib.import_module("generate")
-    for part in ("dllm", "dllm.core", "dllm.core.samplers", "dllm.core.schedulers", "dllm.pipelines"):
-        namespace(part, folder / "dllm" / part.replace(".", "/"))
-    schedulers = importlib.import_module("dllm.core.schedulers.alpha")
-    for name in ("BaseAlphaScheduler", "LinearAlphaScheduler"):
-        setattr(sys.modules["dllm.core.schedulers"], name, getattr(schedulers, name))
-    for part in ("dllm.pipelines.fastdllm", "dllm.pipelines.fastdllm.llada"):
-        namespace(part, folder / "dllm" / part.replace(".", "/"))
-    dllm = importlib.import_module("dllm.pipelines.fastdllm.llada.sampler")
-    tokenizer = types.SimpleNamespace(mask_token_id=95, bos_token_id=0, eos_token_id=90)
+    namespace("fast_dllm_v1", folder / "Fast-dLLM-v1" / "v1" / "llada")
+    newer = importlib.import_module("fast_dllm_v1.generate")
 
     def run(model: Any, prompts: torch.Tensor, **arguments: Any) -> torch.Tensor:
         how = dict(arguments)
         cached, dual = how.pop("use_cache", False), how.pop("dual_cache", False)
-        if how.get("factor") is not None:  # not in this version of NVlabs' script
-            how["max_new_tokens"], how["block_size"] = how.pop("gen_length"), how.pop("block_length")
-            kind = None if not cached else "dual" if dual else "prefix"
-            return dllm.FastdLLMLLaDASampler(model, tokenizer).sample(list(prompts), use_cache=kind, **how)
         name = (
             "generate" if not cached else "generate_with_dual_cache" if dual else "generate_with_prefix_cache"
         )
-        return getattr(nvlabs, name)(model, prompts, mask_id=95, **how)[0]
+        module = nvlabs if how.get("factor") is None else newer  # the older version has no factor
+        return getattr(module, name)(model, prompts, mask_id=95, **how)[0]
 
     return dict(
         checkpoint="llada", preset="fast_dllm",
-        reference="NVlabs/Fast-dLLM llada/generate.py @ 24cc59e; factor: ZHZisZZ/dllm pipelines/fastdllm @ ca17675",
+        reference="NVlabs/Fast-dLLM llada/generate.py @ 24cc59e; factor: v1/llada/generate.py",
         cases=golden_of(model, Counted(model, 95), run, FAST_CASES, 97, (95, 90)), draws=[],
     )  # fmt: skip
 

@@ -1,0 +1,458 @@
+"""Adaptive cache reuse in bidirectional models: which positions a pass computes again, as functions of one row.
+
+`Refresh` computes a contiguous part of the canvas after a fixed number of steps. A cache policy chooses any positions
+in each pass, by what it sees of the row: its tokens, how old each key is, how far keys moved when they were last
+computed, and the hidden states of the last pass that computed them. It may also drop positions from the attention.
+
+    plan = mj.Plan(block=32, refresh=mj.cache_refresh.dkv_decode(every=8))
+
+`forward.py` runs the positions. Those that are not computed keep their keys, and their hidden states, which the head
+reads where they lie in the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import refuse
+from mercury_jax.decode.registration import AtLeast, Between, Factory, part_decorator
+from mercury_jax.decode.sampler import Memory, call_part
+from mercury_jax.types import Hidden, Key, Model, Pass
+
+NEVER = 1 << 30  # age of a position that no pass has computed
+
+
+class CacheView(NamedTuple):
+    """What a cache policy sees: one row, no batch axis. W positions of the canvas, from the start of the sequence."""
+
+    canvas: Int[Array, "W"]  # tokens and masks
+    changed: Bool[Array, "W"]  # its token is not the one of the last pass
+    masked: Bool[Array, "W"]  # not decided, in the active block or after it
+    exists: Bool[Array, "W"]  # before the end of the row
+    prompt: Bool[Array, "W"]  # before the answer
+    block: Bool[Array, "W"]  # in the active block
+    step: Int[Array, ""]  # steps taken on this block
+    passes: Int[Array, ""]  # denoising passes of the row so far
+    age: Int[Array, "W"]  # passes since the position was computed: 1 is the last one; NEVER
+    attended: Bool[Array, "W"]  # took part in the last pass
+    key_drift: Float[
+        Array, "W"
+    ]  # 1 - cosine of its keys before and after they were last computed, mean of layers
+    value_drift: Float[Array, "W"]  # the same of its values
+    confidence: Float[Array, "W"]  # probability of the argmax, when the window last held the position
+    hidden: Hidden  # last hidden states, leaves [W, ...]
+
+
+class Positions(NamedTuple):
+    """What a cache policy returns: the positions of one pass.
+
+    Positions that were never computed are always added, and all that take part where `attend` has changed.
+    """
+
+    compute: Bool[Array, "W"]  # are computed again
+    attend: Bool[Array, "W"]  # take part; the others are hidden from every query
+
+
+@runtime_checkable
+class CachePolicyFunction(Protocol):
+    """Chooses the positions of one row that a pass computes."""
+
+    def __call__(self, key: Key, view: CacheView, memory: Memory, /) -> tuple[Positions, Memory]:
+        """Returns the positions and the memory for the next pass, which must keep its structure and shapes."""
+        ...
+
+
+def no_memory(width: int) -> Memory:
+    """Returns the memory of a policy that carries nothing.
+
+    Args:
+        width: Unused.
+
+    Returns:
+        ().
+    """
+    return ()
+
+
+def no_limit(window: int, params: dict[str, float]) -> int | None:
+    """Returns None: the number of positions is known in the pass alone.
+
+    Args:
+        window: Unused.
+        params: Unused.
+
+    Returns:
+        None.
+    """
+    return None
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """A cache policy with its parameters, for `Plan(refresh=)`; made by the factories in `mj.cache_refresh`.
+
+    Parameters are static, unlike those of rules: another value compiles another program.
+
+    Attributes:
+        function: See `CachePolicyFunction`.
+        params: Parameters by name, as pairs.
+        name: Of the policy.
+        init: init(W) -> the memory before the first pass.
+        limit: limit(L, params) -> the positions that a pass computes at most, but for rare ones; None: any number.
+            A program of that width is compiled; more positions run in wider ones.
+        drift: Whether it reads `key_drift` or `value_drift`.
+    """
+
+    function: Callable[..., tuple[Positions, Memory]]
+    params: Any
+    name: str
+    init: Callable[[int], Memory] = no_memory
+    limit: Callable[[int, dict[str, float]], int | None] = no_limit
+    drift: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in dict(self.params).items():
+            if np.ndim(value) or isinstance(value, jax.Array):
+                raise refuse(
+                    f"{self.name}({name}=)", value, "one number: it is static, the same for all rows"
+                )
+        object.__setattr__(self, "params", tuple(sorted(dict(self.params).items())))
+
+    def __call__(self, key: Key, view: CacheView, memory: Memory) -> tuple[Positions, Memory]:
+        """Chooses the positions of one row, and checks what the function returns.
+
+        Args:
+            key: Of the row and pass.
+            view: Of the row.
+            memory: Of the last pass.
+
+        Returns:
+            The positions and the next memory.
+
+        Raises:
+            ValueError: The function fails, or returns something else than `Positions` of bool [W] and its memory.
+        """
+        found = call_part(
+            f"the cache policy {self.name}", self.function, key, view, memory, **dict(self.params)
+        )
+        shape = view.canvas.shape
+        fits = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Positions)
+        if not fits or any(getattr(x, "shape", 0) != shape or x.dtype != jnp.bool_ for x in found[0]):
+            allowed = f"(Positions of two bool{list(shape)}, memory)"
+            raise refuse(f"what the cache policy {self.name} returns", type(found).__name__, allowed)
+        return found
+
+
+class Reuse(NamedTuple):
+    """What is kept of the last passes, beside the cache; every leaf has the batch axis first. See `CacheView`."""
+
+    canvas: Int[Array, "B W"]
+    age: Int[Array, "B W"]
+    attended: Bool[Array, "B W"]
+    key_drift: Float[Array, "B W"]
+    value_drift: Float[Array, "B W"]
+    confidence: Float[Array, "B W"]
+    hidden: Hidden
+    memory: Memory
+
+
+def first_reuse(policy: CachePolicy, model: Model, rows: int, width: int) -> Reuse:
+    """Makes what is kept before the first pass: no position has been computed.
+
+    Args:
+        policy: Makes the memory.
+        model: Its hidden states are kept; their shape is found without computing.
+        rows: B.
+        width: W.
+
+    Returns:
+        The record.
+    """
+
+    def one_pass(key: Key) -> Hidden:
+        at = jnp.zeros((1,), jnp.int32)
+        self_cond = model.condition(None, jnp.zeros((1, width, 1)))
+        time = jnp.zeros((1,)) if model.config.timed else None
+        tokens, cache = jnp.zeros((1, width), jnp.int32), model.empty_cache(1, width)
+        given = Pass(tokens, cache, at, at, at, jnp.zeros((1,), bool), self_cond, time)
+        return model.forward(model.init(key), given)[0]
+
+    like = jax.eval_shape(one_pass, jax.random.key(0))
+    zeros = lambda dtype: jnp.zeros((rows, width), dtype)
+    return Reuse(
+        canvas=zeros(jnp.int32) - 1,
+        age=zeros(jnp.int32) + NEVER,
+        attended=zeros(bool),
+        key_drift=zeros(jnp.float32),
+        value_drift=zeros(jnp.float32),
+        confidence=zeros(jnp.float32),
+        hidden=jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), like),
+        memory=jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), policy.init(width)),
+    )
+
+
+def cache_vectors(cache: Any) -> tuple[list[Array], list[Array]]:
+    """Returns the keys and the values of every layer [B, S, G, K] of a cache that stores them as arrays.
+
+    Args:
+        cache: Of any model; its layers are records with the fields k and v.
+
+    Returns:
+        Two lists, empty where keys are quantised.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
+    named = lambda name: [x for path, x in leaves if getattr(path[-1], "name", None) == name and x.ndim == 4]
+    return named("k"), named("v")
+
+
+def drift(before: list[Array], after: list[Array], slots: Int[Array, "b T"]) -> Float[Array, "b T"]:
+    """Computes 1 - cosine of vectors before and after a pass, the mean over layers and heads.
+
+    Args:
+        before: Of each layer [b, S, G, K].
+        after: The same after the pass.
+        slots: The slots that are compared.
+
+    Returns:
+        In 0..2, fp32.
+    """
+    take = lambda x: jnp.take_along_axis(x, slots[..., None, None], axis=1).astype(jnp.float32)
+    norm = lambda x: jnp.sqrt((x * x).sum(-1) + 1e-12)
+    pairs = [(take(a), take(b)) for a, b in zip(before, after, strict=True)]
+    cosines = [((a * b).sum(-1) / (norm(a) * norm(b))).mean(-1) for a, b in pairs]
+    return 1.0 - jnp.stack(cosines).mean(0)
+
+
+# --- registration
+
+# Everything registered by name.
+CACHE_POLICIES: dict[str, Factory[..., CachePolicy]] = {}
+ALL = CACHE_POLICIES
+
+Whole: TypeAlias = Annotated[int, AtLeast(1, integer=True)]
+
+
+@overload
+def cache_policy(function: Callable[..., tuple[Positions, Any]], /) -> Factory[..., CachePolicy]: ...
+@overload
+def cache_policy(
+    *,
+    name: str | None = None,
+    source: str = "",
+    init: Callable[[int], Memory] = no_memory,
+    limit: Callable[[int, dict[str, float]], int | None] = no_limit,
+    drift: bool = False,
+) -> Callable[[Callable[..., tuple[Positions, Any]]], Factory[..., CachePolicy]]: ...
+def cache_policy(function: Any = None, /, *, name: str | None = None, source: str = "", **fields: Any) -> Any:
+    """Makes a cache policy of `function(key, view, memory, <parameters>) -> (Positions, memory)`.
+
+    Args:
+        function: See `CachePolicyFunction`. Annotate parameters with a range to have them checked.
+        name: Registers the policy under this name. None: under the function's own name; one that is defined inside
+            another function is not registered.
+        source: Paper and equation, or reference implementation.
+        fields: `init`, `limit` and `drift` of `CachePolicy`.
+
+    Returns:
+        A factory: call it with parameters to get a `CachePolicy`.
+
+    Raises:
+        ValueError: The name is taken by another policy.
+
+    Example:
+        >>> @mj.cache_refresh.cache_policy
+        ... def masks_alone(key, view, memory, every: int = 4):
+        ...     every_position = view.step % every == 0
+        ...     return Positions(every_position | view.masked, view.exists), memory
+    """
+    decorate = part_decorator(CachePolicy, CACHE_POLICIES, name, source, fields, "cache policy")
+    return decorate if function is None else decorate(function)
+
+
+# --- policies
+
+
+@cache_policy(source="dKV-Cache-Decode, arXiv 2505.15781, section 3.2; llada_dkv_cache_decode.py")
+def dkv_decode(key: Key, view: CacheView, memory: Memory, every: Whole = 8) -> tuple[Positions, Memory]:
+    """Computes the masks and the tokens that were just decided; a token is cached one pass after its decision.
+
+    The key of a token changes most in the pass after it replaced its mask, so its cache is filled one step late. The
+    first two steps of a block, and each `every`-th, compute every position.
+
+    Args:
+        key: Unused.
+        view: Of one row.
+        memory: Unused.
+        every: Steps between two computations of all positions (`cache_reloading_step`).
+
+    Returns:
+        The positions, and the unchanged memory.
+
+    Departs from the reference: a token that a rule replaces or masks again is computed again.
+    """
+    whole = (view.step < 2) | (view.step % every == 0)
+    return Positions(whole | view.masked | view.changed, view.exists), memory
+
+
+@cache_policy(
+    source="dKV-Cache-Greedy, arXiv 2505.15781, section 3.3; llada_dkv_cache_greedy.py",
+    limit=lambda window, params: window + 2 * int(params["window"]),
+)
+def dkv_greedy(
+    key: Key,
+    view: CacheView,
+    memory: Memory,
+    every: Whole = 2,
+    window: Annotated[int, AtLeast(0, integer=True)] = 4,
+) -> tuple[Positions, Memory]:
+    """Computes the tokens that were just decided, the masks that come next, and the masks near these.
+
+    Args:
+        key: Unused.
+        view: Of one row.
+        memory: Unused.
+        every: Steps between two computations of all positions.
+        window: Masks near each of those that come next, half of them on either side.
+
+    Returns:
+        The positions, and the unchanged memory.
+
+    Departs from the reference, which draws the order of decisions before the block (`remasking="random"`) and so knows
+    which masks come next: here they are the masks of the block that were most confident when last computed, as many
+    as were just decided. A rule sees the other masks' last hidden states.
+    """
+    open_masks = view.masked & view.block
+    rank = jnp.argsort(jnp.argsort(jnp.where(open_masks, -view.confidence, jnp.inf)))
+    after = open_masks & (rank < jnp.maximum((view.changed & view.block).sum(), 1))
+    # Masks are numbered from the left; the numbers of the nearest chosen masks on both sides, by running maxima.
+    number = jnp.cumsum(view.masked)
+    left = jax.lax.cummax(jnp.where(after, number, -NEVER))
+    right = -jax.lax.cummax(jnp.where(after, -number, -NEVER), reverse=True)
+    near = view.masked & ((number - left <= window // 2) | (right - number <= -(-window // 2)))
+    whole = view.step % every == 0
+    return Positions(whole | view.changed | after | near, view.exists), memory
+
+
+@cache_policy(source="dLLM-Cache, arXiv 2506.06295, algorithm 1", drift=True)
+def dllm_cache(
+    key: Key,
+    view: CacheView,
+    memory: Memory,
+    prompt_every: Whole = 100,
+    answer_every: Whole = 7,
+    ratio: Annotated[float, Between(0, 1)] = 0.25,
+) -> tuple[Positions, Memory]:
+    """Computes the prompt rarely, the answer more often, and between these a share of the answer that moved most.
+
+    Args:
+        key: Unused.
+        view: Of one row.
+        memory: Unused.
+        prompt_every: Passes between two computations of the prompt (`prompt_interval_steps`).
+        answer_every: Passes between two computations of the answer (`gen_interval_steps`).
+        ratio: Share of the answer that the other passes compute (`transfer_ratio`).
+
+    Returns:
+        The positions, and the unchanged memory.
+
+    Departs from the reference, which chooses in each layer by the similarity of the cached values to the values of
+    this pass, projected for every token, and keeps the outputs of attention and feed-forward: here one choice holds
+    for all layers. Tokens that changed come first, then those whose values moved furthest when they were last
+    computed, times the passes since.
+    """
+    answer = view.exists & ~view.prompt
+    moved = jnp.where(view.changed, jnp.inf, view.value_drift * view.age)
+    rank = jnp.argsort(jnp.argsort(jnp.where(answer, -moved, jnp.inf)))
+    some = answer & (rank < jnp.floor(answer.sum() * ratio))
+    prompt_due, answer_due = (view.passes % n == 0 for n in (prompt_every, answer_every))
+    return Positions((view.prompt & prompt_due) | (answer & answer_due) | some, view.exists), memory
+
+
+@cache_policy(
+    source="Elastic-Cache, arXiv 2510.14973, algorithm 1",
+    init=lambda width: (jnp.asarray(False), jnp.zeros(width, bool)),
+    limit=lambda window, params: window + int(params["window"]) + int(params["track"]),
+    drift=True,
+)
+def elastic_cache(
+    key: Key,
+    view: CacheView,
+    memory: Memory,
+    gamma: Annotated[float, Between(0, 1)] = 0.9,
+    window: Whole = 32,
+    track: Whole = 1,
+) -> tuple[Positions, Memory]:
+    """Computes a window of masks until the keys of a tracked token have moved, then every position once.
+
+    Args:
+        key: Unused.
+        view: Of one row.
+        memory: Whether the last pass computed every position because of the test, and `view.changed` of that pass.
+        gamma: Least cosine of a tracked token's keys in two passes; below it every position is computed.
+        window: Masks that are computed in each pass, those furthest left; at least the block's for rules that read
+            all of it.
+        track: Decided tokens whose keys are tested, those before the first mask.
+
+    Returns:
+        The positions, and the memory.
+
+    Departs from the paper, which tests the attention weights of the most attended token in each layer and recomputes
+    the layers above the first that fails, in the same pass. Here the tracked tokens are those before the window, the
+    test reads the mean of all layers' keys in the last pass, and all layers are recomputed one pass later.
+    """
+    masks = view.masked & (jnp.cumsum(view.masked) <= window)
+    first = jnp.argmax(view.masked)
+    at = jnp.arange(view.canvas.shape[0])
+    tracked = (at < first) & (at >= first - track)
+    # A token's key in the first pass after its decision is compared with that of its mask, which says nothing.
+    same = tracked & (view.age == 1) & ~view.changed & ~memory[1]
+    moved = jnp.any(same & (view.key_drift > 1.0 - gamma)) & ~memory[0]
+    return Positions(moved | masks | view.changed | tracked, view.exists), (moved, view.changed)
+
+
+@cache_policy(
+    source="DPad, arXiv 2508.14148, section 4; sampler.py and generate_dropout.py",
+    init=lambda width: jnp.zeros(width, bool),
+)
+def suffix_pruning(
+    key: Key,
+    view: CacheView,
+    memory: Memory,
+    window: Whole = 256,
+    sigma: Annotated[float, AtLeast(0)] = 4.0,
+    scale: Annotated[float, AtLeast(0)] = 2.0,
+    reuse: Annotated[int, Between(0, 2, integer=True)] = 0,
+) -> tuple[Positions, Memory]:
+    """Drops distant masks after the block from the attention: a window, and dropout that rises with the distance.
+
+    A position d after the block is kept with probability scale * exp(-(sigma d / (window - 1))^2 / 2) / sqrt(2 pi),
+    and never from `window` on. It is drawn once per block.
+
+    Args:
+        key: Draws the positions.
+        view: Of one row.
+        memory: The positions of the suffix that this block keeps [W].
+        window: Positions after the block that may be kept.
+        sigma: Standard deviations at the end of the window.
+        scale: Factor of the normal density.
+        reuse: 0: every pass computes all that is kept. 1: after the first pass of a block those before the block are
+            reused (prefix cache); 2: those after it, too (dual cache).
+
+    Returns:
+        The positions, and the kept part of the suffix.
+    """
+    end = jnp.max(jnp.where(view.block, jnp.arange(view.canvas.shape[0]), -1)) + 1
+    distance = jnp.arange(view.canvas.shape[0]) - end
+    density = jnp.exp(-0.5 * (sigma * distance / max(window - 1, 1)) ** 2) / jnp.sqrt(2 * jnp.pi)
+    drawn = jax.random.uniform(key, distance.shape) < scale * density
+    suffix = jnp.where(view.step == 0, drawn & (distance >= 0) & (distance < window), memory)
+    before = (distance < 0) & ~view.block
+    computed = {0: view.exists, 1: ~before, 2: view.block}[int(reuse)]
+    return Positions((view.step == 0) | computed, view.exists & (suffix | (distance < 0))), suffix
