@@ -42,6 +42,7 @@ class DecodeConfig(NamedTuple):
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
+    trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
@@ -85,6 +86,7 @@ def build_config(
     block: int | None = None,
     infilling: bool = False,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> DecodeConfig:
     """Chooses the static sizes for rows of given lengths.
 
@@ -98,6 +100,7 @@ def build_config(
         block: Width of the canvas where the rows fix it, instead of the plan's.
         infilling: No id ends the answer.
         logprobs: Keep log-probabilities, with this many alternatives at each token.
+        trajectory: Keep when each token was accepted, and the log-probability of its draw.
 
     Returns:
         The static configuration.
@@ -126,6 +129,7 @@ def build_config(
         lookahead=int(plan.lookahead),
         logprobs=logprobs,
         times=plan.times,
+        trajectory=trajectory,
     )
 
 

@@ -42,11 +42,13 @@ from mercury_jax.decode.state import (
     Frame,
     Rows,
     State,
+    ends_text,
     first_memory,
     first_state,
     sampling_params,
     step_key,
     update_rows,
+    window_of,
     window_offset,
 )
 from mercury_jax.decode.token_stats import slice_at
@@ -511,6 +513,44 @@ class Decoder:
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
+    def estimate(self, state: State, guess: bool = True) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+        """Reads off a state what would be emitted if it ended now: finished blocks, and the guess of the open one.
+
+        Args:
+            state: Of any time.
+            guess: Whether undecided tokens are those that the rule would emit now; else they are the mask id (under
+                uniform noise, what the canvas holds).
+
+        Returns:
+            Ids, left-aligned and padded, and the number of tokens of each answer. Blocks after the open one are left
+            out. Of a row that is done it is the answer.
+        """
+        estimate = functools.partial(estimate_answers, self.config, guess=guess)
+        return in_auto_axes(estimate, state.tokens, state._replace(cache=()))
+
+
+def estimate_answers(
+    config: DecodeConfig, state: State, guess: bool = True
+) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """Returns what each row would emit if it ended now; see `Decoder.estimate`."""
+
+    def read(row: State) -> tuple[Array, Array]:
+        at = jnp.arange(row.tokens.shape[0])
+        # The open block: what its last pass would emit, up to the end of its window. A new canvas holds only noise.
+        is_open = ~row.done & (row.step > 0)
+        inside = is_open & (at >= row.committed) & (at < window_of(config, row).end) & ~row.given
+        shown = row.answer if guess else row.canvas
+        shown = shown[jnp.clip(at - row.cache_length, 0, config.width - 1)]
+        tokens = jnp.where(inside, shown, row.tokens)
+        end = jnp.where(is_open, window_of(config, row).end, jnp.maximum(row.committed, row.prompt))
+        end = jnp.where(row.done, row.end, end)
+        ends = inside & ends_text(config, tokens, row)
+        end = jnp.minimum(end, jnp.min(jnp.where(ends, at, end)))
+        ids = jnp.roll(tokens, -row.prompt)
+        return jnp.where(at < end - row.prompt, ids, config.model.config.pad), end - row.prompt
+
+    return jax.vmap(read)(state.without_cache())
+
 
 def _array(name: str, value: Any, allowed: str) -> Array:
     """Converts numbers to an array; refuses what is none."""
@@ -553,6 +593,7 @@ def decoder(
     *,
     slots: int,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> Decoder:
     """Makes the decoder of a model: the state machine under `sample` as pure JAX functions.
 
@@ -563,6 +604,8 @@ def decoder(
         plan: Block, steps, and reuse of keys.
         slots: Positions of a row, prompt and answer together.
         logprobs: Keep log-probabilities in the state, with this many alternatives at each token.
+        trajectory: Keep in `State.trajectory` in which pass each token was accepted and the log-probability of its
+            draw, see `Rollout`.
 
     Returns:
         The decoder.
@@ -585,7 +628,10 @@ def decoder(
         model = lm.model
     else:
         model = sharding.with_mesh(lm.model, sharding.model_parallel_mesh(lm.params))
+    if not isinstance(trajectory, bool):
+        raise refuse("trajectory", trajectory, "True or False")
     config = build_config(
-        lm, complete, plan, model=model, longest=slots, region=slots, logprobs=check_logprobs(logprobs)
-    )
+        lm, complete, plan, model=model, longest=slots, region=slots, logprobs=check_logprobs(logprobs),
+        trajectory=trajectory,
+    )  # fmt: skip
     return Decoder(config, slots, plan.steps, complete, dataclasses.replace(lm, params=()))

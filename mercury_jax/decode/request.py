@@ -77,6 +77,7 @@ class Request(NamedTuple):
     steps: np.ndarray | None = None  # of a block, one per prompt, where efforts differ; None: the plan's
     stops: Sequence[tuple[str, ...]] = ()  # of each row
     forked: bool = False  # the n rows of a prompt begin with the same tokens, which are encoded once
+    trajectory: bool = False  # keep when each token was accepted (`rollout`)
 
     def checked(self) -> Request:
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
@@ -422,7 +423,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         model = guidance.guided(model)
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
-        block=request.block, infilling=request.infilling, logprobs=request.logprobs,
+        block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
     )  # fmt: skip
     slots = config.slots_after
     if model_config.pattern != "bidirectional":
