@@ -14,6 +14,7 @@ from scipy import stats
 
 import mercury_jax as mj
 from tests.hub.goldens_of import GOLDENS as CHECKPOINTS, read_all
+from tests.marks import slow_except
 
 GOLDENS = Path(__file__).parent / "goldens"
 LENGTH, BINS, ROWS, EOS = 8, 12, 2048, 95
