@@ -91,10 +91,11 @@ def test_first_hitting_draws_one_anywhere_and_the_rest_at_last():
 
 def test_sequential_takes_the_first_masks_of_the_whole_blocks_share():
     v = small([0.1, 0.9, 0.5, 0.2, 0.3], [False, True, True, False, True], steps=jnp.asarray(2))
-    assert taken(masked.sequential(), v) == [8, 1, 2, 8, M]  # two of three, the remainder first
-    assert taken(masked.sequential(length=8), v) == [8, 1, 2, 8, 4]  # 8 / 2 steps
-    assert taken(masked.sequential(), v._replace(step=jnp.asarray(1))) == [8, 1, M, 8, M]
-    assert taken(masked.scheduled(1.0, length=3), v) == [8, 1, 2, 8, M]
+    first = lambda rule, v=v: taken(rule, v)[:5]
+    assert first(masked.sequential()) == [8, 1, 2, 8, M]  # two of three, the remainder first
+    assert first(masked.sequential(length=8)) == [8, 1, 2, 8, 4]  # 8 / 2 steps
+    assert first(masked.sequential(), v._replace(step=jnp.asarray(1))) == [8, 1, M, 8, M]
+    assert first(masked.scheduled(1.0, length=3)) == [8, 1, 2, 8, M]
 
 
 def test_the_cached_reverse_process_makes_no_idle_pass():
