@@ -90,6 +90,9 @@ def Between(low: float, high: float, *, integer: bool = False) -> Range:
 
     Returns:
         The range.
+
+    Raises:
+        ValueError: An end is no number, or they are in the wrong order.
     """
     if not _number("low of Between", low) <= _number("high of Between", high):
         raise refuse("high of Between", high, f"{low:g} or more, its low")
@@ -291,8 +294,8 @@ def part_decorator(
             and not isinstance(value, bool)
         ):
             raise refuse(f"{label} of a {kind}", value, "True or False")
-        if label == "init" and not callable(value):
-            raise refuse(f"init of a {kind}", value, "a function that makes the memory")
+        if label in ("init", "limit") and not callable(value):
+            raise refuse(f"{label} of a {kind}", value, "a function")
         if label == "temperature":
             check_number(f"temperature of a {kind}", value, AtLeast(0))
 

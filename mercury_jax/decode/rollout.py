@@ -281,7 +281,8 @@ def answer_batch(
         lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
         for text, b in zip(texts, before, strict=True)
     ]
-    total, ids = bucket(max(len(one.tokens) for one in laid)), _left_aligned(texts, config.pad)[0]
+    total = bucket(max(len(one.tokens) for one in laid))
+    ids, _ = _left_aligned(texts, config.pad, bucket(max(map(len, texts))))
     pad = lambda x, value: np.pad(x, [(0, total - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
     slots = [np.flatnonzero(one.editable)[:width] for one in laid]
     order = np.full((len(laid), width), -1, np.int32)
