@@ -528,9 +528,8 @@ def duo(
         ):
             kappas[at:end] = _duo_weights(name, mode, times[at:end])
     kappas[-1] = 1.0  # the last pass is ancestral
-    rule = rules.predictor_corrector(
-        kappa=Static(jnp.asarray(kappas, jnp.float32)), own=1, greedy=int(noise_removal == "greedy")
-    )  # type: ignore[arg-type]
+    weights: Any = Static(jnp.asarray(kappas, jnp.float32))
+    rule = rules.predictor_corrector(kappa=weights, own=1, greedy=int(noise_removal == "greedy"))
     return {
         "max_tokens": size,
         "sampler": Sampler(rule, (processors.top_p(p),) if p < 1 else (), temperature=1.0),
