@@ -283,11 +283,12 @@ def answer_batch(
         lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
         for text, b in zip(texts, before, strict=True)
     ]
-    total, ids = max(len(one.tokens) for one in laid), _left_aligned(texts, config.pad)[0]
+    total = max(len(one.tokens) for one in laid)
     if lm.model.hides_padding:
         total = bucket(total)
     else:
         check_equal_lengths("prompts with their answers", [len(text) for text in texts])
+    ids, _ = _left_aligned(texts, config.pad, bucket(max(map(len, texts))))
     pad = lambda x, value: np.pad(x, [(0, total - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
     slots = [np.flatnonzero(one.editable)[:width] for one in laid]
     order = np.full((len(laid), width), -1, np.int32)
