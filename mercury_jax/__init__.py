@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mercury_jax import hub
     from mercury_jax.api import train
     from mercury_jax.config import ModelConfig, NoiseConfig, Plan, Refresh
-    from mercury_jax.decode import cache_refresh, grammar, processors, rules, stopping
+    from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
     from mercury_jax.decode.edit import EditOutput, edit
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.hub.load import load
+    from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
     from mercury_jax.tokenizer import Tokenizer
     from mercury_jax.train.recipe import TrainConfig
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 # Imported at first use: importing the package stays fast, and sampling never imports the trainer.
 _PUBLIC = {
     "config": ("ModelConfig", "NoiseConfig", "Plan", "Refresh"),
-    "decode": ("cache_refresh", "grammar", "processors", "rules", "stopping"),
+    "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
     "decode.edit": ("EditOutput", "edit"),
@@ -69,6 +70,7 @@ _PUBLIC = {
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
     "hub.load": ("load",),
+    "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
     "tokenizer": ("Tokenizer",),
     "train.recipe": ("TrainConfig",),
@@ -80,9 +82,9 @@ __all__ = [
     "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole", "InfillOutput",
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load", "logits",
-    "logits_processor", "mesh", "processors", "propose", "rule", "rules", "sample", "score", "stopping",
-    "stopping_criterion", "stream", "train",
+    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",
+    "logits", "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample", "score",
+    "soft_masking", "stopping", "stopping_criterion", "stream", "train",
 ]  # fmt: skip
 
 

@@ -567,6 +567,11 @@ class Plan:
         lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
             those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
             as many copies of its KV cache. 0: none.
+        times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
+            leads from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
+            them, and models that take the time get times[i].
+        whole_blocks: Also decode the last block whole, in models of causal blocks, which were trained on no other: an
+            answer may exceed `max_tokens` by less than a block.
     """
 
     block: int | None = None
@@ -574,10 +579,12 @@ class Plan:
     refresh: Refresh | CachePolicyLike | None = None
     revise: int = 0
     lookahead: int = 0
+    times: tuple[float, ...] | None = None
+    whole_blocks: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Plan:
         if args:
-            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=)"
+            allowed = "named ones: Plan(block=, steps=, refresh=, revise=, lookahead=, times=, whole_blocks=)"
             raise refuse("Plan() argument", args[0], allowed)
         return super().__new__(cls)
 
@@ -604,3 +611,22 @@ class Plan:
                 "a Refresh, such as Refresh.dual(), a policy such as mj.cache_refresh.dkv_decode(), or None"
             )
             raise refuse("refresh", self.refresh, allowed)
+        if not isinstance(self.whole_blocks, bool):
+            raise refuse("whole_blocks", self.whole_blocks, "True or False")
+        if self.times is not None:
+            self._check_times()
+
+    def _check_times(self) -> None:
+        """Makes `times` a tuple of floats, and `steps` their number less 1."""
+        allowed = "at least two numbers that fall, or stay, within 0..1: one more than there are steps"
+        try:
+            times = tuple(float(t) for t in self.times or ())
+        except (TypeError, ValueError):
+            raise refuse("times", self.times, allowed) from None
+        inside = all(0.0 <= t <= 1.0 for t in times)
+        if len(times) < 2 or not inside or list(times) != sorted(times, reverse=True):
+            raise refuse("times", self.times, allowed)
+        if self.steps not in (None, len(times) - 1):
+            raise refuse("steps", self.steps, f"{len(times) - 1}, one less than times, or None")
+        object.__setattr__(self, "times", times)
+        object.__setattr__(self, "steps", len(times) - 1)

@@ -115,6 +115,7 @@ class View(NamedTuple):
     output_counts: Int[Array, "V"]  # how often each id occurs in the answer before the window
     prompt_counts: Int[Array, "V"]  # how often each id occurs in the prompt
     first_id: int | Int[Array, ""] = 0  # id of the first logits column, where a processor sees one chunk of V
+    hidden: Any = None  # hidden states [L, D], or what a head makes of them; for rules with `needs_hidden`
 
 
 class Proposal(NamedTuple):
@@ -294,6 +295,15 @@ class Layout(Protocol):
         ...
 
 
+class SoftMasking(NamedTuple):
+    """Numbers of soft masking; see `mercury_jax.soft_masking`, which checks them."""
+
+    scale: float
+    steepness: float
+    centre: float
+    top_k: int
+
+
 class Model(NamedTuple):
     """A denoiser as a record of pure functions; `decode` and `train` know nothing else of it.
 
@@ -311,6 +321,8 @@ class Model(NamedTuple):
         shardings: Path rules, see `mercury_jax.sharding`.
         head_chunk: Logits of a chunk of the vocabulary; None: the model computes only all of them.
         embed_mixture: A chunk's part of self_cond; None: without self-conditioning.
+        soft_masked: soft_masked(settings) -> the model whose masks are fed as mixtures of embeddings
+            (`mercury_jax.soft_masking`); None: the architecture does not support it, or has it.
         mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
     """
 
@@ -326,6 +338,7 @@ class Model(NamedTuple):
     shardings: tuple[tuple[str, tuple[str | tuple[str, ...] | None, ...]], ...]
     head_chunk: HeadChunk | None = None
     embed_mixture: EmbedMixture | None = None
+    soft_masked: Callable[[SoftMasking], Model] | None = None
     mesh: Mesh | None = None
 
 

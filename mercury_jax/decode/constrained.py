@@ -208,12 +208,13 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         passes: Of the call; must be None.
 
     Returns:
-        One per prompt; None for a row without a grammar.
+        One per row, `n` for each prompt; None for a row without a grammar.
 
     Raises:
         ValueError: Names the argument that does not fit, or the schema that is refused and why.
     """
     others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
+    others["stop"] = request.stop  # what obeys a grammar must not be cut
     for name, value in others.items():
         if value is not None:
             raise refuse(name, value, "None with schema=")
@@ -231,7 +232,7 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         allowed = "None or 0 with schema=: the grammar judges what is drafted"
         raise refuse("sampler.speculate", sampler.speculate, allowed)
     prompts, _ = encode_prompts(lm, request.prompt)
-    max_tokens, count = check_max_tokens(lm, prompts, request.max_tokens), len(prompts)
+    budgets, count = check_max_tokens(lm, prompts, request.max_tokens).tolist(), len(prompts)
     schema = request.schema
     several = isinstance(schema, Sequence) and not isinstance(schema, str)
     if several and len(schema) != count:
@@ -242,11 +243,12 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
         if spec is not None and not isinstance(spec, Spec):
             raise refuse("schema", one, "a JSON Schema, or a spec of mercury_jax.grammar")
         try:
-            walker = None if spec is None else compile(lm.tokenizer, spec).walk(max_tokens)
+            compiled = None if spec is None else compile(lm.tokenizer, spec)
+            walkers = [None if compiled is None else compiled.walk(budgets[i]) for _ in range(request.n)]
         except GrammarError as error:
             name = f"schema[{i}]" if several else "schema"
             raise GrammarError(f"{name} is refused: {error}") from None
-        rows.append(None if walker is None else ConstrainedRow(walker))
+        rows += [None if walker is None else ConstrainedRow(walker) for walker in walkers]
     return rows
 
 
@@ -260,7 +262,7 @@ def with_grammar_mask(lm: LM, request: Request) -> Request:
     Returns:
         The request.
     """
-    sampler, count = check_sampler(request.sampler), len(request.prompts)
+    sampler, count = check_sampler(request.sampler), len(request.prompts) // request.n
     bits = np.full((count, 1, -(-lm.model.config.vocab // 32)), ALL_IDS, np.uint32)
     mask = processors.allow_bits(bits, np.zeros(count, np.int32))
     return request._replace(sampler=sampler._replace(allow=(*sampler.allow, mask)))

@@ -38,12 +38,19 @@ class DecodeConfig(NamedTuple):
     speculative: bool = False  # drafts are verified by a causal pass
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
+    times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
     def window(self) -> int:
         """L, the positions that a rule sees."""
         return min(self.width, self.block + self.revisable)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the pass that encodes a block also decides the first token of the next (Fast-dLLM v2)."""
+        config = self.model.config
+        return config.pattern == "block_causal" and config.alignment == "shifted"
 
     @property
     def own_prefill(self) -> int:
@@ -112,6 +119,7 @@ def build_config(
         speculative=sampler.speculate is not None,
         lookahead=int(plan.lookahead),
         logprobs=logprobs,
+        times=plan.times,
     )
 
 
@@ -126,12 +134,23 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     if rule.leave_one_out and config.alignment == "shifted":
         allowed = "a rule without leave-one-out predictions: this model's logits are shifted"
         raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "ancestral_cache" and config.timed:
+        allowed = "ancestral: this model takes the time, and predicts anew in each step"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
+        raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
     if plan.refresh is not None and not bidirectional:
         raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
     if plan.revise and not bidirectional:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
         raise refuse("plan.refresh", plan.refresh, f"None with {rule.name}: it reads the whole canvas")
+    self_cond = lambda: lm.model.condition(None, jnp.zeros((1, 1, 1)))
+    if rule.variable_length and jax.tree.leaves(jax.eval_shape(self_cond)):
+        allowed = (
+            "a rule that keeps the number of tokens: this model reads its predictions of the pass before"
+        )
+        raise refuse("sampler.rule", rule.name, allowed)
     if rule.variable_length and plan.block is not None and "block" in rule.params:
         raise refuse("plan.block", plan.block, f"None with {rule.name}: {rule.name}(block=) sets it")
     if plan.lookahead:
@@ -228,7 +247,7 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
     return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
 
 
-def prefill_width(config: DecodeConfig, slots: int) -> int | None:
+def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:
     """Returns the tokens of one pass over a long prompt; None where the decoder's own steps encode every prompt.
 
     It follows from the slots, so that prompts of all lengths share a program.
@@ -236,11 +255,13 @@ def prefill_width(config: DecodeConfig, slots: int) -> int | None:
     Args:
         config: Static sizes.
         slots: Of a row.
+        always: Whether short prompts are encoded so too.
 
     Returns:
         The width, or None.
     """
-    if config.model.config.pattern == "bidirectional" or slots <= 4 * config.width:
+    short = slots <= 4 * config.width and not always
+    if config.model.config.pattern == "bidirectional" or short:
         return None
     # Whole blocks: a block-causal row must find the keys of its own block in the same pass.
     quantum = config.width if config.model.config.pattern == "block_causal" else 1

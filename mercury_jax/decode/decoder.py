@@ -31,7 +31,7 @@ from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
-from mercury_jax.decode.self_speculation import verify
+from mercury_jax.decode.self_speculation import first_tokens, verify
 from mercury_jax.decode.state import (
     Frame,
     Rows,
@@ -89,6 +89,9 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
+    if config.seeded:
+        finished = encoding & (state.cache_length + used == state.committed)
+        moved = first_tokens(config, params, hidden, finished, moved)
     return moved._replace(cache_length=moved.cache_length + jnp.where(encoding, used, 0)), frame
 
 
@@ -170,6 +173,8 @@ def prefill(
         The state with a longer cache.
     """
     committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
+    if config.seeded:  # `step` encodes the last block, and decides the token after it
+        committed = committed - 1
 
     def pending(state: State) -> Int[Array, "B"]:
         return (encodable_tokens(config, committed) - state.cache_length) * ~state.done
@@ -196,13 +201,16 @@ def prefill(
     return jax.lax.while_loop(many, lambda s: varying(body(s), axes), state)
 
 
-def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
+def run_until_done(
+    config: DecodeConfig, params: Params, state: State, watch: Bool[Array, "B"] | None = None
+) -> tuple[State, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done.
 
     Args:
         config: Static sizes.
         params: Of the model.
         state: Of all rows.
+        watch: Also stop after a pass in which one of these rows has committed tokens.
 
     Returns:
         The state, and how many passes were made.
@@ -213,13 +221,33 @@ def run_until_done(config: DecodeConfig, params: Params, state: State) -> tuple[
         made, state = carry
         return varying((made + 1, step(config, params, state)[0]), axes)
 
-    start = varying((jnp.asarray(0), state), axes)
-    made, state = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), body, start)
+    begun, start = state.committed, varying((jnp.asarray(0), state), axes)
+    made, state = jax.lax.while_loop(lambda carry: unfinished(carry[1], begun, watch), body, start)
     return state, made
 
 
+def unfinished(state: State, begun: Int[Array, "B"], watch: Bool[Array, "B"] | None) -> Bool[Array, ""]:
+    """Returns whether a loop of passes goes on: a row is not done, and no watched row has committed tokens.
+
+    Args:
+        state: Of all rows.
+        begun: `committed` of each row when the loop began.
+        watch: The watched rows; None: none.
+
+    Returns:
+        One bool.
+    """
+    going = ~jnp.all(state.done)
+    return going if watch is None else going & ~jnp.any(watch & (state.committed != begun))
+
+
 def run_limited(
-    config: DecodeConfig, params: Params, state: State, passes: int, limit: Int[Array, ""] | None = None
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int,
+    limit: Int[Array, ""] | None = None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame, Int[Array, ""]]:
     """Repeats `step` on the device until every row is done or the passes are used up.
 
@@ -229,6 +257,7 @@ def run_limited(
         state: Of all rows.
         passes: Most passes.
         limit: A traced bound on the passes, where it is smaller.
+        watch: As of `run_until_done`.
 
     Returns:
         The state, frames [passes, B, ...], and how many passes were made.
@@ -244,8 +273,9 @@ def run_limited(
         frames = jax.tree.map(lambda all, one: all.at[i].set(one), frames, frame)
         return varying((i + 1, state, frames), axes)
 
-    unfinished = lambda carry: (carry[0] < most) & ~jnp.all(carry[1].done)
-    made, state, frames = jax.lax.while_loop(unfinished, body, varying((jnp.asarray(0), state, empty), axes))
+    begun = state.committed
+    going = lambda carry: (carry[0] < most) & unfinished(carry[1], begun, watch)
+    made, state, frames = jax.lax.while_loop(going, body, varying((jnp.asarray(0), state, empty), axes))
     return state, frames, made
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -151,6 +151,7 @@ class Effort(NamedTuple):
     steps: float
 
 
+EffortLike: TypeAlias = str | Effort
 EFFORTS = {
     "instant": Effort(thinking=0, p=0.7, steps=0.25),
     "low": Effort(thinking=128, p=0.8, steps=0.5),
@@ -159,27 +160,31 @@ EFFORTS = {
 }
 
 
-def find_effort(effort: str | Effort | None) -> Effort | None:
-    """Looks up an effort level.
+def find_effort(effort: EffortLike | Sequence[EffortLike] | None) -> Effort | list[Effort] | None:
+    """Looks up an effort level, or one per prompt.
 
     Args:
-        effort: A name, an `Effort` of one's own, or None.
+        effort: A name, an `Effort` of one's own, a list of these, or None.
 
     Returns:
-        The effort; None for None.
+        The `Effort`, a list of them, or None.
 
     Raises:
-        ValueError: An unknown name, or an `Effort` with a field out of range.
+        ValueError: An unknown name, or a field out of range.
     """
-    if effort is None:
-        return None
+    if effort is None or (isinstance(effort, list | tuple) and not isinstance(effort, Effort)):
+        return None if effort is None else [_one_effort(f"effort[{i}]", one) for i, one in enumerate(effort)]
+    return _one_effort("effort", effort)
+
+
+def _one_effort(name: str, effort: Any) -> Effort:
     if isinstance(effort, Effort):
         check_number("Effort.thinking", effort.thinking, AtLeast(0, integer=True))
         check_number("Effort.p", effort.p, rules.threshold.ranges["p"])
         check_number("Effort.steps", effort.steps, Above(0))
         return effort
     if not isinstance(effort, str) or effort not in EFFORTS:
-        raise refuse("effort", effort, ", ".join(EFFORTS) + ", or an Effort")
+        raise refuse(name, effort, ", ".join(EFFORTS) + ", or an Effort")
     return EFFORTS[effort]
 
 

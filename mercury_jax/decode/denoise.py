@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
 from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.guidance import GuidedHidden
+from mercury_jax.decode.sampler import call_part
 from mercury_jax.decode.state import (
     Frame,
     Rows,
@@ -86,6 +88,12 @@ def denoise(
         self_cond = config.model.condition(params, logits)
         seen = seen._replace(view=view)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
+    rule = state.sampling.sampler.rule
+    if rule.needs_hidden:
+        own = hidden.conditional if isinstance(hidden, GuidedHidden) else hidden
+        name = f"needs_hidden of the rule {rule.name}"
+        shown = own if rule.needs_hidden is True else call_part(name, rule.needs_hidden, params, own)
+        seen = seen._replace(view=seen.view._replace(hidden=shown))
     # 2. The rule's decision, row by row.
     step = functools.partial(decide, config)
     changes, accepted, confidence = jax.vmap(step)(small, seen, stats, raw, other_logits)
@@ -295,6 +303,8 @@ def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
     ]
     if all(getattr(f, "__module__", "").startswith("mercury_jax.") for f in functions):
         return
+    if callable(sampling.sampler.rule.needs_hidden):  # its head needs the model's parameters
+        return
     leaves, tree = jax.tree.flatten(sampling)
     _trace_parts(config, tree, tuple((x.shape[1:], jnp.result_type(x)) for x in leaves))
 
@@ -317,6 +327,9 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
         if not chunked_vocab.applies(config, row.sampling.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))
+        if row.sampling.sampler.rule.needs_hidden:
+            hidden = jnp.zeros((config.window, model_config.width), model_config.dtype)
+            seen = seen._replace(view=seen.view._replace(hidden=hidden))
         return decide(config, row, seen, stats, raw, raw if config.leave_one_out else None)
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]

@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.defaults import default_sampler
-from mercury_jax.decode.inputs import Ids, Prompts, check_lm, check_seed, encode_prompts, prompt_rows
-from mercury_jax.decode.request import Request, row_seeds, start
+from mercury_jax.decode.inputs import Ids, Prompts, Seeds, check_lm, encode_prompts, prompt_rows, row_seeds
+from mercury_jax.decode.request import Request, start
 from mercury_jax.decode.sampler import Param, SamplerLike, check_sampler
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Rows
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Key
 
 Span: TypeAlias = tuple[int, int] | str
 
@@ -54,10 +54,10 @@ def edit(
     *,
     prompt: Prompts | None = None,
     spans: Sequence[Span] | Sequence[Sequence[Span]] | None = None,
-    seed: int = 0,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: Param | None = None,
+    temperature: Param | Sequence[float] | None = None,
     mesh: Mesh | None = None,
 ) -> EditOutput:
     """Edits a text, or a list of texts, keeping its number of tokens.
@@ -67,22 +67,22 @@ def edit(
 
     Args:
         lm: A diffusion model.
-        text: A text, ids, or a list of these. Every token may change, unless `spans` say otherwise. Mask ids among the
-            ids are filled in.
+        text: A text, ids (a list or an array), or a list of these; a 2-D array is a list of ids. Every token may
+            change, unless `spans` say otherwise. Mask ids among the ids are filled in.
         prompt: What precedes the text and never changes: a text, a conversation or ids; for a list of texts, one for
             all or a list.
-        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; for a list
-            of texts, a list of such lists. Spans start from noise and keep their number of tokens ("syz" may be three
-            where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text that answers something
-            needs it as `prompt`, as in training. None: editing starts from the text itself, and the rule replaces
-            what the model would not have written.
-        seed: Row i draws from seed + i.
+        spans: What to rewrite; the rest is kept: (start, end) in characters, or a piece of the text; of ids (start,
+            end) in tokens; for a list of texts, a list of such lists. Spans start from noise and keep their number of
+            tokens ("syz" may be three where "sys" is one); `infill` with an open `Hole()` tries other lengths. A text
+            that answers something needs it as `prompt`, as in training. None: editing starts from the text itself,
+            and the rule replaces what the model would not have written.
+        seed: Text i draws from seed + i; or a list with one for each; or keys, as of `sample`.
         sampler: A rule or a `Sampler`. None: with spans the model's default; without, `rules.blind_editing()`, which
             judges each token with that token left out and so needs no training on wrong tokens. A model with shifted
             logits has no such predictions and takes `rules.editing()`; one trained on uniform noise always takes
             `rules.entropy_bound()`, which redraws what it is unsure of.
         plan: Block, steps and cache reuse, as of `sample`. A text longer than a block is edited block by block.
-        temperature: Of drawn tokens (None: the rule's own; 0: argmax).
+        temperature: Of drawn tokens, one number or one per text (None: the rule's own; 0: argmax).
         mesh: Shard the rows over its `data` axis.
 
     Returns:
@@ -102,10 +102,11 @@ def edit(
         seed=seed, sampler=sampler, plan=plan, temperature=temperature, mesh=mesh, infilling=True
     ).checked()
     encoded, single = encode_prompts(lm, text, begin=False, name="text")
-    texts = [text] if single else list(text)
+    texts: list[Any] = [text] if single else list(text)
     for i, one in enumerate(encoded):
         if one.chat:
             raise refuse(f"text[{i}]", texts[i], "a text, or ids")
+        texts[i] = texts[i] if isinstance(texts[i], str) else np.asarray(one.ids, np.int32)
     edited = [EncodedText(np.asarray(one.ids, np.int32), None) for one in encoded]
     if spans is not None:
         pairs = zip(texts, _span_lists(spans, single, len(texts)), strict=True)
@@ -115,7 +116,7 @@ def edit(
     else:
         prompts = prompt_rows(lm, prompt, len(texts), row="text")
     began = time.perf_counter()
-    rows = _rows(lm, edited, prompts, request.plan, check_seed(seed))
+    rows = _rows(lm, edited, prompts, request.plan, row_seeds(seed, len(texts), each="text"))
     session = start(lm, _with_sampler(lm, request, spans)._replace(rows=rows))
     session, _, _ = advance(lm, session, None)
     check_nan(session)
@@ -157,8 +158,6 @@ def _span_lists(spans: Any, single: bool, count: int) -> list[Any]:
 
 def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
     """One text as ids; each span begins and ends a token, and starts from noise."""
-    if not isinstance(text, str):
-        raise refuse("spans", spans, "None for a text that is given as ids")
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise refuse("spans", spans, "for each text a list of (start, end) or pieces of it")
     cuts = sorted(_span_range(text, span) for span in spans)
@@ -170,6 +169,9 @@ def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
             raise refuse("spans", (start_, end), "spans that do not overlap")
         pieces += [(text[at:start_], False), (text[start_:end], True)]
         at = end
+    if not isinstance(text, str):  # ids, whose spans are in tokens
+        flags = [np.full(len(piece), inside) for piece, inside in [*pieces, (text[at:], False)]]
+        return EncodedText(text, np.concatenate(flags))
     ids: list[int] = []
     noised: list[bool] = []
     for piece, inside in [*pieces, (text[at:], False)]:
@@ -180,22 +182,29 @@ def _encode_spans(lm: LM, text: Any, spans: Any) -> EncodedText:
 
 
 def _span_range(text: str, span: Any) -> tuple[int, int]:
-    """A span as (start, end) in characters."""
-    if isinstance(span, str):
+    """A span as (start, end) in characters of a text, or in tokens of ids."""
+    is_text = isinstance(text, str)
+    if isinstance(span, str) and is_text:
         count = text.count(span)
         if not span or count != 1:
             raise refuse("spans", span, f"a piece that the text holds once; it holds it {count} times")
         return text.index(span), text.index(span) + len(span)
-    pair = isinstance(span, Sequence) and len(span) == 2
-    if not pair or not all(isinstance(i, int | np.integer) for i in span):
-        raise refuse("spans", span, "(start, end) in characters, or a piece of the text")
+    pair = isinstance(span, Sequence) and len(span) == 2 and not isinstance(span, str)
+    if not pair or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in span):
+        pieces = "(start, end) in characters, or a piece of the text"
+        raise refuse(
+            "spans", span, pieces if is_text else "(start, end) in tokens, for a text that is given as ids"
+        )
     first, last = int(span[0]), int(span[1])
     if not 0 <= first < last <= len(text):
-        raise refuse("spans", (first, last), f"0 <= start < end <= {len(text)}, the text's characters")
+        unit = "characters" if is_text else "tokens"
+        raise refuse("spans", (first, last), f"0 <= start < end <= {len(text)}, the text's {unit}")
     return first, last
 
 
-def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], plan: Plan, seed: int) -> Rows:
+def _rows(
+    lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], plan: Plan, seeds: np.ndarray | Key
+) -> Rows:
     """Rows of prompt, text and end-of-text; all are given but what may change."""
     committed = np.array([len(ids) for ids in prompts])
     text_end = committed + [len(text.ids) for text in texts]
@@ -219,7 +228,7 @@ def _rows(lm: LM, texts: Sequence[EncodedText], prompts: Sequence[list[int]], pl
         given[i, : committed[i]] = given[i, text_end[i] : end[i]] = True
         given[i, inside] = False if text.noised is None else ~text.noised
         draft[i, inside] = text.noised is None
-    return Rows(tokens, given, committed, end, row_seeds(seed, len(texts)), draft=draft)
+    return Rows(tokens, given, committed, end, seeds, draft=draft)
 
 
 def _collect(

@@ -29,7 +29,7 @@ from mercury_jax.decode.cache_refresh import (
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.state import Frame, State, step_key, window_of, window_offset
 from mercury_jax.decode.token_stats import write_at
-from mercury_jax.decode.view import steps_of
+from mercury_jax.decode.view import step_times, steps_of
 from mercury_jax.sharding import varying, varying_axes
 from mercury_jax.types import Cache, LeaveOneOut, Params, Pass
 
@@ -110,11 +110,8 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
     """
     if not config.model.config.timed:
         return None
-
-    steps = jax.vmap(lambda row: steps_of(window_of(config, row), row))(state.without_cache())
-    return jnp.where(
-        causal, 0.0, jnp.clip(1.0 - state.step / steps, 0.0, 1.0)
-    )  # no canvas is open at step -1
+    time = lambda row: step_times(config, row.step, steps_of(window_of(config, row), row))[0]
+    return jnp.where(causal, 0.0, jax.vmap(time)(state.without_cache()))
 
 
 class PartialPass(NamedTuple):

@@ -5,7 +5,7 @@
 l_c reads the prompt; l_u reads a negative prompt in its place or, where that is empty, the answer alone. This is
 l_u + (w + 1) (l_c - l_u), as masked diffusion is guided without training for it (arXiv 2410.18514; LLaDA,
 arXiv 2502.09992), written so that w = 0 is plain decoding bit for bit. LLaDA's other branch reads a mask in place of
-each token of the prompt: that is a negative prompt of as many masks. A pass costs twice as much.
+each token of the prompt: `negative="masked"` of `mj.sample`. A pass costs twice as much.
 
 The unconditional branch's sequence is the negative prompt, then what follows the prompt, moved by `shift` positions.
 Negative prompts are encoded once, by `start`. In later passes this branch feeds the tokens after the prompt, and its
@@ -142,6 +142,42 @@ def start(
     # Whole blocks: a block-causal token must find the keys of its own block in the same pass.
     width = -(-min(PREFILL, negative.shape[1]) // block) * block
     return _encode_negatives(model, width, params, cache)
+
+
+def resized(
+    model: Model,
+    before: GuidedCache,
+    batch: int,
+    slots: int,
+    take: Callable[[Array], Array],
+    fit: Callable[[Cache, Cache], Cache],
+) -> GuidedCache:
+    """Makes the cache that continues an earlier one in another number of slots, with the keys of both branches.
+
+    The other branch goes on after what it has read: its negative prompt, the answer, and then what both branches read.
+
+    Args:
+        model: The plain model.
+        before: The earlier cache.
+        batch: B of the new cache.
+        slots: S of the new conditional cache.
+        take: Selects the rows that are continued from an array with the batch axis first.
+        fit: Writes these rows of an earlier cache into a new one.
+
+    Returns:
+        A cache for `guided(model)`.
+    """
+    size = lambda cache: jax.tree.leaves(cache)[0].shape[1]
+    more = size(before.unconditional) - size(before.conditional)
+    return GuidedCache(
+        conditional=fit(model.empty_cache(batch, slots), before.conditional),
+        unconditional=fit(model.empty_cache(batch, slots + more), before.unconditional),
+        weight=take(before.weight),
+        prompt_length=take(before.prompt_length),
+        shift=take(before.shift),
+        negative=take(before.negative),
+        extra=before.extra,
+    )
 
 
 def _negative_ids(

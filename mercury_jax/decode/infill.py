@@ -13,7 +13,6 @@ and its holes are filled from left to right, each one with the holes before it f
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +25,9 @@ from jax.sharding import Mesh
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode.decode_config import QUANTUM, bucket
 from mercury_jax.decode.defaults import complete_sampler, default_sampler
-from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_seed, check_whole
-from mercury_jax.decode.request import Request, row_seeds, start
-from mercury_jax.decode.sampler import Param, SamplerLike
+from mercury_jax.decode.inputs import MAX_TOKENS, Ids, Seeds, check_ids, check_lm, check_whole, row_seeds
+from mercury_jax.decode.request import Request, start
+from mercury_jax.decode.sampler import Param, SamplerLike, Static, check_sampler
 from mercury_jax.decode.score import MaskedDocument, draw_masks, weighted_nats
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame, Rows
@@ -44,7 +43,8 @@ class Hole:
 
     Attributes:
         tokens: Its exact number of tokens; None: whatever length fits, up to `most`.
-        most: Most tokens of a hole of open length.
+        most: Most tokens of a hole of open length. Under a rule of variable length, which moves tokens from hole to
+            hole, most tokens of all open holes of a row are the sum of theirs.
 
     Raises:
         ValueError: A number below 1.
@@ -64,7 +64,7 @@ class Hole:
         return self.most if self.tokens is None else self.tokens
 
 
-Parts: TypeAlias = Sequence[str | Hole]
+Parts: TypeAlias = Sequence[str | Ids | Hole]
 Pieces: TypeAlias = list[Any]  # Holes, and the ids of known texts, in order
 FrameCallback: TypeAlias = Callable[[Frame], None]  # takes the Frame [1, B, ...] of a pass, on the host
 
@@ -126,10 +126,10 @@ def infill(
     lm: LM,
     parts: Parts | Sequence[Parts],
     *,
-    seed: int = 0,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: Param | None = None,
+    temperature: Param | Sequence[float] | None = None,
     mesh: Mesh | None = None,
 ) -> InfillOutput:
     """Fills the holes in known text, which never changes.
@@ -137,12 +137,13 @@ def infill(
     Args:
         lm: The model. One with full attention takes the whole sequence as its canvas, a causal encoder what lies
             between the first hole and the end. A block-causal model gets FIM order and must have been trained so.
-        parts: Texts and Holes in order, or a list of such lists.
-        seed: Row i draws from seed + i.
+        parts: Texts, ids (lists or 1-D arrays) and Holes in order, or a list of such lists. Where the first part is
+            ids, they begin the row as they are.
+        seed: Row i draws from seed + i; or a list with one for each; or keys, as of `sample`.
         sampler: A rule or a `Sampler`. None: the model's own. A rule of variable length (`rules.expand`) decides the
             length of open holes while it decodes; FIM decodes up to the end of text; other rules try several lengths.
         plan: Steps, and reuse of keys.
-        temperature: Of drawn tokens.
+        temperature: Of drawn tokens, one number or one per row.
         mesh: Shard the rows over its `data` axis.
 
     Returns:
@@ -155,12 +156,12 @@ def infill(
         >>> mj.infill(lm, ["def area(r):\\n", mj.Hole(24), "\\n    return a"]).text
     """
     check_lm(lm)
-    request = Request(seed=check_seed(seed), sampler=sampler, plan=plan, temperature=temperature, mesh=mesh)
-    request = request.checked()
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not parts:
-        raise refuse("parts", parts, "texts and Holes, or a non-empty list of such lists")
-    several = not isinstance(parts[0], str | Hole)
+        raise refuse("parts", parts, "texts, ids and Holes, or a non-empty list of such lists")
+    several = not any(isinstance(part, str | Hole) for part in parts)
     rows = [_encode_parts(lm, p, i) for i, p in enumerate(parts if several else [parts])]
+    request = Request(seed=row_seeds(seed, len(rows), each="row"), sampler=sampler, plan=plan, mesh=mesh)
+    request = request._replace(temperature=temperature).checked()
     began = time.perf_counter()
     done = fill(lm, rows, request)
     decode = lambda ids: lm.tokenizer.decode(np.asarray(ids).tolist())
@@ -178,13 +179,22 @@ def infill(
 def _encode_parts(lm: LM, parts: Any, index: int) -> Pieces:
     """Texts as ids; refuses what does not fit into the context."""
     name, context = f"parts[{index}]", lm.model.config.context
-    listed = isinstance(parts, Sequence) and not isinstance(parts, str)
-    if not listed or not all(isinstance(p, str | Hole) for p in parts):
-        raise refuse(name, parts, "a list of texts and Holes")
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        raise refuse(name, parts, "a list of texts, ids and Holes")
     if not any(isinstance(p, Hole) for p in parts):
         raise refuse(name, parts, "at least one Hole among the texts")
-    row: Pieces = [p if isinstance(p, Hole) else lm.tokenizer.encode(p) for p in parts]
-    if lm.tokenizer.begin and lm.model.config.pattern != "block_causal":  # FIM order has its own place for it
+    row: Pieces = []
+    for i, part in enumerate(parts):
+        if isinstance(part, str | Hole):
+            row.append(part if isinstance(part, Hole) else lm.tokenizer.encode(part))
+            continue
+        ids = check_ids(lm, part, f"{name}[{i}]", "a text, ids (whole numbers), or a Hole")
+        if lm.corruption.mask in ids:
+            allowed = f"no mask among the ids ({lm.corruption.mask}): Hole(n) stands for n tokens to fill"
+            raise refuse(f"{name}[{i}]", ids, allowed)
+        row.append(ids)
+    # FIM order has its own place for the tokens that begin a text; ids begin as the caller wants.
+    if lm.tokenizer.begin and lm.model.config.pattern != "block_causal" and isinstance(parts[0], str | Hole):
         row = [list(lm.tokenizer.begin), *row]
     size = sum(p.room if isinstance(p, Hole) else len(p) for p in row)
     if size > context:
@@ -204,7 +214,8 @@ def fill(
     Args:
         lm: The model.
         rows: Of each request.
-        request: Checked: its seed, sampler, plan, temperature and mesh apply.
+        request: Checked: its seed, sampler, plan, temperature and mesh apply; what is a list or an array has one entry
+            per row.
         on_frame: Called after every pass (not of holes in FIM order).
         search: How finely shapes and the lengths of open holes are distinguished.
 
@@ -218,13 +229,13 @@ def fill(
         request = request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
     if lm.model.config.pattern == "block_causal":
         return _fill_fim(lm, rows, request)
-    attempt = functools.partial(_fill_sized, lm, request, on_frame, search)
     if complete_sampler(request.sampler, lm.corruption).rule.variable_length:
         sized = [[Hole(1) if _is_open(p) else p for p in row] for row in rows]
-        return attempt(sized, [sum(p.most for p in row if isinstance(p, Hole)) for row in sized])
+        growth = [sum(p.most - 1 for p in row if _is_open(p)) for row in rows]
+        return _fill_sized(lm, request, on_frame, search, sized, growth)
     if any(_is_open(p) for row in rows for p in row):
-        return _fill_open(lm, rows, attempt, search)
-    return attempt(rows)
+        return _fill_open(lm, rows, request, on_frame, search)
+    return _fill_sized(lm, request, on_frame, search, rows)
 
 
 def _is_open(part: Any) -> bool:
@@ -259,7 +270,8 @@ def _fill_sized(
     width = int(end.max()) if bidirectional else int((end - committed).max())
     quantum = search.quantum if bidirectional else search.quantum // 2  # a canvas costs more than a prefix
     block = bucket(width, lm.model.config.block if not bidirectional and default else quantum)
-    layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(rows)), max_end=max_end)
+    seeds = row_seeds(request.seed, len(rows), each="row")
+    layout = Rows(tokens, given, committed, end, seeds, max_end=max_end)
     session = start(lm, request._replace(rows=layout, block=block, infilling=True))
     session = _run(lm, session, on_frame)
     # 3. What was not given is filled; rules of variable length have moved it.
@@ -336,8 +348,30 @@ def candidate_lengths(most: int, growth: float = LengthSearch().growth) -> list[
     return sizes
 
 
+def select_rows(request: Request, which: Sequence[int], rows: int) -> Request:
+    """Returns the request of some of its rows, with the seed, temperature and rule parameters of each.
+
+    Args:
+        request: Of all rows.
+        which: The rows; one may come several times.
+        rows: How many the request has.
+
+    Returns:
+        A request of len(which) rows.
+    """
+    index = np.asarray(which)
+    is_static = lambda x: isinstance(x, Static)  # a table for all rows
+    take = lambda x: x if is_static(x) or np.ndim(x) == 0 else np.asarray(x)[index]
+    sampler = None if request.sampler is None else check_sampler(request.sampler)
+    return request._replace(
+        seed=row_seeds(request.seed, rows, each="row")[index],
+        temperature=take(request.temperature),
+        sampler=jax.tree.map(take, sampler, is_leaf=is_static),
+    )
+
+
 def _fill_open(
-    lm: LM, rows: Sequence[Pieces], attempt: Callable[[Sequence[Pieces]], Filled], search: LengthSearch
+    lm: LM, rows: Sequence[Pieces], request: Request, on_frame: FrameCallback | None, search: LengthSearch
 ) -> Filled:
     """Fills rows with holes of open length; each is decided from left to right.
 
@@ -355,7 +389,9 @@ def _fill_open(
             sizes = candidate_lengths(row[j].most, search.growth) if j >= 0 else [0]
             tries = [[Hole(n) if k == j else p for k, p in enumerate(chosen)] for n in sizes]
             spare = -len(tries) % search.rows if j >= 0 else 0
-            filled = attempt(tries + spare * tries[-1:])
+            # All tries of a row draw from its seed: they differ in the length alone.
+            one = select_rows(request, [i] * (len(tries) + spare), len(rows))
+            filled = _fill_sized(lm, one, on_frame, search, tries + spare * tries[-1:])
             pairs = zip(tries, filled.fillings)
             nats = [_filling_nats(lm, row, filling, max(j, 0), search.quantum) for row, filling in pairs]
             best = int(np.argmin(nats)) if len(tries) > 1 else 0
@@ -412,10 +448,11 @@ def _fill_fim(lm: LM, rows: Sequence[Pieces], request: Request) -> Filled:
         for row, (ids, _) in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
         given = np.arange(tokens.shape[1]) < committed[:, None]
-        layout = Rows(tokens, given, committed, end, row_seeds(request.seed, len(prompts)))
+        some = select_rows(request, which, len(rows))
+        layout = Rows(tokens, given, committed, end, some.seed)
         # A hole of a fixed length is not ended by an end of text: where all are fixed, no id ends the answer.
         fixed = all(hole.tokens is not None for _, hole in prompts)
-        session = _run(lm, start(lm, request._replace(rows=layout, infilling=fixed)), None)
+        session = _run(lm, start(lm, some._replace(rows=layout, infilling=fixed)), None)
         s = session.state
         text, ends, nfe = jax.device_get((s.tokens, s.end, s.nfe))
         for at, i in enumerate(which):

@@ -6,8 +6,8 @@ Each call runs them first, so that a wrong argument is named before anything is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from mercury_jax import chat, compilation
 from mercury_jax.config import refuse
 from mercury_jax.decode.registration import AtLeast, check_number
-from mercury_jax.types import LM, PackedPass
+from mercury_jax.types import LM, Key, PackedPass
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake
 ALLOWED_PROMPTS = "a text (str), a list of messages, or ids (whole numbers)"
@@ -26,6 +26,10 @@ Message: TypeAlias = Mapping[str, Any]
 Ids: TypeAlias = Sequence[int] | np.ndarray | jax.Array
 PromptLike: TypeAlias = str | Sequence[Message] | Ids  # a text, a conversation, or ids
 Prompts: TypeAlias = PromptLike | Sequence[PromptLike]
+WholeNumbers: TypeAlias = int | Ids  # one for all prompts, or one for each
+Seeds: TypeAlias = WholeNumbers | Key  # the same, or keys of `jax.random.key`
+
+T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
@@ -39,7 +43,7 @@ def encode_prompts(
     lm: LM,
     prompt: Any,
     *,
-    thinking: bool = False,
+    thinking: bool | Sequence[bool] = False,
     previous: Sequence[Prompt] = (),
     begin: bool = True,
     name: str = "prompt",
@@ -51,7 +55,7 @@ def encode_prompts(
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of
             {"type": "text", "text": ...}), ids (a list or a 1-D integer array, numpy or JAX), or a list of any of
             these; a 2-D integer array is a list of rows of ids.
-        thinking: Whether the answer to a conversation must begin with its thinking.
+        thinking: Whether the answer to a conversation must begin with its thinking; one for all, or a list.
         previous: What the prompts continue, one for each, answers included.
         begin: Whether a text gets the tokens that begin a text; not where it is the middle or the end of one.
         name: The argument that errors name.
@@ -63,15 +67,16 @@ def encode_prompts(
         ValueError: For anything else: bytes, floats, empty prompts, ids outside of the vocabulary.
     """
     prompt = _as_numpy(prompt, name)
+    thinks = lambda i: thinking if isinstance(thinking, bool) else i < len(thinking) and thinking[i]
     before = lambda i: previous[i] if i < len(previous) else None if begin else Prompt([], False)
     binary = isinstance(prompt, bytes | bytearray)
     first = prompt[0] if isinstance(prompt, Sequence) and len(prompt) > 0 and not binary else None
     ids_or_chat = isinstance(first, Mapping | int | float | np.integer | np.floating)
     if isinstance(prompt, str) or ids_or_chat or (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
-        return [_encode_one(lm, prompt, name, thinking, before(0))], True
+        return [_encode_one(lm, prompt, name, thinks(0), before(0))], True
     if binary or not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
         raise refuse(name, prompt, f"{ALLOWED_PROMPTS}, or a non-empty list of these")
-    return [_encode_one(lm, p, f"{name}[{i}]", thinking, before(i)) for i, p in enumerate(prompt)], False
+    return [_encode_one(lm, p, f"{name}[{i}]", thinks(i), before(i)) for i, p in enumerate(prompt)], False
 
 
 def prompt_rows(lm: LM, prompt: Any, rows: int, name: str = "prompt", row: str = "prompt") -> list[list[int]]:
@@ -126,43 +131,97 @@ def _encode_one(lm: LM, prompt: Any, name: str, thinking: bool, previous: Prompt
             if isinstance(content, list | tuple):
                 messages[i] = {**message, "content": chat.join_parts(content, f"messages[{i}].content")}
         return Prompt(render(messages, thinking=thinking), True)
-    prompt = _as_numpy(prompt, name)
-    is_list = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray)
-    if not is_list or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in prompt):
-        raise refuse(name, prompt, ALLOWED_PROMPTS)
-    ids = [int(i) for i in prompt]
+    ids = check_ids(lm, prompt, name, ALLOWED_PROMPTS)
     if not ids:
         raise refuse(name, prompt, "at least one token")
-    for i in ids:
-        if not 0 <= i < lm.model.config.vocab:
-            raise refuse(f"{name} id", i, f"0..{lm.model.config.vocab - 1}")
     return Prompt([*end_turn, *ids], False)
 
 
-def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> int:
+def check_ids(lm: LM, ids: Any, name: str, allowed: str) -> list[int]:
+    """Checks ids.
+
+    Args:
+        lm: Its vocabulary bounds them.
+        ids: A list, or a 1-D array of numpy or JAX.
+        name: The argument that errors name.
+        allowed: What errors say is allowed.
+
+    Returns:
+        The ids as a list.
+
+    Raises:
+        ValueError: It is anything else, or an id is outside of the vocabulary.
+    """
+    ids = _as_numpy(ids, name)
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        ids = ids.tolist()
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray)
+    if not is_list or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
+        raise refuse(name, ids, allowed)
+    found = [int(i) for i in ids]
+    for i in found:
+        if not 0 <= i < lm.model.config.vocab:
+            raise refuse(f"{name} id", i, f"0..{lm.model.config.vocab - 1}")
+    return found
+
+
+def per_prompt(
+    name: str, value: Any, count: int, check: Callable[[str, Any], T], each: str = "prompt"
+) -> list[T]:
+    """Checks an argument that is one value for all prompts, or a list or array with one value per prompt.
+
+    Args:
+        name: The argument that errors name.
+        value: Of the call.
+        count: Prompts.
+        check: Takes the name and one value, and returns the checked value.
+        each: What errors call a prompt.
+
+    Returns:
+        One value per prompt.
+
+    Raises:
+        ValueError: A list of another length, a traced array, or a value that `check` refuses.
+    """
+    if isinstance(value, Tracer):
+        raise refuse(name, value, "concrete numbers: under jit use the decoder itself")
+    if isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, list | tuple | np.ndarray):
+        return [check(name, value)] * count
+    if len(value) != count:
+        allowed = f"one for all, or {count}: one for each {each}"
+        raise refuse(name, f"a list of {len(value)}", allowed)
+    return [check(f"{name}[{i}]", one) for i, one in enumerate(value)]
+
+
+def check_max_tokens(lm: LM, prompts: Sequence[Prompt], max_tokens: Any) -> np.ndarray:
     """Checks that prompts and answers fit into the context.
 
     Args:
         lm: Its context is the bound.
         prompts: Of all rows.
-        max_tokens: Most tokens of an answer.
+        max_tokens: Most tokens of an answer; one for all prompts, or one for each.
 
     Returns:
-        max_tokens as an int.
+        Most tokens of each answer, int [prompts].
 
     Raises:
-        ValueError: It is not a whole number, or a prompt leaves no room for it.
+        ValueError: A value is not a whole number, or a prompt leaves no room for it.
     """
-    max_tokens = check_whole("max_tokens", max_tokens, 1, MAX_TOKENS)
-    context = lm.model.config.context
-    for i, prompt in enumerate(prompts):
+    whole = lambda name, value: check_whole(name, value, 1, MAX_TOKENS)
+    budgets = per_prompt("max_tokens", max_tokens, len(prompts), whole)
+    context, several = lm.model.config.context, np.ndim(max_tokens) > 0
+    for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         size = len(prompt.ids)
         if size >= context:
             raise refuse(f"prompt[{i}]", f"{size} tokens", f"fewer than the model's context of {context}")
-        if size + max_tokens > context:
+        if size + budget > context:
             allowed = f"1..{context - size}: the model's context is {context} tokens"
-            raise refuse("max_tokens", max_tokens, allowed)
-    return max_tokens
+            raise refuse(f"max_tokens[{i}]" if several else "max_tokens", budget, allowed)
+    return np.array(budgets)
 
 
 def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -> int:
@@ -186,11 +245,12 @@ def check_whole(name: str, value: Any, low: int, high: int, allowed: str = "") -
     return int(value)
 
 
-def check_seed(seed: Any) -> int:
-    """Returns the seed of a call as an int.
+def check_seed(seed: Any, name: str = "seed") -> int:
+    """Returns a seed as an int.
 
     Args:
         seed: A whole number.
+        name: The argument that errors name.
 
     Returns:
         The seed.
@@ -198,7 +258,43 @@ def check_seed(seed: Any) -> int:
     Raises:
         ValueError: It is not a whole number in 0..2**31 - 1.
     """
-    return check_whole("seed", seed, 0, 2**31 - 1, "a whole number in 0..2**31 - 1")
+    return check_whole(name, seed, 0, 2**31 - 1, "a whole number in 0..2**31 - 1")
+
+
+def row_seeds(seed: Any, prompts: int, n: int = 1, each: str = "prompt") -> np.ndarray | Key:
+    """Returns what each row draws from, in the order prompt 0's n answers, prompt 1's n answers, ...
+
+    Args:
+        seed: One for all prompts: answer j of prompt i draws from seed + i n + j. Or one per prompt: from seed[i] + j.
+            With a key of `jax.random.key` in place of a number s, `fold_in(key, k)` stands for s + k; with a key per
+            prompt and n = 1 each prompt draws from its key itself.
+        prompts: Prompts of the call.
+        n: Answers to each.
+        each: What errors call a prompt.
+
+    Returns:
+        Seeds in 0..2**31 - 1, or keys, [prompts n].
+
+    Raises:
+        ValueError: It is neither, or a list of another length.
+    """
+    is_array = isinstance(seed, jax.Array)
+    if is_array and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if isinstance(seed, Tracer) or seed.shape not in ((), (prompts,)):
+            allowed = f"one key of jax.random.key, or {prompts}: one for each {each}; not traced under jit"
+            raise refuse("seed", f"keys {list(seed.shape)}", allowed)
+        if seed.ndim and n == 1:
+            return seed
+        rows = np.arange(prompts * n)
+        keys, numbers = (seed[rows // n], rows % n) if seed.ndim else (seed, rows)
+        return jax.vmap(jax.random.fold_in, in_axes=(0 if seed.ndim else None, 0))(keys, numbers)
+    if is_array and seed.dtype == jnp.uint32 and seed.ndim:  # two numbers that are one key
+        raise refuse(
+            "seed", f"uint32{list(seed.shape)}", "a key of jax.random.key, not of jax.random.PRNGKey"
+        )
+    seeds = per_prompt("seed", seed, prompts, lambda name, one: check_seed(one, name), each)
+    step = np.arange(n) if np.ndim(seed) else np.arange(prompts * n).reshape(prompts, n)
+    return ((np.array(seeds)[:, None] + step) % 2**31).ravel()
 
 
 def check_temperature(value: Any) -> Any:

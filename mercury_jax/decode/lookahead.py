@@ -150,7 +150,7 @@ def denoise_ahead(
             walk.drafts.computed,
         )
         count = walk.count + guessed
-        moved_on = _Walk(
+        return _Walk(
             real=real,
             ahead=moved,
             frame=frame,
@@ -161,7 +161,6 @@ def denoise_ahead(
             count=count,
             links=walk.links + 1,
         )
-        return varying(moved_on, axes)
 
     bare = state._replace(cache=(), lookahead=())
     zeros = lambda shape: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)

@@ -26,6 +26,7 @@ from mercury_jax.config import nearest, refuse
 from mercury_jax.decode.sampler import (
     KINDS,
     NOISE,
+    HiddenHead,
     LeaveOneOutMasks,
     LogitsProcessor,
     Memory,
@@ -314,6 +315,7 @@ def rule(
     temperature: float = 0.0,
     stopping: Callable[[], StoppingCriterion] | None = None,
     leave_one_out: LeaveOneOutMasks = False,
+    needs_hidden: bool | HiddenHead = False,
     variable_length: bool = False,
     needs_logits: bool = True,
 ) -> Callable[[Callable[Concatenate[Key, View, Any, P], tuple[Proposal, Any]]], Factory[P, Rule]]: ...
@@ -334,7 +336,8 @@ def rule(
             another function is not registered.
         noise: "absorbing" or "uniform", the kind of noise that it is made for; None for both.
         source: Paper and equation, or reference implementation.
-        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `variable_length` and `needs_logits` of `Rule`.
+        fields: `init`, `temperature`, `stopping`, `leave_one_out`, `needs_hidden`, `variable_length` and `needs_logits`
+            of `Rule`.
 
     Returns:
         A factory: call it with parameters to get a `Rule`.
@@ -355,6 +358,11 @@ def rule(
         raise refuse("stopping of a rule", stopping, allowed)
     if fields.get("leave_one_out", False) not in (False, True, "joint"):
         raise refuse("leave_one_out of a rule", fields["leave_one_out"], "True, False or 'joint'")
+    head = fields.get("needs_hidden", False)
+    if not isinstance(head, bool) and not callable(head):
+        raise refuse(
+            "needs_hidden of a rule", head, "True, False or a function of (params, hidden [B, L, ...])"
+        )
     fields["noise"] = NOISE if noise is None else (noise,)
 
     decorate = part_decorator(Rule, RULES, name, source, fields)

@@ -8,6 +8,7 @@ compute.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,16 +19,23 @@ from jax.sharding import AxisType, Mesh
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode import guidance, inputs, processors
+from mercury_jax.decode import guidance, inputs, processors, rules
 from mercury_jax.decode.cache_refresh import CachePolicy
 from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.sampler import Sampler, check_sampler
-from mercury_jax.decode.session import Session, first_state_program, prefill_program
-from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, sampling_params
+from mercury_jax.decode.session import (
+    Fork,
+    Session,
+    first_state_program,
+    forked_prefill_program,
+    prefill_program,
+)
+from mercury_jax.decode.state import ArrayLike, Rows, SamplingParams, State, sampling_params
+from mercury_jax.decode.stop_texts import check_stops
 from mercury_jax.decode.thinking import continuation_prompt, visible_ids
-from mercury_jax.types import LM
+from mercury_jax.types import LM, Key
 
 
 class Request(NamedTuple):
@@ -51,12 +59,17 @@ class Request(NamedTuple):
     state: Any = None  # the Session of an earlier call
     mesh: Any = None
     schema: Any = None
+    n: Any = 1
+    stop: Any = None
 
     rows: Rows | None = None
     prompts: Sequence[inputs.Prompt] = ()
     end_thinking: int | None = None  # the id that ends the thinking
     infilling: bool = False  # no id ends the answer
     block: int | None = None  # width of the canvas where the rows fix it, instead of the plan's
+    steps: np.ndarray | None = None  # of a block, one per prompt, where efforts differ; None: the plan's
+    stops: Sequence[tuple[str, ...]] = ()  # of each row
+    forked: bool = False  # the n rows of a prompt begin with the same tokens, which are encoded once
 
     def checked(self) -> Request:
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
@@ -80,6 +93,7 @@ class Request(NamedTuple):
             if any(kind != AxisType.Auto for kind in mesh.axis_types):
                 mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return self._replace(
+            n=inputs.check_whole("n", self.n, 1, inputs.MAX_TOKENS, "a whole number of answers, 1 or more"),
             plan=self.plan or Plan(),
             mesh=mesh,
             temperature=None if self.temperature is None else inputs.check_temperature(self.temperature),
@@ -100,38 +114,73 @@ def encode_request(lm: LM, request: Request) -> Request:
     Raises:
         ValueError: Names the argument that does not fit.
     """
-    effort = find_effort(request.effort)
-    prompts = _prompts(lm, request, thinking=effort is not None and effort.thinking > 0)
+    efforts = find_effort(request.effort)
+    thinks = lambda effort: effort is not None and effort.thinking > 0
+    flags = list(map(thinks, efforts)) if isinstance(efforts, list) else thinks(efforts)
+    prompts = _prompts(lm, request, flags)
+    count, n = len(prompts), request.n
+    request = resolve_sampler(lm, request, count)
     max_tokens = inputs.check_max_tokens(lm, prompts, request.max_tokens)
+    seeds = inputs.row_seeds(request.seed, count, n)
+    stops = check_stops(request.stop, count)
     # Room for thinking in each row: of conversations only, and never more than the context leaves.
-    thinking = 0 if effort is None else effort.thinking
-    left = [lm.model.config.context - len(p.ids) - max_tokens - 1 for p in prompts]
-    budgets = [max(0, min(thinking, room)) if p.chat else 0 for p, room in zip(prompts, left, strict=True)]
-    marks = lm.tokenizer.thinking if thinking else None
+    wanted = [
+        0 if e is None else e.thinking for e in (efforts if isinstance(efforts, list) else [efforts] * count)
+    ]
+    left = [
+        lm.model.config.context - len(p.ids) - t - 1
+        for p, t in zip(prompts, max_tokens.tolist(), strict=True)
+    ]
+    budgets = [
+        max(0, min(most, room)) if p.chat else 0 for p, most, room in zip(prompts, wanted, left, strict=True)
+    ]
+    marks = lm.tokenizer.thinking if any(wanted) else None
     if marks is not None:  # where the context leaves no room to think, the answer comes at once
         cut = -len(marks.opening)
         prompts = [
-            p._replace(ids=p.ids[:cut]) if p.chat and not budget else p for p, budget in zip(prompts, budgets)
+            p._replace(ids=p.ids[:cut]) if p.chat and most and not budget else p
+            for p, most, budget in zip(prompts, wanted, budgets, strict=True)
         ]
-    return resolve_sampler(lm, request)._replace(
-        rows=rows_of(prompts, max_tokens, inputs.check_seed(request.seed), budgets),
+    # From here on everything but the parameters of the sampler is one value per row.
+    prompts = [p for p in prompts for _ in range(n)]
+    max_tokens = np.repeat(max_tokens, n)
+    return request._replace(
+        rows=rows_of(prompts, max_tokens, seeds, np.repeat(budgets, n)),
         prompts=prompts,
+        max_tokens=max_tokens,
+        seed=seeds,
+        stops=[texts for texts in stops for _ in range(n)],
         end_thinking=None if marks is None else marks.close,
+        forked=n > 1,
     )
 
 
-def resolve_sampler(lm: LM, request: Request) -> Request:
+def resolve_sampler(lm: LM, request: Request, prompts: int) -> Request:
     """Returns the request with the sampler and the plan that apply, its `logit_bias` among the processors.
 
     Args:
         lm: Its checkpoint and noise set the defaults.
         request: Checked.
+        prompts: How many the call has.
 
     Returns:
-        The request with `sampler` and `plan` set.
+        The request with `sampler`, `plan` and, where each prompt has an effort of its own, `steps` set.
+
+    Raises:
+        ValueError: Names the list that has not one entry per prompt.
     """
+    efforts, steps = find_effort(request.effort), None
+    if isinstance(efforts, list):
+        if len(efforts) != prompts:
+            allowed = f"one for all, or {prompts}: one for each prompt"
+            raise refuse("effort", f"a list of {len(efforts)}", allowed)
+        plans = [choose_sampler(lm, request.sampler, request.plan, effort)[1] for effort in efforts]
+        steps = np.array([plan.steps or 0 for plan in plans])
+        if request.sampler is None and lm.corruption.mask is not None:
+            request = request._replace(sampler=rules.threshold(np.array([effort.p for effort in efforts])))
+        efforts = efforts[0]
     given, temperature = request.sampler, request.temperature
-    sampler, plan = choose_sampler(lm, given, request.plan, find_effort(request.effort), temperature)
+    sampler, plan = choose_sampler(lm, given, request.plan, efforts, temperature)
     if given is None and isinstance(
         sampler, Sampler
     ):  # the model's own, which has the caller's temperature already
@@ -139,10 +188,10 @@ def resolve_sampler(lm: LM, request: Request) -> Request:
     if request.logit_bias:
         sampler = check_sampler(sampler)
         sampler = sampler._replace(processors=(*sampler.processors, processors.bias(request.logit_bias)))
-    return request._replace(sampler=sampler, plan=plan)
+    return request._replace(sampler=sampler, plan=plan, steps=steps)
 
 
-def _prompts(lm: LM, request: Request, thinking: bool) -> list[inputs.Prompt]:
+def _prompts(lm: LM, request: Request, thinking: bool | list[bool]) -> list[inputs.Prompt]:
     """The prompts of a request, after the session that they continue."""
     session: Session | None = request.state
     previous = () if session is None else session.prompts
@@ -156,6 +205,46 @@ def _prompts(lm: LM, request: Request, thinking: bool) -> list[inputs.Prompt]:
         raise refuse("prompt", f"{len(prompts)} prompts", f"{session.rows}, one for each row of state")
     pairs = zip(session.tokens, prompts, strict=True)
     return [inputs.Prompt([*map(int, before), *new.ids], new.chat) for before, new in pairs]
+
+
+def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
+    """Prepares the call that finishes the answers of a session which `passes` stopped.
+
+    Args:
+        lm: The model.
+        request: Checked, with `state` and without a prompt.
+
+    Returns:
+        The request with its sampler, for answers that are continued after their thinking; and a copy of the session,
+        because running one uses its state up.
+
+    Raises:
+        ValueError: An argument that only a new answer can have.
+    """
+    session: Session = request.state
+    check_session(lm, session)
+    for name, default in (
+        ("n", 1),
+        ("guidance", None),
+        ("negative", None),
+        ("schema", None),
+        ("logprobs", None),
+    ):
+        if getattr(request, name) != default:
+            raise refuse(
+                name, getattr(request, name), f"{default} without a prompt: state has begun its answers"
+            )
+    if is_guided(session) and request.effort is not None:
+        raise refuse("effort", request.effort, "None with the state of a guided call")
+    whole = lambda name, value: inputs.check_whole(name, value, 1, inputs.MAX_TOKENS)
+    request = resolve_sampler(lm, request, session.rows)._replace(
+        prompts=session.prompts,
+        max_tokens=np.array(inputs.per_prompt("max_tokens", request.max_tokens, session.rows, whole)),
+        seed=inputs.row_seeds(request.seed, session.rows),
+        stops=check_stops(request.stop, session.rows) or session.stops,
+    )
+    state = jax.tree.map(jnp.copy, session.state)
+    return request, dataclasses.replace(session, state=state, stops=list(request.stops))
 
 
 def check_session(lm: LM, session: Session) -> None:
@@ -175,15 +264,15 @@ def check_session(lm: LM, session: Session) -> None:
 def rows_of(
     prompts: Sequence[inputs.Prompt],
     max_tokens: int | np.ndarray,
-    seed: int,
-    thinking: Sequence[int] | None = None,
+    seed: int | np.ndarray | Key,
+    thinking: Sequence[int] | np.ndarray | None = None,
 ) -> Rows:
     """Lays prompts out as left-aligned rows.
 
     Args:
         prompts: As ids.
         max_tokens: Most tokens of an answer; one number, or one per row.
-        seed: Row i draws from seed + i.
+        seed: Row i draws from seed + i, or from seed[i]; numbers or keys, as of `inputs.row_seeds`.
         thinking: Most tokens of thinking in each row; None: no row thinks.
 
     Returns:
@@ -198,21 +287,8 @@ def rows_of(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt.ids)] = prompt.ids
     given = np.arange(tokens.shape[1]) < lengths[:, None]
-    seeds = row_seeds(seed, len(prompts))
+    seeds = inputs.row_seeds(seed, len(prompts))
     return Rows(tokens, given, lengths, end, seeds, answer_budget=answer_budget if budgets.any() else None)
-
-
-def row_seeds(seed: int, rows: int) -> np.ndarray:
-    """Returns the seed of each row [B]: seed + i.
-
-    Args:
-        seed: Of the call.
-        rows: B.
-
-    Returns:
-        Seeds in 0..2**31 - 1.
-    """
-    return (seed + np.arange(rows)) % 2**31
 
 
 def start(lm: LM, request: Request) -> Session:
@@ -230,27 +306,74 @@ def start(lm: LM, request: Request) -> Session:
     """
     rows = request.rows
     assert rows is not None
-    guided = _guidance(lm, request, len(rows.committed))
+    weights, negatives = _guidance(lm, request)
     config, sampling, padded = configure(lm, request)
     state = first_state_program(config, sampling, padded)
+    fork = fork_of(request, state.done.shape[0])
     with inputs.explain_wrong_params(lm):
-        if guided is not None:
-            weights, negatives = guided
+        if negatives is not None:
             (batch, slots), prompts = state.tokens.shape, rows.committed.tolist()
+            assert weights is not None
             cache = guidance.start(lm.model, lm.params, batch, slots, prompts, negatives, weights)
             state = state._replace(cache=cache)
         if request.state is not None:  # the keys of the earlier state, in a cache of this one's size
-            before = request.state.state
-            write = lambda new, old: new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
-            fit = lambda new, old: jnp.copy(old) if new.shape == old.shape else write(new, old)
-            cache = jax.tree.map(fit, state.cache, before.cache)
-            state = state._replace(cache=cache, cache_length=jnp.copy(before.cache_length))
+            state = _with_earlier_keys(lm, state, request.state.state, fork, weights)
         pending = int((rows.committed - np.asarray(state.cache_length)[: len(rows.committed)]).max())
-        width = prefill_width(config, state.tokens.shape[1])
-        if width is not None and pending > config.own_prefill:
+        width = prefill_width(config, state.tokens.shape[1], always=fork is not None)
+        if width is not None and fork is not None:
+            state = forked_prefill_program(config, lm.params, state, fork, width)
+        elif width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
-    return Session(config, state, len(rows.committed), mesh, list(request.prompts))
+    return Session(config, state, len(rows.committed), mesh, list(request.prompts), list(request.stops))
+
+
+def fork_of(request: Request, rows: int) -> Fork | None:
+    """Says which rows of a call share a prompt.
+
+    Args:
+        request: As `encode_request` made it.
+        rows: B, with those that fill the bucket; they take the last prompt.
+
+    Returns:
+        The fork; None where every row has a prompt of its own.
+    """
+    if not request.forked:
+        return None
+    prompts = len(request.prompts) // request.n
+    # As many as a power of two, so that few shapes are compiled; the last prompt is then encoded in several rows.
+    first = np.minimum(np.arange(1 << (prompts - 1).bit_length()), prompts - 1) * request.n
+    return Fork(first, np.minimum(np.arange(rows) // request.n, prompts - 1))
+
+
+def _with_earlier_keys(
+    lm: LM, state: State, before: State, fork: Fork | None, weights: np.ndarray | None
+) -> State:
+    """The state with the cache of an earlier one, in as many slots as are there now; forked rows copy their prompt's.
+
+    A guided call continues with the keys of both its branches, and with its weight unless there is another one.
+    """
+
+    rows, same = len(state.done), fork is None and len(before.done) == len(state.done)
+    source = np.minimum(np.arange(rows) if fork is None else fork.source, len(before.done) - 1)
+    take = lambda old: jnp.copy(old) if same else old[source]
+
+    def fit(new: Any, old: Any) -> Any:
+        write = lambda new, old: new.at[:, : old.shape[1]].set(old[:, : new.shape[1]])
+        one = lambda new, old: take(old) if new.shape[1:] == old.shape[1:] else write(new, take(old))
+        return jax.tree.map(one, new, old)
+
+    cache, old = state.cache, before.cache
+    if isinstance(cache, guidance.GuidedCache) and isinstance(old, guidance.GuidedCache):
+        cache = guidance.resized(lm.model, old, rows, state.tokens.shape[1], take, fit)
+        if weights is not None:
+            wide = np.pad(weights, (0, rows - len(weights)))
+            cache = dataclasses.replace(cache, weight=jnp.asarray(wide, cache.weight.dtype))
+    elif isinstance(cache, guidance.GuidedCache):  # guided from here on
+        cache = dataclasses.replace(cache, conditional=fit(cache.conditional, old))
+    else:
+        cache = fit(cache, old)
+    return state._replace(cache=cache, cache_length=take(jnp.asarray(before.cache_length)))
 
 
 def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, Rows]:
@@ -273,6 +396,10 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
     for processor in (*sampler.processors, *sampler.allow):
         processors.check_ids(processor, model_config.vocab)
+    if plan.whole_blocks and model_config.pattern == "block_causal" and rows.answer_budget is None:
+        block = model_config.block
+        whole = np.minimum(-(-np.asarray(rows.end) // block) * block, model_config.context)
+        rows = rows._replace(end=np.where(rows.end > rows.committed, whole, rows.end))
     # Slots for the furthest position that any row can reach.
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
@@ -280,7 +407,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     model = lm.model
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
-    if request.guidance is not None:
+    if request.guidance is not None or is_guided(request.state):
         if isinstance(plan.refresh, CachePolicy):
             raise refuse("guidance", request.guidance, f"None with the cache policy {plan.refresh.name}")
         if sampler.speculate is not None:
@@ -298,7 +425,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     ways = 1 if request.mesh is None else request.mesh.shape["data"]
     count = -(-(1 << (len(rows.committed) - 1).bit_length()) // ways) * ways
     padded = _padded(rows, longest, sampler, count, slots)
-    sampling = sampling_params(lm, config, sampler, plan.steps, len(rows.committed))
+    steps = plan.steps if request.steps is None else request.steps
+    sampling = sampling_params(lm, config, sampler, steps, len(rows.committed), request.n)
     if request.end_thinking is not None:
         sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
@@ -319,14 +447,17 @@ def _padded(rows: Rows, longest: ArrayLike, sampler: Sampler, count: int, slots:
     # A rule of variable length says how short an answer starts; a hole's length is the caller's.
     starts_short = sampler.rule.variable_length and rows.max_end is None
     first = sampler.rule.params.get("start") if starts_short else None
+    if first is not None and np.ndim(first):  # one for each prompt
+        first = np.repeat(first, len(rows.committed) // len(np.asarray(first)))
     end = rows.end if first is None else np.minimum(rows.committed + np.asarray(first), rows.end)
     none = np.zeros(len(rows.committed), np.int32)
+    last = np.minimum(np.arange(count), len(rows.committed) - 1)  # added rows take a key that exists
     return Rows(
         tokens=wide(rows.tokens),
         given=wide(rows.given),
         committed=long(rows.committed),
         end=long(end),
-        seeds=long(rows.seeds),
+        seeds=long(rows.seeds) if isinstance(rows.seeds, np.ndarray) else rows.seeds[last],
         draft=wide(np.zeros_like(rows.given) if rows.draft is None else rows.draft),
         prompt=long(rows.committed if rows.prompt is None else rows.prompt),
         max_end=long(longest),
@@ -347,28 +478,52 @@ def row_mesh(lm: LM, mesh: Mesh | None) -> Mesh | None:
     return None if mesh is not None and mesh == sharding.model_parallel_mesh(lm.params) else mesh
 
 
-def _guidance(lm: LM, request: Request, rows: int) -> tuple[np.ndarray, list[list[int]]] | None:
-    """Guidance weights [B] and the ids of the negative prompts; None without guidance."""
-    weight, negative = request.guidance, request.negative
+def is_guided(session: Session | None) -> bool:
+    """Returns whether a session has the keys of two branches.
+
+    Args:
+        session: Of an earlier call, or None.
+
+    Returns:
+        Whether that call had `guidance=`.
+    """
+    return session is not None and isinstance(session.state.cache, guidance.GuidedCache)
+
+
+def _guidance(lm: LM, request: Request) -> tuple[np.ndarray | None, list[list[int]] | None]:
+    """Guidance weights [B] where the call has any, and what the other branch reads where it has read nothing yet."""
+    weight, negative, rows = request.guidance, request.negative, request.rows
+    assert rows is not None
+    continues = is_guided(request.state)
+    if continues and negative is not None:
+        allowed = "None: the other branch of the call that state= continues has read its negative prompt"
+        raise refuse("negative", negative, allowed)
+    if continues and request.effort is not None:
+        raise refuse("effort", request.effort, "None with the state of a guided call")
     if weight is None:
         if negative is not None:
             raise refuse("negative", negative, "None without guidance=")
-        return None
-    if request.state is not None:
-        raise refuse("guidance", weight, "None with state=: a session keeps the keys of one branch")
+        return None, None
+    prompts = len(rows.committed) // request.n
     weights = np.asarray(weight)
-    numeric = weights.dtype.kind in "iuf" and weights.shape in ((), (rows,))
+    numeric = weights.dtype.kind in "iuf" and weights.shape in ((), (prompts,))
     if not numeric or not np.isfinite(weights).all():
-        raise refuse("guidance", weight, f"a finite number, or one for each of the {rows} prompts")
-    weights = np.broadcast_to(weights.astype(np.float32), (rows,))
+        raise refuse("guidance", weight, f"a finite number, or one for each of the {prompts} prompts")
+    weights = np.repeat(np.broadcast_to(weights.astype(np.float32), (prompts,)), request.n)
+    if continues:
+        return weights, None
     if negative is None:
-        return weights, [[]] * rows
-    texts = inputs.prompt_rows(lm, negative, rows, "negative")
-    room = lm.model.config.context - request.max_tokens
-    for i, ids in enumerate(texts):
+        return weights, [[] for _ in weights]
+    if isinstance(negative, str) and negative == "masked":
+        if lm.corruption.mask is None:
+            raise refuse("negative", negative, "a prompt: a model of uniform noise has no mask token")
+        return weights, [[lm.corruption.mask] * int(length) for length in rows.committed]
+    texts = [ids for ids in inputs.prompt_rows(lm, negative, prompts, "negative") for _ in range(request.n)]
+    for i, (ids, most) in enumerate(zip(texts, request.max_tokens, strict=True)):
+        room = lm.model.config.context - int(most)
         if len(ids) > room:
             allowed = f"at most {room}: context less max_tokens"
-            raise refuse(f"negative[{i}]", f"{len(ids)} tokens", allowed)
+            raise refuse(f"negative[{i // request.n}]", f"{len(ids)} tokens", allowed)
     return weights, texts
 
 
@@ -390,7 +545,9 @@ def continue_request(
     for i, (prompt, reply) in enumerate(zip(request.prompts, replies, strict=True)):
         begun, budget = inputs.Prompt([*prompt.ids, *reply], True), 0
         if i in which:
-            begun, budget = continuation_prompt(lm.tokenizer, prompt.ids, reply, request.max_tokens, context)
+            begun, budget = continuation_prompt(
+                lm.tokenizer, prompt.ids, reply, int(request.max_tokens[i]), context
+            )
         prompts.append(begun)
         budgets.append(budget)
     sampler = check_sampler(request.sampler)
@@ -400,4 +557,5 @@ def continue_request(
         rows=rows_of(prompts, np.asarray(budgets), request.seed),
         end_thinking=None,
         state=None,
+        forked=False,
     )

@@ -13,6 +13,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,17 +24,27 @@ from jax.sharding import Mesh
 from mercury_jax import sharding
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode import constrained
-from mercury_jax.decode.decode_config import prefill_width
-from mercury_jax.decode.defaults import Effort, choose_sampler
+from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
+from mercury_jax.decode.decoder import encodable_tokens
+from mercury_jax.decode.defaults import EffortLike, choose_sampler
 from mercury_jax.decode.grammar import Spec
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompt, Prompts, check_lm, check_whole, explain_wrong_params
+from mercury_jax.decode.inputs import (
+    MAX_TOKENS,
+    Prompt,
+    Prompts,
+    Seeds,
+    WholeNumbers,
+    check_lm,
+    check_whole,
+    explain_wrong_params,
+)
 from mercury_jax.decode.request import (
     Request,
-    check_session,
     configure,
     continue_request,
     encode_request,
-    resolve_sampler,
+    fork_of,
+    resume_request,
     row_mesh,
     rows_of,
     start,
@@ -51,7 +62,8 @@ from mercury_jax.decode.session import (
     run_sharded_program,
 )
 from mercury_jax.decode.state import Frame, first_state
-from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.stop_texts import end_stopped_rows, watched_rows
+from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM
 
@@ -72,27 +84,38 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Output:
-    """Answers, and what they cost. Lists have one entry per prompt."""
+    """Answers, and what they cost.
+
+    Lists have one entry per answer, in the order prompt 0's `n` answers, prompt 1's `n` answers, and so on: answer k
+    belongs to prompt k // n.
+    """
 
     texts: list[str]  # the answers; of conversations without their thinking
     tokens: list[np.ndarray] = field(repr=False)  # emitted ids, without the end of text
     forwards: np.ndarray  # int [B], denoising and verifying passes of each row, one after the other (NFE)
-    finish: list[str]  # "stop": the model ended its answer; "length": max_tokens did; "paused"
+    finish: list[str]  # "stop": the model or a stop text ended the answer; "length": max_tokens did; "paused"
     seconds: float  # of decoding, compilation included
     thinking: list[str | None] = field(repr=False)
     passes: int = 0  # of the device loop: those of the slowest row, encoding included
-    encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))  # tokens encoded, [B]
+    # Tokens encoded, [B]; a prompt with several answers counts for the first of them.
+    encoded: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     history: list[Frame] = field(repr=False, default_factory=list)  # one Frame per pass, on request
     logprobs: list[LogProbs] | None = field(repr=False, default=None)  # on request
     state: Session | None = field(repr=False, default=None)  # on request
     # int [B], canvases that these passes computed for each row: more than `forwards` with `Plan(lookahead=)`, whose
     # passes compute drafts too.
     evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
+    n: int = 1  # answers to each prompt
 
     @property
     def text(self) -> str:
-        """The answer to the first prompt."""
+        """The first answer to the first prompt."""
         return self.texts[0]
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The texts by prompt: one list of `n` answers for each."""
+        return [self.texts[i : i + self.n] for i in range(0, len(self.texts), self.n)]
 
     @property
     def lengths(self) -> list[int]:
@@ -114,12 +137,14 @@ def sample(
     lm: LM,
     prompt: Prompts | None,
     *,
-    max_tokens: int = 64,
-    seed: int = 0,
+    n: int = 1,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
     temperature: Param | Sequence[float] | None = None,
-    effort: str | Effort | None = None,
+    effort: EffortLike | Sequence[EffortLike] | None = None,
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     guidance: Param | Sequence[float] | None = None,
     negative: Prompts | None = None,
@@ -131,25 +156,37 @@ def sample(
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
 ) -> Output:
-    """Decodes an answer to each prompt.
+    """Decodes answers to each prompt.
+
+    What may be a list below has one entry per prompt, and the n answers to a prompt share its entry. So do the
+    parameters of a rule: `rules.threshold([0.5, 0.9])`.
 
     Args:
         lm: The model, from `mj.load()`.
         prompt: A text, a conversation (a list of {"role", "content"}, a content being a text or a list of text parts
-            {"type": "text", "text": ...}), ids, or a list of these.
-        max_tokens: Most tokens of an answer, its thinking not counted.
-        seed: Row i draws from seed + i.
+            {"type": "text", "text": ...}), ids (a list, or an array of numpy or JAX), or a list of these; a 2-D array
+            is a list of ids.
+        n: Answers to each prompt, which is encoded once.
+        max_tokens: Most tokens of an answer, its thinking not counted; one number or a list.
+        seed: Answer j of prompt i draws from seed + i n + j; with a list, from seed[i] + j. In place of a number s it
+            may be a key of `jax.random.key`, where `fold_in(key, k)` stands for s + k.
         sampler: A rule such as `rules.threshold(0.9)`, or a `Sampler`. None: the model's own.
         plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per prompt (None: the rule's own; 0: argmax).
-        effort: "instant", "low", "medium", "high" or an `Effort`. Conversations then think first, within its budget.
+        temperature: Of drawn tokens, one number or a list (None: the rule's own; 0: argmax).
+        effort: "instant", "low", "medium", "high" or an `Effort`, or a list of these. Conversations then think first,
+            within its budget.
+        stop: Texts at which an answer ends: it is cut before the first of them (the one that ends first), and its
+            tokens end with the one that completes the text. A list of texts for all prompts, or a list of such lists
+            (or None). Thinking is not searched. Not with schema.
         logit_bias: {id: bias}, or a list with one such table (or None) per prompt.
         guidance: Weight of classifier-free guidance, one number or one per prompt; 0 changes nothing.
         negative: What the other branch of the guidance reads in place of the prompt: one, or one per prompt. None:
-            the answer alone.
+            nothing, so that it sees the answer alone. "masked": a mask in place of each token of the prompt, which
+            is the guidance of LLaDA (`cfg_scale` of its generate.py).
         logprobs: Keep log-probabilities, with this many alternatives at each token.
-        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, or None to finish a call
-            that `passes` stopped.
+        state: Continue from an earlier call's `Output.state`: `prompt` is what comes next, one for each answer of
+            that call, or None to finish a call that `passes` stopped. A guided call is continued with the keys of
+            both branches and its weight, or with another `guidance`: then both read what comes next.
         keep: Fill `Output.state`.
         passes: Stop after this many passes.
         history: Keep a `Frame` of every pass.
@@ -175,59 +212,75 @@ def sample(
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh, schema=schema,
+        mesh=mesh, schema=schema, n=n, stop=stop,
     ).checked()  # fmt: skip
     grammars = None if schema is None else constrained.rows_of_request(lm, request, passes)
     if state is not None and prompt is None:
-        check_session(lm, state)
-        # Running a session uses its state up: the caller's stays readable.
-        session = dataclasses.replace(state, state=jax.tree.map(jnp.copy, state.state))
-        request = resolve_sampler(lm, request._replace(prompts=session.prompts))
+        request, session = resume_request(lm, request)
     else:
         request = encode_request(lm, request)
         if grammars is not None:
             request = constrained.with_grammar_mask(lm, request)
-        elif not (keep or history or passes or state or mesh or effort) and guidance is negative is None:
-            answers, made = _decode_at_once(lm, request)
-            return dataclasses.replace(collect(lm, answers, request.prompts, began), passes=made)
+        elif (
+            not (keep or history or passes or state or mesh or effort or stop)
+            and guidance is negative is None
+        ):
+            answers, made, cached = _decode_at_once(lm, request)
+            out = collect(lm, answers, request.prompts, began, cached=cached)
+            return dataclasses.replace(out, passes=made, n=n)
         session = start(lm, request)
-    cached = np.zeros(session.rows, int)
-    if state is not None:
-        cached = np.asarray(state.state.cache_length)[: session.rows]
+    cached = _cached(request, session.config)
     if grammars is not None:
         session, frames, made = constrained.run(lm, session, grammars, history)
     else:
         session, frames, made = _run(lm, session, passes, history)
-    out = collect(lm, read_answers(session.state), session.prompts, began, frames, cached)
+    answers = read_answers(session.state)
+    out = collect(lm, answers, session.prompts, began, frames, cached, session.stopped)
     if effort is not None and passes is None and grammars is None:
         out, session, more = _continue_empty_answers(lm, request, session, out)
         made += more
     keep = keep or state is not None or passes is not None
-    return dataclasses.replace(out, passes=made, state=session if keep else None)
+    return dataclasses.replace(out, passes=made, state=session if keep else None, n=n)
 
 
-def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int]:
-    """Decodes a request that keeps nothing: one program, one transfer back."""
+def _cached(request: Request, config: DecodeConfig) -> np.ndarray:
+    """Tokens [B] that were in the KV cache when a call began; all but the first answer to a prompt find it there."""
+    cached = np.zeros(len(request.prompts), int)
+    if request.state is not None:
+        before = np.asarray(request.state.state.cache_length)[: request.state.rows]
+        cached = np.repeat(before, len(cached) // len(before))
+    if request.forked and request.rows is not None and config.model.config.pattern != "bidirectional":
+        ready = np.asarray(encodable_tokens(config, jnp.asarray(request.rows.committed)))
+        cached = np.where(np.arange(len(cached)) % request.n > 0, ready, cached)
+    return cached
+
+
+def _decode_at_once(lm: LM, request: Request) -> tuple[Answers, int, np.ndarray]:
+    """Decodes a request that keeps nothing: one program, one transfer back. Also what was cached, as of `_cached`."""
     config, sampling, rows = configure(lm, request)
+    fork = fork_of(request, len(rows.committed))
     with explain_wrong_params(lm):
-        width = prefill_width(config, rows.tokens.shape[1])
-        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows))
-    return answers, int(made)
+        width = prefill_width(config, rows.tokens.shape[1], always=fork is not None)
+        answers, made = jax.device_get(decode_program(config, width, lm.params, sampling, rows, fork))
+    return answers, int(made), _cached(request, config)
 
 
 def _run(lm: LM, session: Session, passes: int | None, history: bool) -> tuple[Session, list[Frame], int]:
     """Runs a session to its end, or for some passes; returns its frames if asked for, and the passes made."""
-    if not history and passes is None:
+    watch = watched_rows(session)
+    if not history and passes is None and watch is None:
         session, _, made = advance(lm, session, None)
         return session, [], int(np.max(jax.device_get(made)))
     frames: list[Frame] = []
-    total = 0
+    total, checked = 0, np.zeros(session.state.done.shape[0], int)
     while not session.done and (passes is None or total < passes):
-        # Whole chunks and then single passes: two programs serve every number.
+        # Whole chunks and then single passes: two programs serve every number. Stop texts alone need no frames.
         size = HISTORY_PASSES if passes is None or passes - total >= HISTORY_PASSES else 1
-        session, chunk, made = advance(lm, session, size)
+        session, chunk, made = advance(lm, session, size if history or passes is not None else None, watch)
         host, count = jax.device_get(chunk), int(np.max(jax.device_get(made)))
         total += count
+        if watch is not None:
+            session, checked = end_stopped_rows(lm, session, checked)
         for i in range(count if history else 0):
             frames.append(jax.tree.map(lambda x, i=i, n=session.rows: x[i, :n], host))
     return session, frames, total
@@ -240,6 +293,7 @@ def collect(
     began: float,
     frames: list[Frame] | None = None,
     cached: np.ndarray | int = 0,
+    stopped: Mapping[int, str] = MappingProxyType({}),
 ) -> Output:
     """Makes the output of a call.
 
@@ -250,6 +304,7 @@ def collect(
         began: `time.perf_counter()` at the start of the call.
         frames: To keep in the output.
         cached: Tokens [B] that were in the KV cache when the call began.
+        stopped: The answers of the rows that a stop text has ended; their last token may hold more.
 
     Returns:
         The answers.
@@ -260,20 +315,23 @@ def collect(
     host: Any = jax.device_get(found)
     count = len(prompts)
     check_nan_steps(host.nan_step[:count])
-    tokens, prompt, end, done = host.tokens, host.prompt, host.end, host.done
-    ends = np.where(done, end, np.maximum(host.committed, prompt))
-    answers = [tokens[i, prompt[i] : ends[i]] for i in range(count)]
+    tokens, first, end, done = host.tokens, host.prompt, host.end, host.done
+    ends = np.where(done, end, np.maximum(host.committed, first))
+    answers = [tokens[i, first[i] : ends[i]] for i in range(count)]
     seconds = time.perf_counter() - began
-    decoded = [decode_answer(lm, ids, p.chat) for ids, p in zip(answers, prompts, strict=True)]
+    decoded = []
+    for i, (ids, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        thinking, text = decode_answer(lm, ids, prompt.chat)
+        decoded.append((thinking, stopped.get(i, text)))
     stops = {lm.model.config.eos, *lm.model.config.ends}
     finish = []
     for i in range(count):  # the end of text is just after an answer that the model ended
-        ended = not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
+        ended = i in stopped or not stops.isdisjoint(tokens[i, ends[i] : ends[i] + 1].tolist())
         finish.append(("stop" if ended else "length") if done[i] else "paused")
     logprobs = None
     if isinstance(host.logprobs, LogprobBuffer):
         kept: Any = host.logprobs
-        logprobs = [LogProbs(*(x[i, prompt[i] : ends[i]] for x in kept)) for i in range(count)]
+        logprobs = [LogProbs(*(x[i, first[i] : ends[i]] for x in kept)) for i in range(count)]
     return Output(
         texts=[answer for _, answer in decoded],
         tokens=answers,
@@ -288,28 +346,13 @@ def collect(
     )
 
 
-def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
-    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
-
-    Args:
-        lm: Its tokenizer decodes.
-        ids: Of one answer.
-        chat: Whether the prompt was a conversation.
-
-    Returns:
-        The thinking or None, and the answer.
-    """
-    if chat:
-        return lm.tokenizer.split_answer(ids.tolist())
-    return None, lm.tokenizer.decode(ids.tolist())
-
-
 def _continue_empty_answers(
     lm: LM, request: Request, session: Session, out: Output
 ) -> tuple[Output, Session, int]:
     """Continues conversations whose answer shows no text, after their thinking; also returns the further passes."""
     prompts, replies = request.prompts, [tuple(map(int, ids)) for ids in out.tokens]
-    which = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    empty = [i for i, prompt in enumerate(prompts) if prompt.chat and not out.texts[i].strip()]
+    which = [i for i in empty if i not in session.stopped]
     if not which:
         return out, session, 0
     for i in which:
@@ -317,12 +360,13 @@ def _continue_empty_answers(
     began = time.perf_counter() - out.seconds
     session = start(lm, continue_request(lm, request, replies, which))
     session, frames, made = _run(lm, session, None, bool(out.history))
-    more = collect(lm, read_answers(session.state), session.prompts, began, [*out.history, *frames])
+    frames, answers = [*out.history, *frames], read_answers(session.state)
+    more = collect(lm, answers, session.prompts, began, frames, stopped=session.stopped)
     texts, thinking, finish = list(out.texts), list(out.thinking), list(out.finish)
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
         tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)
+        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)[0], more.texts[i]
         finish[i] = more.finish[i]
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])

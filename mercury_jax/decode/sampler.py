@@ -29,7 +29,7 @@ from jax import dtypes
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import refuse
-from mercury_jax.types import Key, Proposal, View
+from mercury_jax.types import Hidden, Key, Params, Proposal, View
 
 Memory: TypeAlias = Any  # a pytree of arrays that a rule or a stopping criterion carries from step to step
 Param: TypeAlias = float | jax.Array | np.ndarray  # one number, or one per row
@@ -71,6 +71,15 @@ class StoppingFunction(Protocol):
         self, view: View, proposal: Proposal, memory: Memory, /
     ) -> tuple[Bool[Array, ""] | bool, Memory]:
         """Returns whether the block is finished, and the memory for the next step."""
+        ...
+
+
+@runtime_checkable
+class HiddenHead(Protocol):
+    """What a rule reads of the hidden states of a pass: `Rule.needs_hidden`."""
+
+    def __call__(self, params: Params, hidden: Hidden, /) -> Any:
+        """Returns arrays [B, L, ...] of the model's parameters and the windows' hidden states, leaves [B, L, ...]."""
         ...
 
 
@@ -151,6 +160,9 @@ class Rule:
         leave_one_out: Whether it reads `view.leave_one_out`, for which each pass also feeds a mask for each position
             of the window. Such a mask does not see the token at its position; with True it sees none of the other
             masks either, with "joint" it sees all of them.
+        needs_hidden: Whether it reads `view.hidden`. With True that are the hidden states of the window as the model's
+            head reads them, leaves [L, ...]. With a function head(params, hidden) they are what the function makes of
+            the model's parameters and these states, such as the score [L] of a trained planner or remasker.
         variable_length: Whether it inserts or deletes positions.
         needs_logits: Whether it reads `view.logits`. If no part does, a large vocabulary is processed in chunks
             and all of its logits never exist at once.
@@ -164,6 +176,7 @@ class Rule:
     stopping: Callable[[], StoppingCriterion] | None = None
     noise: tuple[str, ...] = NOISE
     leave_one_out: LeaveOneOutMasks = False
+    needs_hidden: bool | HiddenHead = False
     variable_length: bool = False
     needs_logits: bool = True
 
@@ -472,12 +485,13 @@ def _check_part(field: str, part: Any, kind: type, allowed: str) -> Any:
     raise refuse(field, part, allowed)
 
 
-def broadcast_params(tree: Any, rows: int) -> Any:
+def broadcast_params(tree: Any, rows: int, n: int = 1) -> Any:
     """Broadcasts every parameter of a sampler to one value per row, by numpy where it is not a JAX array.
 
     Args:
-        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per row.
+        tree: A sampler or a part. Numbers are repeated; arrays must have one entry per prompt.
         rows: B.
+        n: Rows of each prompt, which stand beside each other.
 
     Returns:
         The same tree with arrays [B, ...].
@@ -493,10 +507,12 @@ def broadcast_params(tree: Any, rows: int) -> Any:
         array = xp.asarray(array, dtypes.canonicalize_dtype(jnp.result_type(array)))
         if isinstance(x, Static):
             return Static(xp.broadcast_to(array, (rows, *array.shape)))
-        x = array
-        if x.ndim and x.shape[0] != rows:
+        if array.ndim == 0:
+            return xp.broadcast_to(array, (rows,))
+        if array.shape[0] * n != rows:
             name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
-            raise refuse(f"shape of {name}", list(x.shape), f"a number, or one for each of the {rows} rows")
-        return x if x.ndim else xp.broadcast_to(x, (rows,))
+            allowed = f"a number, or one for each of the {rows // n} {'rows' if n == 1 else 'prompts'}"
+            raise refuse(f"shape of {name}", list(array.shape), allowed)
+        return array if n == 1 else xp.repeat(array, n, axis=0)
 
     return jax.tree_util.tree_map_with_path(widen, tree, is_leaf=lambda x: isinstance(x, Static))

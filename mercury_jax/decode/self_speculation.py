@@ -6,6 +6,8 @@ position, as plain autoregressive decoding would draw it, and the draft is accep
 beyond it comes for free. So every emitted token is the one that autoregressive decoding emits with the same seed:
 whatever is drafted, only the number of passes changes (LinearSpec; TiDAR, arXiv 2511.08923). With a canvas of one
 token there is no draft, and this is autoregressive decoding.
+
+`first_tokens` lets a model of causal blocks with shifted logits decide a block's first token in the same way.
 """
 
 from __future__ import annotations
@@ -28,6 +30,63 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.decode.token_stats import LogprobBuffer, draw, update_logprobs, write_at
 from mercury_jax.decode.view import process_logits, row_view
+from mercury_jax.types import Params
+
+
+def first_tokens(
+    config: DecodeConfig, params: Params, hidden: Any, rows: Bool[Array, "B"], moved: State
+) -> State:
+    """Decides the first token of the next block by the pass that has encoded the block before it.
+
+    A model of causal blocks whose logits are shifted predicts that token from the last one of a finished block, which
+    no later token changes. Fast-dLLM v2 (arXiv 2509.26328; `generate` in the checkpoint's modeling.py) takes the argmax
+    at any temperature, and denoises the block with this token in place.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        hidden: Of each row's window [B, L, ...]; its last position is the last of the encoded block.
+        rows: Rows whose block is encoded and that hold no token after it.
+        moved: The state after the other rows' steps.
+
+    Returns:
+        The state with one more committed token in these rows.
+    """
+    logits = config.model.head(params, jax.tree.map(lambda x: x[:, -1:], hidden))
+    changes = jax.vmap(functools.partial(_first_token, config))(moved.without_cache(), logits)
+    here = lambda known: jnp.take_along_axis(known, moved.committed[:, None], axis=1)[:, 0]
+    rows = rows & (moved.committed < moved.end) & ~here(moved.given) & ~here(moved.draft)
+    if not isinstance(moved.sampling.constrained, tuple):
+        rows = rows & ~moved.sampling.constrained
+    return update_rows(moved, rows, changes)
+
+
+def _first_token(config: DecodeConfig, row: State, logits: Float[Array, "1 V"]) -> dict[str, Any]:
+    """The fields of one row that change where its next token is the argmax of these logits."""
+    at, one = row.committed[None], jnp.ones(())
+    open_token = jnp.ones((1,), bool)
+    blank = jnp.full((1,), config.corruption.mask or 0, jnp.int32)
+    view = row_view(
+        config, row, canvas=blank, answer=blank, editable=open_token, masked=open_token, used=jnp.int32(1),
+        growth=jnp.int32(0), noise=blank, t=one, s=one, alpha_t=one * 0, alpha_s=one * 0, steps=jnp.int32(1),
+        position=at[0] - row.prompt,
+    )  # fmt: skip
+    token = process_logits(config, row, view, at, logits).argmax(-1).astype(jnp.int32)
+    ended = ends_text(config, token, row)[0]
+    ended |= (row.answer_budget > 0) & (token[0] == row.sampling.end_thinking)
+    end = jnp.where(ended, row.committed, row.end)  # the end of text itself is not part of the text
+    committed = jnp.minimum(row.committed + 1, end)
+    changes: dict[str, Any] = dict(
+        tokens=write_at(row.tokens, token, row.committed),
+        committed=committed,
+        end=end,
+        done=ended | (committed >= end),
+    )
+    changes |= close_thinking(row, changes)
+    changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
+    if isinstance(row.logprobs, LogprobBuffer):
+        changes["logprobs"] = update_logprobs(row.logprobs, logits, token, open_token, row.committed)
+    return changes
 
 
 def verify(

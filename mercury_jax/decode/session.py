@@ -38,6 +38,10 @@ class Session:
     rows: int  # of the request; further rows of the state only fill its bucket
     mesh: Mesh | None = field(repr=False)  # its devices decode rows of their own; None: all share all passes
     prompts: list[Prompt] = field(repr=False, default_factory=list)
+    stops: list[tuple[str, ...]] = field(repr=False, default_factory=list)  # of each row; []: no row has any
+    stopped: dict[int, str] = field(
+        repr=False, default_factory=dict
+    )  # answers of rows that a stop text has ended
 
     @property
     def done(self) -> bool:
@@ -53,13 +57,16 @@ class Session:
         return [tokens[i, : ends[i]] for i in range(self.rows)]
 
 
-def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Frame | None, jax.Array]:
+def advance(
+    lm: LM, session: Session, passes: int | None, watch: np.ndarray | None = None
+) -> tuple[Session, Frame | None, jax.Array]:
     """Runs a session, without waiting for the device.
 
     Args:
         lm: Its parameters are used.
         session: Its state is donated: it cannot be read afterwards.
         passes: Most passes; None: until every row is done.
+        watch: Also stop after a pass in which one of these rows [B] has committed tokens.
 
     Returns:
         The session, frames [passes, B, ...] (None without `passes`), and how many passes were made: a number, or one
@@ -69,7 +76,7 @@ def advance(lm: LM, session: Session, passes: int | None) -> tuple[Session, Fram
     if session.mesh is not None:
         program, config = run_sharded_program, (session.config, session.mesh)
     with explain_wrong_params(lm):
-        state, frames, made = program(*config, lm.params, session.state, passes)
+        state, frames, made = program(*config, lm.params, session.state, passes, watch)
     return replace(session, state=state), frames, made
 
 
@@ -125,9 +132,40 @@ def read_answers(state: State) -> Answers:
     return Answers(*(getattr(state, name) for name in Answers._fields))
 
 
+class Fork(NamedTuple):
+    """Which rows share a prompt, where several answers to each prompt are decoded."""
+
+    first: Int[Array, "P"] | np.ndarray  # a row of each prompt
+    source: Int[Array, "B"] | np.ndarray  # the prompt of each row, an index of `first`
+
+
+def forked_prefill(config: DecodeConfig, params: Params, state: State, fork: Fork, width: int) -> State:
+    """Encodes each prompt once, in the first of its rows, and copies its keys to the others.
+
+    Args:
+        config: Static sizes.
+        params: Of the model.
+        state: Of all rows.
+        fork: Of the rows.
+        width: Tokens per pass.
+
+    Returns:
+        The state, with all prompts in the cache.
+    """
+    prompts = jax.tree.map(lambda x: x[fork.first], state)
+    prompts = prefill(config, params, prompts, width, limit=jnp.asarray(state.tokens.shape[1]))
+    cache = jax.tree.map(lambda x: x[fork.source], prompts.cache)
+    return state._replace(cache=cache, cache_length=prompts.cache_length[fork.source])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def decode_program(
-    config: DecodeConfig, width: int | None, params: Params, sampling: SamplingParams, rows: Rows
+    config: DecodeConfig,
+    width: int | None,
+    params: Params,
+    sampling: SamplingParams,
+    rows: Rows,
+    fork: Fork | None = None,
 ) -> tuple[Answers, Int[Array, ""]]:
     """Decodes a batch from its prompts to its answers, in one program: a call that keeps nothing needs no other.
 
@@ -137,19 +175,26 @@ def decode_program(
         params: Of the model.
         sampling: Of each row.
         rows: Padded, with all fields set.
+        fork: Which rows share a prompt; None: none do.
 
     Returns:
         The answers, and how many passes were made.
     """
     state = first_state(config, sampling, rows)
-    if width is not None:
+    if width is not None and fork is not None:
+        state = forked_prefill(config, params, state, fork, width)
+    elif width is not None:
         state = prefill(config, params, state, width)
     state, made = run_until_done(config, params, state)
     return read_answers(state), made
 
 
 def run_session(
-    config: DecodeConfig, params: Params, state: State, passes: int | None
+    config: DecodeConfig,
+    params: Params,
+    state: State,
+    passes: int | None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, ""]]:
     """Runs for some passes, or until every row is done.
 
@@ -158,19 +203,21 @@ def run_session(
         params: Of the model.
         state: Of all rows.
         passes: Most passes; None for no bound.
+        watch: Also stop after a pass in which one of these rows has committed tokens.
 
     Returns:
         The state, frames [passes, B, ...] (None without `passes`), and how many passes were made.
     """
     if passes is not None:
-        return run_limited(config, params, state, passes)
-    state, made = run_until_done(config, params, state)
+        return run_limited(config, params, state, passes, watch=watch)
+    state, made = run_until_done(config, params, state, watch)
     return state, None, made
 
 
 # The compiled programs of the public calls. Their states are donated.
 first_state_program = jax.jit(first_state, static_argnums=0)
 prefill_program = jax.jit(prefill, static_argnums=(0, 3), donate_argnums=2)
+forked_prefill_program = jax.jit(forked_prefill, static_argnums=(0, 4), donate_argnums=2)
 run_program = jax.jit(run_session, static_argnums=(0, 3), donate_argnums=2)
 
 
@@ -181,6 +228,7 @@ def run_sharded_program(
     params: Params,
     state: State,
     passes: int | None,
+    watch: Bool[Array, "B"] | None = None,
 ) -> tuple[State, Frame | None, Int[Array, "devices"]]:
     """`run_session` with the rows over the mesh's `data` axis: every device makes its own number of passes.
 
@@ -190,16 +238,17 @@ def run_sharded_program(
         params: Of the model, replicated.
         state: Of all rows; donated.
         passes: Most passes; None for no bound.
+        watch: As of `run_session`; a device stops for its own rows only.
 
     Returns:
         As of `run_session`, with one number of passes per device.
     """
     row, whole = PartitionSpec("data"), PartitionSpec()
 
-    def local(params: Params, state: State) -> tuple[State, Frame | None, Array]:
-        state, frames, made = run_session(config, params, state, passes)
+    def local(params: Params, state: State, watch: Array | None) -> tuple[State, Frame | None, Array]:
+        state, frames, made = run_session(config, params, state, passes, watch)
         return state, frames, jnp.reshape(made, (1,))
 
-    ins, outs = (whole, row), (row, PartitionSpec(None, "data"), row)
+    ins, outs = (whole, row, row), (row, PartitionSpec(None, "data"), row)
     spread = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-    return spread(params, state)
+    return spread(params, state, watch)

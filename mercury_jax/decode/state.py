@@ -22,6 +22,8 @@ from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_p
 from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
 from mercury_jax.types import LM, Cache, Key, SelfCond
 
+ArrayLike: TypeAlias = np.ndarray | jax.Array
+
 
 class SamplingParams(NamedTuple):
     """What varies per row: the sampler's parameters, the step budget, and the ids that end the text."""
@@ -34,16 +36,17 @@ class SamplingParams(NamedTuple):
 
 
 def sampling_params(
-    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | None, rows: int
+    lm: LM, config: DecodeConfig, sampler: Sampler, steps: int | ArrayLike | None, rows: int, n: int = 1
 ) -> SamplingParams:
     """Makes the sampling parameters of rows whose answers the model's end of text ends, and that do not think.
 
     Args:
         lm: The model.
         config: Static sizes.
-        sampler: Completed; its parameters are numbers, or arrays with one entry per row.
-        steps: Of a block; None: as many as it has tokens.
+        sampler: Completed; its parameters are numbers, or arrays with one entry per prompt.
+        steps: Of a block, one number or one per prompt; None or 0: as many as it has tokens.
         rows: B.
+        n: Rows of each prompt.
 
     Returns:
         Every leaf has the batch axis first.
@@ -52,12 +55,10 @@ def sampling_params(
         ValueError: Names a parameter whose array has another length.
     """
     ids: Any = lambda x: np.full((rows,), x, np.int32)  # numpy: a call to jnp would cost the host more
-    steps = steps or (1 if config.speculative else 0)
-    params = broadcast_params(sampler._replace(speculate=None), rows)
-    return SamplingParams(params, ids(steps), ids(lm.model.config.eos), ids(-1))
-
-
-ArrayLike: TypeAlias = np.ndarray | jax.Array
+    most = np.maximum(0 if steps is None else steps, 1 if config.speculative else 0)
+    params = broadcast_params(sampler._replace(speculate=None), rows, n)
+    most = ids(np.repeat(most, n) if most.ndim else most)
+    return SamplingParams(params, most, ids(lm.model.config.eos), ids(-1))
 
 
 class Rows(NamedTuple):
@@ -282,6 +283,9 @@ class Window(NamedTuple):
 def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -> Array:
     """Computes where the window begins within the canvas, for one row or for many.
 
+    In a model of causal blocks, active blocks that are shorter than the model's are counted from its start (the small
+    blocks of Fast-dLLM v2), wherever in it the prompt ends.
+
     Args:
         config: Static sizes.
         cache_length: Of the row.
@@ -290,7 +294,10 @@ def window_offset(config: DecodeConfig, cache_length: Array, committed: Array) -
     Returns:
         The offset.
     """
-    return jnp.clip(committed - cache_length - config.revisable, 0, config.width - config.window)
+    first = committed - cache_length - config.revisable
+    if config.model.config.pattern == "block_causal":
+        first = first // config.block * config.block
+    return jnp.clip(first, 0, config.width - config.window)
 
 
 def window_of(config: DecodeConfig, row: State) -> Window:
@@ -305,8 +312,10 @@ def window_of(config: DecodeConfig, row: State) -> Window:
     """
     offset = window_offset(config, row.cache_length, row.committed)
     at = row.cache_length + offset + jnp.arange(config.window, dtype=jnp.int32)
-    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens.
-    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), row.committed + config.block)
+    # The active block ends with the row, with the canvas, or `block` positions after the committed tokens (in a model
+    # of causal blocks: after its own start).
+    start = at[0] if config.model.config.pattern == "block_causal" else row.committed
+    end = jnp.minimum(jnp.minimum(row.end, row.cache_length + config.width), start + config.block)
     frozen = slice_at(row.frozen, offset, config.window)
     return Window(offset, at, end, jnp.clip(end - at[0], 0, config.window), frozen, ~frozen & (at < end))
 

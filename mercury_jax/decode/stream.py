@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.defaults import Effort
-from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, check_lm, check_whole, encode_prompts
+from mercury_jax.decode.defaults import EffortLike
+from mercury_jax.decode.inputs import MAX_TOKENS, Prompts, Seeds, WholeNumbers, check_lm, check_whole
 from mercury_jax.decode.request import Request, continue_request, encode_request, start
-from mercury_jax.decode.sample import decode_answer
-from mercury_jax.decode.sampler import SamplerLike
+from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame
-from mercury_jax.decode.thinking import closed_thinking
+from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.types import LM
 
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """The answer after a pass. Arrays have one entry per token of the answer so far."""
+    """One answer after a pass. Arrays have one entry per token of the answer so far."""
 
     text: str  # accepted and tentative tokens, up to an end of text
     tokens: np.ndarray
@@ -34,28 +33,35 @@ class StreamOutput:
     forwards: int  # the same: forward passes of this row (NFE)
     done: bool
     thinking: str | None = None  # of a conversation
+    row: int = 0  # which answer: k-th of prompt i is i n + k
 
 
 def stream(
     lm: LM,
     prompt: Prompts,
     *,
-    max_tokens: int = 64,
-    seed: int = 0,
+    n: int = 1,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
-    temperature: float | None = None,
-    effort: str | Effort | None = None,
-    logit_bias: Mapping[int, float] | None = None,
+    temperature: Param | Sequence[float] | None = None,
+    effort: EffortLike | Sequence[EffortLike] | None = None,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     state: Session | None = None,
     every: int = 1,
 ) -> Iterator[StreamOutput]:
-    """Decodes an answer to one prompt, and yields it after every few denoising passes.
+    """Decodes answers, and yields each after every few denoising passes.
+
+    Of several prompts or answers the outputs of a pass come one after the other, those of a finished answer no more:
+    `StreamOutput.row` says which answer an output shows.
 
     Args:
         lm: The model.
-        prompt: One prompt: a text, a conversation, or ids.
-        max_tokens: As of `sample`, like all arguments but the last.
+        prompt: A text, a conversation, ids, or a list of these.
+        n: Answers to each prompt, as of `sample`, like all arguments but the last; what may be a list there may be one
+            here.
+        max_tokens: Most tokens of an answer.
         seed: Draws the tokens.
         sampler: A rule or a `Sampler`.
         plan: Block, steps, and reuse of keys.
@@ -66,7 +72,7 @@ def stream(
         every: Yield after this many passes.
 
     Returns:
-        An iterator; the last output has `done` set, and its text is what `sample` returns.
+        An iterator; the last output of each answer has `done` set, and its text is what `sample` returns.
 
     Raises:
         ValueError: At the call, naming the argument that does not fit.
@@ -74,50 +80,68 @@ def stream(
     Example:
         >>> for out in mj.stream(lm, "def fibonacci(n):"):
         ...     print(out.text)
+        >>> for out in mj.stream(lm, ["def f", "class A"]):
+        ...     print(out.row, out.text)
     """
     check_lm(lm)
     if prompt is None:
         raise refuse("prompt", prompt, "a prompt; sample(lm, None, state=) finishes what was stopped")
-    _, single = encode_prompts(lm, prompt)
-    if not single:
-        raise refuse("prompt", f"{len(prompt)} prompts", "one prompt; sample() takes several")
     every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
     request = encode_request(lm, Request(
-        prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, state=state,
     ).checked())  # fmt: skip
     return _outputs(lm, request, start(lm, request), every)
 
 
 def _outputs(lm: LM, request: Request, session: Session, every: int) -> Iterator[StreamOutput]:
-    """Yields the outputs of a session and, where a conversation's answer shows no text, of its continuation."""
-    prompt, answered, out = request.prompts[0], True, None
-    for out in _session_outputs(lm, session, prompt.chat, every, (), 0):
-        answered = not out.done or request.effort is None or not prompt.chat or bool(out.text.strip())
-        yield out if answered else dataclasses.replace(out, done=False)
-    if out is not None and not answered:
-        reply = closed_thinking(lm.tokenizer, prompt.ids, out.tokens)
-        session = start(lm, continue_request(lm, request, [reply], [0]))
-        yield from _session_outputs(lm, session, True, every, reply, out.step)
+    """Yields the outputs of a session and, where conversations' answers show no text, of their continuation."""
+    prompts, count = request.prompts, len(request.prompts)
+    replies: list[tuple[int, ...]] = [()] * count
+    passes, unanswered = [0] * count, []
+    for out in _session_outputs(lm, session, range(count), every, [()] * count, [0] * count):
+        i = out.row
+        if out.done:
+            replies[i], passes[i] = tuple(out.tokens.tolist()), out.step
+        empty = out.done and request.effort is not None and prompts[i].chat and not out.text.strip()
+        unanswered += [i] * empty
+        yield dataclasses.replace(out, done=False) if empty else out
+    if unanswered:
+        for i in unanswered:
+            replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
+        session = start(lm, continue_request(lm, request, replies, unanswered))
+        yield from _session_outputs(lm, session, unanswered, every, replies, passes)
 
 
 def _session_outputs(
-    lm: LM, session: Session, chat: bool, every: int, before: tuple[int, ...], steps: int
+    lm: LM,
+    session: Session,
+    rows: Sequence[int],
+    every: int,
+    before: Sequence[tuple[int, ...]],
+    steps: Sequence[int],
 ) -> Iterator[StreamOutput]:
-    """Yields the outputs of one session. before, steps: tokens and passes of an earlier one, in front of its answer."""
+    """Yields the outputs of some rows of a session.
+
+    before, steps: tokens and passes of an earlier session, of each row, in front of its answer.
+    """
     marks = lm.tokenizer.thinking
     close = lm.tokenizer.pad if marks is None else marks.close
-    buffer = AnswerBuffer(int(session.state.prompt[0]), session.state.tokens.shape[1], close)
+    prompt, slots = np.asarray(session.state.prompt), session.state.tokens.shape[1]
+    buffers = {i: AnswerBuffer(int(prompt[i]), slots, close, i) for i in rows}
     session, frames, made = advance(lm, session, every)
     while True:
         # The next passes are dispatched before these are read, so that the device does not wait for the host.
         session, next_frames, next_made = advance(lm, session, every)
-        denoised = buffer.update(jax.device_get(frames), int(jax.device_get(made)))
-        if buffer.done:
+        host, count = jax.device_get(frames), int(np.max(jax.device_get(made)))
+        denoised = {i: buffer.update(host, count) for i, buffer in buffers.items()}
+        if any(buffer.done for buffer in buffers.values()):
             check_nan(session)
-        if denoised:
-            yield _output(lm, buffer, chat, before, steps)
-        if buffer.done:
+        for i, buffer in buffers.items():
+            if denoised[i] or buffer.done:
+                yield _output(lm, buffer, session.prompts[i].chat, before[i], steps[i])
+        buffers = {i: buffer for i, buffer in buffers.items() if not buffer.done}
+        if not buffers:
             return
         frames, made = next_frames, next_made
 
@@ -125,7 +149,8 @@ def _session_outputs(
 class AnswerBuffer:
     """The tokens of one row's answer by position, put together from frames."""
 
-    def __init__(self, prompt: int, slots: int, close: int):
+    def __init__(self, prompt: int, slots: int, close: int, row: int):
+        self.row = row
         self.close = close  # the id that ends the thinking
         self.prompt, self.step, self.start, self.end, self.done = prompt, 0, 0, 0, False
         self.tokens = np.zeros(slots, np.int32)
@@ -133,7 +158,7 @@ class AnswerBuffer:
         self.confidence = np.zeros(slots, np.float32)
 
     def update(self, frames: Frame, made: int) -> bool:
-        """Adds the first `made` frames of row 0; returns whether any of them was a denoising pass.
+        """Adds the first `made` frames; returns whether any of them was a denoising pass of this row.
 
         Args:
             frames: Of several passes [passes, B, ...].
@@ -142,9 +167,9 @@ class AnswerBuffer:
         Returns:
             Whether any of them denoised the row.
         """
-        denoising = [i for i in range(made) if frames.used[i, 0] > 0]
+        denoising = [i for i in range(made) if frames.used[i, self.row] > 0]
         for i in denoising:
-            frame: Frame = jax.tree.map(lambda x, i=i: x[i, 0], frames)
+            frame: Frame = jax.tree.map(lambda x, i=i: x[i, self.row], frames)
             at = int(frame.start) - self.prompt + np.arange(int(frame.used))
             inside = (at >= 0) & (at < len(self.tokens))
             at, here = at[inside], np.flatnonzero(inside)
@@ -157,7 +182,7 @@ class AnswerBuffer:
             # Not the furthest end so far: a rejected draft, or a deletion, takes tokens back.
             self.end = int(at[-1]) + 1 if len(at) else self.end
             self.step += 1
-        self.done = self.done or (made > 0 and bool(frames.done[made - 1, 0]))
+        self.done = self.done or (made > 0 and bool(frames.done[made - 1, self.row]))
         return bool(denoising)
 
 
@@ -180,4 +205,5 @@ def _output(lm: LM, buffer: AnswerBuffer, chat: bool, before: tuple[int, ...], s
         forwards=steps + buffer.step,
         done=buffer.done,
         thinking=thinking,
+        row=buffer.row,
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from mercury_jax.decode.inputs import Prompt
 from mercury_jax.tokenizer import AnyTokenizer
+from mercury_jax.types import LM
 
 
 def is_thinking(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool = False) -> bool:
@@ -51,6 +52,22 @@ def close_thinking_ids(tokenizer: AnyTokenizer, ids: Iterable[int], opened: bool
     ids = tuple(ids)
     marks = tokenizer.thinking
     return ids if marks is None or not is_thinking(tokenizer, ids, opened) else (*ids, marks.close)
+
+
+def decode_answer(lm: LM, ids: np.ndarray, chat: bool) -> tuple[str | None, str]:
+    """Decodes emitted ids to (thinking or None, answer); an answer to a raw text has no thinking.
+
+    Args:
+        lm: Its tokenizer decodes.
+        ids: Of one answer.
+        chat: Whether the prompt was a conversation.
+
+    Returns:
+        The thinking or None, and the answer.
+    """
+    if chat:
+        return lm.tokenizer.split_answer(ids.tolist())
+    return None, lm.tokenizer.decode(ids.tolist())
 
 
 def closed_thinking(tokenizer: AnyTokenizer, prompt: Iterable[int], reply: Iterable[int]) -> tuple[int, ...]:

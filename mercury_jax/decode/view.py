@@ -42,7 +42,7 @@ def observe(config: DecodeConfig, row: State) -> Observation:
     corruption, window = config.corruption, window_of(config, row)
     _, noise_key, rule_key = _step_keys(row)
     steps = steps_of(window, row)
-    t, s = 1.0 - row.step / steps, jnp.maximum(1.0 - (row.step + 1) / steps, 0.0)
+    t, s = step_times(config, row.step, steps)
     canvas = slice_at(row.canvas, window.offset, config.window)
     if corruption.mask is None:
         masked, noise = window.editable, corruption.prior(noise_key, jnp.broadcast_to(s, canvas.shape))
@@ -135,6 +135,26 @@ def steps_of(window: Window, row: State) -> Int[Array, ""]:
     """
     steps = row.sampling.steps
     return jnp.where(steps > 0, steps, jnp.maximum(window.editable.sum(), 1))
+
+
+def step_times(
+    config: DecodeConfig, step: Int[Array, ""], steps: Int[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Computes the times between which a step leads.
+
+    Args:
+        config: Its `times`, if any.
+        step: Steps that were taken on the block; -1 where none is open.
+        steps: Steps that the block may take.
+
+    Returns:
+        The time of the canvas, and the time after the step.
+    """
+    if config.times is None:
+        return jnp.clip(1.0 - step / steps, 0.0, 1.0), jnp.maximum(1.0 - (step + 1) / steps, 0.0)
+    times = jnp.asarray(config.times)
+    at = jnp.clip(step, 0, len(config.times) - 2)
+    return times[at], times[at + 1]
 
 
 def process_logits(

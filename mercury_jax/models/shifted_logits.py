@@ -92,7 +92,9 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
     run = masks.cache_pass_inputs(config, given, capacity)
     cached = cache.tokens.at[jnp.arange(tokens.shape[0])[:, None], run.slots].set(tokens, mode="drop")
     full = tokens.shape[1] == capacity  # then every row starts at 0, and no token precedes it
+    soft = given.self_cond or None  # of models with soft masking
     if not full:
+        soft = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (1, 0), (0, 0)]), soft)
         # One token in front, which attends to the keys that it attended to when it was encoded.
         position = jnp.maximum(given.start - 1, 0)[:, None]  # [B, 1]
         used = ((given.start > 0) & (given.used > 0))[:, None]
@@ -102,7 +104,7 @@ def forward(net: nn.Module, params: Params, given: Pass) -> tuple[Array, Shifted
         slot = jnp.full_like(position, capacity)  # its key is written nowhere
         front = masks.NetworkInputs(jnp.take_along_axis(cached, position, axis=1), position, ranges, slot)
         run = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), front, run)
-    found: Any = net.apply({"params": params}, run, cache.kv)
+    found: Any = net.apply({"params": params}, run, cache.kv, soft)
     hidden, kv = found  # [B, T, D], or [B, 1 + T, D] with the token in front
     own = hidden if full else hidden[:, 1:]
     previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1) if full else hidden[:, :-1]

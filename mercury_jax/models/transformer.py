@@ -6,13 +6,17 @@ pure functions; the attention pattern enters through the key ranges of `masks`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.config import Experts, ModelConfig
+from mercury_jax.config import Experts, ModelConfig, refuse
 from mercury_jax.models import cache as kv_cache, masks, shifted_logits
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -28,7 +32,16 @@ from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.moe import route
 from mercury_jax.models.network import lm_head, model_of
 from mercury_jax.models.ops import Ops
-from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, accumulation_dtype
+from mercury_jax.types import (
+    LM,
+    Cache,
+    Model,
+    PackedPass,
+    Params,
+    Pass,
+    SoftMasking,
+    accumulation_dtype,
+)
 
 # Mesh axes of each parameter, by path; see `mercury_jax.sharding`. Heads and hidden units are sharded over `tensor`,
 # the model width over `fsdp`, experts over `expert` and `tensor`.
@@ -44,6 +57,13 @@ SHARDINGS = (
     (r"moe/down$", (("expert", "tensor"), None, "fsdp")),
     (r"head$", ("fsdp", "tensor")),
 )
+
+
+class SoftInput(NamedTuple):
+    """Self-conditioning of a model with soft masking: what a mask is mixed with, and its share."""
+
+    mixture: Float[Array, "B T D"]
+    weight: Float[Array, "B T 1"]
 
 
 class Attention(nn.Module):
@@ -156,13 +176,18 @@ class Transformer(nn.Module):
             self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
 
     def __call__(
-        self, inputs: NetworkInputs, cache: tuple[kv_cache.KV, ...] | None = None
+        self,
+        inputs: NetworkInputs,
+        cache: tuple[kv_cache.KV, ...] | None = None,
+        soft: SoftInput | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[kv_cache.KV | None, ...]]:
         """Hidden states, and the cache with this pass's keys and values.
 
         Args:
             inputs: Tokens, positions, and the key ranges of layers without a sliding window.
             cache: One `KV` per layer; None: a pass without a cache.
+            soft: What takes the place of a part of each mask's embedding, for the first tokens; the rest are fed as
+                they are, as are all tokens that are no masks.
 
         Returns:
             Hidden states after the final norm, and one `KV` (or None) per layer.
@@ -170,6 +195,10 @@ class Transformer(nn.Module):
         c, ranges = self.config, inputs.ranges
         scale_embedding = lambda x: (x * c.width**0.5 if c.scale_embed else x).astype(c.dtype)
         x = self.ops.sum_terms([self.ops.embed(self.embed, inputs.tokens, scale_embedding)])[0]
+        if soft is not None:
+            rest = [(0, 0), (0, inputs.tokens.shape[1] - soft.weight.shape[1]), (0, 0)]
+            weight = jnp.where((inputs.tokens == c.mask)[..., None], jnp.pad(soft.weight, rest), 0.0)
+            x = ((1.0 - weight) * x + weight * jnp.pad(soft.mixture, rest)).astype(c.dtype)
         local = ranges if c.window is None else masks.sliding_window_ranges(ranges, c.window)
         new_cache = []
         for i, block in enumerate(self.blocks):
@@ -201,7 +230,89 @@ def build(config: ModelConfig) -> Model:
         shardings=SHARDINGS,
         head=lm_head,
         head_chunk=lm_head,
+        soft_masked=functools.partial(_soft_masked, config),
     )
+
+
+def soft_masking(
+    lm: LM, *, scale: float, steepness: float = 10 / 1.5, centre: float = -0.75, top_k: int = 3
+) -> LM:
+    """Returns the language model with soft masking: what stays masked is fed as a mixture of embeddings.
+
+    A position that is a mask in this pass and was predicted in the pass before it gets the embedding
+
+        (1 - w) E[mask] + w sum_k p_k E[v_k],    w = scale * sigmoid(steepness * (-H - centre)),
+
+    where v_1 .. v_k are the ids of the largest logits, p their softmax among themselves, and H the entropy of the whole
+    distribution in nats (arXiv 2510.17206; `TransparencyHead` with "mixinputs_with_topk" in the authors' code). Tokens
+    are fed as they are. The first pass of a block, and masks after the active block, have no prediction and are plain
+    masks. Decoding reads all logits, so that a large vocabulary is not processed in chunks.
+
+    Models are trained for it: without that, only a small `scale` is harmless.
+
+    Args:
+        lm: A transformer with a mask: LLaDA, Dream, SDAR, LLaDA2 and models of one's own. At scale 0 it decodes as it
+            is.
+        scale: Largest share of the mixture, in [0, 1]; learnt.
+        steepness: Above 0; learnt. The default is the value that training starts from.
+        centre: Negative entropy at which the share is half of `scale`; learnt.
+        top_k: Ids that are mixed.
+
+    Returns:
+        The language model; its parameters are shared with `lm`.
+
+    Raises:
+        ValueError: The model does not support it, or a number is out of range.
+
+    Departs from the reference: it also mixes masks after the active block, with predictions of the same pass; and its
+    schedules of the scale over time ("linear", "stepwise") are not offered.
+    """
+    mask = lm.corruption.mask
+    if lm.model.soft_masked is None or mask is None or mask != lm.model.config.mask:
+        allowed = "a transformer of mercury_jax.models.transformer with a mask, without soft masking"
+        raise refuse("soft_masking(lm=)", lm.name, allowed)
+    numbers = {
+        "scale": (scale, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+        "steepness": (steepness, lambda x: 0 < x < math.inf, "a number, above 0"),
+        "centre": (centre, math.isfinite, "a number, finite"),
+    }
+    for name, (value, fits, allowed) in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
+            raise refuse(f"soft_masking({name}=)", value, allowed)
+    if not isinstance(top_k, int) or not 1 <= top_k <= lm.model.config.vocab:
+        raise refuse("soft_masking(top_k=)", top_k, f"a whole number in [1, {lm.model.config.vocab}]")
+    settings = SoftMasking(float(scale), float(steepness), float(centre), top_k)
+    return dataclasses.replace(lm, model=_with_soft_masking(lm.model, settings))
+
+
+@functools.cache
+def _with_soft_masking(model: Model, settings: SoftMasking) -> Model:
+    """The same object for equal arguments, so that programs are shared."""
+    assert model.soft_masked is not None
+    return model.soft_masked(settings)._replace(mesh=model.mesh)
+
+
+def _soft_masked(config: ModelConfig, settings: SoftMasking) -> Model:
+    condition = functools.partial(_soft_input, config, settings)
+    return build(config)._replace(condition=condition, head_chunk=None, soft_masked=None)
+
+
+def _soft_input(
+    config: ModelConfig, settings: SoftMasking, params: Params | None, logits: Float[Array, "B L V"]
+) -> SoftInput:
+    """`Model.condition` of a model with soft masking."""
+    dtype = accumulation_dtype(jnp.dtype(config.dtype))
+    if params is None:
+        shape = logits.shape[:2]
+        return SoftInput(jnp.zeros((*shape, config.width), config.dtype), jnp.zeros((*shape, 1), dtype))
+    log_p = jax.nn.log_softmax(logits.astype(dtype), axis=-1)
+    negative_entropy = jnp.sum(jnp.exp(log_p) * log_p, axis=-1, keepdims=True)
+    weight = settings.scale * jax.nn.sigmoid(settings.steepness * (negative_entropy - settings.centre))
+    best, ids = jax.lax.top_k(logits.astype(dtype), settings.top_k)  # [B, L, k]
+    embeddings = params["embed"][ids].astype(dtype)  # [B, L, k, D]
+    mixture = jnp.einsum("blk,blkd->bld", jax.nn.softmax(best, axis=-1), embeddings)
+    scale = config.width**0.5 if config.scale_embed else 1.0
+    return SoftInput((scale * mixture).astype(config.dtype), weight)
 
 
 def _apply(net: Transformer, params: Params, given: PackedPass) -> Array:
@@ -211,4 +322,5 @@ def _apply(net: Transformer, params: Params, given: PackedPass) -> Array:
 
 def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:
     inputs = masks.cache_pass_inputs(net.config, given, kv_cache.slot_count(given.cache))
-    return net.apply({"params": params}, inputs, given.cache)
+    soft = given.self_cond if isinstance(given.self_cond, SoftInput) else None
+    return net.apply({"params": params}, inputs, given.cache, soft)

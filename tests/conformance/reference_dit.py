@@ -89,10 +89,13 @@ def starts(rows: int, noise: Any) -> Any:
 
 
 def histogram(name: str, x: Any, passes: Any) -> dict[str, Any]:
-    """Counts of one case, by `name/what`."""
+    """Counts of one case, by `name/what`; what follows an end of text counts as further ends."""
     x = np.asarray(x)[:, len(PROMPT) :]
+    x = np.where(np.cumsum(x == EOS, axis=1) > 0, EOS, x)
     marginal = np.stack([np.bincount(x[:, i], minlength=VOCAB) for i in range(LENGTH)])
-    pairs = [np.bincount(x[:, i] % BINS * BINS + x[:, i + 1] % BINS, minlength=BINS**2) for i in range(LENGTH - 1)]
+    pairs = [
+        np.bincount(x[:, i] % BINS * BINS + x[:, i + 1] % BINS, minlength=BINS**2) for i in range(LENGTH - 1)
+    ]
     counts = np.bincount(np.broadcast_to(np.asarray(passes), len(x)), minlength=2 * LENGTH)
     print(name, "passes", dict(enumerate(counts.tolist())), "most frequent", marginal.max(1).tolist())
     found = dict(marginal=marginal, pairs=np.stack(pairs), passes=counts)
@@ -139,9 +142,146 @@ def mdlm(folder: Path) -> dict[str, Any]:
     return found
 
 
-FAMILIES = {f.__name__: f for f in (mdlm,)}
+# --- BD3-LM
+
+
+def bd3lm(folder: Path) -> dict[str, Any]:
+    """`_semi_ar_sampler` of bd3lms' diffusion.py, first hitting, without its rejection of repetitive samples."""
+    stub("hydra", "hydra.utils", "lightning", "torchmetrics", "dataloader", "metrics", "models", "utils")
+    sys.path.insert(0, str(folder / "bd3lms"))
+    diffusion = importlib.import_module("diffusion")
+    package = types.ModuleType("bd3lm_hf")
+    package.__path__ = [str(folder / "bd3lms" / "models" / "hf")]
+    sys.modules["bd3lm_hf"] = package
+    modeling = importlib.import_module("bd3lm_hf.modeling_bd3lm")
+    config = modeling.BD3LMConfig.from_pretrained(CHECKPOINTS / "bd3lm", attn_backend="sdpa")
+    net = modeling.BD3LM(config)
+    net.load_state_dict(load_file(CHECKPOINTS / "bd3lm" / "model.safetensors"), strict=False)
+    net.eval()
+    found, block = {}, config.block_size
+    for name, nucleus, rows in (("first_hitting", 1.0, 600), ("nucleus", 0.6, 400)):
+
+        def backbone(x: Any, sigma: Any, store_kv: bool = False, sample_mode: bool = False) -> Any:
+            logits = net(x, torch.zeros_like(sigma), sample_mode=True, return_dict=False)
+            logits[..., EOS] = -1e9
+            return logits
+
+        def prior(rows: int, length: int, calls: list[int] = []) -> Any:
+            calls.append(0)  # the first block is the prompt, the second masks
+            return torch.tensor([PROMPT]) if len(calls) % 2 else torch.full((1, length), MASK)
+
+        self = Bound(
+            diffusion.Diffusion, config=namespace(
+                sampling=dict(nucleus_p=nucleus, first_hitting=True, kv_cache=False, var_length=False),
+                algo=dict(name="bd3lm"), model=dict(length=len(PROMPT) + LENGTH), loader=dict(eval_batch_size=1),
+            ),
+            parameterization="subs", cross_attn=True, time_conditioning=False, device="cpu", dtype=torch.float32,
+            mask_index=MASK, neg_infinity=-1000000.0, block_size=block, num_tokens=len(PROMPT) + LENGTH,
+            noise=importlib.import_module("noise_schedule").LogLinearNoise(), backbone=backbone, _sample_prior=prior,
+            tokenizer=namespace(bos_token_id=PROMPT[0], eos_token_id=EOS),
+        )  # fmt: skip
+        drawn = [self._semi_ar_sampler(1, 5000, 2, len(PROMPT) + LENGTH) for _ in range(rows)]
+        x = torch.cat([sample for sample, _ in drawn])
+        found |= histogram(name, x, [passes for _, passes in drawn])
+    return found
+
+
+# --- DUO
+
+
+def duo(folder: Path) -> dict[str, Any]:
+    """`generate_samples` of duo's trainer_base.py with the posterior of its algo.py: ancestral, greedy tail, psi."""
+    stub("hydra", "hydra.utils", "lightning", "torchmetrics", "dataloader", "metrics", "models", "utils", "fsspec")
+    sys.path.insert(0, str(folder / "duo"))
+    base, algo = importlib.import_module("trainer_base"), importlib.import_module("algo")
+    net, found = network(folder, "duo"), {}
+    linear = dict(time_profile="linear", high_frac=0.5, middle_frac=0.4)
+    modes = dict(high_mode="pure-posterior", middle_mode="constant-0.5", low_mode="pure-posterior")
+    remdm = dict.fromkeys(("high_mode", "middle_mode", "low_mode"), "max-capped-0.3")
+    for name, predictor, removal, steps, psi in (
+        ("ancestral", "ancestral", "ancestral", 6, dict(time_profile="linear")),
+        ("greedy", "ancestral", "greedy", 4, dict(time_profile="linear")),
+        ("psi_constant", "psi", "ancestral", 10, linear | modes),
+        ("psi_max_capped", "psi", "ancestral", 8, dict(time_profile="linear", high_frac=0.0, middle_frac=0.0) | remdm),
+    ):
+        calls: list[int] = []
+
+        def backbone(x: Any, sigma: Any, calls: list[int] = calls, **_: Any) -> Any:
+            calls.append(1)
+            return net(x, sigma)
+
+        self = Bound(
+            algo.DUO_BASE, config=namespace(
+                sampling=dict(predictor=predictor, steps=steps, noise_removal=removal, use_float64=True, psi=psi,
+                              guid_weight=None),
+            ),
+            sampler=predictor, class_conditional=False, p_nucleus=1.0, time_conditioning=True, device="cpu",
+            dtype=torch.float32, vocab_size=VOCAB, num_tokens=len(PROMPT) + LENGTH, noise=base.LogLinear(1e-3),
+            backbone=backbone,
+        )  # fmt: skip
+        # The prompt is put back after each step.
+        for method in ("_ancestral_update", "_psi_update"):
+            plain = functools.partial(getattr(algo.DUO_BASE, method), self)
+
+            def kept(*args: Any, plain: Any = plain, **given: Any) -> Any:
+                p_x0, x = plain(*args, **given)
+                x[:, : len(PROMPT)] = torch.tensor(PROMPT)
+                return p_x0, x
+
+            setattr(self, method, kept)
+        draw = lambda rows, length: starts(rows, torch.randint(0, VOCAB, (rows, length)))
+        self.prior_sample = draw
+        x = self.generate_samples(ROWS)
+        found |= histogram(name, x, len(calls))
+    return found
+
+
+# --- GIDD
+
+
+def gidd(folder: Path) -> dict[str, Any]:
+    """`GiddSampler` of gidd/sampling.py, with and without `min_p`."""
+    net, found = network(folder, "gidd"), {}
+    sampling = importlib.import_module("gidd.sampling")
+    process = importlib.import_module("gidd.diffusion_process")
+
+    class Tokenizer:
+        mask_token_id = MASK
+
+        def __len__(self) -> int:
+            return VOCAB
+
+    def model(z: Any, t: Any) -> Any:
+        logits = net(z, t)
+        logits[..., EOS] = -1e9
+        return logits
+
+    schedule = process.HybridDiffusion(Tokenizer(), p_uniform=0.2)
+    for name, steps, min_p in (("ancestral", 8, 0.0), ("min_p", 12, 0.02)):
+        sampler = sampling.GiddSampler(model, Tokenizer(), schedule, t_eps=1e-4, compile_step=False, min_p=min_p)
+        step = sampler.sampling_step
+
+        def kept(z: Any, t: Any, s: Any, step: Any = step) -> Any:
+            z = step(z, t, s)
+            z[:, : len(PROMPT)] = torch.tensor(PROMPT)
+            return z
+
+        noise = starts(ROWS, torch.full((1, len(PROMPT) + LENGTH), MASK))
+        with mock.patch.object(schedule, "sample_prior", lambda shape, noise=noise: noise):
+            object.__setattr__(sampler, "sampling_step", kept)
+            sampler._modules.pop("sampling_step")
+            x = sampler._do_generate(ROWS, steps, len(PROMPT) + LENGTH)
+        left = x == MASK  # one position in some thousands; ours takes the argmax there
+        print("masks left", int(left.sum()))
+        x = torch.where(left, model(x, torch.full((1,), 1e-4)).argmax(-1), x)
+        found |= histogram(name, x, steps)
+    return found
+
+
+FAMILIES = {f.__name__: f for f in (mdlm, bd3lm, duo, gidd)}
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     with torch.no_grad():
         for chosen in sys.argv[2:] or FAMILIES:
             torch.manual_seed(0)

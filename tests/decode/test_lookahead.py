@@ -10,7 +10,9 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax import models
+from tests.decode import test_decoder_transforms as transforms
 from tests.decode.test_self_speculation import causal
+from tests.models.test_dit import teller, witness
 from tests.tiny import PATTERNS, tiny
 
 # One program serves all of them: the number of the rule and the temperature are parameters of a row.
@@ -25,8 +27,9 @@ ROWS, TOKENS = 96, 16
 @functools.cache
 def exact(pattern):
     """A tiny model in fp64, whose logits no other batch rounds to another order."""
-    lm = tiny(pattern)
-    config = dataclasses.replace(lm.model.config, dtype="float64")
+    lm = tiny("bidirectional" if pattern == "shifted" else pattern)
+    alignment = "shifted" if pattern == "shifted" else "same_position"
+    config = dataclasses.replace(lm.model.config, dtype="float64", alignment=alignment)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), lm.params)
     return dataclasses.replace(lm, model=models.build(config), params=params)
 
@@ -60,7 +63,7 @@ def check_same(plain, fast, lookahead):
     assert (fast.evaluated <= (1 + lookahead) * fast.forwards).all()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", [*PATTERNS, pytest.param("shifted", marks=pytest.mark.slow)])
 def test_the_tokens_are_those_of_plain_decoding_in_fewer_passes(pattern):
     plain, fast = decode(pattern, 0), decode(pattern, 3)
     check_same(plain, fast, 3)
@@ -93,6 +96,32 @@ def test_guidance_log_probabilities_and_history_are_those_of_plain_decoding():
     # The frames of a pass after which a row goes on are those of the last step that plain decoding took.
     last = {tuple(f.answer[0]) for f in plain.history}
     assert {tuple(f.answer[0]) for f in fast.history} <= last
+
+
+@mj.rule
+def hesitant(key, view, memory):
+    """`witness` in every other step: a canvas comes back at a later time, when its logits are others."""
+    proposal, memory = witness()(key, view, memory)
+    canvas = jnp.where(view.step % 2 == 0, view.canvas, proposal.canvas)
+    return proposal._replace(canvas=canvas), memory
+
+
+def test_the_logits_of_a_timed_model_are_those_of_the_step():
+    """The rule writes 60 only where the model was told the time of its view."""
+    plan = mj.Plan(lookahead=3, steps=24)
+    out = mj.sample(teller("bidirectional"), ["def x"], max_tokens=12, sampler=hesitant(), plan=plan)
+    assert out.tokens[0].tolist() == [60] * 12
+
+
+def test_under_jit_and_over_four_devices_it_decodes_what_sample_does():
+    _, decode = transforms.make(plan=mj.Plan(lookahead=2))
+    given = transforms.params(), jnp.asarray(transforms.PROMPTS), transforms.KEYS
+    assert transforms.rows_of(jax.jit(decode)(*given)) == transforms.expected()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    specs = (jax.sharding.PartitionSpec(), rows, rows)
+    spread = jax.shard_map(decode, mesh=mesh, in_specs=specs, out_specs=rows)
+    assert transforms.rows_of(jax.jit(spread)(*given)) == transforms.expected()
 
 
 def test_a_session_that_was_stopped_goes_on_with_its_drafts():

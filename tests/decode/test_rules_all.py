@@ -12,6 +12,7 @@ from mercury_jax.decode.inputs import Prompt
 from mercury_jax.decode.request import Request, rows_of, start
 from mercury_jax.decode.sampler import Sampler
 from mercury_jax.decode.session import advance
+from tests.decode.test_rules_sampled import with_head
 from tests.decode.test_self_speculation import causal
 from tests.tiny import tiny
 
@@ -31,7 +32,8 @@ def model_for(sampler):
     """The tiny model that a rule is made for."""
     if sampler.speculate is not None:
         return causal(layers=1)
-    return tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else "absorbing", layers=1)
+    lm = tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else "absorbing", layers=1)
+    return with_head(lm) if sampler.rule.needs_hidden else lm
 
 
 def made(name):

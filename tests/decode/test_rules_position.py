@@ -49,9 +49,9 @@ def test_they_decode_as_their_references_do(name):
 def test_frechet_is_factor_where_confidences_are_equal_and_more_elsewhere():
     # Scores at margin 0: 0.9 - 0.1; 1.6 - 1 - 0.3 = 0.3; 2.2 - 2 - 0.4 = -0.2. `factor(1)` wants 2/3 of the second.
     p = [0.6, 0.9, 0.7]
-    assert takes(masked.frechet(0.0), p) == [M, 1, 2] == takes(masked.factor(1.0), p)
+    assert takes(masked.frechet(0.0), p) == [M, 1, 2] == takes(masked.factor(1.0, 0), p)
     p = [0.6, 0.99, 0.99]  # 2.58 - 2 - 0.4 = 0.18: the third too, which `factor` refuses (1 - 1/4)
-    assert takes(masked.frechet(0.0), p) == [0, 1, 2] and takes(masked.factor(1.0), p) == [M, 1, 2]
+    assert takes(masked.frechet(0.0), p) == [0, 1, 2] and takes(masked.factor(1.0, 0), p) == [M, 1, 2]
     assert takes(masked.frechet(0.18 + 1e-3), p) == [M, 1, 2]
     assert takes(masked.frechet(), [0.2, 0.3, 0.1]) == [M, 1, M]
     for margin in (0.0, 0.25, 0.5):  # of 5 equal ones the largest n with (n + 1)(1 - c) < 1 - margin

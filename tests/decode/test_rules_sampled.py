@@ -9,12 +9,14 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
 
 import mercury_jax as mj
+from mercury_jax import models
 from tests.tiny import tiny
 
 
@@ -129,3 +131,170 @@ def test_daedals_blocks_are_its_own():
         ValueError, match=r"plan.block is 8; allowed: None with daedal: daedal\(block=\) sets it"
     ):
         mj.sample(surer(3.0), ["x"], sampler=mj.rules.daedal(), plan=mj.Plan(block=8))
+
+
+# (case, length of the prompt, new tokens, steps, eta, scale of the logits)
+P2 = [
+    ("p2_0", 12, 24, 24, 1.0, 2.0), ("p2_1", 6, 24, 10, 2.0, 2.0), ("p2_2", 9, 16, 7, 5.0, 1.5),
+    ("p2_3", 9, 16, 16, 0.0, 2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, length, new, steps, eta, scale", P2, ids=lambda x: str(x))
+def test_p2_remasks_what_its_reference_does(name, length, new, steps, eta, scale):
+    check(name, scale, mj.rules.p2(eta), length, new, mj.Plan(block=new, steps=steps))
+
+
+@functools.cache
+def head():
+    """A quality head with random numbers, those that the reference's head had."""
+    rng = np.random.default_rng(99)
+    draw = lambda *shape: rng.normal(size=shape)
+    norm = {"scale": 1 + 0.3 * draw(16), "bias": 0.3 * draw(16)}
+    return {"norm": norm} | {f: {"w": draw(16, n), "b": draw(n)} for f, n in (("first", 16), ("second", 1))}
+
+
+def with_head(lm):
+    return dataclasses.replace(lm, params=lm.params | {"quality_head": jax.tree.map(jnp.float32, head())})
+
+
+# (case, length of the prompt, new tokens, block, steps of a block, remaskings of a block, scale of the logits)
+PRISM = [
+    ("prism_0", 12, 24, 12, 10, 5, 2.0),
+    ("prism_1", 16, 16, 16, 8, 11, 3.0),
+    ("prism_2", 8, 24, 8, 8, 4, 2.0),
+]
+
+
+@pytest.mark.parametrize("name, length, new, block, steps, remasks, scale", PRISM, ids=lambda x: str(x))
+def test_prism_remasks_by_its_head_as_its_reference(name, length, new, block, steps, remasks, scale):
+    plan, text = mj.Plan(block=block, steps=steps), prompt(int(name[-1]), length)
+    out = mj.sample(
+        with_head(surer(scale)), [text], max_tokens=new, sampler=mj.rules.prism(remasks), plan=plan
+    )
+    *theirs, forwards = goldens()[name].tolist()
+    ours = [x if y != 4 else 4 for x, y in zip(out.tokens[0].tolist(), theirs, strict=True)]
+    assert ours == theirs and theirs.count(4) <= 1 and out.forwards.tolist() == [forwards]
+
+
+def test_prism_needs_its_head():
+    with pytest.raises(ValueError, match='lm.params is .*; allowed: params with a "quality_head"'):
+        mj.sample(surer(2.0), ["x"], max_tokens=4, sampler=mj.rules.prism())
+
+
+@pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
+def test_a_rule_may_read_the_hidden_states_of_its_window(pattern):
+    """They are those that the model's head reads; a function of them and the parameters may take their place."""
+    lm = tiny(pattern, layers=1)
+
+    def judge(key, view, memory, states):
+        logits = states(view.hidden)
+        same = jnp.max(jnp.abs(jnp.where(view.logits > -1e29, logits - view.logits, 0.0))) < 1e-4
+        return mj.accept(view, view.masked & same), memory
+
+    states = lambda hidden: hidden @ lm.params["embed"].T
+    plain = mj.rule(needs_hidden=True)(lambda key, view, memory: judge(key, view, memory, states))()
+    headed = mj.rule(needs_hidden=lm.model.head)(
+        lambda key, view, memory: judge(key, view, memory, lambda x: x)
+    )()
+    for rule in (plain, headed):
+        out = mj.sample(lm, ["def x", "if y"], max_tokens=8, sampler=rule, plan=mj.Plan(steps=5))
+        assert out.forwards.max() <= 2, (
+            rule.needs_hidden
+        )  # every mask at once: the states give the view's logits
+    guided = mj.sample(lm, ["def x"], max_tokens=8, sampler=plain, guidance=0.0, plan=mj.Plan(steps=5))
+    assert guided.forwards.max() <= 2
+    blind = mj.rule()(
+        lambda key, view, memory: (mj.accept(view, view.masked & (view.hidden is None)), memory)
+    )()
+    assert mj.sample(lm, ["def x"], max_tokens=8, sampler=blind).forwards.max() <= 2
+
+
+def test_heads_are_refused_by_name():
+    with pytest.raises(ValueError, match="needs_hidden of a rule is 3; allowed: True, False or a function"):
+        mj.rule(needs_hidden=3)(lambda key, view, memory: None)
+    with pytest.raises(ValueError, match="leave_one_out of a rule is 'all'; allowed: True, False or 'joint'"):
+        mj.rule(leave_one_out="all")(lambda key, view, memory: None)
+    with pytest.raises(ValueError, match="rules whose leave-one-out masks see each other"):
+        mj.rules.one_of([mj.rules.wino(), mj.rules.blind_editing()])
+    plain = mj.rule(needs_hidden=True)(lambda key, view, memory: None)()
+    with pytest.raises(ValueError, match="rules that read the same of the hidden states"):
+        mj.rules.one_of([mj.rules.prism(), plain])
+
+
+# -- soft masking
+
+# (case, length of the prompt, new tokens, steps, scale of the logits, numbers of the soft masking)
+SOFT = [
+    ("soft_0", 12, 24, 24, 2.0, dict(scale=1.0, steepness=2.0, centre=-2.0)),
+    ("soft_1", 6, 24, 12, 2.0, dict(scale=0.7, centre=-2.5)),
+    ("soft_2", 9, 16, 8, 1.0, dict(scale=0.9, steepness=1.0, centre=-3.0, top_k=5)),
+]
+
+
+def decode_softly(lm, name, length, new, steps, **settings):
+    plan = mj.Plan(block=new, steps=steps)
+    text = prompt(int(name[-1]), length)
+    lm = mj.soft_masking(lm, **settings) if settings else lm
+    out = mj.sample(lm, [text], max_tokens=new, sampler=mj.rules.confidence(), plan=plan)
+    return [*out.tokens[0].tolist(), *out.forwards.tolist()]
+
+
+@pytest.mark.parametrize("name, length, new, steps, scale, settings", SOFT, ids=lambda x: str(x))
+def test_masks_are_fed_as_mixtures_as_the_reference_does(name, length, new, steps, scale, settings):
+    lm, theirs = surer(scale), goldens()[name].tolist()
+    assert decode_softly(lm, name, length, new, steps, **settings) == theirs
+    plain = decode_softly(lm, name, length, new, steps)
+    assert plain != theirs
+    if name == "soft_2":  # 0 changes nothing, and equal numbers share a program
+        assert decode_softly(lm, name, length, new, steps, scale=0.0) == plain
+        assert mj.soft_masking(lm, scale=0.3).model is mj.soft_masking(lm, scale=0.3).model
+
+
+@pytest.mark.parametrize(
+    "pattern, alignment", [("block_causal", "same_position"), ("bidirectional", "shifted")]
+)
+def test_soft_masks_depend_on_nothing_but_their_row(pattern, alignment):
+    """Beside others or alone, whatever the pass holds: also in front of a block, and with guidance and joint masks."""
+    config = dataclasses.replace(tiny(pattern).model.config, alignment=alignment)
+    lm = dataclasses.replace(tiny(pattern), model=models.build(config))
+    soft = mj.soft_masking(lm, scale=1.0, steepness=1.0, centre=-4.0)
+    texts, plan = [prompt(1, 5), prompt(2, 12)], mj.Plan(steps=4)
+    for more in (dict(), dict(guidance=0.5), dict(sampler=mj.rules.wino()))[
+        : 2 if alignment == "shifted" else 3
+    ]:
+        both = mj.sample(soft, texts, max_tokens=12, plan=plan, **more).tokens
+        for text, ids in zip(texts, both, strict=True):
+            assert (
+                mj.sample(soft, [text], max_tokens=12, plan=plan, **more).tokens[0].tolist() == ids.tolist()
+            )
+    hard = mj.sample(lm, texts, max_tokens=12, plan=plan).tokens
+    assert any(
+        a.tolist() != b.tolist()
+        for a, b in zip(hard, mj.sample(soft, texts, max_tokens=12, plan=plan).tokens)
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(scale=1.5), r"soft_masking\(scale=\) is 1.5; allowed: a number in \[0, 1\]"),
+        (dict(scale=0.5, steepness=0), r"soft_masking\(steepness=\) is 0; allowed: a number, above 0"),
+        (dict(scale=0.5, centre=float("nan")), r"soft_masking\(centre=\) is nan"),
+        (dict(scale=0.5, top_k=0), r"soft_masking\(top_k=\) is 0; allowed: a whole number in \[1, 320\]"),
+        (dict(scale="x"), r"soft_masking\(scale=\) is 'x'"),
+    ],
+)
+def test_soft_masking_refuses_numbers_out_of_range(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        mj.soft_masking(tiny("bidirectional"), **arguments)
+
+
+def test_soft_masking_is_for_transformers_with_a_mask():
+    for lm in (tiny(kind="uniform"), mj.soft_masking(tiny("bidirectional"), scale=0.5)):
+        with pytest.raises(ValueError, match=r"soft_masking\(lm=\) is .*; allowed: a transformer"):
+            mj.soft_masking(lm, scale=0.5)
+    with pytest.raises(
+        ValueError, match="sampler.rule is 'daedal'; allowed: a rule that keeps the number of tokens"
+    ):
+        mj.sample(mj.soft_masking(tiny("bidirectional"), scale=0.5), "x", sampler=mj.rules.daedal())

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 import mercury_jax as mj
 from mercury_jax.decode.inputs import Prompt, encode_prompts
-from mercury_jax.decode.sample import decode_answer
+from mercury_jax.decode.thinking import decode_answer
 from mercury_jax.hub.tokenizer import HFTokenizer
 from tests.hub.tiny_tokenizers import (
     BYTE_LEVEL,

@@ -4,6 +4,7 @@ masked            which masks become tokens (LLaDA, Fast-dLLM, dParallel, MDLM, 
 position          rules that look at where a mask stands (PC-Sampler, AdaBlock, WavefrontDiffusion, DUS)
 history           rules that remember earlier steps (dInfer, KLASS, SlowFast, Prophet)
 remask            remasking and self-correction (ReMDM, WINO, LLaDA2.1, GIDD)
+planned           planner and remasker heads (P2, PRISM)
 variable_length   rules that insert and delete positions (DreamOn, LLaDA2.2, DAEDAL)
 uniform           uniform noise (EB-Sampler, DiffusionGemma, DUO)
 combined          several rules chosen per row; autoregressive decoding and self-speculation
@@ -14,14 +15,25 @@ The decorators register every rule in `ALL`; `mj.rules.<name>` reads it, and so 
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.decode.registration import RULES, rule
-from mercury_jax.decode.rules import combined, history, masked, position, remask, uniform, variable_length
-from mercury_jax.decode.rules.combined import one_of
+from mercury_jax.decode.rules import (
+    combined,
+    history,
+    masked,
+    planned,
+    position,
+    remask,
+    uniform,
+    variable_length,
+)
+from mercury_jax.decode.rules.combined import leftmost_first, one_of
 
 if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and editors
     from mercury_jax.decode.rules.combined import autoregressive, self_speculation
     from mercury_jax.decode.rules.history import credit, klass, prophet, slow_fast
     from mercury_jax.decode.rules.masked import (
         ancestral,
+        ancestral_cache,
+        budgeted_threshold,
         confidence,
         dream_entropy,
         dream_origin,
@@ -38,10 +50,12 @@ if TYPE_CHECKING:  # the names that `__getattr__` finds, for type checkers and e
         threshold,
         topk_margin,
     )  # fmt: skip
+    from mercury_jax.decode.rules.planned import p2, prism
     from mercury_jax.decode.rules.position import adablock, dilated, pc_sampler, wavefront
     from mercury_jax.decode.rules.remask import (
         blind_editing,
         editing,
+        hybrid_ancestral,
         remdm_cap,
         remdm_confidence,
         remdm_loop,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from mercury_jax.config import refuse
 from mercury_jax.decode.registration import AtLeast, Between, NonNegative, check_number, sampler_preset
 from mercury_jax.decode.rules.masked import confidence
-from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion
+from mercury_jax.decode.sampler import Memory, Param, Rule, Sampler, StoppingCriterion, accept
+from mercury_jax.types import Key, Proposal, View
 
 Part = TypeVar("Part", Rule, StoppingCriterion)
 
@@ -80,6 +83,9 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
     noise = tuple(kind for kind in rules[0].noise if all(kind in p.noise for p in rules))
     if not noise:
         raise refuse("one_of parts", [p.name for p in rules], "rules for the same kind of noise")
+    heads = [p.needs_hidden for p in rules if p.needs_hidden]
+    if any(head != heads[0] for head in heads):
+        raise refuse("one_of parts", [p.name for p in rules], "rules that read the same of the hidden states")
     masks = {p.leave_one_out for p in rules} - {False}
     if len(masks) > 1:
         allowed = "rules whose leave-one-out masks see each other, or rules whose masks do not"
@@ -90,7 +96,42 @@ def one_of(parts: Sequence[Part], which: Param = 0) -> Part:
         stopping=rules[0].stopping,
         noise=noise,
         leave_one_out=masks.pop() if masks else False,
+        needs_hidden=heads[0] if heads else False,
         variable_length=bool(variable),
+    )
+
+
+class _LeftmostFirst(NamedTuple):
+    """The function of `leftmost_first`; a tuple, so that equal rules share one compilation."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, key: Key, view: View, memory: Memory, **params: Any) -> tuple[Proposal, Memory]:
+        proposal, after = self.function(key, view, memory, **params)
+        leftmost = accept(view, view.masked & (jnp.cumsum(view.masked) == 1))
+        pick = lambda first, later: jnp.where(view.step == 0, first, later)
+        return jax.tree.map(pick, leftmost, proposal), jax.tree.map(pick, memory, after)
+
+
+def leftmost_first(rule: Rule) -> Rule:
+    """Makes a rule that accepts the leftmost mask alone in a block's first step, and decides by `rule` from then on.
+
+    So does Fast-dLLM for Dream with a cache (NVlabs/Fast-dLLM, `generation_utils_block.py`): the first pass of a block
+    is over the whole sequence and writes the cache.
+
+    Args:
+        rule: Of the later steps, for masked noise.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: It is no rule, or one of variable length.
+    """
+    if not isinstance(rule, Rule) or rule.variable_length:
+        raise refuse("leftmost_first(rule=)", getattr(rule, "name", rule), "a rule that keeps the length")
+    return dataclasses.replace(
+        rule, function=_LeftmostFirst(rule.function), name=f"leftmost_first_{rule.name}", noise=("absorbing",)
     )
 
 

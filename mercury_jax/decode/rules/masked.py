@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.decode.registration import Above, AtLeast, Between, NonNegative, Probability, rule
+from mercury_jax.decode.registration import Above, AtLeast, Between, Count, NonNegative, Probability, rule
 from mercury_jax.decode.sampler import Memory, Param, accept
 from mercury_jax.types import Key, Proposal, View
 
@@ -127,6 +127,33 @@ def threshold(key: Key, view: View, memory: Memory, p: Probability = 0.9) -> tup
     return accept(view, certain | top(view.stats.p_sample, view.masked, 1)), memory
 
 
+@rule(
+    noise="absorbing",
+    needs_logits=False,
+    source='Fast-dLLM for Dream, arXiv 2505.22618, `alg="confidence_threshold"` without a cache',
+)
+def budgeted_threshold(
+    key: Key, view: View, memory: Memory, p: Probability = 0.9, tokens: Count = 1
+) -> tuple[Proposal, Memory]:
+    """Accepts masks of confidence `p`, at most `tokens` a step with what earlier steps left, and at least one.
+
+    A threshold alone may accept a whole block at once; the budget bounds a step by the schedule.
+
+    Args:
+        key: Unused.
+        view: Reads `stats.p_sample`, `editable`, `masked` and `step`.
+        memory: Unused.
+        p: Confidence from which a token is accepted.
+        tokens: Tokens that each step adds to the budget.
+
+    Returns:
+        The proposal, and the unchanged memory.
+    """
+    c, decided = view.stats.p_sample, view.editable.sum() - view.masked.sum()
+    within = top(c, view.masked, (view.step + 1) * tokens - decided)
+    return accept(view, (within & (c >= p)) | top(c, view.masked, 1)), memory
+
+
 @rule(source="LLaDA's random remasking, arXiv 2502.09992", needs_logits=False)
 def random(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """Accepts masks in random order, spread evenly over the remaining steps.
@@ -159,6 +186,40 @@ def ancestral(key: Key, view: View, memory: Memory) -> tuple[Proposal, Memory]:
     """
     chance = (view.alpha_s - view.alpha_t) / jnp.maximum(1.0 - view.alpha_t, 1e-9)
     return accept(view, view.masked & (jax.random.uniform(key, view.canvas.shape) < chance)), memory
+
+
+@rule(
+    noise="absorbing",
+    temperature=1.0,
+    needs_logits=False,
+    init=lambda canvas, vocab: jnp.asarray(0, jnp.int32),
+    source="MDLM, arXiv 2406.07524, `ddpm_cache` in its diffusion.py; `ancestral_cache` in DUO's trainer_base.py",
+)
+def ancestral_cache(key: Key, view: View, memory: Int[Array, ""]) -> tuple[Proposal, Int[Array, ""]]:
+    """Decodes as `ancestral`, without the passes that accept nothing.
+
+    A denoiser that does not take the time predicts the same until a mask becomes a token. So each pass draws for every
+    mask the step in which the reverse process would accept it, and goes on to the earliest of these: min(steps, masks)
+    passes at most, whatever the steps. The steps are evenly spaced in alpha.
+
+    Args:
+        key: Draws the steps.
+        view: Reads `masked` and `steps`.
+        memory: Steps of the process that are behind.
+
+    Returns:
+        The proposal, and the steps that are behind now.
+
+    Departs from the reference: its times end at 1e-5, where a further pass gives what is still masked its argmax
+    (`noise_removal`); here the last step ends at 0, where nothing is masked. Its cache serves a whole batch, and so
+    helps only while no row changes; here each row makes its own passes.
+    """
+    steps, left = view.steps, 1.0 - memory / view.steps
+    # The time at which each mask is accepted is uniform in what is left of it; step i ends at 1 - (i + 1) / steps.
+    time = left * jax.random.uniform(key, view.canvas.shape)
+    step = jnp.clip(jnp.floor((1.0 - time) * steps).astype(jnp.int32), memory, steps - 1)
+    earliest = jnp.min(jnp.where(view.masked, step, steps - 1))
+    return accept(view, view.masked & (step == earliest)), (earliest + 1).astype(memory.dtype)
 
 
 @rule(
@@ -219,13 +280,13 @@ def factor(
     return accept(view, which | (view.masked & finish)), memory
 
 
-@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, eq. of its section 3")
+@rule(noise="absorbing", needs_logits=False, source="Fast-dLLM++, arXiv 2606.02955, section 3")
 def frechet(key: Key, view: View, memory: Memory, margin: NonNegative = 0.25) -> tuple[Proposal, Memory]:
     """Accepts the n most confident masks for the largest n with c_1 + ... + c_n - (n - 1) - (1 - c_n) > margin.
 
     The sum less n - 1 is the Frechet lower bound on the probability that all n tokens are right together, 1 - c_n an
-    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin)`; where they differ it
-    accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
+    upper bound on that of a competing choice. With n equal confidences it is `factor(1 - margin, 0)`; where they
+    differ it accepts more, because only the least certain token enters `factor`. At least one mask is accepted.
 
     Args:
         key: Unused.

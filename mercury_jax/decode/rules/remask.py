@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode import stopping
 from mercury_jax.decode.registration import Count, NonNegative, Probability, rule
 from mercury_jax.decode.rules.masked import top
-from mercury_jax.decode.sampler import Memory, Param, accept
-from mercury_jax.decode.token_stats import draw
+from mercury_jax.decode.sampler import Memory, Param, accept, propose
+from mercury_jax.decode.token_stats import NEVER, draw
 from mercury_jax.types import Key, Proposal, TokenStats, View
 
 Scalar = Float[Array, ""]
@@ -354,7 +354,64 @@ def blind_editing(
 
     Departs from the reference: WINO remasks such tokens; this rule replaces them.
     """
-    return _joint_thresholds(view, view.leave_one_out, p, p_edit), memory
+    other = view.leave_one_out  # always judged by its argmax
+    return _joint_thresholds(
+        view, other._replace(sample=other.argmax, p_sample=other.p_argmax), p, p_edit
+    ), memory
+
+
+@rule(
+    noise="absorbing",
+    temperature=1.0,
+    stopping=stopping.never,
+    source="GIDD, arXiv 2503.04482, `GiddSampler` in gidd/sampling.py",
+)
+def hybrid_ancestral(
+    key: Key, view: View, memory: Memory, min_p: Probability = 0.0
+) -> tuple[Proposal, Memory]:
+    """Samples the reverse process of mask and uniform noise: masks become tokens, and tokens may change.
+
+    With q_t = alpha_t x + b_t, where b_t is the mixture of mask and uniform noise, and alpha_ts = alpha_t / alpha_s,
+
+        q(z_s | z_t, x) ~ (alpha_ts [z_s = z_t] + b_t(z_t) - alpha_ts b_s(z_t)) (alpha_s x(z_s) + b_s(z_s))
+
+    for the predicted distribution x of each position. It is for `noise.hybrid` with gamma = 1.
+
+    Args:
+        key: One draw per position.
+        view: Reads `logits`, `canvas`, `noise`, `editable`, `t`, `s`, `alpha_t` and `alpha_s`.
+        memory: Unused.
+        min_p: Tokens of a smaller probability in this step are not drawn.
+
+    Returns:
+        The proposal, and the unchanged memory.
+
+    Departs from the reference: its last time is `t_eps`, and it may return masks; here the answer holds the argmax in
+    their place, and `Plan(times=)` may end at 0.
+    """
+    logits, vocab = view.logits, jnp.arange(view.logits.shape[-1])
+    is_mask = vocab == view.noise[0]
+    allowed = (logits[0] > NEVER / 10) & ~is_mask
+    uniform = allowed / jnp.maximum(allowed.sum(), 1)
+
+    def noise_at(time: Float[Array, ""], alpha: Float[Array, ""]) -> Float[Array, "V"]:
+        # alpha = (1 - t) / (1 + c), so that the uniform part c need not be known.
+        c = jnp.where(alpha > 0, (1.0 - time) / jnp.maximum(alpha, 1e-12) - 1.0, 0.0)
+        return (time * is_mask + jnp.maximum(c, 0.0) * uniform) / (1.0 + c)
+
+    b_t, b_s = noise_at(view.t, view.alpha_t), noise_at(view.s, view.alpha_s)
+    ratio = view.alpha_t / jnp.maximum(view.alpha_s, 1e-12)
+    z = view.canvas
+    stays = ratio * (vocab == z[:, None])  # [L, V]
+    fresh = jnp.maximum(b_t[z] - ratio * b_s[z], 0.0)[:, None]  # [L, 1]
+    weight = (stays + fresh) * (view.alpha_s * jax.nn.softmax(logits, axis=-1) + b_s)
+    share = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
+    share = jnp.where(share < min_p, 0.0, share)
+    drawn = draw(jnp.log(jnp.maximum(share, 1e-30)), jax.random.uniform(key, z.shape), jnp.float32(1.0))
+    # Where rounding leaves nothing to draw from (t = s = 0), the token stays.
+    canvas = jnp.where(view.editable & (share.sum(-1) > 0), drawn, z)
+    answer = jnp.where(view.editable & (canvas == view.noise), view.stats.argmax, canvas)
+    return propose(view, canvas, answer), memory
 
 
 @rule(

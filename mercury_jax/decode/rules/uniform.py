@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mercury_jax.decode import processors, stopping
-from mercury_jax.decode.registration import NonNegative, Probability, rule, sampler_preset
-from mercury_jax.decode.sampler import Memory, Sampler, accept, propose
+from mercury_jax.decode.registration import Between, NonNegative, Probability, rule, sampler_preset
+from mercury_jax.decode.sampler import Memory, Param, Sampler, accept, propose
 from mercury_jax.types import Key, Proposal, View
 
 
@@ -73,12 +75,17 @@ def diffusion_gemma() -> Sampler:
     source="Psi-sampler of DUO, arXiv 2506.10892 and 2602.21185; s-sahoo/duo, trainer_base.py",
 )
 def predictor_corrector(
-    key: Key, view: View, memory: Memory, kappa: Probability = 0.95, own: Probability = 0.0
+    key: Key,
+    view: View,
+    memory: Memory,
+    kappa: Probability = 0.95,
+    own: Probability = 0.0,
+    greedy: Annotated[Param, Between(0, 1, integer=True)] = 1,
 ) -> tuple[Proposal, Memory]:
     """Samples kappa * q(x_s | x_t, x_0) + (1 - kappa) * q(x_s | x_0), for a drawn x_0.
 
     kappa 1 is ancestral sampling; the corrector adds noise to the prediction again, so that every token may change
-    once more. The answer, and with it the last step, is the argmax, as in DUO's greedy tail.
+    once more. The answer is the argmax, and after the last step what `greedy` says.
 
     A model trained by cross-entropy (DiffusionGemma) gives p(x_0 | x_t): then drawing x_0 from it and x_s from
     `bridge` is exact. DUO's and UDLM's bounds train another output, a prior x_theta that has not taken the position's
@@ -89,8 +96,10 @@ def predictor_corrector(
         key: Three draws per position.
         view: Reads `logits`, `stats`, `canvas`, `noise`, `editable`, `alpha_t` and `alpha_s`.
         memory: Unused.
-        kappa: Weight of the predictor.
+        kappa: Weight of the predictor; one number, or a `Static` array with one for each step.
         own: 1 for models whose output is a prior that ignores the position's own token, else 0.
+        greedy: 1: the answer is the argmax of the last pass; 0: the tokens that it draws (DUO's `noise_removal`,
+            "greedy" and "ancestral").
 
     Returns:
         The proposal, and the unchanged memory.
@@ -107,9 +116,12 @@ def predictor_corrector(
     u = uniform(walk)
     predicted = jnp.where(u < old, view.canvas, jnp.where(u < old + new, x0, view.noise))
     corrected = jnp.where(u < view.alpha_s, x0, view.noise)
-    canvas = jnp.where(uniform(mix) < kappa, predicted, corrected)
+    weight = jnp.asarray(kappa)
+    weight = weight[jnp.minimum(view.step, weight.shape[0] - 1)] if weight.ndim else weight
+    canvas = jnp.where(uniform(mix) < weight, predicted, corrected)
+    drawn = (view.step + 1 >= view.steps) & (jnp.asarray(greedy) == 0)
     keep = lambda new: jnp.where(view.editable, new, view.canvas)
-    return propose(view, keep(canvas), keep(view.stats.argmax)), memory
+    return propose(view, keep(canvas), keep(jnp.where(drawn, canvas, view.stats.argmax))), memory
 
 
 def bridge(

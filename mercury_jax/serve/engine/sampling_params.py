@@ -101,7 +101,9 @@ def rule_set(lm: LM, wanted: tuple[str, ...] | None = None) -> RuleSet:
     others = {
         name: rule
         for name, rule in made.items()
-        if isinstance(rule, Rule) and noise in rule.noise and not (rule.variable_length or rule.leave_one_out)
+        if isinstance(rule, Rule)
+        and noise in rule.noise
+        and not (rule.variable_length or rule.leave_one_out or rule.needs_hidden)
     }
     for name in wanted or ():
         if name not in (own.rule.name, *others):

@@ -27,7 +27,7 @@ from mercury_jax.decode import rules as all_rules
 from mercury_jax.decode.defaults import EFFORTS
 from mercury_jax.decode.grammar import JSONSchema
 from mercury_jax.decode.inputs import encode_prompts
-from mercury_jax.decode.sample import decode_answer
+from mercury_jax.decode.thinking import decode_answer
 from mercury_jax.serve import errors
 from mercury_jax.serve.auth import KEY_DIGEST
 from mercury_jax.serve.chat_completions import compile_grammar

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from mercury_jax.serve.chat.output_parser import OutputParser, StopMatcher
+from mercury_jax.decode.stop_texts import StopMatcher
+from mercury_jax.serve.chat.output_parser import OutputParser
 from mercury_jax.tokenizer import SPECIAL
 from tests.serve.chat import answers
 from tests.tiny import VOCAB, tokenizer
