@@ -337,20 +337,30 @@ def check_lm(lm: Any) -> None:
 
 
 @contextlib.contextmanager
-def explain_wrong_params(lm: LM) -> Iterator[None]:
+def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
     """Around a compiled pass: where tracing fails because the parameters are not the model's, says so.
 
     The check traces a pass of its own, which takes as long as the model's tracing, so it only runs after a failure.
+
+    Args:
+        lm: With the parameters of the pass.
+        name: What errors call them.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: The model cannot be traced with them.
     """
     try:
         yield
     except Exception as error:
         if type(error) is not ValueError:  # ours; the layers of a model raise subclasses and other kinds
-            _check_params(lm)
+            _check_params(lm, name)
         raise
 
 
-def _check_params(lm: LM) -> None:
+def _check_params(lm: LM, name: str) -> None:
     """Raises ValueError if the model cannot be traced with its parameters."""
     at = jnp.zeros((1, 1), jnp.int32)
     time = jnp.zeros((1,)) if lm.model.config.timed else None
@@ -360,4 +370,4 @@ def _check_params(lm: LM) -> None:
     except Exception as error:  # whatever the architecture raises for parameters that are not its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         count = len(jax.tree.leaves(lm.params))
-        raise refuse("lm.params", f"{count} arrays", f"the parameters of lm.model ({reason})") from error
+        raise refuse(name, f"{count} arrays", f"the parameters of lm.model ({reason})") from error

@@ -18,7 +18,7 @@ from typing import Any
 from mercury_jax.config import Plan, Refresh, refuse
 from mercury_jax.decode import processors, rules
 from mercury_jax.decode.inputs import MAX_TOKENS, check_whole
-from mercury_jax.decode.registration import AtLeast, check_number
+from mercury_jax.decode.registration import AtLeast, Between, check_number
 from mercury_jax.decode.sampler import LogitsProcessor, Rule, Sampler
 
 LLADA_EOS = 126081  # `<|endoftext|>`, which LLaDA's script names by its id
@@ -57,6 +57,8 @@ def llada(
     """
     if confidence_eos_eot_inf is not False:
         raise refuse("confidence_eos_eot_inf", confidence_eos_eot_inf, "False")
+    if not isinstance(logits_eos_inf, bool):
+        raise refuse("logits_eos_inf", logits_eos_inf, "True or False")
     _one_of("remasking", remasking, ("low_confidence", "random"))
     rule = rules.confidence() if remasking == "low_confidence" else rules.random()
     chain = (processors.ban([LLADA_EOS]),) if logits_eos_inf else ()
@@ -248,7 +250,7 @@ def _tempered(rule: Rule, temperature: float, top_p: float | None, top_k: int | 
     t = check_number("temperature", temperature, AtLeast(0))
     if t > 0:
         chain.append(processors.temperature(t))
-    if top_p is not None and top_p < 1:
+    if top_p is not None and check_number("top_p", top_p, Between(0, 1)) < 1:
         chain.append(processors.top_p(top_p))
     if top_k is not None:
         chain.append(processors.top_k(top_k))

@@ -207,6 +207,9 @@ def sample(
     """
     began = time.perf_counter()
     check_lm(lm)
+    for name, value in (("keep", keep), ("history", history)):
+        if not isinstance(value, bool | np.bool_):
+            raise refuse(name, value, "True or False")
     if passes is not None:
         passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
     request = Request(

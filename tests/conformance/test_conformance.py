@@ -25,7 +25,7 @@ PATHS = sorted((Path(__file__).parent / "goldens").glob("*.json"))
 FILES = {path.stem: found for path in PATHS if "preset" in (found := json.loads(path.read_text()))}
 CASES = [(name, case) for name, file in FILES.items() for case in file["cases"]]
 DRAWS = [(name, case) for name, file in FILES.items() for case in file.get("draws", [])]
-ROWS = 2048  # of a draw
+ROWS = 1024  # of a draw
 LEAST = 1e-4  # p-value below which two samples differ; the seed is fixed
 
 

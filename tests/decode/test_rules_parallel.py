@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode.rules import masked
+from mercury_jax.decode.rules import combined, masked
 from tests.decode.rule_checks import check_follows, check_settles, check_traces, follow, goldens, small, takes
 from tests.decode.views import KEY, MASK, taken
 
@@ -22,6 +22,23 @@ def test_factor_wants_the_last_of_n_the_surer_the_more_there_are():
     assert takes(masked.factor(), [0.2, 0.3, 0.1]) == [M, 1, M]
     assert takes(masked.factor(1.0, 0), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
     assert takes(masked.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, 1, 2]
+
+
+def test_a_budget_bounds_what_the_threshold_accepts_and_accumulates():
+    p = [0.95, 0.99, 0.5, 0.97, 0.2, 0.92]
+    rule, at = masked.budgeted_threshold(0.9, 2), lambda step: small(p, step=jnp.asarray(step))
+    assert taken(rule, at(0))[:6] == [M, 1, M, 3, M, M]  # two of four
+    assert taken(rule, at(1))[:6] == [0, 1, M, 3, M, 5]  # nothing was accepted in the step before
+    assert taken(masked.budgeted_threshold(0.999, 3), at(0))[:6] == [M, 1, M, M, M, M]  # at least one
+
+
+def test_leftmost_first_waits_with_its_rule_until_the_second_step():
+    p = [0.5, 0.95, 0.6, 0.99]
+    rule, at = combined.leftmost_first(masked.threshold(0.9)), lambda step: small(p, step=jnp.asarray(step))
+    assert taken(rule, at(0))[:4] == [0, M, M, M] and taken(rule, at(1))[:4] == [M, 1, M, 3]
+    assert rule == combined.leftmost_first(masked.threshold(0.9))  # equal rules share one compilation
+    with pytest.raises(ValueError, match="leftmost_first"):
+        combined.leftmost_first(masked.threshold)
 
 
 def test_scheduled_takes_all_above_p_or_its_number():
