@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
+    from mercury_jax.decode.drafting import Draft
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
     from mercury_jax.decode.registration import (
@@ -58,6 +59,7 @@ _PUBLIC = {
     "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
+    "decode.drafting": ("Draft",),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.sample": ("LogProbs", "Output", "sample"),
@@ -79,7 +81,7 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole", "InfillOutput",
+    "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort", "Hole", "InfillOutput",
     "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
     "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
     "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",

@@ -39,6 +39,8 @@ class DecodeConfig(NamedTuple):
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
+    drafter: DecodeConfig | None = None  # of the model that drafts (`drafting`); `speculative` is set too
+    drafts: str | None = None  # of a drafter: how its drafts are accepted, "same_seed" or "rejection"
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property
