@@ -66,7 +66,9 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
-    whole = config.speculative or config.drafts is not None  # tokens are drawn with the uniforms of their positions
+    whole = (
+        config.speculative or config.drafts is not None
+    )  # tokens are drawn with the uniforms of their positions
     if whole or config.leave_one_out or config.variable_length or config.logprobs is not None:
         return False
     separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)

@@ -107,7 +107,9 @@ class Output:
     # passes compute drafts too.
     evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     n: int = 1  # answers to each prompt
-    draft: DraftOutput | None = field(repr=False, default=None)  # of the drafter, with `draft=`; `forwards` are of `lm`
+    draft: DraftOutput | None = field(
+        repr=False, default=None
+    )  # of the drafter, with `draft=`; `forwards` are of `lm`
 
     @property
     def text(self) -> str:
