@@ -85,6 +85,10 @@ def run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     lm = args.loading.load()
     how["sampler"] = arguments.add_processors(sampler, processors, lm)
+    if sampler is None and processors:  # the model's own sampler with more processors keeps its own plan
+        from mercury_jax.decode.defaults import default_plan
+
+        how["plan"] = default_plan(lm, args.decoding.plan())
     prompts: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     # Guidance runs two rows for each prompt, which the live view does not draw.
     if show.terminal() and not (args.no_live or args.json) and args.processing.guidance is None:
