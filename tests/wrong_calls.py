@@ -101,6 +101,12 @@ def init(ids: Any = ((5, 6),), made: Any = None, **more: Any) -> Any:
     return made.init(tiny().params, ids, **{"max_tokens": 4, "key": jax.random.key(0)} | more)
 
 
+def log_probs(batch: Any = None, **more: Any) -> Any:
+    """Log-probabilities of one answer."""
+    batch = mj.answer_batch(tiny(), "x", [[5, 6]]) if batch is None else batch
+    return mj.token_log_probs(model(), tiny().params, batch, **{"key": jax.random.key(0)} | more)
+
+
 def recipe(**changes: Any) -> Any:
     from mercury_jax.train import data, objectives
 
@@ -237,7 +243,6 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "more prompts than rows of the state": (
             lambda: sample(["x", "y"], state=session()), "prompt is '2 prompts'",
         ),
-        "guidance with a state": (lambda: sample(state=session(), guidance=1.0), "guidance is 1.0"),
         "a schema as a number": (lambda: sample(schema=5), "schema is 5"),
         "a schema as a text": (lambda: sample(schema="json"), "schema is 'json'"),
         "a schema of an unknown type": (lambda: sample(schema={"type": "nosuch"}), "schema.*nosuch"),
@@ -253,8 +258,93 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
             lambda: sample(lm=dataclasses.replace(tiny(), params={"embed": 1.0})), "lm.params is",
         ),
     },
+    "sample: batches": {
+        "n 0": (lambda: sample(n=0), "n is 0"),
+        "n 1.5": (lambda: sample(n=1.5), "n is 1.5"),
+        "n as a text": (lambda: sample(n="2"), "n is '2'"),
+        "n as a list": (lambda: sample(n=[1, 2]), r"n is \[1, 2\]"),
+        "n True": (lambda: sample(n=True), "n is True"),
+        "max_tokens of other rows": (lambda: sample(max_tokens=[4, 8]), "max_tokens is 'a list of 2'"),
+        "max_tokens of a row 0": (lambda: sample(["x", "y"], max_tokens=[4, 0]), r"max_tokens.* 0"),
+        "max_tokens of a row as a text": (lambda: sample(["x", "y"], max_tokens=[4, "8"]), "max_tokens.*'8'"),
+        "max_tokens of a row beyond the context": (lambda: sample(["x", "y"], max_tokens=[4, 256]), "max_tokens.*256"),
+        "no max_tokens": (lambda: sample(max_tokens=[]), "max_tokens is 'a list of 0'"),
+        "max_tokens as a matrix": (lambda: sample(max_tokens=np.ones((1, 1), int)), r"max_tokens\[0\] is array"),
+        "seeds of other rows": (lambda: sample(["x", "y"], seed=[1, 2, 3]), "seed is 'a list of 3'"),
+        "a seed of a row -1": (lambda: sample(["x", "y"], seed=[1, -1]), "seed.* -1"),
+        "a seed of a row as a text": (lambda: sample(["x", "y"], seed=[1, "2"]), "seed.*'2'"),
+        "keys of other rows": (lambda: sample(["x", "y"], seed=jax.random.split(jax.random.key(0), 3)), "seed"),
+        "a raw key": (lambda: sample(seed=jax.random.PRNGKey(0)), "seed is"),
+        "efforts of other rows": (lambda: sample(["x", "y"], effort=["low"]), "effort is"),
+        "an effort of a row unknown": (lambda: sample(["x", "y"], effort=["low", "max"]), "effort.*'max'"),
+        "temperatures of other rows": (lambda: sample(["x", "y"], temperature=[0.0, 0.5, 1.0]), "temperature"),
+        "no temperatures": (lambda: sample(temperature=[]), "temperature is"),
+        "a temperature of a row as a text": (lambda: sample(["x", "y"], temperature=[0.0, "1"]), "temperature"),
+        "a stop of a number": (lambda: sample(stop=5), "stop is 5"),
+        "an empty stop": (lambda: sample(stop=""), "stop is ''"),
+        "an empty stop in a list": (lambda: sample(stop=["x", ""]), "stop.*''"),
+        "a stop of bytes": (lambda: sample(stop=b"x"), "stop is b'x'"),
+        "stops of numbers": (lambda: sample(stop=[5]), "stop.* 5"),
+        "stops of other rows": (lambda: sample(["x", "y"], stop=[["a"], ["b"], ["c"]]), "stop"),
+        "stops of a row as a number": (lambda: sample(["x", "y"], stop=[["a"], 5]), "stop.*5"),
+        "a stop with a schema": (lambda: sample(stop="x", schema=True), "stop is 'x'"),
+        "a stop of ids": (lambda: mj.sample(own(), [1], max_tokens=4, stop=[[3]]), "stop"),
+        "rules of other rows": (lambda: sample(["x", "y"], sampler=threshold([0.1, 0.2, 0.3])), "shape of p|p"),
+        "guidance of a row nan": (lambda: sample(["x", "y"], guidance=[1.0, float("nan")]), "guidance is"),
+        "a masked side of a model without masks": (
+            lambda: sample(lm=model(kind="uniform"), guidance=1.0, negative="masked"), "negative is 'masked'",
+        ),
+        "a state of other answers": (
+            lambda: sample(["x", "y", "z"], state=mj.sample(tiny(), "x", n=2, max_tokens=4, keep=True).state),
+            "prompt is '3 prompts'",
+        ),
+        "unequal max_tokens of a function without lengths": (
+            lambda: mj.sample(own(), [[1], [2]], max_tokens=[3, 4]), r"lengths of the rows is \[4, 5\]",
+        ),
+        "guidance of a function without lengths": (
+            lambda: mj.sample(own(), [1], max_tokens=3, guidance=1.0), r"negative\[0\] is '0 tokens'",
+        ),
+        "n of infill": (lambda: infill(n=2), "'n'"),
+        "ids of floats to infill": (lambda: infill([[0.5], mj.Hole(2)]), r"parts\[0\]"),
+        "ids outside of the vocabulary to infill": (lambda: infill([[320], mj.Hole(2)]), "320"),
+        "a seed of other rows to infill": (lambda: infill(seed=[1, 2]), "seed is 'a list of 2'"),
+        "a seed of other rows to edit": (lambda: edit(["x", "y"], seed=[1]), "seed is 'a list of 1'"),
+        "temperatures of other rows to edit": (lambda: edit(temperature=[0.0, 1.0]), "temperature"),
+        "stop of stream": (lambda: stream(stop="x"), "'stop'"),
+        "n 0 of stream": (lambda: stream(n=0), "n is 0"),
+        "max_tokens of other rows of stream": (lambda: stream(["x", "y"], max_tokens=[4]), "max_tokens is 'a list"),
+    },
+    "presets, soft masking": {
+        "an unknown remasking": (lambda: mj.presets.llada(remasking="low"), "remasking is 'low'"),
+        "a block that does not divide": (lambda: mj.presets.llada(128, 64, 48), "block_length is 48"),
+        "steps that do not divide": (
+            lambda: mj.presets.llada(gen_length=64, block_length=32, steps=7), "steps is 7; allowed: a multiple",
+        ),
+        "steps as a text": (lambda: mj.presets.llada(steps="64"), "steps is '64'"),
+        "a scale of -1": (lambda: mj.presets.llada(cfg_scale=-1), "cfg_scale is -1"),
+        "a scale as a text": (lambda: mj.presets.llada(cfg_scale="1"), "cfg_scale is '1'"),
+        "a length of 0": (lambda: mj.presets.llada(gen_length=0), "gen_length is 0"),
+        "ends as a number": (lambda: mj.presets.llada(logits_eos_inf=2), "logits_eos_inf is 2"),
+        "an unknown algorithm": (lambda: mj.presets.dream(alg="topk"), "alg is 'topk'"),
+        "a top_p of 2": (lambda: mj.presets.dream(top_p=2.0), r"top_p.* 2"),
+        "a top_p as a text": (lambda: mj.presets.dream(top_p="0.9"), r"top_p.* '0.9'"),
+        "a top_k of 0": (lambda: mj.presets.dream(top_k=0), r"top_k.* 0"),
+        "an eps as a text": (lambda: mj.presets.dream(eps="x"), r"eps.*'x'"),
+        "an alg_temp as a text": (lambda: mj.presets.dream(alg="entropy", alg_temp="x"), r"alg_temp.*'x'"),
+        "a dual cache without a cache": (lambda: mj.presets.fast_dllm(dual_cache=True), "dual_cache is True"),
+        "a cache as a number": (lambda: mj.presets.fast_dllm(use_cache=1), "use_cache is 1"),
+        "a threshold of 2": (lambda: mj.presets.fast_dllm(threshold=2.0), "threshold.* is 2"),
+        "a misspelt argument": (lambda: mj.presets.llada(gen_len=64), "'gen_len'"),
+        "a name as model": (lambda: mj.soft_masking("nano", scale=0.5), "lm"),
+        "soft masking without a scale": (lambda: mj.soft_masking(tiny()), "'scale'"),
+        "a scale of 2": (lambda: mj.soft_masking(tiny(), scale=2.0), "scale.* 2"),
+        "a soft scale as a text": (lambda: mj.soft_masking(tiny(), scale="x"), "scale.* 'x'"),
+        "top_k 1.5": (lambda: mj.soft_masking(tiny(), scale=0.5, top_k=1.5), "top_k.* 1.5"),
+        "soft masking of uniform noise": (lambda: mj.soft_masking(tiny(kind="uniform"), scale=0.5), "soft_masking"),
+        "soft masking of a function": (lambda: mj.soft_masking(own(), scale=0.5), "soft_masking"),
+        "hidden states as a text": (lambda: mj.rule(needs_hidden="yes")(rule), "needs_hidden of a rule is 'yes'"),
+    },
     "stream": {
-        "several prompts": (lambda: stream(["x", "y"]), "prompt is '2 prompts'"),
         "None": (lambda: stream(None), "prompt is None"),
         "an empty text": (lambda: stream(""), "prompt is ''"),
         "every 0": (lambda: stream(every=0), "every is 0"),
@@ -317,7 +407,8 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "no spans": (lambda: edit(spans=[]), r"spans is \[\]"),
         "spans as a text": (lambda: edit(spans="x"), "spans is 'x'"),
         "spans of other rows": (lambda: edit(["x", "y"], spans=[["x"]]), "spans is '1 lists'"),
-        "spans of ids": (lambda: edit([5, 6], spans=[(0, 1)]), "spans is"),
+        "spans beyond the ids": (lambda: edit([5, 6], spans=[(0, 3)]), r"spans is \(0, 3\)"),
+        "a piece of ids": (lambda: edit([5, 6], spans=["x"]), "spans is"),
         "prompts of other rows": (
             lambda: edit(["x", "y"], prompt=["a", "b", "c"]), "prompt is 'a list of 3'",
         ),
@@ -392,6 +483,11 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a block of 0": (lambda: mj.Plan(block=0), "block is 0"),
         "a block of 2.5": (lambda: mj.Plan(block=2.5), "block is 2.5"),
         "a block of True": (lambda: mj.Plan(block=True), "block is True"),
+        "times that rise": (lambda: mj.Plan(times=(0.5, 1.0)), r"times is \(0.5, 1.0\)"),
+        "one time": (lambda: mj.Plan(times=[1.0]), r"times is \[1.0\]"),
+        "a time above 1": (lambda: mj.Plan(times=(1.5, 0.0)), r"times is \(1.5, 0.0\)"),
+        "other steps than times": (lambda: mj.Plan(times=(1.0, 0.5, 0.0), steps=3), "steps is 3"),
+        "whole blocks by number": (lambda: mj.Plan(whole_blocks=1), "whole_blocks is 1"),
         "steps -1": (lambda: mj.Plan(steps=-1), "steps is -1"),
         "steps as a list": (lambda: mj.Plan(steps=[1, 2]), r"steps is \[1, 2\]"),
         "steps nan": (lambda: mj.Plan(steps=float("nan")), "steps is nan"),
@@ -588,6 +684,119 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "rows of a function that end before its slots": (
             lambda: mj.decoder(own(), slots=9).init(jnp.eye(12), [[1]], max_tokens=4, key=jax.random.key(0)),
             "lengths plus max_tokens is 5|lengths plus max_tokens is .*5",
+        ),
+    },
+    "cache policies, lookahead": {
+        "lookahead -1": (lambda: mj.Plan(lookahead=-1), "lookahead is -1"),
+        "lookahead 1.5": (lambda: mj.Plan(lookahead=1.5), "lookahead is 1.5"),
+        "lookahead as a text": (lambda: mj.Plan(lookahead="2"), "lookahead is '2'"),
+        "lookahead None": (lambda: mj.Plan(lookahead=None), "lookahead is None"),
+        "lookahead with a refresh": (
+            lambda: sample(lm=model("bidirectional"), plan=mj.Plan(lookahead=2, refresh=mj.Refresh.dual())),
+            "plan.lookahead is 2",
+        ),
+        "a policy without its call": (
+            lambda: sample(lm=model("bidirectional"), plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode)), "refresh is",
+        ),
+        "a policy of an exact cache": (
+            lambda: sample(plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())), "plan.refresh is",
+        ),
+        "a policy of a function": (
+            lambda: mj.sample(own(), [1], max_tokens=4, plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())),
+            "plan.refresh is",
+        ),
+        "a policy of remasking by leave-one-out": (
+            lambda: sample(
+                lm=model("bidirectional"), sampler=mj.rules.wino(), plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())
+            ),
+            "plan.refresh is",
+        ),
+        "every 0": (lambda: mj.cache_refresh.dkv_decode(0), r"dkv_decode\(every=\) is 0"),
+        "a list of numbers": (lambda: mj.cache_refresh.dkv_decode([2, 3]), r"dkv_decode\(every=\)"),
+        "a ratio of 2": (lambda: mj.cache_refresh.dllm_cache(ratio=2), r"dllm_cache\(ratio=\) is 2"),
+        "a misspelt parameter": (lambda: mj.cache_refresh.elastic_cache(gama=0.9), "'gama'"),
+        "a function of two arguments": (
+            lambda: mj.cache_refresh.cache_policy(lambda key, view: None), r"arguments of the cache policy",
+        ),
+        "a misspelt field": (lambda: mj.cache_refresh.cache_policy(drifts=True)(rule), "'drifts'"),
+        "drift as a text": (lambda: mj.cache_refresh.cache_policy(drift="no")(rule), "drift of a cache policy is 'no'"),
+        "limit as a number": (lambda: mj.cache_refresh.cache_policy(limit=8)(rule), "limit of a cache policy is 8"),
+        "a policy that returns None": (
+            lambda: sample(
+                lm=tiny("bidirectional"),
+                plan=mj.Plan(refresh=mj.cache_refresh.cache_policy(lambda key, view, memory: None)()),
+            ),
+            "cache policy",
+        ),
+        "a policy that decides by a traced value": (
+            lambda: sample(
+                lm=tiny("bidirectional"),
+                plan=mj.Plan(
+                    refresh=mj.cache_refresh.cache_policy(lambda key, view, memory: (view.masked if view.step else 0))()
+                ),
+            ),
+            "cache policy",
+        ),
+        "counts of other ids": (lambda: sample(sampler=mj.rules.pc_sampler([1.0, 2.0])), "counts"),
+        "counts as a text": (lambda: mj.rules.pc_sampler("x"), "counts"),
+        "counts of nan": (lambda: mj.rules.pc_sampler([float("nan")] * 320), "counts"),
+        "delimiters outside of the vocabulary": (lambda: sample(sampler=mj.rules.adablock(delimiters=999)), "999"),
+        "a spacing of 1": (lambda: mj.rules.dilated(base=1), r"dilated\(base=\) is 1"),
+    },
+    "rollout, search": {
+        "n 0": (lambda: mj.rollout(model(), "x", n=0), "n is 0"),
+        "no prompt": (lambda: mj.rollout(model()), "'prompt'"),
+        "an empty text": (lambda: mj.rollout(model(), ""), "prompt is ''"),
+        "a name as model": (lambda: mj.rollout("nano", "x"), "lm is 'nano'"),
+        "max_tokens 0": (lambda: mj.rollout(model(), "x", max_tokens=0), "max_tokens is 0"),
+        "a reward as a number": (lambda: mj.rollout(model(), "x", reward=5), "reward is 5"),
+        "a temperature of -1": (lambda: mj.rollout(model(), "x", temperature=-1), "temperature is -1"),
+        "a temperature as a text": (lambda: mj.rollout(model(), "x", temperature="1"), "temperature is '1'"),
+        "a seed as a text": (lambda: mj.rollout(model(), "x", seed="0"), "seed is '0'"),
+        "a stop": (lambda: mj.rollout(model(), "x", stop="y"), "'stop'"),
+        "no reward": (lambda: mj.best_of_n(model(), "x"), "'reward'"),
+        "a reward of best_of_n as a text": (lambda: mj.best_of_n(model(), "x", reward="length"), "reward is 'length'"),
+        "n of best_of_n as a text": (lambda: mj.best_of_n(model(), "x", reward=len, n="8"), "n is '8'"),
+        "a reward of one number": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: 1.0, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a reward of texts": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: texts, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a reward of nan": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: [float("nan")] * 2, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a scale of -1": (lambda: mj.smc(model(), "x", reward=len, scale=-1), "scale.* -1"),
+        "a scale as a text": (lambda: mj.smc(model(), "x", reward=len, scale="x"), "scale.* 'x'"),
+        "an ess of 2": (lambda: mj.smc(model(), "x", reward=len, ess=2), "ess.* 2"),
+        "every 0": (lambda: mj.smc(model(), "x", reward=len, every=0), "every is 0"),
+        "temper -1": (lambda: mj.smc(model(), "x", reward=len, temper=-1), "temper.* -1"),
+        "a twist that is a rule": (lambda: mj.smc(model(), "x", reward=len, twist=threshold()), "twist is"),
+        "a reward that is no function": (lambda: mj.smc(model(), "x", reward=None), "reward is None"),
+        "answers of other rows": (lambda: mj.answer_batch(model(), ["x", "y"], ["a"]), "prompts is 'a list of 2'"),
+        "no answers": (lambda: mj.answer_batch(model(), "x", []), r"answers is \[\]"),
+        "a size below the answers": (lambda: mj.answer_batch(model(), "x", "value", size=0), "size is 0"),
+        "answers of uniform noise": (lambda: mj.answer_batch(model(kind="uniform"), "x", "y"), "lm is"),
+        "steps of other lengths": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=[[0]]), "commit_step"),
+        "an unknown estimator": (lambda: log_probs(estimator="elbow"), "estimator is 'elbow'; allowed: diffu_grpo"),
+        "an option of another estimator": (lambda: log_probs(ratios=(0.2, 0.8)), r"ratios is \(0.2, 0.8\)"),
+        "samples 0": (lambda: log_probs(samples=0), "samples is 0"),
+        "a mask_prompt of 2": (lambda: log_probs(mask_prompt=2.0), "mask_prompt.* 2"),
+        "ratios out of order": (lambda: log_probs(estimator="coupled_grpo", ratios=(0.8, 0.2)), "ratios is"),
+        "ratios as a number": (lambda: log_probs(estimator="coupled_grpo", ratios=0.5), "ratios is 0.5"),
+        "no key": (lambda: log_probs(key=None), "key is None"),
+        "a seed as key": (lambda: log_probs(key=3), "key is 3"),
+        "a rollout as batch": (lambda: log_probs(batch=5), "batch is 'int'"),
+        "no steps of the trajectory": (
+            lambda: log_probs(estimator="trajectory", key=None), "commit_step|passes|batch",
+        ),
+        "steps as a number": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=3), "commit_step is 3"),
+        "a size of a function without an end": (lambda: mj.answer_batch(own(), [1], [[2]], size=4), "size is 4"),
+        "answers of several lengths of a function": (
+            lambda: mj.answer_batch(own(), [1], [[2], [3, 4]]), "lengths of the prompts with their answers",
         ),
     },
     "mesh": {

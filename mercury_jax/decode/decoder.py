@@ -513,21 +513,25 @@ class Decoder:
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
 
-    def estimate(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    def estimate(self, state: State, guess: bool = True) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
         """Reads off a state what would be emitted if it ended now: finished blocks, and the guess of the open one.
 
         Args:
             state: Of any time.
+            guess: Whether undecided tokens are those that the rule would emit now; else they are the mask id (under
+                uniform noise, what the canvas holds).
 
         Returns:
             Ids, left-aligned and padded, and the number of tokens of each answer. Blocks after the open one are left
             out. Of a row that is done it is the answer.
         """
-        estimate = functools.partial(estimate_answers, self.config)
+        estimate = functools.partial(estimate_answers, self.config, guess=guess)
         return in_auto_axes(estimate, state.tokens, state._replace(cache=()))
 
 
-def estimate_answers(config: DecodeConfig, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+def estimate_answers(
+    config: DecodeConfig, state: State, guess: bool = True
+) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
     """Returns what each row would emit if it ended now; see `Decoder.estimate`."""
 
     def read(row: State) -> tuple[Array, Array]:
@@ -535,8 +539,9 @@ def estimate_answers(config: DecodeConfig, state: State) -> tuple[Int[Array, "B 
         # The open block: what its last pass would emit, up to the end of its window. A new canvas holds only noise.
         is_open = ~row.done & (row.step > 0)
         inside = is_open & (at >= row.committed) & (at < window_of(config, row).end) & ~row.given
-        guess = row.answer[jnp.clip(at - row.cache_length, 0, config.width - 1)]
-        tokens = jnp.where(inside, guess, row.tokens)
+        shown = row.answer if guess else row.canvas
+        shown = shown[jnp.clip(at - row.cache_length, 0, config.width - 1)]
+        tokens = jnp.where(inside, shown, row.tokens)
         end = jnp.where(is_open, window_of(config, row).end, jnp.maximum(row.committed, row.prompt))
         end = jnp.where(row.done, row.end, end)
         ends = inside & ends_text(config, tokens, row)

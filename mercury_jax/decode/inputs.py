@@ -341,6 +341,16 @@ def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
     """Around a compiled pass: where tracing fails because the parameters are not the model's, says so.
 
     The check traces a pass of its own, which takes as long as the model's tracing, so it only runs after a failure.
+
+    Args:
+        lm: With the parameters of the pass.
+        name: What errors call them.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: The model cannot be traced with them.
     """
     try:
         yield

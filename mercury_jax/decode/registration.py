@@ -90,6 +90,9 @@ def Between(low: float, high: float, *, integer: bool = False) -> Range:
 
     Returns:
         The range.
+
+    Raises:
+        ValueError: An end is no number, or they are in the wrong order.
     """
     if not _number("low of Between", low) <= _number("high of Between", high):
         raise refuse("high of Between", high, f"{low:g} or more, its low")
@@ -291,8 +294,8 @@ def part_decorator(
             and not isinstance(value, bool)
         ):
             raise refuse(f"{label} of a {kind}", value, "True or False")
-        if label == "init" and not callable(value):
-            raise refuse(f"init of a {kind}", value, "a function that makes the memory")
+        if label in ("init", "limit") and not callable(value):
+            raise refuse(f"{label} of a {kind}", value, "a function")
         if label == "temperature":
             check_number(f"temperature of a {kind}", value, AtLeast(0))
 
@@ -321,13 +324,19 @@ def part_decorator(
         # "<lambda>", or "outer.<locals>.inner": two of these may differ, and nobody can name them in a command.
         registered = name is not None or "<" not in getattr(function, "__qualname__", "<")
         defaults = {p.name: p.default for p in parameters}
-        return _register(factory, defaults, ranges, source, registry if registered else {})
+        where = registry if registered else {}
+        return _register(factory, defaults, ranges, source, where, per_row=kind != "cache policy")
 
     return decorate
 
 
 def _register(
-    factory: Any, params: dict[str, Any], ranges: dict[str, Range], source: str, registry: dict[str, Any]
+    factory: Any,
+    params: dict[str, Any],
+    ranges: dict[str, Range],
+    source: str,
+    registry: dict[str, Any],
+    per_row: bool = True,
 ) -> Any:
     """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name.
 
@@ -336,7 +345,8 @@ def _register(
     """
     name = factory.__name__
     factory.params, factory.ranges, factory.source = params, ranges, source
-    lines = [f"Ranges of {name}; every parameter may be one number, or one per row:"] if params else []
+    values = "every parameter may be one number, or one per row" if per_row else "one number for all rows"
+    lines = [f"Ranges of {name}; {values}:"] if params else []
     for key, value in params.items():
         default = "" if value is inspect.Parameter.empty else f"; default {value}"
         lines.append(f"    {key}: {ranges.get(key, Range())}{default}.")

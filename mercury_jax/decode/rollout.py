@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import bucket
+from mercury_jax.decode.decode_config import bucket, check_equal_lengths
 from mercury_jax.decode.registration import Between, check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
@@ -270,6 +270,8 @@ def answer_batch(
     before = inputs.prompt_rows(lm, prompts, len(after), name="prompts", row="answer")
     longest = max(len(a.ids) for a in after)
     width = longest if size is None else inputs.check_whole("size", size, longest, config.context)
+    if config.eos < 0 and any(len(a.ids) < width for a in after) and size is not None:
+        raise refuse("size", size, "None: no id ends an answer of this model, so that none fills it up")
     fill = 0 if size is None else width
     texts = [[*b, *a.ids, *[config.eos] * (fill - len(a.ids))] for b, a in zip(before, after, strict=True)]
     for i, text in enumerate(texts):
@@ -281,13 +283,23 @@ def answer_batch(
         lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
         for text, b in zip(texts, before, strict=True)
     ]
-    total, ids = bucket(max(len(one.tokens) for one in laid)), _left_aligned(texts, config.pad)[0]
+    total = max(len(one.tokens) for one in laid)
+    if lm.model.hides_padding:
+        total = bucket(total)
+    else:
+        check_equal_lengths("prompts with their answers", [len(text) for text in texts])
+    ids, _ = _left_aligned(texts, config.pad, bucket(max(map(len, texts))))
     pad = lambda x, value: np.pad(x, [(0, total - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
     slots = [np.flatnonzero(one.editable)[:width] for one in laid]
     order = np.full((len(laid), width), -1, np.int32)
     if commit_step is not None:
+        allowed = "a list for each answer, with one number for each of its tokens"
+        if not isinstance(commit_step, Sequence) or not all(
+            isinstance(x, Sequence | np.ndarray) for x in commit_step
+        ):
+            raise refuse("commit_step", commit_step, allowed)
         if [len(x) for x in commit_step] != [len(a.ids) for a in after]:
-            raise refuse("commit_step", "lists of other lengths", "one number for each token of each answer")
+            raise refuse("commit_step", "lists of other lengths", allowed)
         for row, steps, one, at in zip(order, commit_step, laid, slots, strict=True):
             row[: len(steps)] = _ranks(np.asarray(steps), one.canvas[at[: len(steps)]])
     return AnswerBatch(
@@ -505,9 +517,13 @@ def token_log_probs(
         share = check_number("mask_prompt", options["mask_prompt"], Between(0, 1))
         found = [_diffu_grpo(lm, params, batch, jax.random.fold_in(key, i), share) for i in range(count)]
     else:
-        low, high = options["ratios"]
-        if not 0 < low <= high < 1:
-            raise refuse("ratios", options["ratios"], "(low, high) with 0 < low <= high < 1")
+        pair = options["ratios"]
+        numbers = (
+            isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, int | float) for x in pair)
+        )
+        if not numbers or not 0 < pair[0] <= pair[1] < 1:
+            raise refuse("ratios", pair, "(low, high) with 0 < low <= high < 1")
+        low, high = pair
         found = [
             _coupled_grpo(lm, params, batch, jax.random.fold_in(key, i), low, high) for i in range(count)
         ]

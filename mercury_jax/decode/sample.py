@@ -369,7 +369,8 @@ def _continue_empty_answers(
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
         tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)[0], more.texts[i]
+        thinking[i], text = decode_answer(lm, tokens[i], True)
+        texts[i] = session.stopped.get(i, text)
         finish[i] = more.finish[i]
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])

@@ -155,6 +155,7 @@ def smc(
     temper: float = 0.0,
     every: int = 1,
     ess: float = 0.5,
+    undecided: str | None = None,
     twist: LogitsProcessor | None = None,
     max_tokens: int = 64,
     seed: int = 0,
@@ -187,6 +188,8 @@ def smc(
         temper: How late the reward counts, 0 or more: 0 at once, 1 in proportion to the tokens that are decided.
         every: Passes between two evaluations.
         ess: Share of n in 0..1; 0 never resamples (importance weights alone), 1 after every evaluation.
+        undecided: What the reward sees of unfinished answers: None, the rule's guess of every token; or a text that
+            stands for each undecided token, such as "_", so that the reward judges what is decided and cannot change.
         twist: A logits processor that runs after the sampler's own and the default `allow`; for masked noise.
         max_tokens: Most tokens of an answer.
         seed: Particle j of prompt i draws from seed + i * n + j until it is resampled.
@@ -220,35 +223,44 @@ def smc(
     chosen = check_sampler(request.sampler)
     if chosen.speculate is not None or lm.model.config.autoregressive:
         raise refuse("sampler.speculate", chosen.speculate, "None: drafts are not verified in every pass")
+    if not isinstance(undecided, str | None):
+        raise refuse("undecided", undecided, "a text such as '_', or None")
+    if undecided is not None and lm.corruption.mask is None:
+        raise refuse("undecided", undecided, "None: under uniform noise no token is decided before the end")
     if twist is not None and request.plan.lookahead:
         raise refuse(
             "plan.lookahead", request.plan.lookahead, "0 with twist: it takes several steps in a pass"
         )
     if twist is not None:
         request = request._replace(sampler=twisted_sampler(lm, chosen, twist, request.temperature))
-    session = start(lm, request)
-    return _steer(lm, session, rows, reward, n, (scale, temper, every, ess), seed, twist is not None)
+    steering = _Steering(n, scale, temper, every, ess, seed, undecided, twist is not None)
+    return _steer(lm, start(lm, request), rows, reward, steering)
 
 
-def _steer(
-    lm: LM,
-    session: Session,
-    prompts: Sequence[Any],
-    reward: Reward,
-    n: int,
-    settings: tuple[float, float, int, float],
-    seed: int,
-    is_twisted: bool,
-) -> SearchOutput:
+class _Steering(NamedTuple):
+    """The checked arguments of `smc` under their names."""
+
+    n: int
+    scale: float
+    temper: float
+    every: int
+    ess: float
+    seed: int
+    undecided: str | None
+    is_twisted: bool
+
+
+def _steer(lm: LM, session: Session, prompts: Sequence[Any], reward: Reward, how: _Steering) -> SearchOutput:
     """Runs the particles of a session to their end, with an evaluation after every few passes."""
-    (scale, temper, every, share), groups = settings, len(prompts) // n
-    rng, key = np.random.default_rng((seed, 17)), jax.random.fold_in(jax.random.key(seed), 17)
+    n, groups = how.n, len(prompts) // how.n
+    rng, key = np.random.default_rng((how.seed, 17)), jax.random.fold_in(jax.random.key(how.seed), 17)
     shape = (groups, n)
     log_weights, level_before = np.zeros(shape), np.zeros(shape)
     forwards, passes, sizes, resamplings = np.zeros(groups, int), 0, [], []
     rewards, texts, done = np.zeros(shape), [], False
+    kind = (how.every, how.is_twisted, how.undecided is None)
     while not done:
-        state, report = advance_particles(session.config, lm.params, session.state, every, is_twisted)
+        state, report = advance_particles(session.config, lm.params, session.state, *kind)
         session = replace(session, state=state)
         seen: ParticleReport = jax.tree.map(
             lambda x: x[: len(prompts)] if x.ndim else x, jax.device_get(report)
@@ -257,16 +269,16 @@ def _steer(
         forwards += seen.forwards.reshape(shape).sum(axis=1)
         # 1. The reward of what each particle would emit now, and the change of its log-weight since the last time.
         texts = [
-            decode_answer(lm, ids[:length], prompt.chat)[1]
+            _text_of(lm, ids[:length], prompt.chat, how.undecided)
             for ids, length, prompt in zip(seen.ids, seen.lengths, session.prompts, strict=True)
         ]
         rewards = call_reward(reward, prompts, texts).reshape(shape)
-        level = scale * seen.decided.reshape(shape) ** temper * rewards
+        level = how.scale * seen.decided.reshape(shape) ** how.temper * rewards
         log_weights += level - level_before + seen.log_ratio.reshape(shape)
         weights = _normalised(log_weights)
         sizes.append(1.0 / np.sum(weights**2, axis=1))
         # 2. Prompts whose weights are concentrated on few particles are resampled; finished ones keep their weights.
-        due = (sizes[-1] < share * n) & ~seen.done.reshape(shape).all(axis=1)
+        due = (sizes[-1] < how.ess * n) & ~seen.done.reshape(shape).all(axis=1)
         resamplings.append(due)
         ancestors = np.tile(np.arange(n), (groups, 1))
         for i in np.flatnonzero(due):
@@ -285,6 +297,17 @@ def _steer(
         texts, rewards, _normalised(log_weights), forwards=forwards, passes=passes, ess=np.stack(sizes),
         resampled=np.stack(resamplings),
     )  # fmt: skip
+
+
+def _text_of(lm: LM, ids: Int[np.ndarray, "n"], chat: bool, undecided: str | None) -> str:
+    """The text of an answer; `undecided` stands for each mask."""
+    if undecided is None or not np.any(ids == lm.corruption.mask):
+        return decode_answer(lm, ids, chat)[1]
+    runs = np.split(ids, np.flatnonzero(np.diff(ids == lm.corruption.mask)) + 1)  # of masks, and of tokens
+    return "".join(
+        undecided * len(run) if run[0] == lm.corruption.mask else lm.tokenizer.decode(run.tolist())
+        for run in runs
+    )
 
 
 def _normalised(log_weights: Float[np.ndarray, "P n"]) -> Float[np.ndarray, "P n"]:
@@ -320,9 +343,9 @@ class ParticleReport(NamedTuple):
     passes: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
 def advance_particles(
-    config: DecodeConfig, params: Params, state: State, passes: int, is_twisted: bool
+    config: DecodeConfig, params: Params, state: State, passes: int, is_twisted: bool, guess: bool
 ) -> tuple[State, ParticleReport]:
     """Makes some denoising passes, fewer where every row finishes before, and reports what each row would emit.
 
@@ -332,6 +355,7 @@ def advance_particles(
         state: Of all particles; donated.
         passes: Most passes in which any row denoises.
         is_twisted: Whether the rule is one of `twisted_sampler`, whose memory holds the log p / q of its last step.
+        guess: Whether undecided tokens are reported as the rule's guess; else as masks.
 
     Returns:
         The state and the report.
@@ -350,7 +374,7 @@ def advance_particles(
     unfinished = lambda carry: (carry[1] < passes) & ~jnp.all(carry[2].done)
     zero = jnp.zeros((), jnp.int32)
     made, _, state, log_ratio = jax.lax.while_loop(unfinished, body, (zero, zero, state, zeros))
-    ids, lengths = estimate_answers(config, state)
+    ids, lengths = estimate_answers(config, state, guess)
     decided = jax.vmap(functools.partial(decided_share, config))(state.without_cache())
     return state, ParticleReport(ids, lengths, decided, log_ratio, state.nfe - before, state.done, made)
 

@@ -111,6 +111,46 @@ def test_rows_of_several_lengths_see_no_padding():
         assert [t.tolist() for t in batch.tokens] == [loop(p, 9, 0.6)[0] for p in prompts]
 
 
+def test_a_function_without_lengths_is_guided_by_a_masked_prompt():
+    weight, canvas = 0.5, np.array([*PROMPT, *[MASK] * 4])
+    for _ in range(4):  # LLaDA's loop: one token a step, the most confident one
+        both = np.stack([canvas, np.where(np.arange(7) < 3, MASK, canvas)])
+        known, blank = np.array(plain(weights(), jnp.asarray(both)), np.float64)
+        logits = known + weight * (known - blank)
+        logits[:, MASK] = -np.inf
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        at = np.where(canvas == MASK, (p / p.sum(-1, keepdims=True)).max(-1), -1.0).argmax()
+        canvas[at] = logits[at].argmax()
+    guided = dict(guidance=weight, negative="masked", sampler=mj.rules.confidence())
+    for apply in (plain, padded):
+        out = mj.sample(own(apply, eos=None), PROMPT, max_tokens=4, **guided)
+        assert out.tokens[0].tolist() == canvas[3:].tolist()
+
+
+def test_batches_of_a_function_are_its_rows():
+    lm = own(padded, eos=None, tokenizer=Letters(), forbidden=[EOS])
+    call = functools.partial(mj.sample, lm, temperature=8.0, sampler=mj.rules.random())
+    two = call(["ab", "c"], n=2, max_tokens=[6, 4], seed=[5, 9])
+    rows = [
+        call(p, max_tokens=m, seed=s) for p, m, s in (("ab", 6, 5), ("ab", 6, 6), ("c", 4, 9), ("c", 4, 10))
+    ]
+    assert two.texts == [row.text for row in rows] and len(set(two.texts)) == 4
+    letter = two.texts[0][2]
+    assert call("ab", max_tokens=6, seed=5, stop=letter).text == two.texts[0].partition(letter)[0]
+    frames = list(mj.stream(lm, ["ab", "c"], max_tokens=4))
+    last = {frame.row: frame.text for frame in frames if frame.done}
+    assert [last[0], last[1]] == mj.sample(lm, ["ab", "c"], max_tokens=4).texts
+    assert mj.infill(lm, [[0, 1], mj.Hole(2), [3]]).text == mj.infill(lm, ["ab", mj.Hole(2), "d"]).text
+
+
+@pytest.mark.parametrize("apply", [plain, padded])
+def test_the_log_probabilities_of_a_rollout_are_those_of_its_trajectory(apply):
+    lm = own(apply, eos=None)
+    made = mj.rollout(lm, [PROMPT, [1, 2, 6]], n=2, max_tokens=4, sampler=mj.rules.random(), temperature=1.0)
+    again = mj.token_log_probs(lm, lm.params, made.batch(lm), estimator="trajectory")
+    np.testing.assert_allclose(again, made.log_probs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_query_without_keys_spreads_no_nan_to_the_next_layer():
     lm, prompts = own(deep, check=True), [[3, 4, 5, 6, 7], [8], [1, 2]]
     batch = mj.sample(lm, prompts, max_tokens=9)
