@@ -287,14 +287,14 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     Returns:
         The state whose canvases hold the drafts.
     """
-    drafter, rows = state.drafter, state.unverified & ~state.done
-    assert isinstance(drafter, Drafter) and config.drafter is not None
+    drafter, own, rows = state.drafter, config.drafter, state.unverified & ~state.done
+    assert isinstance(drafter, Drafter) and own is not None
     most = config.width - 1
     start = _take_text(drafter.state, state, rows, most)
 
     def drafting(carry: tuple[Array, State]) -> tuple[Array, State]:
         passes, old = carry
-        new, _ = step(config.drafter, params.drafter, old)
+        new, _ = step(own, params.drafter, old)
         # The block is finished. (The pass that encodes a block may decide a token too: it is part of the draft.)
         finished = (new.committed > state.committed) & (new.nfe > start.nfe) & (new.step < 0)
         new = new._replace(done=new.done | finished)
@@ -419,10 +419,10 @@ def proposals(config: DecodeConfig, state: State) -> Proposals | None:
     Returns:
         Leaves [B, ...]; None unless drafts are accepted by rejection sampling.
     """
-    if not isinstance(state.drafter, Drafter) or not isinstance(state.drafter.state.drawn, Drawn):
+    drafter = state.drafter.state if isinstance(state.drafter, Drafter) else None
+    drawn = () if drafter is None else drafter.drawn
+    if drafter is None or not isinstance(drawn, Drawn):
         return None
-    drafter = state.drafter.state
-    drawn = drafter.drawn
     index = state.committed[:, None] + jnp.arange(config.width) - drawn.start[:, None]
     inside = (index >= 0) & (index < drawn.fresh.shape[1])
     index = jnp.clip(index, 0, drawn.fresh.shape[1] - 1)
