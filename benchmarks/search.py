@@ -82,9 +82,9 @@ class Setting(NamedTuple):
 
     n: int = 4  # answers of each puzzle
     steps: int = 8
-    scale: float = 10.0
+    scale: float = 30.0
     temper: float = 0.0
-    ess: float = 0.5
+    ess: float = 0.9
     undecided: str = "_"  # what the reward sees of an undecided token; "": the guess
 
 

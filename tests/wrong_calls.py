@@ -101,6 +101,12 @@ def init(ids: Any = ((5, 6),), made: Any = None, **more: Any) -> Any:
     return made.init(tiny().params, ids, **{"max_tokens": 4, "key": jax.random.key(0)} | more)
 
 
+def log_probs(batch: Any = None, **more: Any) -> Any:
+    """Log-probabilities of one answer."""
+    batch = mj.answer_batch(tiny(), "x", [[5, 6]]) if batch is None else batch
+    return mj.token_log_probs(model(), tiny().params, batch, **{"key": jax.random.key(0)} | more)
+
+
 def recipe(**changes: Any) -> Any:
     from mercury_jax.train import data, objectives
 
@@ -477,6 +483,11 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a block of 0": (lambda: mj.Plan(block=0), "block is 0"),
         "a block of 2.5": (lambda: mj.Plan(block=2.5), "block is 2.5"),
         "a block of True": (lambda: mj.Plan(block=True), "block is True"),
+        "times that rise": (lambda: mj.Plan(times=(0.5, 1.0)), r"times is \(0.5, 1.0\)"),
+        "one time": (lambda: mj.Plan(times=[1.0]), r"times is \[1.0\]"),
+        "a time above 1": (lambda: mj.Plan(times=(1.5, 0.0)), r"times is \(1.5, 0.0\)"),
+        "other steps than times": (lambda: mj.Plan(times=(1.0, 0.5, 0.0), steps=3), "steps is 3"),
+        "whole blocks by number": (lambda: mj.Plan(whole_blocks=1), "whole_blocks is 1"),
         "steps -1": (lambda: mj.Plan(steps=-1), "steps is -1"),
         "steps as a list": (lambda: mj.Plan(steps=[1, 2]), r"steps is \[1, 2\]"),
         "steps nan": (lambda: mj.Plan(steps=float("nan")), "steps is nan"),
@@ -731,6 +742,62 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "counts of nan": (lambda: mj.rules.pc_sampler([float("nan")] * 320), "counts"),
         "delimiters outside of the vocabulary": (lambda: sample(sampler=mj.rules.adablock(delimiters=999)), "999"),
         "a spacing of 1": (lambda: mj.rules.dilated(base=1), r"dilated\(base=\) is 1"),
+    },
+    "rollout, search": {
+        "n 0": (lambda: mj.rollout(model(), "x", n=0), "n is 0"),
+        "no prompt": (lambda: mj.rollout(model()), "'prompt'"),
+        "an empty text": (lambda: mj.rollout(model(), ""), "prompt is ''"),
+        "a name as model": (lambda: mj.rollout("nano", "x"), "lm is 'nano'"),
+        "max_tokens 0": (lambda: mj.rollout(model(), "x", max_tokens=0), "max_tokens is 0"),
+        "a reward as a number": (lambda: mj.rollout(model(), "x", reward=5), "reward is 5"),
+        "a temperature of -1": (lambda: mj.rollout(model(), "x", temperature=-1), "temperature is -1"),
+        "a temperature as a text": (lambda: mj.rollout(model(), "x", temperature="1"), "temperature is '1'"),
+        "a seed as a text": (lambda: mj.rollout(model(), "x", seed="0"), "seed is '0'"),
+        "a stop": (lambda: mj.rollout(model(), "x", stop="y"), "'stop'"),
+        "no reward": (lambda: mj.best_of_n(model(), "x"), "'reward'"),
+        "a reward of best_of_n as a text": (lambda: mj.best_of_n(model(), "x", reward="length"), "reward is 'length'"),
+        "n of best_of_n as a text": (lambda: mj.best_of_n(model(), "x", reward=len, n="8"), "n is '8'"),
+        "a reward of one number": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: 1.0, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a reward of texts": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: texts, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a reward of nan": (
+            lambda: mj.best_of_n(tiny(), "x", reward=lambda prompts, texts: [float("nan")] * 2, n=2, max_tokens=4),
+            "what reward returned is",
+        ),
+        "a scale of -1": (lambda: mj.smc(model(), "x", reward=len, scale=-1), "scale.* -1"),
+        "a scale as a text": (lambda: mj.smc(model(), "x", reward=len, scale="x"), "scale.* 'x'"),
+        "an ess of 2": (lambda: mj.smc(model(), "x", reward=len, ess=2), "ess.* 2"),
+        "every 0": (lambda: mj.smc(model(), "x", reward=len, every=0), "every is 0"),
+        "temper -1": (lambda: mj.smc(model(), "x", reward=len, temper=-1), "temper.* -1"),
+        "a twist that is a rule": (lambda: mj.smc(model(), "x", reward=len, twist=threshold()), "twist is"),
+        "a reward that is no function": (lambda: mj.smc(model(), "x", reward=None), "reward is None"),
+        "answers of other rows": (lambda: mj.answer_batch(model(), ["x", "y"], ["a"]), "prompts is 'a list of 2'"),
+        "no answers": (lambda: mj.answer_batch(model(), "x", []), r"answers is \[\]"),
+        "a size below the answers": (lambda: mj.answer_batch(model(), "x", "value", size=0), "size is 0"),
+        "answers of uniform noise": (lambda: mj.answer_batch(model(kind="uniform"), "x", "y"), "lm is"),
+        "steps of other lengths": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=[[0]]), "commit_step"),
+        "an unknown estimator": (lambda: log_probs(estimator="elbow"), "estimator is 'elbow'; allowed: diffu_grpo"),
+        "an option of another estimator": (lambda: log_probs(ratios=(0.2, 0.8)), r"ratios is \(0.2, 0.8\)"),
+        "samples 0": (lambda: log_probs(samples=0), "samples is 0"),
+        "a mask_prompt of 2": (lambda: log_probs(mask_prompt=2.0), "mask_prompt.* 2"),
+        "ratios out of order": (lambda: log_probs(estimator="coupled_grpo", ratios=(0.8, 0.2)), "ratios is"),
+        "ratios as a number": (lambda: log_probs(estimator="coupled_grpo", ratios=0.5), "ratios is 0.5"),
+        "no key": (lambda: log_probs(key=None), "key is None"),
+        "a seed as key": (lambda: log_probs(key=3), "key is 3"),
+        "a rollout as batch": (lambda: log_probs(batch=5), "batch is 'int'"),
+        "no steps of the trajectory": (
+            lambda: log_probs(estimator="trajectory", key=None), "commit_step|passes|batch",
+        ),
+        "steps as a number": (lambda: mj.answer_batch(model(), "x", [[5, 6]], commit_step=3), "commit_step is 3"),
+        "a size of a function without an end": (lambda: mj.answer_batch(own(), [1], [[2]], size=4), "size is 4"),
+        "answers of several lengths of a function": (
+            lambda: mj.answer_batch(own(), [1], [[2], [3, 4]]), "lengths of the prompts with their answers",
+        ),
     },
     "mesh": {
         "devices that are missing": (lambda: mj.mesh(data=3), "mesh is .* number of devices"),

@@ -1,10 +1,11 @@
-"""Reinforcement learning on the decoder: sampled answers with what a policy gradient needs, and their log-probabilities.
+"""Reinforcement learning on the decoder: sampled answers with what a policy gradient needs, and their
+log-probabilities.
 
 `rollout` decodes answers and keeps in which pass each token was accepted and how probable its draw was.
-`token_log_probs` estimates the log-probability of each token of given answers: a masked diffusion model has no exact
-one, so published methods average over masked copies of the answer. It is differentiable in the parameters. The answers
-are laid out once on the host (`answer_batch`, by the model's own layout), so that the jitted loss never recompiles for
-other lengths.
+`token_log_probs` estimates the log-probability of each token of given answers: a masked diffusion model has
+no exact one, so published methods average over masked copies of the answer. It is differentiable in the
+parameters. The answers are laid out once on the host (`answer_batch`, by the model's own layout), so that the
+jitted loss never recompiles for other lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import bucket
+from mercury_jax.decode.decode_config import bucket, check_equal_lengths
+from mercury_jax.decode.inputs import Seeds, WholeNumbers
 from mercury_jax.decode.registration import Between, check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
@@ -39,7 +41,8 @@ class Reward(Protocol):
     def __call__(
         self, prompts: Sequence[inputs.PromptLike], texts: Sequence[str], /
     ) -> Sequence[float] | np.ndarray | jax.Array:
-        """Returns one finite number per text; prompts[i] is the prompt, as it was given, that texts[i] answers."""
+        """Returns one finite number per text; prompts[i] is the prompt, as it was given, that texts[i]
+        answers."""
         ...
 
 
@@ -93,7 +96,7 @@ class Rollout:
 
     prompts: np.ndarray  # int [B, P], left-aligned
     prompt_lengths: np.ndarray  # int [B]
-    tokens: np.ndarray  # int [B, S], S = max_tokens
+    tokens: np.ndarray  # int [B, S], S = the largest max_tokens
     lengths: np.ndarray  # int [B]
     ended: np.ndarray  # bool [B], by the model; else by max_tokens
     commit_step: (
@@ -133,31 +136,33 @@ def rollout(
     *,
     n: int = 1,
     reward: Reward | None = None,
-    max_tokens: int = 64,
-    seed: int = 0,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
     temperature: Param | Sequence[float] = 1.0,
 ) -> Rollout:
     """Draws n answers to each prompt, and keeps how each token came about.
 
-    `log_probs` are those of the behaviour policy: log softmax(logits / temperature) of the accepted token, where
-    `logits` are the model's in the pass that accepted it, after all logits processors, with the ids that are never
-    emitted removed. A token that was put back to noise and accepted again (remasking, editing, uniform noise) counts as
-    of its last acceptance. A token that nobody drew, because a block used up its steps and took the argmax, has the
-    log-probability of that argmax in the block's last pass. What the rule decided (which positions, when) has no part in
-    it: under a rule that chooses positions by confidence the sum over an answer is not log p(answer).
+    `log_probs` are those of the behaviour policy: log softmax(logits / temperature) of the accepted token,
+    where `logits` are the model's in the pass that accepted it, after all logits processors, with the ids
+    that are never emitted removed. A token that was put back to noise and accepted again (remasking, editing,
+    uniform noise) counts as of its last acceptance. A token that nobody drew, because a block used up its
+    steps and took the argmax, has the log-probability of that argmax in the block's last pass. What the rule
+    decided (which positions, when) has no part in it: under a rule that chooses positions by confidence the
+    sum over an answer is not log p(answer).
 
     Args:
         lm: The model.
         prompt: As of `sample`.
         n: Answers of each prompt; they are adjacent rows.
         reward: reward(prompts, texts) -> one number per text, on the host; fills `rewards`.
-        max_tokens: Most tokens of an answer.
-        seed: Row i draws from seed + i, as in `sample`.
+        max_tokens: Most tokens of an answer, one number or one per prompt.
+        seed: As of `sample`: answer j of prompt i draws from seed + i n + j.
         sampler: A rule, or a `Sampler`. None: the model's own.
         plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per row; 0 takes the argmax, whose log-probability is then 0.
+        temperature: Of drawn tokens, one number or one per prompt; 0 takes the argmax, whose log-probability
+            is then 0.
 
     Returns:
         The rollout.
@@ -172,20 +177,20 @@ def rollout(
     rows = repeat_prompts(lm, prompt, n)
     if reward is not None and not callable(reward):
         raise refuse("reward", reward, "a function of (prompts, texts), or None")
-    max_tokens = inputs.check_whole("max_tokens", max_tokens, 1, inputs.MAX_TOKENS)
     began = time.perf_counter()
     request = Request(
-        prompt=rows, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         trajectory=True,
     ).checked()  # fmt: skip
-    session, _, _ = advance(lm, start(lm, encode_request(lm, request)), None)
+    request = encode_request(lm, request)
+    session, _, _ = advance(lm, start(lm, request), None)
     out = collect(lm, read_answers(session.state), session.prompts, began)
     state, count = session.state, session.rows
     kept = (state.tokens, state.prompt, state.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))
     ended = np.array([finish == "stop" for finish in out.finish])
     # Positions of each answer [B, S]; the end of text is just after the text.
-    lengths, at = end - begin + ended, np.arange(max_tokens)
+    lengths, at = end - begin + ended, np.arange(int(np.max(request.max_tokens)))
     places = np.minimum(begin[:, None] + at, tokens.shape[1] - 1)
     inside = at < lengths[:, None]
     read = lambda x, fill: np.where(inside, np.take_along_axis(x, places, axis=1), fill)
@@ -219,9 +224,11 @@ def _left_aligned(
 
 
 class AnswerBatch(NamedTuple):
-    """Answers to prompts, laid out for the model's attention pattern; made by `answer_batch`. N is the longest text.
+    """Answers to prompts, laid out for the model's attention pattern; made by `answer_batch`. N is the
+    longest text.
 
-    A row of T slots holds the clean tokens that a block of a block-wise model attends to, then its noised canvases.
+    A row of T slots holds the clean tokens that a block of a block-wise model attends to, then its noised
+    canvases.
     """
 
     ids: Int[Array, "B N"]  # prompt and answer
@@ -249,9 +256,9 @@ def answer_batch(
         lm: A model of masked diffusion; its `Model.layout` decides which tokens attend to which.
         prompts: As of `sample`, one per answer; or one for all of them.
         answers: Texts or ids; append the end-of-text id where ending the answer is to count.
-        size: Positions of each answer, S: shorter ones are filled up with the end of text, which is noised with the
-            answer but has no log-probability, as decoding with max_tokens=size has it. None: the longest answer, and
-            every answer is laid out without filling.
+        size: Positions of each answer, S: shorter ones are filled up with the end of text, which is noised
+            with the answer but has no log-probability, as decoding with max_tokens=size has it. None: the
+            longest answer, and every answer is laid out without filling.
         commit_step: For each answer, the pass that accepted each token (`Rollout.commit_step`), for
             estimator="trajectory".
 
@@ -270,6 +277,8 @@ def answer_batch(
     before = inputs.prompt_rows(lm, prompts, len(after), name="prompts", row="answer")
     longest = max(len(a.ids) for a in after)
     width = longest if size is None else inputs.check_whole("size", size, longest, config.context)
+    if config.eos < 0 and any(len(a.ids) < width for a in after) and size is not None:
+        raise refuse("size", size, "None: no id ends an answer of this model, so that none fills it up")
     fill = 0 if size is None else width
     texts = [[*b, *a.ids, *[config.eos] * (fill - len(a.ids))] for b, a in zip(before, after, strict=True)]
     for i, text in enumerate(texts):
@@ -281,14 +290,23 @@ def answer_batch(
         lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
         for text, b in zip(texts, before, strict=True)
     ]
-    total = bucket(max(len(one.tokens) for one in laid))
+    total = max(len(one.tokens) for one in laid)
+    if lm.model.hides_padding:
+        total = bucket(total)
+    else:
+        check_equal_lengths("prompts with their answers", [len(text) for text in texts])
     ids, _ = _left_aligned(texts, config.pad, bucket(max(map(len, texts))))
     pad = lambda x, value: np.pad(x, [(0, total - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
     slots = [np.flatnonzero(one.editable)[:width] for one in laid]
     order = np.full((len(laid), width), -1, np.int32)
     if commit_step is not None:
+        allowed = "a list for each answer, with one number for each of its tokens"
+        if not isinstance(commit_step, Sequence) or not all(
+            isinstance(x, Sequence | np.ndarray) for x in commit_step
+        ):
+            raise refuse("commit_step", commit_step, allowed)
         if [len(x) for x in commit_step] != [len(a.ids) for a in after]:
-            raise refuse("commit_step", "lists of other lengths", "one number for each token of each answer")
+            raise refuse("commit_step", "lists of other lengths", allowed)
         for row, steps, one, at in zip(order, commit_step, laid, slots, strict=True):
             row[: len(steps)] = _ranks(np.asarray(steps), one.canvas[at[: len(steps)]])
     return AnswerBatch(
@@ -315,7 +333,8 @@ def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
 def _log_probs_under(
     lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"]
 ) -> Float[Array, "B S"]:
-    """One forward pass: log p of each answer token where `masked` answer tokens and `hidden` prompt tokens are masks."""
+    """One forward pass: log p of each answer token where `masked` answer tokens and `hidden` prompt tokens
+    are masks."""
     count, total = batch.index.shape
     spread = jnp.zeros((count, total), bool)
     noised = jax.vmap(lambda row, at, which: row.at[at].set(which, mode="drop"))(spread, batch.slots, masked)
@@ -365,7 +384,8 @@ def _diffu_grpo(
 def _coupled_grpo(
     lm: LM, params: Params, batch: AnswerBatch, key: Key, low: float, high: float
 ) -> Float[Array, "B S"]:
-    """Half of log p with all masked, and half of log p under the one of two complementary masks that has the token."""
+    """Half of log p with all masked, and half of log p under the one of two complementary masks that has the
+    token."""
     ratio_key, mask_key = jax.random.split(key)
     ratio = jax.random.uniform(ratio_key, (), minval=low, maxval=high)
     first = jax.random.uniform(mask_key, batch.slots.shape) < ratio
@@ -378,7 +398,8 @@ def _coupled_grpo(
 def _elbo(
     lm: LM, params: Params, batch: AnswerBatch, key: Key, sample: int, samples: int
 ) -> Float[Array, "B S"]:
-    """m / k times log p of the k masked tokens of each canvas of m, k uniform in 1..m and stratified over the samples."""
+    """m / k times log p of the k masked tokens of each canvas of m, k uniform in 1..m and stratified over the
+    samples."""
     canvas = jnp.take_along_axis(
         jnp.pad(batch.canvas, [(0, 0), (0, 1)], constant_values=-1), batch.slots, axis=1
     )
@@ -431,25 +452,33 @@ def token_log_probs(
     ratios: tuple[float, float] | None = None,
     passes: int | None = None,
 ) -> Float[Array, "B S"]:
-    """Estimates the log-probability of each token of given answers. Pure, jittable, differentiable in `params`.
+    """Estimates the log-probability of each token of given answers. Pure, jittable, differentiable in
+    `params`.
 
-    Policies that are compared (new, old, reference) must be given the same key, so that they see the same masks.
+    Policies that are compared (new, old, reference) must be given the same key, so that they see the same
+    masks.
 
-    `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability `mask_prompt`
-    (d1, arXiv 2504.12216; `_get_per_token_logps` of its diffu-GRPO trainer). With `mask_prompt=0` it is exact for
-    answers of one token.
+    `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability
+        `mask_prompt`
+    (d1, arXiv 2504.12216; `_get_per_token_logps` of its diffu-GRPO trainer). With `mask_prompt=0` it is exact
+    for answers of one token.
 
-    `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its complement. With
+    `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its
+        complement. With
     the ratio t of M uniform in `ratios`, a token gets (log p_full + log p_M / t) / 2 where M masks it, else
-    (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in ml-diffucoder).
-    Its expectation is not log p: of an answer of one token it is 1.5 log p.
+    (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in
+    ml-diffucoder). Its expectation is not log p: of an answer of one token it is 1.5 log p.
 
-    `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of m, k
-    uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on log p.
+    `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of
+        m, k
+    uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on
+    log p.
 
-    `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later (TraceRL,
-    arXiv 2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the rollout, at
-    temperature 1, without processors and without remasking; with fewer, neighbouring passes are merged.
+    `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later
+        (TraceRL,
+    arXiv 2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the
+    rollout, at temperature 1, without processors and without remasking; with fewer, neighbouring passes are
+    merged.
 
     Args:
         lm: The model; its own parameters are not used.
@@ -457,10 +486,12 @@ def token_log_probs(
         batch: From `answer_batch` or `Rollout.batch`.
         key: Draws the masks; None for `trajectory`, which draws none.
         estimator: "diffu_grpo", "coupled_grpo", "elbo" or "trajectory".
-        samples: Estimates that are averaged, each with masks of its own; those of `elbo` are stratified in k. None: 1.
+        samples: Estimates that are averaged, each with masks of its own; those of `elbo` are stratified in k.
+            None: 1.
         mask_prompt: Of `diffu_grpo`, a probability. None: 0.15, as d1 trains.
         ratios: Of `coupled_grpo`, the range of t. None: (0.2, 0.8), as ml-diffucoder.
-        passes: Of `trajectory`. None: as many as the longest canvas took, which needs a batch that is not traced.
+        passes: Of `trajectory`. None: as many as the longest canvas took, which needs a batch that is not
+            traced.
 
     Returns:
         Nats [B, S], 0 past the end of an answer.
@@ -468,9 +499,10 @@ def token_log_probs(
     Raises:
         ValueError: Names the argument that does not fit.
 
-    Departs from the references: the ids that are never emitted (the mask among them) are removed before the softmax, as
-    decoding does. In models that decode block by block each block is a canvas that attends to the clean blocks before
-    it, and masks are drawn within it; the references know bidirectional models only, where the answer is one canvas.
+    Departs from the references: the ids that are never emitted (the mask among them) are removed before the
+    softmax, as decoding does. In models that decode block by block each block is a canvas that attends to the
+    clean blocks before it, and masks are drawn within it; the references know bidirectional models only,
+    where the answer is one canvas.
 
     Example:
         >>> batch = mj.rollout(lm, prompts, n=8).batch(lm)
@@ -506,9 +538,13 @@ def token_log_probs(
         share = check_number("mask_prompt", options["mask_prompt"], Between(0, 1))
         found = [_diffu_grpo(lm, params, batch, jax.random.fold_in(key, i), share) for i in range(count)]
     else:
-        low, high = options["ratios"]
-        if not 0 < low <= high < 1:
-            raise refuse("ratios", options["ratios"], "(low, high) with 0 < low <= high < 1")
+        pair = options["ratios"]
+        numbers = (
+            isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, int | float) for x in pair)
+        )
+        if not numbers or not 0 < pair[0] <= pair[1] < 1:
+            raise refuse("ratios", pair, "(low, high) with 0 < low <= high < 1")
+        low, high = pair
         found = [
             _coupled_grpo(lm, params, batch, jax.random.fold_in(key, i), low, high) for i in range(count)
         ]

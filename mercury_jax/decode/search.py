@@ -1,10 +1,10 @@
 """Search with a user's reward at inference: best-of-n, and sequential Monte Carlo (SMC) over denoising steps.
 
-Both decode n answers of each prompt side by side. Best-of-n rewards the finished answers. SMC rewards what the answers
-would be at that moment after every few passes, and replaces particles of low weight by copies of better ones, so that
-the remaining passes are spent on those (Feynman-Kac steering, arXiv 2501.06848). The passes run on the device; only the
-guesses come to the host, where the reward sees them as texts. The decoder's `estimate` and `fork` are the same steps
-for loops of one's own under `jit`.
+Both decode n answers of each prompt side by side. Best-of-n rewards the finished answers. SMC rewards what
+the answers would be at that moment after every few passes, and replaces particles of low weight by copies of
+better ones, so that the remaining passes are spent on those (Feynman-Kac steering, arXiv 2501.06848). The
+passes run on the device; only the guesses come to the host, where the reward sees them as texts. The
+decoder's `estimate` and `fork` are the same steps for loops of one's own under `jit`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mercury_jax.decode import inputs
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import estimate_answers, step
 from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.inputs import Seeds, WholeNumbers
 from mercury_jax.decode.registration import Above, AtLeast, Between, check_number
 from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.rollout import Reward, call_reward, repeat_prompts
@@ -73,8 +74,8 @@ def best_of_n(
     *,
     reward: Reward,
     n: int = 8,
-    max_tokens: int = 64,
-    seed: int = 0,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
     temperature: float | Sequence[float] = 1.0,
@@ -84,14 +85,14 @@ def best_of_n(
     Args:
         lm: The model.
         prompt: As of `sample`.
-        reward: reward(prompts, texts) -> one number per text; runs on the host. prompts[i] is the prompt, as given,
-            that texts[i] answers.
+        reward: reward(prompts, texts) -> one number per text; runs on the host. prompts[i] is the prompt, as
+            given, that texts[i] answers.
         n: Answers of each prompt.
-        max_tokens: Most tokens of an answer.
-        seed: Answer j of prompt i draws from seed + i * n + j.
+        max_tokens: Most tokens of an answer, one number or one per prompt.
+        seed: As of `sample`: answer j of prompt i draws from seed + i n + j.
         sampler: A rule, or a `Sampler`. None: the model's own.
         plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per answer.
+        temperature: Of drawn tokens, one number or one per prompt.
 
     Returns:
         The best answers; equal rewards go to the first one. All weights are 1 / n.
@@ -106,7 +107,7 @@ def best_of_n(
     _check_reward(reward)
     rows = repeat_prompts(lm, prompt, n)
     out = sample(
-        lm, rows, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature
+        lm, prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature
     )
     rewards, groups = call_reward(reward, rows, out.texts), len(rows) // n
     none = np.zeros((0, groups))
@@ -157,7 +158,7 @@ def smc(
     ess: float = 0.5,
     undecided: str | None = None,
     twist: LogitsProcessor | None = None,
-    max_tokens: int = 64,
+    max_tokens: WholeNumbers = 64,
     seed: int = 0,
     sampler: SamplerLike | None = None,
     plan: Plan | None = None,
@@ -165,37 +166,42 @@ def smc(
 ) -> SearchOutput:
     """Steers n particles of each prompt towards a reward by sequential Monte Carlo; returns the best answer.
 
-    The target is p(x) exp(scale * reward(x)), p being what the sampler decodes. After every `every` passes each
-    particle's answer is estimated by what it would emit now (`Decoder.estimate`: decided tokens, and the rule's guess of
-    the others), and its weight is multiplied by exp(c r - c' r'), with its reward r now and r' before and
-    c = scale * (decided share of the answer) ** temper. These are the difference potentials of Feynman-Kac steering
-    (arXiv 2501.06848, section 3); along a path they multiply to exp(scale * reward(x)), so that the weighted answers are
-    samples of the target whatever the estimates were worth. Where the effective sample size 1 / sum(w ** 2) of a prompt's
-    particles falls below the share `ess` of n, they are resampled systematically, and the copies draw from fresh keys.
+    The target is p(x) exp(scale * reward(x)), p being what the sampler decodes. After every `every` passes
+    each particle's answer is estimated by what it would emit now (`Decoder.estimate`: decided tokens, and the
+    rule's guess of the others), and its weight is multiplied by exp(c r - c' r'), with its reward r now and
+    r' before and c = scale * (decided share of the answer) ** temper. These are the difference potentials of
+    Feynman-Kac steering (arXiv 2501.06848); along a path they multiply to exp(scale * reward(x)),
+    so that the weighted answers are samples of the target whatever the estimates were worth. Where the
+    effective sample size 1 / sum(w ** 2) of a prompt's particles falls below the share `ess` of n, they are
+    resampled systematically, and the copies draw from fresh keys.
 
-    With `twist` the particles draw from twisted logits (a twisted proposal: TDS, arXiv 2306.17775; for discrete
-    diffusion arXiv 2505.22524), and the weights are multiplied by p / q of each accepted token, which keeps the target. That
-    holds exactly where the positions that a rule accepts do not depend on the drawn tokens (`ancestral`, `random`,
-    `first_hitting`); otherwise the target's order of acceptance is that of the twisted rule.
+    With `twist` the particles draw from twisted logits (a twisted proposal: TDS, arXiv 2306.17775; for
+    discrete diffusion arXiv 2505.22524), and the weights are multiplied by p / q of each accepted token,
+    which keeps the target as long as the twist leaves every token possible. That holds exactly where the
+    positions that a rule accepts do not depend on the drawn tokens (`ancestral`, `random`, `first_hitting`);
+    otherwise the target's order of acceptance is that of the twisted rule.
 
     Args:
         lm: The model.
         prompt: As of `sample`.
-        reward: reward(prompts, texts) -> one number per text; runs on the host, also on unfinished answers. prompts[i]
-            is the prompt, as given, that texts[i] answers.
+        reward: reward(prompts, texts) -> one number per text; runs on the host, also on unfinished answers.
+            prompts[i] is the prompt, as given, that texts[i] answers.
         n: Particles of each prompt.
         scale: Weight of the reward in the target, 0 or more; 0 is plain sampling.
-        temper: How late the reward counts, 0 or more: 0 at once, 1 in proportion to the tokens that are decided.
+        temper: How late the reward counts, 0 or more: 0 at once, 1 in proportion to the tokens that are
+            decided.
         every: Passes between two evaluations.
         ess: Share of n in 0..1; 0 never resamples (importance weights alone), 1 after every evaluation.
-        undecided: What the reward sees of unfinished answers: None, the rule's guess of every token; or a text that
-            stands for each undecided token, such as "_", so that the reward judges what is decided and cannot change.
-        twist: A logits processor that runs after the sampler's own and the default `allow`; for masked noise.
-        max_tokens: Most tokens of an answer.
-        seed: Particle j of prompt i draws from seed + i * n + j until it is resampled.
+        undecided: What the reward sees of unfinished answers: None, the rule's guess of every token; or a
+            text that stands for each undecided token, such as "_", so that the reward judges what is decided
+            and cannot change.
+        twist: A logits processor that runs after those of the sampler, such as `processors.bias`; for masked
+            noise.
+        max_tokens: Most tokens of an answer, one number or one per prompt.
+        seed: A whole number; particle j of prompt i draws from seed + i n + j until it is resampled.
         sampler: A rule, or a `Sampler`. None: the model's own.
         plan: Block, steps, and reuse of keys.
-        temperature: Of drawn tokens, one number or one per particle.
+        temperature: Of drawn tokens, one number or one per prompt.
 
     Returns:
         The best answers; all particles with their weights; passes, effective sample sizes and resamplings.
@@ -203,21 +209,31 @@ def smc(
     Raises:
         ValueError: Names the argument that does not fit, or what the reward returned.
 
-    Departs from the reference: it resamples after every evaluation, multinomially, and evaluates several drawn guesses of
-    an answer; here the guess is one.
+    Departs from the reference: it resamples after every evaluation, multinomially, and evaluates several
+    drawn guesses of an answer; here the guess is one.
 
     Example:
-        >>> out = mj.smc(lm, puzzle, reward=solved_share, n=8, sampler=mj.rules.ancestral(), plan=mj.Plan(steps=8))
+        >>> out = mj.smc(lm, puzzle, reward=share, sampler=mj.rules.ancestral(), plan=mj.Plan(steps=8))
         >>> out.text, out.rewards, out.resamplings
     """
     _check_reward(reward)
     every = inputs.check_whole("every", every, 1, inputs.MAX_TOKENS)
-    check_number("scale", scale, AtLeast(0))
-    check_number("temper", temper, AtLeast(0))
-    check_number("ess", ess, Between(0, 1))
+    for name, value, allowed in (
+        ("scale", scale, AtLeast(0)), ("temper", temper, AtLeast(0)), ("ess", ess, Between(0, 1)),
+    ):  # fmt: skip
+        if np.ndim(value):
+            raise refuse(name, value, "one number for all prompts")
+        check_number(name, value, allowed)
     rows = repeat_prompts(lm, prompt, n)
+    seed = inputs.check_whole("seed", seed, 0, 2**31 - 1)
     request = Request(
-        prompt=rows, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature
+        prompt=prompt,
+        n=n,
+        max_tokens=max_tokens,
+        seed=seed,
+        sampler=sampler,
+        plan=plan,
+        temperature=temperature,
     ).checked()
     request = encode_request(lm, request)
     chosen = check_sampler(request.sampler)
@@ -267,7 +283,7 @@ def _steer(lm: LM, session: Session, prompts: Sequence[Any], reward: Reward, how
         )
         done, passes = bool(seen.done.all()), passes + int(seen.passes)
         forwards += seen.forwards.reshape(shape).sum(axis=1)
-        # 1. The reward of what each particle would emit now, and the change of its log-weight since the last time.
+        # 1. The reward of what each particle would emit now, and the change of its log-weight since the last one.
         texts = [
             _text_of(lm, ids[:length], prompt.chat, how.undecided)
             for ids, length, prompt in zip(seen.ids, seen.lengths, session.prompts, strict=True)
@@ -277,7 +293,7 @@ def _steer(lm: LM, session: Session, prompts: Sequence[Any], reward: Reward, how
         log_weights += level - level_before + seen.log_ratio.reshape(shape)
         weights = _normalised(log_weights)
         sizes.append(1.0 / np.sum(weights**2, axis=1))
-        # 2. Prompts whose weights are concentrated on few particles are resampled; finished ones keep their weights.
+        # 2. Prompts whose weights are concentrated on few particles are resampled; finished ones keep theirs.
         due = (sizes[-1] < how.ess * n) & ~seen.done.reshape(shape).all(axis=1)
         resamplings.append(due)
         ancestors = np.tile(np.arange(n), (groups, 1))
@@ -347,14 +363,16 @@ class ParticleReport(NamedTuple):
 def advance_particles(
     config: DecodeConfig, params: Params, state: State, passes: int, is_twisted: bool, guess: bool
 ) -> tuple[State, ParticleReport]:
-    """Makes some denoising passes, fewer where every row finishes before, and reports what each row would emit.
+    """Makes some denoising passes, fewer where every row finishes before, and reports what each row would
+    emit.
 
     Args:
         config: Static sizes.
         params: Of the model.
         state: Of all particles; donated.
         passes: Most passes in which any row denoises.
-        is_twisted: Whether the rule is one of `twisted_sampler`, whose memory holds the log p / q of its last step.
+        is_twisted: Whether the rule is one of `twisted_sampler`, whose memory holds the log p / q of its last
+            step.
         guess: Whether undecided tokens are reported as the rule's guess; else as masks.
 
     Returns:
@@ -387,7 +405,8 @@ def decided_share(config: DecodeConfig, row: State) -> Float[Array, ""]:
         row: One row of a state.
 
     Returns:
-        Decided tokens over all; under uniform noise a block counts by its steps, since none of its tokens stays.
+        Decided tokens over all; under uniform noise a block counts by its steps, since none of its tokens
+        stays.
     """
     at = row.cache_length + jnp.arange(config.width)
     inside = (at >= row.committed) & (at < window_of(config, row).end) & (row.step >= 0)
@@ -434,7 +453,8 @@ class _TwistedRule(NamedTuple):
     def __call__(
         self, key: Key, view: View, memory: Memory, *, temperature: Any, rule: Any, twist: Any
     ) -> tuple[Proposal, Memory]:
-        """Draws tokens from the twisted logits, calls the rule, and keeps log p / q of the tokens that it accepted."""
+        """Draws tokens from the twisted logits, calls the rule, and keeps log p / q of the tokens that it
+        accepted."""
         draw_key, rule_key = jax.random.split(key)
         blank = view._replace(stats=None, leave_one_out=None)  # type: ignore[arg-type]  # as processors see it
         # What may not be emitted stays impossible whatever the twist does.
@@ -457,7 +477,8 @@ class _TwistedInit(NamedTuple):
 
 
 def twisted_sampler(lm: LM, sampler: Sampler, twist: LogitsProcessor, temperature: Any) -> Sampler:
-    """Makes the sampler that draws from twisted logits and keeps log p / q of the accepted tokens in its memory.
+    """Makes the sampler that draws from twisted logits and keeps log p / q of the accepted tokens in its
+    memory.
 
     Args:
         lm: The model.
@@ -469,7 +490,8 @@ def twisted_sampler(lm: LM, sampler: Sampler, twist: LogitsProcessor, temperatur
         The sampler.
 
     Raises:
-        ValueError: The twist is no logits processor, or it does not go with the model, the rule or the temperature.
+        ValueError: The twist is no logits processor, or it does not go with the model, the rule or the
+            temperature.
     """
     if not isinstance(twist, LogitsProcessor):
         raise refuse(

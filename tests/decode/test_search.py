@@ -21,8 +21,7 @@ def letters(prompts, texts):
 
 @functools.cache
 def sampled(pattern):
-    rows = [prompt for prompt in PROMPTS for _ in range(4)]
-    return mj.sample(tiny(pattern), rows, temperature=1.0, **HOW)
+    return mj.sample(tiny(pattern), PROMPTS, n=4, temperature=1.0, **HOW)
 
 
 @functools.cache
@@ -82,10 +81,11 @@ def test_a_reward_sees_unfinished_answers_and_at_last_the_answers():
         seen.append(list(texts))
         return letters(prompts, texts)
 
-    out = mj.smc(tiny(), PROMPTS, reward=reward, n=4, scale=3.0, **HOW)
+    out = mj.smc(tiny(), PROMPTS, reward=reward, n=4, scale=0.0, **HOW)
     assert len(seen) == len(out.ess) and seen[-1] == [*out.answers[0], *out.answers[1]]
     few = []
-    mj.smc(tiny(), PROMPTS, reward=lambda p, t: few.append(0) or letters(p, t), n=4, every=3, **HOW)
+    counted = lambda prompts, texts: few.append(0) or letters(prompts, texts)
+    mj.smc(tiny(), PROMPTS, reward=counted, n=4, scale=0.0, every=3, **HOW)
     assert len(few) == -(-len(seen) // 3)
 
 
@@ -93,8 +93,8 @@ def test_a_reward_sees_unfinished_answers_and_at_last_the_answers():
 def test_the_estimate_is_what_the_last_frame_would_emit(pattern):
     lm = tiny(pattern)
     sampler = mj.Sampler(mj.rules.ancestral(), temperature=1.0)
-    decoder = mj.decoder(lm, sampler, mj.Plan(block=8, steps=4), slots=26)
-    prompts = np.arange(3, 15).reshape(2, 6)
+    decoder = mj.decoder(lm, sampler, mj.Plan(block=8, steps=4), slots=28)
+    prompts = np.arange(3, 19).reshape(2, 8)
 
     @jax.jit
     def look(params):
@@ -116,11 +116,11 @@ def test_the_estimate_is_what_the_last_frame_would_emit(pattern):
     assert none[1].tolist() == [0, 0] and late[0].tolist() == answer[0].tolist()
     assert late[1].tolist() == answer[1].tolist()
     for i in range(2):
-        assert 0 < step[i] < 4 and committed[i] < 26  # inside a block
+        assert 0 < step[i] < 4 and committed[i] < 28  # inside a block
         start, used = frames.start[-1, i], frames.used[-1, i]
         guess = frames.answer[-1, i, committed[i] - start : used].tolist()
         eos = guess.index(lm.model.config.eos) if lm.model.config.eos in guess else len(guess)
-        assert ids[i, committed[i] - 6 : lengths[i]].tolist() == guess[:eos]
+        assert ids[i, committed[i] - 8 : lengths[i]].tolist() == guess[:eos]
 
 
 IDS = (40, 41, 42)

@@ -143,6 +143,14 @@ def test_batches_of_a_function_are_its_rows():
     assert mj.infill(lm, [[0, 1], mj.Hole(2), [3]]).text == mj.infill(lm, ["ab", mj.Hole(2), "d"]).text
 
 
+@pytest.mark.parametrize("apply", [plain, padded])
+def test_the_log_probabilities_of_a_rollout_are_those_of_its_trajectory(apply):
+    lm = own(apply, eos=None)
+    made = mj.rollout(lm, [PROMPT, [1, 2, 6]], n=2, max_tokens=4, sampler=mj.rules.random(), temperature=1.0)
+    again = mj.token_log_probs(lm, lm.params, made.batch(lm), estimator="trajectory")
+    np.testing.assert_allclose(again, made.log_probs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_query_without_keys_spreads_no_nan_to_the_next_layer():
     lm, prompts = own(deep, check=True), [[3, 4, 5, 6, 7], [8], [1, 2]]
     batch = mj.sample(lm, prompts, max_tokens=9)
