@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mercury_jax.decode import cache_refresh, grammar, presets, processors, rules, stopping
     from mercury_jax.decode.decoder import Decoder, decoder
     from mercury_jax.decode.defaults import EFFORTS, Effort
+    from mercury_jax.decode.drafting import Draft
     from mercury_jax.decode.edit import EditOutput, edit
     from mercury_jax.decode.infill import Hole, InfillOutput, infill
     from mercury_jax.decode.registration import (
@@ -61,6 +62,7 @@ _PUBLIC = {
     "decode": ("cache_refresh", "grammar", "presets", "processors", "rules", "stopping"),
     "decode.decoder": ("Decoder", "decoder"),
     "decode.defaults": ("EFFORTS", "Effort"),
+    "decode.drafting": ("Draft",),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
     "decode.rollout": ("AnswerBatch", "Rollout", "answer_batch", "rollout", "token_log_probs"),
@@ -85,8 +87,8 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "EditOutput", "Effort", "Hole",
-    "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
+    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort",
+    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
     "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session", "StoppingCriterion",
     "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
     "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",

@@ -94,6 +94,10 @@ def run(argv: Sequence[str]) -> int:
     stop = [word if word == "-" else arguments.read_text(word, args.escapes) for word in args.stop]
     lm = args.loading.load()
     how["sampler"] = arguments.add_processors(sampler, processors, lm)
+    if sampler is None and processors:  # the model's own sampler with more processors keeps its own plan
+        from mercury_jax.decode.defaults import default_plan
+
+        how["plan"] = default_plan(lm, args.decoding.plan())
     prompts: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
     # The live view draws one answer after the other, as its canvas stands: no guidance, and nothing is cut.
     plain = args.processing.guidance is None and not stop and args.n == 1

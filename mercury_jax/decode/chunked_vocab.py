@@ -66,7 +66,8 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
-    if config.speculative or config.leave_one_out or config.variable_length:
+    # Drafts and their verification draw with the uniforms of their positions.
+    if config.speculative or config.drafts is not None or config.leave_one_out or config.variable_length:
         return False
     if config.logprobs is not None or config.trajectory:
         return False

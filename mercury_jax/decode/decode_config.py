@@ -43,6 +43,8 @@ class DecodeConfig(NamedTuple):
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
     trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
+    drafter: DecodeConfig | None = None  # of the model that drafts (`drafting`); `speculative` is set too
+    drafts: str | None = None  # of a drafter: how its drafts are accepted, "same_seed" or "rejection"
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
 
     @property

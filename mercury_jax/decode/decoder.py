@@ -33,12 +33,14 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
+from mercury_jax.decode.drafting import count_drafts, draft_block, idle_frame
 from mercury_jax.decode.forward import forward, note_confidence
 from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import first_tokens, verify
 from mercury_jax.decode.state import (
+    Drafter,
     Frame,
     Rows,
     State,
@@ -72,6 +74,8 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
         The next state, and a frame that shows each row's window after this pass.
     """
     state = open_canvases(config, state)  # rows that finished a block start the next one
+    if config.drafter is not None:
+        state = draft_block(step, config, params, state)
     encodable = encodable_tokens(config, state.committed)
     encoding = (state.cache_length < encodable) & ~state.done  # [B]
     verifying = state.unverified & ~state.done  # [B]
@@ -92,11 +96,16 @@ def step(config: DecodeConfig, params: Params, state: State) -> tuple[State, Fra
     # 3. Denoising rows: statistics of each position, the rule's decision, the stopping criterion, commit.
     denoising = ~encoding & ~verifying & ~state.done
     take_steps = denoise_ahead if config.lookahead else denoise
-    moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
-    moved = note_confidence(config, moved, frame)
+    if config.drafter is None:
+        moved, frame = take_steps(config, params, state, hidden, leave_one_out, denoising)
+        moved = note_confidence(config, moved, frame)
+    else:  # another model denoises: these rows encode or verify
+        moved, frame = state, idle_frame(state)
     if config.speculative:
         logits = config.model.head(params, hidden)
         moved, frame = verify(config, state, logits, verifying, moved, frame)
+        if config.drafter is not None:
+            moved = count_drafts(state, moved, frame, verifying)
     if config.seeded:
         finished = encoding & (state.cache_length + used == state.committed)
         moved = first_tokens(config, params, hidden, finished, moved)
@@ -153,7 +162,7 @@ def open_canvases(config: DecodeConfig, state: State) -> State:
         memory=jax.vmap(functools.partial(first_memory, config))(state.sampling.sampler, window),
     )
     if config.speculative:  # a committed token alone is a draft of nothing
-        fresh["unverified"] = used <= 1
+        fresh["unverified"] = (used <= 1) | (config.drafter is not None)
     return update_rows(state, opening, fresh)
 
 
@@ -180,6 +189,11 @@ def prefill(
     Returns:
         The state with a longer cache.
     """
+    if config.drafter is not None and isinstance(state.drafter, Drafter):
+        own = state.drafter.state
+        if (wide := prefill_width(config.drafter, own.tokens.shape[1])) is not None:
+            own = prefill(config.drafter, params.drafter, own, wide)
+            state = state._replace(drafter=state.drafter._replace(state=own))
     committed = state.committed if limit is None else jnp.minimum(state.committed, limit)
     if config.seeded:  # `step` encodes the last block, and decides the token after it
         committed = committed - 1

@@ -16,9 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import chunked_vocab
 from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.drafting import record_drawn
 from mercury_jax.decode.guidance import GuidedHidden
 from mercury_jax.decode.sampler import call_part
 from mercury_jax.decode.state import (
+    Drawn,
     Frame,
     Rows,
     SamplingParams,
@@ -90,6 +92,9 @@ def denoise(
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
         seen = seen._replace(view=view)
+        if isinstance(state.drawn, Drawn):
+            drawn = record_drawn(state.drawn, logits, drawn_last(view), seen.window.at[:, 0], rows)
+            state = state._replace(drawn=drawn)
     other_logits = None if leave_one_out is None else config.model.head(params, leave_one_out)
     rule = state.sampling.sampler.rule
     if rule.needs_hidden:
@@ -153,6 +158,9 @@ def decide(
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
     if not isinstance(constrained, tuple):
         proposal = sample_front(view, proposal, constrained & (row.answer_budget == 0))
+    if config.drafts is not None:  # the last step of a draft draws whatever is open
+        put = lambda old: jnp.where(drawn_last(view), view.stats.sample, old).astype(jnp.int32)
+        proposal = proposal._replace(canvas=put(proposal.canvas), answer=put(proposal.answer))
     decision = _restore_given(config, row, view, window, proposal)
     assert sampler.stopping is not None
     stopped, stopping_memory = sampler.stopping(view, decision.proposal, row.memory[1])
@@ -177,6 +185,18 @@ def decide(
         write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
         changes["trajectory"] = jax.tree.map(write, row.trajectory, new)
     return changes, accepted, stats.p_argmax
+
+
+def drawn_last(view: View) -> Bool[Array, "*B L"]:
+    """Returns which positions of a draft are drawn in the last step of its block: all that are open then.
+
+    Args:
+        view: Of one row or of all.
+
+    Returns:
+        One bool per position.
+    """
+    return jnp.expand_dims(view.step + 1 >= view.steps, -1) & view.masked
 
 
 def sample_front(view: View, proposal: Proposal, constrained: Bool[Array, ""]) -> Proposal:

@@ -31,6 +31,7 @@ from mercury_jax.decode.decode_config import (
 )
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
+from mercury_jax.decode.drafting import add_drafter
 from mercury_jax.decode.sampler import Sampler, check_sampler
 from mercury_jax.decode.session import (
     Fork,
@@ -68,6 +69,7 @@ class Request(NamedTuple):
     schema: Any = None
     n: Any = 1
     stop: Any = None
+    draft: Any = None
 
     rows: Rows | None = None
     prompts: Sequence[inputs.Prompt] = ()
@@ -159,7 +161,7 @@ def encode_request(lm: LM, request: Request) -> Request:
         seed=seeds,
         stops=[texts for texts in stops for _ in range(n)],
         end_thinking=None if marks is None else marks.close,
-        forked=n > 1,
+        forked=n > 1 and request.draft is None,  # the drafter of each row encodes the prompt itself
     )
 
 
@@ -425,6 +427,12 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
         block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
     )  # fmt: skip
+    drafting = None
+    if request.draft is not None:
+        mesh = sharding.model_parallel_mesh(lm.params) if row_mesh(lm, request.mesh) is None else None
+        config, drafting = add_drafter(
+            request.draft, config, sampler, mesh, int(longest.max()), len(rows.committed), request.n
+        )
     slots = config.slots_after
     if model_config.pattern != "bidirectional":
         size = max(int(longest.max()), rows.tokens.shape[1])
@@ -439,11 +447,15 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         sampling = sampling._replace(end_thinking=np.full_like(sampling.end_thinking, request.end_thinking))
     if request.infilling:
         sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))
+    if drafting is not None:
+        sampling = sampling._replace(drafter=drafting)
     if more := count - len(rows.committed):  # added rows take the parameters of the last one
         repeat = lambda x: (jnp if isinstance(x, jax.Array) else np).repeat(x[-1:], more, axis=0)
         join = lambda x: (jnp if isinstance(x, jax.Array) else np).concatenate([x, repeat(x)])
         sampling = jax.tree.map(join, sampling)
     check_parts(config, sampling)
+    if config.drafter is not None:
+        check_parts(config.drafter, sampling.drafter)
     return config, sampling, padded
 
 

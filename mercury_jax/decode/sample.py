@@ -27,6 +27,7 @@ from mercury_jax.decode import constrained
 from mercury_jax.decode.decode_config import DecodeConfig, prefill_width
 from mercury_jax.decode.decoder import encodable_tokens
 from mercury_jax.decode.defaults import EffortLike, choose_sampler
+from mercury_jax.decode.drafting import Draft, DraftOutput, with_drafter
 from mercury_jax.decode.grammar import Spec
 from mercury_jax.decode.inputs import (
     MAX_TOKENS,
@@ -106,6 +107,9 @@ class Output:
     # passes compute drafts too.
     evaluated: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, int))
     n: int = 1  # answers to each prompt
+    draft: DraftOutput | None = field(
+        repr=False, default=None
+    )  # of the drafter, with `draft=`; `forwards` are of `lm`
 
     @property
     def text(self) -> str:
@@ -155,6 +159,7 @@ def sample(
     history: bool = False,
     mesh: Mesh | None = None,
     schema: Mapping[str, Any] | bool | Spec | Sequence[Mapping[str, Any] | bool | Spec | None] | None = None,
+    draft: Draft | LM | None = None,
 ) -> Output:
     """Decodes answers to each prompt.
 
@@ -193,6 +198,9 @@ def sample(
         mesh: Shard the rows over its `data` axis.
         schema: What every answer obeys (its thinking is free): a JSON Schema, a spec of `mj.grammar`, or a list of
             these with one, or None, per prompt. Needs the extra `serve`. Not with state, passes, guidance or mesh.
+        draft: A diffusion model of the same tokenizer, or an `mj.Draft` of one: it drafts blocks, and `lm` verifies
+            each in one pass. The answers are those of `lm` alone. For an `lm` that predicts the next token; not with
+            plan, schema, guidance, state, keep or passes.
 
     Returns:
         The answers.
@@ -215,8 +223,10 @@ def sample(
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
-        mesh=mesh, schema=schema, n=n, stop=stop,
+        mesh=mesh, schema=schema, n=n, stop=stop, draft=draft,
     ).checked()  # fmt: skip
+    if draft is not None:
+        lm, request = with_drafter(lm, request, keep=keep, passes=passes)
     grammars = None if schema is None else constrained.rows_of_request(lm, request, passes)
     if state is not None and prompt is None:
         request, session = resume_request(lm, request)
@@ -335,6 +345,11 @@ def collect(
     if isinstance(host.logprobs, LogprobBuffer):
         kept: Any = host.logprobs
         logprobs = [LogProbs(*(x[i, first[i] : ends[i]] for x in kept)) for i in range(count)]
+    draft = None
+    if host.drafter != ():
+        *counts, nan_step = (x[:count] for x in host.drafter)
+        check_nan_steps(nan_step, "draft.lm: logits")
+        draft = DraftOutput(*counts)
     return Output(
         texts=[answer for _, answer in decoded],
         tokens=answers,
@@ -346,6 +361,7 @@ def collect(
         encoded=host.cache_length[:count] - cached,
         history=frames or [],
         logprobs=logprobs,
+        draft=draft,
     )
 
 
@@ -378,6 +394,7 @@ def _continue_empty_answers(
         more, texts=texts, thinking=thinking, finish=finish, tokens=tokens, logprobs=logprobs,
         forwards=out.forwards + more.forwards, evaluated=out.evaluated + more.evaluated,
         encoded=out.encoded + more.encoded,
+        draft=None if out.draft is None or more.draft is None else out.draft + more.draft,
     ), session, made  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode.decode_config import DecodeConfig
+from mercury_jax.decode.drafting import Proposals, accept_or_redraw, proposals
 from mercury_jax.decode.state import (
     Frame,
     State,
@@ -119,7 +120,7 @@ def verify(
         The next state and frame, of both kinds of rows.
     """
     row = functools.partial(verify_row, config)
-    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits)
+    changes, count, drawn = jax.vmap(row)(state.without_cache(), logits, proposals(config, state))
     moved = update_rows(moved, rows, changes)._replace(nfe=moved.nfe + rows)
     shown = Frame(
         start=state.cache_length + 1,
@@ -133,7 +134,7 @@ def verify(
 
 
 def verify_row(
-    config: DecodeConfig, row: State, logits: Float[Array, "W V"]
+    config: DecodeConfig, row: State, logits: Float[Array, "W V"], proposed: Proposals | None = None
 ) -> tuple[dict[str, Any], Int[Array, ""], Int[Array, "W"]]:
     """Verifies the draft of one row.
 
@@ -141,6 +142,7 @@ def verify_row(
         config: Static sizes.
         row: One row of a state.
         logits: logits[j] predicts the token after canvas position j.
+        proposed: From what another model has drawn the draft, for rejection sampling; None: accept what agrees.
 
     Returns:
         The fields of the state that change, how many tokens are accepted, and the drawn tokens.
@@ -156,12 +158,15 @@ def verify_row(
     )  # fmt: skip
     processed = process_logits(config, row, view, at, logits)
     temperature = jnp.asarray(row.sampling.sampler.temperature, jnp.float32)
-    drawn = draw(processed, position_uniforms(row.key, at), temperature)
+    place = jnp.arange(config.width)
+    draft, exists = jnp.concatenate([row.answer[1:], row.answer[-1:]]), place < row.used - 1
+    if proposed is None:
+        drawn = draw(processed, position_uniforms(row.key, at), temperature)
+    else:
+        drawn = accept_or_redraw(row, processed, proposed, draft, exists, at, temperature)
     # 2. How many drawn tokens are accepted: those that agree with the draft and one more, up to the end of the row,
     # and not beyond a token that ends the text.
-    place = jnp.arange(config.width)
-    draft = jnp.concatenate([row.answer[1:], jnp.full((1,), -1, jnp.int32)])
-    agrees = (drawn == draft) & (place < row.used - 1)
+    agrees = (drawn == draft) & exists
     count = jnp.minimum(jnp.sum(jnp.cumprod(agrees.astype(jnp.int32))) + 1, row.end - row.committed)
     ends = ends_text(config, drawn, row)
     close = row.sampling.end_thinking

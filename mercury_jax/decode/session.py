@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.decoder import prefill, run_limited, run_until_done
 from mercury_jax.decode.inputs import Prompt, explain_wrong_params
-from mercury_jax.decode.state import Frame, Rows, SamplingParams, State, first_state
+from mercury_jax.decode.state import Drafter, Frame, Rows, SamplingParams, State, first_state
 from mercury_jax.decode.token_stats import LogprobBuffer
 from mercury_jax.types import LM, Params
 
@@ -92,18 +92,19 @@ def check_nan(session: Session) -> None:
     check_nan_steps(np.asarray(session.state.nan_step)[: session.rows])
 
 
-def check_nan_steps(nan_step: Int[np.ndarray, "B"]) -> None:
+def check_nan_steps(nan_step: Int[np.ndarray, "B"], name: str = "logits") -> None:
     """Raises ValueError, naming row and pass, where the logits of a row were NaN.
 
     Args:
         nan_step: The pass of each row; -1: none.
+        name: What errors call the logits.
 
     Raises:
         ValueError: Names row and pass.
     """
     for row in np.flatnonzero(nan_step >= 0):
         raise ValueError(
-            f"logits of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
+            f"{name} of row {row} are NaN in denoising pass {nan_step[row]}; allowed: numbers. "
             "The parameters hold NaN, or the arithmetic overflowed: try dtype float32"
         )
 
@@ -121,6 +122,7 @@ class Answers(NamedTuple):
     cache_length: Int[Array, "B"]
     nan_step: Int[Array, "B"]
     logprobs: LogprobBuffer | tuple[()]
+    drafter: Any = ()  # forwards, proposed, accepted and nan_step [B] of a model that drafts; (): none
 
 
 def read_answers(state: State) -> Answers:
@@ -129,7 +131,10 @@ def read_answers(state: State) -> Answers:
     Args:
         state: Of all rows.
     """
-    return Answers(*(getattr(state, name) for name in Answers._fields))
+    drafter = state.drafter
+    if isinstance(drafter, Drafter):
+        drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.nan_step)
+    return Answers(*(getattr(state, name) for name in Answers._fields[:-1]), drafter)
 
 
 class Fork(NamedTuple):

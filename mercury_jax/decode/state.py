@@ -20,7 +20,7 @@ from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
 from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
-from mercury_jax.types import LM, Cache, Key, SelfCond
+from mercury_jax.types import LM, Cache, Key, SelfCond, accumulation_dtype
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
 
@@ -33,6 +33,7 @@ class SamplingParams(NamedTuple):
     eos: Int[Array, "B"]  # ends the answer; -1: no id does (infilling)
     end_thinking: Int[Array, "B"]  # id that ends the thinking section; -1: none
     constrained: Any = ()  # Bool[B], rows under a grammar, whose tokens the host commits (`constrained`); (): none
+    drafter: Any = ()  # SamplingParams of the drafter; () in a `State`, whose drafter has its own
 
 
 def sampling_params(
@@ -84,6 +85,23 @@ class Drafts(NamedTuple):
     computed: Int[Array, "B"]  # canvases that passes have computed, drafts included
 
 
+class Drawn(NamedTuple):
+    """From what the tokens of a drafter's last step were drawn (`drafting`)."""
+
+    logits: Float[Array, "B L V"]  # of its window, after all processors
+    fresh: Bool[Array, "B L"]  # positions that were drawn from them, independently of each other
+    start: Int[Array, "B"]  # absolute position of the window
+
+
+class Drafter(NamedTuple):
+    """A model that drafts for another one (`drafting`): its state, and what its drafts have cost and brought."""
+
+    state: State
+    forwards: Int[Array, "B"]  # its passes, those that encode verified tokens too
+    proposed: Int[Array, "B"]  # draft tokens that were verified
+    accepted: Int[Array, "B"]
+
+
 class State(NamedTuple):
     """Everything that decoding changes; the batch axis comes first in every leaf."""
 
@@ -114,6 +132,8 @@ class State(NamedTuple):
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
     reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
     lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
+    drafter: Drafter | tuple[()] = ()  # another model that drafts for this one (`drafting`)
+    drawn: Drawn | tuple[()] = ()  # of a drafter whose drafts are accepted by rejection sampling
 
     @property
     def evaluated(self) -> Int[Array, "B"]:
@@ -122,7 +142,7 @@ class State(NamedTuple):
 
     def without_cache(self) -> State:
         """Returns what one row's own step may look at: cheap to take apart by rows."""
-        return self._replace(cache=(), self_cond=(), reuse=())
+        return self._replace(cache=(), self_cond=(), reuse=(), drafter=(), drawn=())
 
 
 class Frame(NamedTuple):
@@ -184,12 +204,37 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
         trajectory=trajectory if config.trajectory else (),
-        sampling=sampling,
+        sampling=sampling._replace(drafter=()),
         lookahead=drafts if config.lookahead else (),
+        drafter=() if config.drafter is None else _first_drafter(config.drafter, sampling.drafter, rows),
+        drawn=_nothing_drawn(config, count) if config.drafts == "rejection" else (),
         reuse=first_reuse(config.refresh, config.model, count, config.width)
         if isinstance(config.refresh, CachePolicy)
         else (),
     )
+
+
+def _first_drafter(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> Drafter:
+    """The drafter of rows before the first pass; its slots are those of the rows and of a canvas after them."""
+    slots = rows.tokens.shape[1] + config.slots_after
+    if config.model.config.pattern == "bidirectional":
+        slots = config.slots_after
+    fit = lambda x: jnp.pad(x[:, :slots], [(0, 0), (0, max(0, slots - x.shape[1]))])
+    tokens, given, draft = fit(rows.tokens), fit(rows.given), jnp.zeros((len(rows.tokens), slots), bool)
+    zeros = jnp.zeros((len(rows.tokens),), jnp.int32)
+    own = rows._replace(tokens=tokens, given=given, draft=draft, answer_budget=zeros)
+    state = first_state(config, sampling, own)
+    if config.drafts == "rejection":  # draws that are independent of those that verify
+        state = state._replace(key=jax.vmap(lambda key: jax.random.fold_in(key, 0x7FFFFFFD))(state.key))
+    return Drafter(state, zeros, zeros, zeros)
+
+
+def _nothing_drawn(config: DecodeConfig, rows: int) -> Drawn:
+    """The record of a drafter before its first pass."""
+    shape, sizes = (rows, config.window), config.model.config
+    dtype = accumulation_dtype(jnp.dtype(sizes.dtype))
+    zeros = jnp.zeros((rows,), jnp.int32)
+    return Drawn(jnp.zeros((*shape, sizes.vocab), dtype), jnp.zeros(shape, bool), zeros)
 
 
 def admit(state: State, slot: int | Int[Array, ""], row: State) -> State:

@@ -90,7 +90,9 @@ def draw_uniforms(
         Uniforms that draw the tokens, or a chunk of the vocabulary, and those that draw within a chunk.
     """
     key = _step_keys(row)[0]
-    if config.speculative:  # a draft is drawn with the uniforms of its verification
+    if (
+        config.speculative or config.drafts == "same_seed"
+    ):  # a draft is drawn with the uniforms of its verification
         first = position_uniforms(row.key, window.at)
     else:
         first = jax.random.uniform(key, (config.window,))

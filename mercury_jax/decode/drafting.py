@@ -1,0 +1,475 @@
+"""Lossless drafting across models: a diffusion model drafts a block, an autoregressive model verifies it in one pass.
+
+Each step of the decoder is one round. The drafter is a `State` of its own, with its own config, sampler and KV cache:
+`draft_block` copies the verified text into it and repeats the decoder's `step` on it until every row has a block. Then
+the verifier's pass goes over the last committed token and the draft, as in `self_speculation`, and accepts the draft
+from the left as far as it agrees.
+
+Two methods say what "agrees" means at a temperature above 0; with argmax they are the same:
+
+same_seed   The verifier draws each token with the uniform of its position and accepts equal draft tokens. The text is,
+            token for token, what the verifier alone draws with this seed. The drafter draws with the same uniforms, so
+            that two similar distributions mostly draw the same token.
+rejection   A draft token x is accepted with probability min(1, p(x) / q(x)), else a token is drawn from max(p - q, 0)
+            (speculative sampling, arXiv 2211.17192 and 2302.01318). The text has the verifier's distribution, and no
+            method accepts a token more often; it is another text than the verifier's of this seed.
+
+For `rejection` q must be the distribution from which a draft token was drawn, given all that the drafter knew. A rule
+chooses by confidence which drawn tokens it keeps, and tokens that are drawn later depend on those to their right: the
+probabilities at which it accepted them are not q. So each block ends with a step in which all positions that are still
+open are drawn independently: q is their distribution there. Tokens that were decided earlier are drafts without
+randomness, whose q is 1. Both are exact with any rule; with one step, and under uniform noise, the first is the case
+of every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax import sharding
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import rules
+from mercury_jax.decode.decode_config import DecodeConfig, build_config
+from mercury_jax.decode.defaults import complete_sampler
+from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_temperature, check_whole
+from mercury_jax.decode.processors import check_ids
+from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
+from mercury_jax.decode.state import (
+    Drafter,
+    Drawn,
+    Frame,
+    SamplingParams,
+    State,
+    position_uniforms,
+    sampling_params,
+    update_rows,
+)
+from mercury_jax.decode.token_stats import draw, search_cdf
+from mercury_jax.sharding import varying, varying_axes
+from mercury_jax.types import LM, Model, Params
+
+if TYPE_CHECKING:
+    from mercury_jax.decode.request import Request
+
+Method = Literal["same_seed", "rejection"]
+Step = Callable[[DecodeConfig, Params, State], tuple[State, Frame]]
+ACCEPTANCE_KEY = 0x7FFFFFFE  # folded into a row's key for the uniforms that accept drafts
+
+
+@dataclass(frozen=True)
+class Draft:
+    """How a diffusion model drafts for an autoregressive one: the argument `draft=` of `mj.sample`.
+
+    Attributes:
+        lm: The drafter, a diffusion model with the tokenizer and the vocabulary of the verifier.
+        tokens: Most tokens of a draft; at most the block that the drafter was trained with.
+        steps: Denoising steps of a draft.
+        sampler: Rule and processors of the drafter. None: `confidence` under masks, `entropy_bound` under uniform noise,
+            with the processors of the verifier.
+        temperature: Of the drafter, one number or one per prompt; None: the verifier's.
+        method: "same_seed": the text is the verifier's own with this seed. "rejection": the text has the verifier's
+            distribution and more of a draft is accepted.
+
+    Example:
+        >>> out = mj.sample(verifier, prompts, draft=mj.Draft(drafter, tokens=16, steps=2))
+        >>> out.forwards, out.draft.forwards, out.draft.acceptance
+    """
+
+    lm: LM = field(repr=False)
+    tokens: int = 16
+    steps: int = 1
+    sampler: SamplerLike | None = None
+    temperature: Param | None = None
+    method: Method = "same_seed"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lm, LM):
+            raise refuse("draft.lm", self.lm, "a model as mj.load() returns it")
+        check_whole("draft.tokens", self.tokens, 1, MAX_TOKENS)
+        check_whole("draft.steps", self.steps, 1, MAX_TOKENS)
+        if self.method not in get_args(Method):
+            raise refuse("draft.method", self.method, ", ".join(get_args(Method)))
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+        config = self.lm.model.config
+        if config.autoregressive or (config.pattern == "block_causal" and config.block == 1):
+            raise refuse("draft.lm", self.lm.name, "a diffusion model: this one decides one token a pass")
+        if config.pattern != "bidirectional" and self.tokens > config.block:
+            raise refuse("draft.tokens", self.tokens, f"1..{config.block}: the block of {self.lm.name}")
+        if self.sampler is not None:
+            sampler = check_sampler(self.sampler)
+            if sampler.speculate is not None or sampler.rule.variable_length:
+                allowed = "a rule that accepts tokens in place, such as rules.confidence()"
+                raise refuse("draft.sampler", sampler.rule.name, allowed)
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """What drafts have cost and brought; one entry per row."""
+
+    forwards: np.ndarray  # int [B], passes of the drafter: denoising, and encoding of verified tokens
+    proposed: np.ndarray  # int [B], draft tokens that the verifier has seen
+    accepted: np.ndarray  # int [B], those of them that are text now
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted draft tokens over proposed ones, of all rows."""
+        return float(self.accepted.sum() / max(int(self.proposed.sum()), 1))
+
+    def __add__(self, other: DraftOutput) -> DraftOutput:
+        """The sum over two calls, row by row."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return DraftOutput(*(a + b for a, b in pairs))
+
+
+class DraftParams(NamedTuple):
+    """The parameters of both models, where one expects those of the verifier."""
+
+    verifier: Params
+    drafter: Params
+
+
+# --- before decoding
+
+
+def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
+    """Checks that one model can draft for another, and returns both as one.
+
+    Args:
+        lm: The verifier.
+        request: With `draft`; its sampler is the verifier's.
+        others: Arguments of the call that drafts exclude, by name.
+
+    Returns:
+        The verifier with the parameters of both models, and the request with its sampler.
+
+    Raises:
+        ValueError: Names what does not fit.
+    """
+    draft, config = request.draft, lm.model.config
+    if isinstance(draft, LM):
+        draft = Draft(draft)
+    if not isinstance(draft, Draft):
+        raise refuse("draft", draft, "a diffusion model, or mj.Draft(lm, tokens=, steps=)")
+    check_lm(draft.lm)
+    if not config.predicts_next:
+        raise refuse("lm", lm.name, "a model whose encoding pass predicts the next token, to verify drafts")
+    excluded: dict[str, Any] = {
+        name: getattr(request, name) for name in ("state", "guidance", "negative", "schema")
+    }
+    for name, value in (excluded | others).items():
+        if value is not None and value is not False:
+            raise refuse(name, value, f"{None if value is not True else False} with draft=")
+    if request.plan != Plan():
+        raise refuse("plan", request.plan, "None with draft=: mj.Draft(tokens=, steps=) plans the drafts")
+    _check_same_tokens(lm, draft.lm)
+    sampler = request.sampler
+    if sampler is None and not config.autoregressive:
+        sampler = rules.autoregressive()
+    if sampler is not None and check_sampler(sampler).speculate != 0:
+        allowed = "rules.autoregressive(), or None; mj.Draft(sampler=) chooses how drafts are made"
+        raise refuse("sampler", check_sampler(sampler).rule.name, allowed)
+    params = DraftParams(lm.params, draft.lm.params)
+    joined = dataclasses.replace(lm, model=_verifier_model(lm.model), params=params)
+    return joined, request._replace(draft=draft, sampler=sampler)
+
+
+def _check_same_tokens(lm: LM, drafter: LM) -> None:
+    """Raises ValueError unless the ids of two models stand for the same tokens.
+
+    Special tokens are compared by the ids that begin a text. The ids that end an answer may differ: only those of the
+    verifier end one.
+    """
+    vocab, other = lm.model.config.vocab, drafter.model.config.vocab
+    if vocab != other:
+        raise refuse("draft.lm", f"{drafter.name} with {other} ids", f"a model of {vocab} ids, as {lm.name}")
+    a, b = lm.tokenizer, drafter.tokenizer
+    if a is b or a.fingerprint == b.fingerprint:
+        return
+    allowed = f"a model with the tokenizer of {lm.name}"
+    if tuple(a.begin) != tuple(b.begin):
+        raise refuse("draft.lm", f"{drafter.name}, whose texts begin with {tuple(b.begin)}", allowed)
+    for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=False)):
+        if x and y and x != y:  # empty where a tokenizer hides a special token
+            raise refuse("draft.lm", f"{drafter.name}, whose id {i} is {y!r} and not {x!r}", allowed)
+
+
+@functools.cache
+def _verifier_model(model: Model) -> Model:
+    """The model with functions that take the verifier's part of `DraftParams`; equal models give the same one."""
+
+    def of_verifier(function: Any) -> Any:
+        def call(params: Any, *args: Any, **more: Any) -> Any:
+            own = params.verifier if isinstance(params, DraftParams) else params
+            return function(own, *args, **more)
+
+        return None if function is None else call
+
+    names = ("apply", "forward", "head", "condition", "head_chunk", "embed_mixture")
+    return model._replace(**{name: of_verifier(getattr(model, name)) for name in names})
+
+
+def add_drafter(
+    draft: Draft,
+    config: DecodeConfig,
+    sampler: Sampler,
+    mesh: Mesh | None,
+    longest: int,
+    rows: int,
+    n: int,
+) -> tuple[DecodeConfig, SamplingParams]:
+    """Fixes the static sizes and the sampling parameters of a drafter.
+
+    Args:
+        draft: Of the call.
+        config: Of the verifier, for decoding without drafts.
+        sampler: Of the verifier, complete.
+        mesh: Over which the parameters are sharded, or None.
+        longest: The furthest position that any row can reach.
+        rows: B.
+        n: Rows of each prompt.
+
+    Returns:
+        The verifier's config with drafts, and the drafter's sampling parameters [B, ...].
+
+    Raises:
+        ValueError: Names what does not fit together.
+    """
+    lm = draft.lm
+    rule = rules.entropy_bound() if lm.corruption.mask is None else rules.confidence()
+    own = draft.sampler or Sampler(rule, processors=sampler.processors, allow=sampler.allow)
+    own = complete_sampler(check_sampler(own), lm.corruption)
+    temperature = sampler.temperature if draft.temperature is None else draft.temperature
+    own = own._replace(temperature=check_temperature(temperature))
+    for processor in (*own.processors, *own.allow):
+        check_ids(processor, lm.model.config.vocab)
+    if longest > lm.model.config.context:
+        allowed = f"a model whose context holds {longest} tokens"
+        raise refuse("draft.lm", f"{lm.name} with a context of {lm.model.config.context}", allowed)
+    # A block of causal blocks is the model's own, of which a draft takes what follows the text.
+    block = None if lm.model.config.pattern == "block_causal" else draft.tokens
+    drafter = build_config(
+        lm,
+        own,
+        Plan(block=block, steps=draft.steps),
+        model=sharding.with_mesh(lm.model, mesh),
+        longest=longest,
+        region=draft.tokens,
+    )._replace(drafts=draft.method)
+    sampling = sampling_params(lm, drafter, own, draft.steps, rows, n)
+    sampling = sampling._replace(eos=np.full_like(sampling.eos, -1))  # the verifier decides where a text ends
+    width = draft.tokens + 1
+    return config._replace(width=width, block=width, drafter=drafter), sampling
+
+
+# --- one round
+
+
+def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: State) -> State:
+    """Drafts a block for every row that waits for its verifying pass.
+
+    Args:
+        step: `decoder.step`.
+        config: Of the verifier; `config.drafter` is the drafter's.
+        params: Of both models.
+        state: Of the verifier, with canvases that begin with the last committed token.
+
+    Returns:
+        The state whose canvases hold the drafts.
+    """
+    drafter, rows = state.drafter, state.unverified & ~state.done
+    assert isinstance(drafter, Drafter) and config.drafter is not None
+    most = config.width - 1
+    start = _take_text(drafter.state, state, rows, most)
+
+    def drafting(carry: tuple[Array, State]) -> tuple[Array, State]:
+        passes, old = carry
+        new, _ = step(config.drafter, params.drafter, old)
+        # The block is finished. (The pass that encodes a block may decide a token too: it is part of the draft.)
+        finished = (new.committed > state.committed) & (new.nfe > start.nfe) & (new.step < 0)
+        new = new._replace(done=new.done | finished)
+        return varying((passes + ~old.done, new), axes)
+
+    axes = varying_axes((params, state))
+    first = varying((drafter.forwards, start), axes)
+    forwards, found = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), drafting, first)
+
+    at = state.committed[:, None] + jnp.arange(most)
+    tokens = jnp.take_along_axis(found.tokens, jnp.minimum(at, found.tokens.shape[1] - 1), axis=1)
+    canvas = jnp.concatenate([state.canvas[:, :1], tokens], axis=1)
+    size = jnp.clip(found.committed - state.committed, 0, most)  # 0 where logits were NaN
+    used = jnp.minimum(state.used, 1 + size).astype(jnp.int32)
+    drafted = drafter._replace(state=found, forwards=forwards)
+    return update_rows(state, rows, dict(canvas=canvas, answer=canvas, used=used))._replace(drafter=drafted)
+
+
+def _take_text(drafter: State, state: State, rows: Bool[Array, "B"], most: int) -> State:
+    """The drafter's state with the verified text and no open canvas; rows that draft nothing now are done."""
+    slots = drafter.tokens.shape[1]
+    verified = state.tokens[:, :slots]
+    verified = jnp.pad(verified, [(0, 0), (0, slots - verified.shape[1])])
+    known = jnp.arange(slots) < state.committed[:, None]
+    end = jnp.minimum(state.end, state.committed + most).astype(jnp.int32)
+    fresh: dict[str, Any] = dict(
+        tokens=jnp.where(known, verified, drafter.tokens),
+        committed=state.committed,
+        end=end,
+        max_end=end,
+        cache_length=jnp.minimum(drafter.cache_length, state.committed),
+        step=jnp.full_like(drafter.step, -1),
+    )
+    if isinstance(drafter.drawn, Drawn):
+        fresh["drawn"] = drafter.drawn._replace(fresh=jnp.zeros_like(drafter.drawn.fresh))
+    return update_rows(drafter, rows, fresh)._replace(done=~rows)
+
+
+def idle_frame(state: State) -> Frame:
+    """The frame of rows that do not denoise, as no row of a verifier does.
+
+    Args:
+        state: Of the verifier.
+
+    Returns:
+        A frame that shows nothing.
+    """
+    zeros = jnp.zeros_like(state.used)
+    confidence = jnp.zeros(state.answer.shape, jnp.float32)
+    accepted = jnp.zeros(state.answer.shape, bool)
+    return Frame(state.cache_length + 1, zeros, state.answer, accepted, confidence, state.done)
+
+
+def count_drafts(state: State, moved: State, frame: Frame, rows: Bool[Array, "B"]) -> State:
+    """Counts the draft tokens of a verifying pass.
+
+    Args:
+        state: Before the pass.
+        moved: After it.
+        frame: Of the pass: its answer is what the verifier has drawn.
+        rows: Which rows verified a draft.
+
+    Returns:
+        `moved` with the counts.
+    """
+    drafter = moved.drafter
+    assert isinstance(drafter, Drafter)
+    draft = state.answer[:, 1:]
+    exists = jnp.arange(draft.shape[1]) < (state.used - 1)[:, None]
+    agrees = (frame.answer[:, :-1] == draft) & exists
+    accepted = jnp.minimum(jnp.cumprod(agrees.astype(jnp.int32), axis=1).sum(1), frame.used)
+    add = lambda old, new: old + jnp.where(rows, new, 0).astype(old.dtype)
+    return moved._replace(
+        drafter=drafter._replace(
+            proposed=add(drafter.proposed, exists.sum(1)), accepted=add(drafter.accepted, accepted)
+        )
+    )
+
+
+# --- rejection sampling
+
+
+def record_drawn(
+    old: Drawn,
+    logits: Float[Array, "B L V"],
+    fresh: Bool[Array, "B L"],
+    start: Int[Array, "B"],
+    rows: Bool[Array, "B"],
+) -> Drawn:
+    """Keeps the logits from which the tokens of a block's last step are drawn.
+
+    Args:
+        old: Of earlier passes.
+        logits: Of the drafter's window, after all processors.
+        fresh: Positions that this step draws independently of each other: those open in the last step of a block.
+        start: Absolute position of the window.
+        rows: Which rows denoise.
+
+    Returns:
+        The record.
+    """
+    ends = rows & jnp.any(fresh, axis=1)
+    pick = lambda new, old: jnp.where(ends.reshape(-1, *[1] * (new.ndim - 1)), new, old).astype(old.dtype)
+    return Drawn(pick(logits, old.logits), pick(fresh, old.fresh), pick(start, old.start))
+
+
+class Proposals(NamedTuple):
+    """What rejection sampling knows of the draft tokens of one row, position by position of a verifying pass."""
+
+    logits: Float[Array, "W V"]  # of the drafter
+    fresh: Bool[Array, "W"]  # drawn from these logits; False: decided before, q is 1
+    temperature: Float[Array, ""]  # of the drafter
+
+
+def proposals(config: DecodeConfig, state: State) -> Proposals | None:
+    """Aligns the drafter's distributions with the positions that a verifying pass predicts.
+
+    Args:
+        config: Of the verifier.
+        state: Of the verifier.
+
+    Returns:
+        Leaves [B, ...]; None unless drafts are accepted by rejection sampling.
+    """
+    if not isinstance(state.drafter, Drafter) or not isinstance(state.drafter.state.drawn, Drawn):
+        return None
+    drafter = state.drafter.state
+    drawn = drafter.drawn
+    index = state.committed[:, None] + jnp.arange(config.width) - drawn.start[:, None]
+    inside = (index >= 0) & (index < drawn.fresh.shape[1])
+    index = jnp.clip(index, 0, drawn.fresh.shape[1] - 1)
+    logits = jnp.take_along_axis(drawn.logits, index[..., None], axis=1)
+    temperature = jnp.asarray(drafter.sampling.sampler.temperature, jnp.float32)
+    fresh = inside & jnp.take_along_axis(drawn.fresh, index, axis=1) & (temperature > 0)[:, None]
+    return Proposals(logits, fresh, temperature)
+
+
+def accept_or_redraw(
+    row: State,
+    logits: Float[Array, "W V"],
+    proposed: Proposals,
+    draft: Int[Array, "W"],
+    exists: Bool[Array, "W"],
+    at: Int[Array, "W"],
+    temperature: Float[Array, ""],
+) -> Int[Array, "W"]:
+    """Draws a token for each position of a verifying pass by rejection sampling (arXiv 2211.17192, algorithm 1).
+
+    All uniforms belong to positions. A position's uniforms count in one pass only: the one whose draft is accepted
+    up to it.
+
+    Args:
+        row: Of the verifier.
+        logits: Of the verifier, after all processors.
+        proposed: Of the drafter.
+        draft: The draft token at each position.
+        exists: Positions with a draft token; at the others a token is drawn from p.
+        at: Absolute positions.
+        temperature: Of the verifier; 0 takes the argmax, and accepts only that.
+
+    Returns:
+        The draft token where it is accepted, else another one.
+    """
+    softmax = lambda x, t: jax.nn.softmax(x / jnp.maximum(t, 1e-6), axis=-1)
+    p = softmax(logits, temperature)
+    certain = jax.nn.one_hot(draft, p.shape[-1], dtype=p.dtype)
+    q = jnp.where(proposed.fresh[:, None], softmax(proposed.logits, proposed.temperature), certain)
+    q = q * exists[:, None]
+    of_draft = lambda x: jnp.take_along_axis(x, draft[:, None], axis=-1)[:, 0]
+    uniforms = position_uniforms(jax.random.fold_in(row.key, ACCEPTANCE_KEY), at)
+    accepted = exists & (uniforms * of_draft(q) < of_draft(p))
+    rest = jnp.maximum(p - q, 0.0)
+    # Where p equals q, rounding can leave nothing of p - q; a rejection there has probability 0 but for rounding.
+    rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
+    again = search_cdf(rest, jnp.minimum(position_uniforms(row.key, at), 1.0 - 1e-6))
+    drawn = jnp.where(accepted, draft, again)
+    greedy = draw(logits, jnp.zeros(at.shape), jnp.zeros(()))
+    return jnp.where(temperature > 0, drawn, greedy).astype(jnp.int32)
