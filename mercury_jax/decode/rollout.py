@@ -99,12 +99,11 @@ class Rollout:
     tokens: np.ndarray  # int [B, S], S = the largest max_tokens
     lengths: np.ndarray  # int [B]
     ended: np.ndarray  # bool [B], by the model; else by max_tokens
-    commit_step: (
-        np.ndarray
-    )  # int [B, S], the row's denoising pass, from 0, that accepted the token; -1 past the length
-    log_probs: (
-        np.ndarray
-    )  # float [B, S], of each token when it was accepted, see `rollout`; 0 past the length
+    # int [B, S], the row's denoising pass, from 0, that accepted the token. Past the length the same of what filled
+    # the rest of the canvas, and -1 where no canvas was.
+    commit_step: np.ndarray
+    # float [B, S], of each token when it was accepted, see `rollout`; 0 past the length
+    log_probs: np.ndarray
     forwards: np.ndarray  # int [B], denoising and verifying passes (NFE)
     rewards: np.ndarray | None = None  # float [B]
     texts: list[str] = field(repr=False, default_factory=list)  # as of `sample`; dropped by JAX transforms
@@ -120,8 +119,8 @@ class Rollout:
         """
         cut = lambda rows, lengths: [row[:n] for row, n in zip(rows, lengths, strict=True)]
         prompts, answers = cut(self.prompts, self.prompt_lengths), cut(self.tokens, self.lengths)
-        size = self.tokens.shape[1]
-        return answer_batch(lm, prompts, answers, size=size, commit_step=cut(self.commit_step, self.lengths))
+        size, steps = self.tokens.shape[1], list(self.commit_step)
+        return answer_batch(lm, prompts, answers, size=size, commit_step=steps)
 
 
 _ARRAYS = (
@@ -190,7 +189,8 @@ def rollout(
     tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))
     ended = np.array([finish == "stop" for finish in out.finish])
     # Positions of each answer [B, S]; the end of text is just after the text.
-    lengths, at = end - begin + ended, np.arange(int(np.max(request.max_tokens)))
+    most = np.asarray(request.max_tokens)
+    lengths, at = end - begin + ended, np.arange(most.max())
     places = np.minimum(begin[:, None] + at, tokens.shape[1] - 1)
     inside = at < lengths[:, None]
     read = lambda x, fill: np.where(inside, np.take_along_axis(x, places, axis=1), fill)
@@ -201,7 +201,7 @@ def rollout(
         tokens=read(tokens, lm.model.config.pad),
         lengths=lengths.astype(np.int32),
         ended=ended,
-        commit_step=read(step, -1),
+        commit_step=np.where(at < most[:, None], np.take_along_axis(step, places, axis=1), -1),
         log_probs=read(log_prob, 0.0).astype(log_prob.dtype),
         forwards=out.forwards,
         rewards=None if reward is None else call_reward(reward, rows, out.texts),
@@ -260,7 +260,7 @@ def answer_batch(
             with the answer but has no log-probability, as decoding with max_tokens=size has it. None: the
             longest answer, and every answer is laid out without filling.
         commit_step: For each answer, the pass that accepted each token (`Rollout.commit_step`), for
-            estimator="trajectory".
+            estimator="trajectory"; with `size` also of the positions that it fills up.
 
     Returns:
         The batch; T is rounded up to a bucket, so that few shapes are compiled.
@@ -300,15 +300,17 @@ def answer_batch(
     slots = [np.flatnonzero(one.editable)[:width] for one in laid]
     order = np.full((len(laid), width), -1, np.int32)
     if commit_step is not None:
-        allowed = "a list for each answer, with one number for each of its tokens"
+        allowed = "a list for each answer, with one number for each of its tokens, or of its `size` positions"
         if not isinstance(commit_step, Sequence) or not all(
             isinstance(x, Sequence | np.ndarray) for x in commit_step
         ):
             raise refuse("commit_step", commit_step, allowed)
-        if [len(x) for x in commit_step] != [len(a.ids) for a in after]:
-            raise refuse("commit_step", "lists of other lengths", allowed)
+        pairs = list(zip(after, commit_step, strict=False))
+        if len(commit_step) != len(after) or any(len(x) not in (len(a.ids), width) for a, x in pairs):
+            raise refuse("commit_step", f"lists of {[len(x) for x in commit_step]}", allowed)
         for row, steps, one, at in zip(order, commit_step, laid, slots, strict=True):
-            row[: len(steps)] = _ranks(np.asarray(steps), one.canvas[at[: len(steps)]])
+            known = np.flatnonzero(np.asarray(steps)[: len(at)] >= 0)
+            row[known] = _ranks(np.asarray(steps)[known], one.canvas[at[known]])
     return AnswerBatch(
         ids=ids,
         prompt_lengths=np.array([len(b) for b in before], np.int32),
@@ -477,8 +479,8 @@ def token_log_probs(
     `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later
         (TraceRL,
     arXiv 2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the
-    rollout, at temperature 1, without processors and without remasking; with fewer, neighbouring passes are
-    merged.
+    rollout, at temperature 1, without processors and without remasking, where the canvas held nothing but the
+    end of text after an answer's end; with fewer, neighbouring passes are merged.
 
     Args:
         lm: The model; its own parameters are not used.

@@ -58,7 +58,7 @@ def test_the_commit_step_is_the_first_pass_whose_frame_shows_the_token_as_accept
                     first[at] = step
             step += 1
         assert r.commit_step[i, :n].tolist() == first.tolist()
-        assert (r.commit_step[i, n + r.ended[i] :] == -1).all() and (
+        assert (
             r.log_probs[i, n + r.ended[i] :] == 0
         ).all()
 
@@ -238,6 +238,7 @@ def test_of_one_token_all_estimators_know_the_exact_value(pattern):
 @pytest.mark.parametrize("estimator", ["diffu_grpo", "coupled_grpo", "elbo", "trajectory"])
 def test_it_is_differentiable_and_one_program_serves_other_answers(estimator):
     lm = tiny("block_causal")
+    chex.clear_trace_counter()  # it counts by the code of a function, so over all estimators
     traced = chex.assert_max_traces(
         lambda params, batch, key: mj.token_log_probs(
             lm,
