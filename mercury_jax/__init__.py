@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         rule,
         stopping_criterion,
     )
+    from mercury_jax.decode.rollout import AnswerBatch, Rollout, answer_batch, rollout, token_log_probs
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
         LogitsProcessor,
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
         propose,
     )
     from mercury_jax.decode.score import Score, logits, score
+    from mercury_jax.decode.search import SearchOutput, best_of_n, smc
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
+    from mercury_jax.hub.function import from_function
     from mercury_jax.hub.load import load
     from mercury_jax.models.transformer import soft_masking
     from mercury_jax.sharding import mesh
@@ -62,15 +65,18 @@ _PUBLIC = {
     "decode.drafting": ("Draft",),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
+    "decode.rollout": ("AnswerBatch", "Rollout", "answer_batch", "rollout", "token_log_probs"),
     "decode.sample": ("LogProbs", "Output", "sample"),
     "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),
     "decode.sampler": (
         "LogitsProcessor", "Param", "Rule", "Sampler", "StoppingCriterion", "accept", "propose",
     ),
     "decode.score": ("Score", "logits", "score"),
+    "decode.search": ("SearchOutput", "best_of_n", "smc"),
     "decode.session": ("Session",),
     "decode.stream": ("StreamOutput", "stream"),
     "hub": ("hub",),
+    "hub.function": ("from_function",),
     "hub.load": ("load",),
     "models.transformer": ("soft_masking",),
     "sharding": ("mesh",),
@@ -81,12 +87,13 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "EFFORTS", "LM", "Above", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort", "Hole", "InfillOutput",
-    "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan", "Proposal", "Refresh",
-    "Rule", "Sampler", "Score", "Session", "StoppingCriterion", "StreamOutput", "TokenStats", "Tokenizer",
-    "TrainConfig", "View", "accept", "cache_refresh", "decoder", "edit", "grammar", "hub", "infill", "load",
-    "logits", "logits_processor", "mesh", "presets", "processors", "propose", "rule", "rules", "sample", "score",
-    "soft_masking", "stopping", "stopping_criterion", "stream", "train",
+    "EFFORTS", "LM", "Above", "AnswerBatch", "AtLeast", "Between", "Decoder", "Draft", "EditOutput", "Effort",
+    "Hole", "InfillOutput", "LogProbs", "LogitsProcessor", "ModelConfig", "NoiseConfig", "Output", "Param", "Plan",
+    "Proposal", "Refresh", "Rollout", "Rule", "Sampler", "Score", "SearchOutput", "Session", "StoppingCriterion",
+    "StreamOutput", "TokenStats", "Tokenizer", "TrainConfig", "View", "accept", "answer_batch", "best_of_n",
+    "cache_refresh", "decoder", "edit", "from_function", "grammar", "hub", "infill", "load", "logits",
+    "logits_processor", "mesh", "presets", "processors", "propose", "rollout", "rule", "rules", "sample", "score",
+    "smc", "soft_masking", "stopping", "stopping_criterion", "stream", "token_log_probs", "train",
 ]  # fmt: skip
 
 

@@ -83,6 +83,7 @@ ANNOUNCED = (
     "run_session",
     "run_sharded_program",
     "prefill",
+    "advance_particles",
 )  # programs of the decoding calls
 PATIENCE = 2.0  # seconds of compilation before anything is said
 

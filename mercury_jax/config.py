@@ -345,7 +345,7 @@ class ModelConfig:
         dtype: Of the arithmetic; parameters are stored in fp32.
         mask: Mask id; None: the noise has no mask.
         pad: Padding id.
-        eos: Id that ends an answer.
+        eos: Id that ends an answer; -1: no id does.
         ends: Further ids that end an answer.
         predicts_next: Whether the encoding pass is trained too: its hidden state at a token predicts the next one, so
             that the same weights decode autoregressively and can verify a drafted canvas. For patterns whose clean
@@ -396,7 +396,8 @@ class ModelConfig:
             raise refuse("kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise refuse("head_dim", self.head_dim, "an even number, for RoPE")
-        ids = [("mask", self.mask), ("pad", self.pad), ("eos", self.eos), *(("ends", x) for x in self.ends)]
+        eos = None if self.eos == -1 else self.eos
+        ids = [("mask", self.mask), ("pad", self.pad), ("eos", eos), *(("ends", x) for x in self.ends)]
         for name, value in ids:
             if value is not None and not 0 <= value < self.vocab:
                 raise refuse(name, value, f"an id in 0..{self.vocab - 1}")
@@ -470,6 +471,7 @@ class NoiseConfig:
     def __post_init__(self) -> None:
         one_of(NoiseKind, kind=self.kind)
         one_of(ScheduleName, schedule=self.schedule)
+        check_types(self, "noise.")
         if not self.power > 0:
             raise refuse("power", self.power, "more than 0")
         if not 0 <= self.uniform < 1:
@@ -497,6 +499,7 @@ class Refresh:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least(0, before=self.before, after=0 if self.after is None else self.after)
         at_least(1, every=1 if self.every is None else self.every)
 

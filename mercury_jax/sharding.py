@@ -61,10 +61,16 @@ def mesh(
     Raises:
         ValueError: If the product of the sizes is not the number of devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        devices = jax.devices()
+    listed = isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str)
+    if not listed or not len(devices) or not all(hasattr(device, "device_kind") for device in devices):
+        raise refuse("devices", devices, "a list of devices, as of jax.devices(), or None for all")
+    devices = list(devices)
     sizes = dict(zip(AXES, (data, fsdp, tensor, expert)))
     for name, size in sizes.items():
-        if size != -1 and size < 1:
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not whole or (size != -1 and size < 1):
             raise refuse(f"mesh.{name}", size, "1 or more, or -1 for the devices that are left")
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:

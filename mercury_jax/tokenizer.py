@@ -201,6 +201,10 @@ class Tokenizer:
     proto: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.proto, bytes):
+            raise refuse(
+                "proto", self.proto, "the bytes of a sentencepiece model; Tokenizer.load reads a file"
+            )
         try:
             if not self.proto:  # SentencePiece would load nothing, and then log an error at every call
                 raise ValueError("empty")
@@ -238,6 +242,10 @@ class Tokenizer:
             ValueError: `vocab_size` is too small for the characters of the texts, or larger than they have merges for.
         """
         fixed = len(SPECIAL) + len(_WHITESPACE) + 256
+        if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+            raise refuse("texts", texts, "several texts: a list, or a generator")
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            raise refuse("vocab_size", vocab_size, "a whole number")
         if vocab_size <= fixed:
             allowed = f"more than the {fixed} fixed pieces (specials, whitespace, bytes)"
             raise refuse("vocab_size", vocab_size, allowed)

@@ -324,6 +324,9 @@ class Model(NamedTuple):
         soft_masked: soft_masked(settings) -> the model whose masks are fed as mixtures of embeddings
             (`mercury_jax.soft_masking`); None: the architecture does not support it, or has it.
         mesh: The mesh that `sharding.with_mesh` or `sharding.with_training_mesh` set for its passes, or None.
+        hides_padding: Whether tokens past `Pass.used` are hidden, so that rows of several lengths share a pass.
+        reuses_keys: Whether a pass over a part of a canvas reads the other keys from the cache (`Plan.refresh`).
+        leave_one_out: Whether `Pass.leave_one_out` is supported.
     """
 
     config: ModelConfig
@@ -340,6 +343,9 @@ class Model(NamedTuple):
     embed_mixture: EmbedMixture | None = None
     soft_masked: Callable[[SoftMasking], Model] | None = None
     mesh: Mesh | None = None
+    hides_padding: bool = True
+    reuses_keys: bool = True
+    leave_one_out: bool = True
 
 
 @dataclass(frozen=True)

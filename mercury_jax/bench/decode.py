@@ -250,8 +250,9 @@ class Trial:
 
     `right`, `tokens` and `forwards` have one item for each question; `made` (tokens of all rows), `passes` (forward
     passes summed over the rows), `seconds` and `ratios` (tokens/s over the baseline's on the same batch) one for each
-    batch. `first` and `last` are seconds to the first frame and to the last token of one prompt alone. `refused` is the
-    reason why the model cannot run the rule.
+    batch. `cpu` is the CPU time of the last batch, in seconds, and `cpu_ratios` are of CPU time, which other programs
+    on the machine disturb less. `first` and `last` are seconds to the first frame and to the last token of one prompt
+    alone. `refused` is the reason why the model cannot run the rule.
     """
 
     entry: SweepEntry
@@ -263,6 +264,8 @@ class Trial:
     passes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    cpu_ratios: list[float] = field(default_factory=list)
     first: float | None = None
     last: float | None = None
     refused: str | None = None
@@ -361,10 +364,13 @@ def run(
 
 
 def _decode(trial: Trial, batch: QuestionBatch, question_set: QuestionSet, plan: Plan) -> Output:
-    return sampling.sample(
+    began = time.process_time()
+    out = sampling.sample(
         trial.entry.lm, [question_set.message(i) for i in batch.filled], max_tokens=question_set.max_tokens,
         seed=(question_set.seed + batch.number * question_set.batch) % 2**31, sampler=trial.sampler, plan=plan,
     )  # fmt: skip
+    trial.cpu = time.process_time() - began
+    return out
 
 
 def _measure_batch(
@@ -384,6 +390,8 @@ def _measure_batch(
             _record(trial, batch, out, seconds, question_set)
         if paired:
             trial.ratios.append(trial.made[-1] / trial.seconds[-1] / max(rate, 1e-9))
+            cpu_rates = [one.made[-1] / max(one.cpu, 1e-9) for one in (trial, base)]
+            trial.cpu_ratios.append(cpu_rates[0] / max(cpu_rates[1], 1e-9))
 
 
 def _record(
@@ -453,6 +461,7 @@ def records(trials: Sequence[Trial], question_set: QuestionSet) -> list[dict[str
             "tokens_per_forward": tokens / max(sum(trial.forwards), 1), "canvases_per_forward": trial.canvases,
             "forwards_per_second": sum(trial.passes) / seconds, "tokens_per_second": sum(trial.made) / seconds,
             "speedup": statistics.median(trial.ratios), "pairs": len(trial.ratios),
+            "cpu_speedup": statistics.median(trial.cpu_ratios),
             "time_to_first_frame": trial.first, "time_to_last_token": trial.last,
             "temperature": float(trial.sampler.temperature),
         })  # fmt: skip

@@ -399,7 +399,7 @@ class Processing:
     guidance: OptionalFloat = None
     """Weight of classifier-free guidance against an empty prompt."""
     negative: Annotated[str | None, option("TEXT")] = None
-    """With --guidance: guide against this prompt instead."""
+    """With --guidance: guide against this prompt instead; masked: the prompt with a mask for each token (LLaDA)."""
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
         """The logits processors of the options that were given. ValueError for a value out of range."""

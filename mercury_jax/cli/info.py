@@ -72,12 +72,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _choices() -> dict[str, Any]:
-    """Registered rules, processors and stopping criteria with their parameters, and tasks, each with its first line."""
-    from mercury_jax.decode import processors, rules, stopping
+    """Registered rules, processors, stopping criteria and cache policies with their parameters, and tasks."""
+    from mercury_jax.decode import cache_refresh, processors, rules, stopping
     from mercury_jax.evaluate import TASKS
 
     found: dict[str, Any] = {}
-    for kind, registry in (("rules", rules.ALL), ("processors", processors.ALL), ("stopping", stopping.ALL)):
+    registries = {
+        "rules": rules.ALL, "processors": processors.ALL, "stopping": stopping.ALL, "cache_refresh": cache_refresh.ALL
+    }  # fmt: skip
+    for kind, registry in registries.items():
         found[kind] = {
             name: {
                 "about": (make.__doc__ or "").strip().split("\n")[0],
@@ -90,8 +93,8 @@ def _choices() -> dict[str, Any]:
 
 
 LISTS = (  # printed below the plain fields, each in its own way
-    "rules", "processors", "stopping", "tasks", "card", "devices", "kernels", "noise", "bytes_per_device", "room",
-    "notes", "decoding",
+    "rules", "processors", "stopping", "cache_refresh", "tasks", "card", "devices", "kernels", "noise",
+    "bytes_per_device", "room", "notes", "decoding",
 )  # fmt: skip
 
 
@@ -143,6 +146,7 @@ def _print_choices(record: Mapping[str, Any]) -> None:
         "rules": "rules (--rule NAME, parameters as --NAME X)",
         "processors": "logits processors (those with one parameter as --NAME X)",
         "stopping": "stopping criteria",
+        "cache_refresh": "cache policies of bidirectional models (Plan(refresh=mj.cache_refresh.NAME()))",
     }
     for kind, title in titles.items():
         print(f"\n{title}")

@@ -1,4 +1,4 @@
-"""`mercury sample`: continue texts, or answer messages."""
+"""`mercury sample`: continue texts, or answer messages, with one answer to each or several."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mercury_jax.cli.arguments import (
     OptionalInt,
     Positional,
     Processing,
+    Repeated,
     option,
 )
 from mercury_jax.config import refuse
@@ -39,6 +40,8 @@ class Sample:
                                                   accept more tokens per step
       mercury sample "def f(x):" --rule ancestral --steps 64 --top-p 0.9
       mercury sample "347+585=" --chat --effort low      think before answering
+      mercury sample "def f(x):" --n 4 --temperature 1 -e --stop "\\n\\n"
+                                                  four answers of one paragraph
       cat prompt.txt | mercury sample - --json
 
     A terminal shows the canvas after every step. In a pipe only the text is
@@ -52,6 +55,10 @@ class Sample:
     """Send each prompt as a user's message."""
     max_tokens: Int = 64
     """Most tokens to emit."""
+    n: Int = 1
+    """Answers to each prompt; answer j of prompt i uses seed + i N + j."""
+    stop: Annotated[Repeated[tuple[str, ...]], option("TEXT")] = ()
+    """End an answer before this text; repeatable."""
     escapes: Escapes = False
     r"""Read \n, \t and \\ in the texts as Python does."""
     temperature: OptionalFloat = None
@@ -83,16 +90,24 @@ def run(argv: Sequence[str]) -> int:
         max_tokens=args.max_tokens, plan=args.decoding.plan(), temperature=args.temperature, effort=args.effort,
         logit_bias=args.processing.logit_bias(),
     )  # fmt: skip
+    # A lone "-" is no name of a file here.
+    stop = [word if word == "-" else arguments.read_text(word, args.escapes) for word in args.stop]
     lm = args.loading.load()
     how["sampler"] = arguments.add_processors(sampler, processors, lm)
+    if sampler is None and processors:  # the model's own sampler with more processors keeps its own plan
+        from mercury_jax.decode.defaults import default_plan
+
+        how["plan"] = default_plan(lm, args.decoding.plan())
     prompts: list[Any] = [[{"role": "user", "content": t}] for t in texts] if args.chat else texts
-    # Guidance runs two rows for each prompt, which the live view does not draw.
-    if show.terminal() and not (args.no_live or args.json) and args.processing.guidance is None:
+    # The live view draws one answer after the other, as its canvas stands: no guidance, and nothing is cut.
+    plain = args.processing.guidance is None and not stop and args.n == 1
+    if show.terminal() and plain and not (args.no_live or args.json):
         _watch(lm, args, texts, prompts, how)
     else:
         guided = dict(
-            guidance=args.processing.guidance, negative=args.processing.negative, logprobs=args.logprobs
-        )
+            guidance=args.processing.guidance, negative=args.processing.negative, logprobs=args.logprobs, n=args.n,
+            stop=stop,
+        )  # fmt: skip
         _print(_timed(lm, prompts, args.decoding.seed, args.warm, how | guided), args)
     return 0
 
@@ -109,8 +124,11 @@ def _check(args: Sample, texts: list[str]) -> None:
     arguments.check_request(args.decoding.seed, args.temperature, args.effort, args.logprobs)
     if args.logprobs is not None and not args.json:
         raise refuse("--logprobs", args.logprobs, "with --json")
-    if not 1 <= args.max_tokens <= MAX_TOKENS:
-        raise refuse("--max-tokens", args.max_tokens, f"1..{MAX_TOKENS}")
+    for name, value in (("--max-tokens", args.max_tokens), ("--n", args.n)):
+        if not 1 <= value <= MAX_TOKENS:
+            raise refuse(name, value, f"1..{MAX_TOKENS}")
+    if "" in args.stop:
+        raise refuse("--stop", "", "a text of at least one character")
     guidance, negative = args.processing.guidance, args.processing.negative
     if guidance is not None and not math.isfinite(guidance):
         raise refuse("--guidance", guidance, "a finite number")
@@ -145,13 +163,13 @@ def _print(out: Output, args: Sample) -> None:
 
 
 def _record(out: Output, i: int, args: Sample) -> dict[str, Any]:
-    """One answer as JSON. `seconds` is of the whole call, which decoded `batch` prompts; the rates are this
-    answer's."""
+    """One answer as JSON. `prompt` is the index of its prompt. `seconds` is of the whole call, which decoded `batch`
+    answers; the rates are this answer's."""
     tokens, nfe = out.lengths[i], int(out.forwards[i])
     record = {
         "text": out.texts[i], "tokens": tokens, "forwards": nfe, "tokens_per_forward": tokens / max(nfe, 1),
         "seconds": out.seconds, "tokens_per_second": tokens / max(out.seconds, 1e-9), "finish": out.finish[i],
-        "thinking": out.thinking[i], "seed": args.decoding.seed + i, "batch": len(out.texts),
+        "thinking": out.thinking[i], "prompt": i // out.n, "seed": args.decoding.seed + i, "batch": len(out.texts),
         "compilation_included": not args.warm,
     }  # fmt: skip
     if out.logprobs is not None:

@@ -66,10 +66,10 @@ def applies(config: DecodeConfig, sampler: Sampler) -> bool:
     Returns:
         Whether to use `chunked_stats`.
     """
-    whole = (
-        config.speculative or config.drafts is not None
-    )  # tokens are drawn with the uniforms of their positions
-    if whole or config.leave_one_out or config.variable_length or config.logprobs is not None:
+    # Drafts and their verification draw with the uniforms of their positions.
+    if config.speculative or config.drafts is not None or config.leave_one_out or config.variable_length:
+        return False
+    if config.logprobs is not None or config.trajectory:
         return False
     separable = config.model.head_chunk is not None and not any(part.needs_logits for part in sampler.parts)
     return separable and config.model.config.vocab > config.vocab_chunk

@@ -213,6 +213,9 @@ def rows_of_request(lm: LM, request: Request, passes: int | None) -> list[Constr
     Raises:
         ValueError: Names the argument that does not fit, or the schema that is refused and why.
     """
+    if max(lm.tokenizer.ends) < 0 or not any(lm.tokenizer.pieces):
+        allowed = "None: a grammar needs a tokenizer with texts and an id that ends the answer"
+        raise refuse("schema", request.schema, allowed)
     others = {"state": request.state, "passes": passes, "guidance": request.guidance, "mesh": request.mesh}
     others["stop"] = request.stop  # what obeys a grammar must not be cut
     for name, value in others.items():

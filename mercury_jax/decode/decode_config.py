@@ -6,14 +6,16 @@ that the model cannot decode with. Lengths are rounded up to a `bucket`, so that
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mercury_jax.config import Plan, Refresh, refuse
-from mercury_jax.decode import inputs
+from mercury_jax.decode import inputs, processors
 from mercury_jax.decode.cache_refresh import CachePolicy, cache_vectors
+from mercury_jax.decode.registration import check_token_ids
 from mercury_jax.decode.rules.position import check_tables
 from mercury_jax.decode.sampler import LeaveOneOutMasks, Sampler
 from mercury_jax.noise import Corruption
@@ -21,6 +23,7 @@ from mercury_jax.types import LM, Model
 
 PREFILL = 256  # tokens of one pass over a long prompt
 QUANTUM = 64  # capacities are multiples of it, then of powers of two
+SEES_PADDING = "apply takes neither lengths nor attention_mask, so it would see the padding of shorter rows"
 
 
 class DecodeConfig(NamedTuple):
@@ -39,6 +42,7 @@ class DecodeConfig(NamedTuple):
     lookahead: int = 0  # drafts of future canvases that a pass verifies (`lookahead`)
     logprobs: int | None = None  # keep log-probabilities, with this many alternatives; None: keep none
     times: tuple[float, ...] | None = None  # of a block's steps and its end; None: evenly spaced from 1 to 0
+    trajectory: bool = False  # keep when each token was accepted, and the log-probability of its draw
     drafter: DecodeConfig | None = None  # of the model that drafts (`drafting`); `speculative` is set too
     drafts: str | None = None  # of a drafter: how its drafts are accepted, "same_seed" or "rejection"
     vocab_chunk: int = 32768  # ids per chunk, where no part needs all logits (`chunked_vocab`)
@@ -84,6 +88,7 @@ def build_config(
     block: int | None = None,
     infilling: bool = False,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> DecodeConfig:
     """Chooses the static sizes for rows of given lengths.
 
@@ -97,6 +102,7 @@ def build_config(
         block: Width of the canvas where the rows fix it, instead of the plan's.
         infilling: No id ends the answer.
         logprobs: Keep log-probabilities, with this many alternatives at each token.
+        trajectory: Keep when each token was accepted, and the log-probability of its draw.
 
     Returns:
         The static configuration.
@@ -104,6 +110,9 @@ def build_config(
     Raises:
         ValueError: Names what does not fit together.
     """
+    for processor in (*sampler.processors, *sampler.allow):
+        processors.check_ids(processor, lm.model.config.vocab)
+    check_token_ids(sampler.rule, lm.model.config.vocab)
     _check_plan_fits(lm, plan, sampler)
     config, rule = lm.model.config, sampler.rule
     width, block = _sizes(lm, plan, sampler, block, longest, region)
@@ -122,14 +131,23 @@ def build_config(
         lookahead=int(plan.lookahead),
         logprobs=logprobs,
         times=plan.times,
+        trajectory=trajectory,
     )
 
 
 def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
     """Refuses plans, rules and drafts that the model cannot decode with."""
     config, pattern, rule, draft = lm.model.config, lm.model.config.pattern, sampler.rule, sampler.speculate
-    bidirectional = pattern == "bidirectional"
+    bidirectional, model = pattern == "bidirectional", lm.model
     check_tables(rule, config.vocab)
+    if plan.refresh is not None and not model.reuses_keys:
+        raise refuse("plan.refresh", plan.refresh, "None: this model has no KV cache")
+    if rule.leave_one_out and not model.leave_one_out:
+        allowed = "a rule without leave-one-out predictions: they need attention_mask and positions in apply"
+        raise refuse("sampler.rule", rule.name, allowed)
+    if rule.variable_length and not model.hides_padding:
+        allowed = f"a rule that keeps the number of tokens: {SEES_PADDING}"
+        raise refuse("sampler.rule", rule.name, allowed)
     if pattern == "block_causal" and plan.block is not None and config.block % plan.block:
         allowed = f"a divisor of {config.block}, the block of this model, or None"
         raise refuse("plan.block", plan.block, allowed)
@@ -200,7 +218,7 @@ def _sizes(
     config = lm.model.config
     whole = sampler.rule.variable_length and plan.block is None and config.pattern != "block_causal"
     if config.pattern == "bidirectional":
-        width = bucket(longest)
+        width = bucket(longest) if lm.model.hides_padding else longest
         return width, width if whole else min(block or plan.block or config.block, width)
     if block is not None:
         return block, block
@@ -211,6 +229,22 @@ def _sizes(
         return config.block, plan.block or config.block
     width = bucket(region, config.block) if whole else plan.block or config.block
     return width, width
+
+
+def check_equal_lengths(name: str, lengths: Any) -> None:
+    """Refuses rows of several lengths, for a model that would see their padding.
+
+    Args:
+        name: What errors call the rows.
+        lengths: Of each row, prompt and answer together.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found = sorted({int(n) for n in np.asarray(lengths)})
+    if len(found) > 1:
+        allowed = f"one length in a call: {SEES_PADDING}"
+        raise refuse(f"lengths of the {name}", found, allowed)
 
 
 def bucket(size: int, quantum: int = QUANTUM) -> int:

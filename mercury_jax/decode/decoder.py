@@ -24,12 +24,18 @@ from jaxtyping import Array, Bool, Int
 
 from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
-from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
+from mercury_jax.decode.decode_config import (
+    SEES_PADDING,
+    DecodeConfig,
+    build_config,
+    prefill_width,
+    slots_for,
+)
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler
 from mercury_jax.decode.denoise import check_parts, denoise
 from mercury_jax.decode.drafting import count_drafts, draft_block, idle_frame
 from mercury_jax.decode.forward import forward, note_confidence
-from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole
+from mercury_jax.decode.inputs import check_lm, check_logprobs, check_whole, explain_wrong_params
 from mercury_jax.decode.lookahead import denoise_ahead, forward_drafts
 from mercury_jax.decode.sampler import Sampler, SamplerLike
 from mercury_jax.decode.self_speculation import first_tokens, verify
@@ -38,11 +44,13 @@ from mercury_jax.decode.state import (
     Frame,
     Rows,
     State,
+    ends_text,
     first_memory,
     first_state,
     sampling_params,
     step_key,
     update_rows,
+    window_of,
     window_offset,
 )
 from mercury_jax.decode.token_stats import slice_at
@@ -341,24 +349,45 @@ class Decoder:
         Raises:
             ValueError: Names the argument of a wrong shape, or prompts and budgets that exceed the decoder's slots.
         """
-        ids = jnp.asarray(ids)
-        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        _check_arrays(params)
+        ids, vocab = _array("ids", ids, "whole numbers [B, P]"), self.config.model.config.vocab
+        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.size:
             raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]")
+        if not isinstance(ids, Tracer):
+            low, high = np.asarray(ids).min(), np.asarray(ids).max()
+            if low < 0 or high >= vocab:
+                raise refuse("ids", f"from {low} to {high}", f"ids in 0..{vocab - 1}")
         count, longest = ids.shape
         if longest > self.slots:
             raise refuse("ids", f"{longest} tokens", f"at most the {self.slots} slots of this decoder")
+        if not self.config.model.hides_padding:
+            numbers = (longest if lengths is None else lengths, max_tokens)
+            if any(isinstance(x, Tracer) for x in numbers):
+                raise refuse("lengths and max_tokens", numbers, f"known numbers: {SEES_PADDING}")
+            ends = np.asarray(numbers[0]) + np.asarray(numbers[1])
+            if (ends != self.slots).any():
+                allowed = f"slots = {self.slots} in every row: {SEES_PADDING}"
+                raise refuse("lengths plus max_tokens", ends.tolist(), allowed)
         lengths = _per_row("lengths", longest if lengths is None else lengths, count, 0, longest)
         room = self.slots - (lengths if isinstance(lengths, Tracer) else int(np.max(lengths)))
         most = _per_row("max_tokens", max_tokens, count, 0, room)
-        keys = key if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else None
-        if keys is None or keys.shape not in ((), (count,)):
-            raise refuse("key", key, f"a key of jax.random.key, or {count} of them")
+        keys = _check_key(key, f"a key of jax.random.key, or {count} of them", (), (count,))
         if keys.ndim == 0:
             keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(count))
         given = jnp.ones(ids.shape, bool) if given is None else jnp.asarray(given)
         if given.shape != ids.shape or given.dtype != jnp.bool_:
             raise refuse("given", f"{given.dtype}{list(given.shape)}", f"bool{list(ids.shape)}")
-        return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
+        with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
+            return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
+
+    def _check_state(self, state: Any) -> None:
+        """Refuses what is no state of this decoder."""
+        if not isinstance(state, State):
+            raise refuse("state", state, "a state of init")
+        width = state.canvas.shape[-1]
+        if width != self.config.width:
+            allowed = f"one of this decoder, whose canvases have {self.config.width}"
+            raise refuse("state", f"a state with canvases of {width} positions", allowed)
 
     def _init(
         self, params: Params, ids: Array, lengths: Array, most: Array, keys: Key, given: Array
@@ -399,8 +428,14 @@ class Decoder:
 
         Returns:
             The next state, and a frame that shows each row's window after this pass.
+
+        Raises:
+            ValueError: Names the argument that does not fit.
         """
-        return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
+        _check_arrays(params)
+        self._check_state(state)
+        with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
+            return in_auto_axes(functools.partial(step, self.config), state.tokens, params, state)
 
     @overload
     def run(self, params: Params, state: State, passes: None = None) -> State: ...
@@ -421,11 +456,13 @@ class Decoder:
         Raises:
             ValueError: `passes` is not a whole number from 1 on.
         """
-        if not isinstance(state, State):
-            raise refuse("state", state, "a state of init")
+        _check_arrays(params)
+        self._check_state(state)
+        explained = explain_wrong_params(dataclasses.replace(self.lm, params=params), "params")
         if passes is None:
             until_done = lambda params, state: run_until_done(self.config, params, state)[0]
-            return in_auto_axes(until_done, state.tokens, params, state)
+            with explained:
+                return in_auto_axes(until_done, state.tokens, params, state)
         check_whole("passes", passes, 1, 2**31 - 1)
 
         def scan(params: Params, state: State) -> tuple[State, Frame]:
@@ -434,7 +471,8 @@ class Decoder:
             return jax.lax.scan(one, varying(state, axes), length=passes)
 
         frames_too = lambda row: (PartitionSpec(row), PartitionSpec(None, row))
-        return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
+        with explained:
+            return in_auto_axes(scan, state.tokens, params, state, out=frames_too)
 
     def answer(self, state: State) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
         """Reads the answers off a state.
@@ -444,7 +482,11 @@ class Decoder:
 
         Returns:
             Ids, left-aligned and padded, and the number of tokens of each answer.
+
+        Raises:
+            ValueError: `state` is no state of this decoder.
         """
+        self._check_state(state)
 
         def read(state: State) -> tuple[Array, Array]:
             end = jnp.where(state.done, state.end, jnp.maximum(state.committed, state.prompt))
@@ -465,16 +507,91 @@ class Decoder:
 
         Returns:
             A state of N rows.
+
+        Raises:
+            ValueError: Names the argument that does not fit.
         """
-        rows = jnp.asarray(rows)
+        self._check_state(state)
+        allowed = f"rows [N] in 0..{state.tokens.shape[0] - 1}"
+        found, rows = rows, _array("rows", rows, allowed)
+        if rows.ndim != 1 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise refuse("rows", found, allowed)
+        if not isinstance(rows, Tracer):
+            low, high = np.asarray(rows).min(), np.asarray(rows).max()
+            if low < 0 or high >= state.tokens.shape[0]:
+                raise refuse("rows", found, allowed)
+        key = _check_key(key, "a key of jax.random.key", ())
+        state = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state
+        )  # numpy's too
         copies = in_auto_axes(lambda rows, state: jax.tree.map(lambda x: x[rows], state), rows, rows, state)
         return copies._replace(key=jax.random.split(key, rows.shape[0]))
+
+    def estimate(self, state: State, guess: bool = True) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+        """Reads off a state what would be emitted if it ended now: finished blocks, and the guess of the open one.
+
+        Args:
+            state: Of any time.
+            guess: Whether undecided tokens are those that the rule would emit now; else they are the mask id (under
+                uniform noise, what the canvas holds).
+
+        Returns:
+            Ids, left-aligned and padded, and the number of tokens of each answer. Blocks after the open one are left
+            out. Of a row that is done it is the answer.
+        """
+        estimate = functools.partial(estimate_answers, self.config, guess=guess)
+        return in_auto_axes(estimate, state.tokens, state._replace(cache=()))
+
+
+def estimate_answers(
+    config: DecodeConfig, state: State, guess: bool = True
+) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """Returns what each row would emit if it ended now; see `Decoder.estimate`."""
+
+    def read(row: State) -> tuple[Array, Array]:
+        at = jnp.arange(row.tokens.shape[0])
+        # The open block: what its last pass would emit, up to the end of its window. A new canvas holds only noise.
+        is_open = ~row.done & (row.step > 0)
+        inside = is_open & (at >= row.committed) & (at < window_of(config, row).end) & ~row.given
+        shown = row.answer if guess else row.canvas
+        shown = shown[jnp.clip(at - row.cache_length, 0, config.width - 1)]
+        tokens = jnp.where(inside, shown, row.tokens)
+        end = jnp.where(is_open, window_of(config, row).end, jnp.maximum(row.committed, row.prompt))
+        end = jnp.where(row.done, row.end, end)
+        ends = inside & ends_text(config, tokens, row)
+        end = jnp.minimum(end, jnp.min(jnp.where(ends, at, end)))
+        ids = jnp.roll(tokens, -row.prompt)
+        return jnp.where(at < end - row.prompt, ids, config.model.config.pad), end - row.prompt
+
+    return jax.vmap(read)(state.without_cache())
+
+
+def _array(name: str, value: Any, allowed: str) -> Array:
+    """Converts numbers to an array; refuses what is none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):  # texts, or lists of several lengths
+        raise refuse(name, value, allowed) from None
+
+
+def _check_arrays(params: Any) -> None:
+    """Refuses parameters that are no arrays."""
+    if params is None or not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
+        raise refuse("params", params, "the parameters of the model, such as lm.params")
+
+
+def _check_key(key: Any, allowed: str, *shapes: tuple[int, ...]) -> Key:
+    """Refuses what is no key of these shapes."""
+    typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed or key.shape not in shapes:
+        raise refuse("key", key, allowed)
+    return key
 
 
 def _per_row(name: str, value: Any, rows: int, low: int, high: Any) -> Int[Array, "B"]:
     """Broadcasts one whole number, or one per row, to [B]; checks the range where the numbers are known."""
     allowed = f"a whole number in {low}..{high}, or one for each of the {rows} rows"
-    numbers = jnp.asarray(value)
+    numbers = _array(name, value, allowed)
     if numbers.shape not in ((), (rows,)) or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise refuse(name, value, allowed)
     known = not isinstance(numbers, Tracer) and not isinstance(high, Tracer)
@@ -490,6 +607,7 @@ def decoder(
     *,
     slots: int,
     logprobs: int | None = None,
+    trajectory: bool = False,
 ) -> Decoder:
     """Makes the decoder of a model: the state machine under `sample` as pure JAX functions.
 
@@ -500,6 +618,8 @@ def decoder(
         plan: Block, steps, and reuse of keys.
         slots: Positions of a row, prompt and answer together.
         logprobs: Keep log-probabilities in the state, with this many alternatives at each token.
+        trajectory: Keep in `State.trajectory` in which pass each token was accepted and the log-probability of its
+            draw, see `Rollout`.
 
     Returns:
         The decoder.
@@ -522,7 +642,10 @@ def decoder(
         model = lm.model
     else:
         model = sharding.with_mesh(lm.model, sharding.model_parallel_mesh(lm.params))
+    if not isinstance(trajectory, bool):
+        raise refuse("trajectory", trajectory, "True or False")
     config = build_config(
-        lm, complete, plan, model=model, longest=slots, region=slots, logprobs=check_logprobs(logprobs)
-    )
+        lm, complete, plan, model=model, longest=slots, region=slots, logprobs=check_logprobs(logprobs),
+        trajectory=trajectory,
+    )  # fmt: skip
     return Decoder(config, slots, plan.steps, complete, dataclasses.replace(lm, params=()))

@@ -34,12 +34,15 @@ from mercury_jax.decode.state import (
 )
 from mercury_jax.decode.token_stats import (
     LogprobBuffer,
+    Trajectory,
     draw,
+    draw_log_prob,
     forbid,
     slice_at,
     token_stats,
     update_logprobs,
     write_at,
+    write_changed,
 )
 from mercury_jax.decode.view import Observation, draw_uniforms, observe, process_logits
 from mercury_jax.types import Params, Proposal, TokenStats, View, accumulation_dtype
@@ -168,13 +171,19 @@ def decide(
         nan_step=jnp.where(is_nan & (row.nan_step < 0), row.nfe, row.nan_step),
         done=changes["done"] | is_nan,
     )
+    # What was open before this pass, or is replaced by it, is written by it: of a token that is put back to noise
+    # and accepted again, the last acceptance counts.
+    source = decision.proposal.source if config.variable_length else None
+    changed = view.masked | (decision.proposal.canvas != view.canvas)
+    answer = decision.proposal.answer
     if isinstance(row.logprobs, LogprobBuffer):
         assert raw is not None
-        source = decision.proposal.source if config.variable_length else None
-        changed = view.masked | (decision.proposal.canvas != view.canvas)
-        changes["logprobs"] = update_logprobs(
-            row.logprobs, raw, decision.proposal.answer, changed, window.at[0], source
-        )
+        changes["logprobs"] = update_logprobs(row.logprobs, raw, answer, changed, window.at[0], source)
+    if isinstance(row.trajectory, Trajectory):
+        drawn = draw_log_prob(view.logits, answer, jnp.asarray(sampler.temperature, jnp.float32))
+        new = Trajectory(jnp.full_like(answer, row.nfe), drawn)
+        write = lambda old, fresh: write_changed(old, fresh, changed, window.at[0], source)
+        changes["trajectory"] = jax.tree.map(write, row.trajectory, new)
     return changes, accepted, stats.p_argmax
 
 

@@ -137,8 +137,8 @@ def _with_sampler(lm: LM, request: Request, spans: Any) -> Request:
             return request._replace(sampler=rules.entropy_bound())
         if spans is not None:
             return request._replace(sampler=default_sampler(lm, request.temperature), temperature=None)
-        shifted = lm.model.config.alignment == "shifted"
-        return request._replace(sampler=rules.editing() if shifted else rules.blind_editing())
+        blind = lm.model.leave_one_out and lm.model.config.alignment != "shifted"
+        return request._replace(sampler=rules.blind_editing() if blind else rules.editing())
     rule = check_sampler(request.sampler).rule
     if rule.variable_length and rule.name != "levenshtein":  # which restores the length of each run
         raise refuse("sampler.rule", rule.name, "a rule that keeps the number of tokens")
@@ -219,8 +219,10 @@ def _rows(
     block = (causal_encoder and plan.block) or lm.model.config.block
     # Its canvases begin after the prompt, and are as wide as the plan's block.
     behind = text_end - committed if causal_encoder else text_end
-    end = np.minimum(context, text_end + -behind % block)
-    tokens = np.full((len(texts), int(end.max())), lm.model.config.eos, np.int32)
+    eos = lm.model.config.eos
+    # Without such a token, or without blocks, nothing completes the text.
+    end = text_end if eos < 0 or block >= context else np.minimum(context, text_end + -behind % block)
+    tokens = np.full((len(texts), int(end.max())), max(eos, 0), np.int32)
     given, draft = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for i, (text, ids) in enumerate(zip(texts, prompts, strict=True)):
         inside = slice(committed[i], text_end[i])

@@ -10,6 +10,7 @@ The check of each value, a line of the docstring and the output of `mercury info
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -51,6 +52,7 @@ class Range(NamedTuple):
         open_low: Whether `low` itself is excluded.
         open_high: Whether `high` itself is excluded.
         integer: Whether only whole numbers are allowed.
+        token_id: Whether it is an id of the model's vocabulary, or -1 for none.
     """
 
     low: float = -math.inf
@@ -58,6 +60,7 @@ class Range(NamedTuple):
     open_low: bool = False
     open_high: bool = False
     integer: bool = False
+    token_id: bool = False  # an id of the model's vocabulary, or -1 for none
 
     def contains(self, value: Any) -> np.ndarray | np.bool_:
         """Returns, for each number of `value`, whether it is in the range."""
@@ -87,7 +90,12 @@ def Between(low: float, high: float, *, integer: bool = False) -> Range:
 
     Returns:
         The range.
+
+    Raises:
+        ValueError: An end is no number, or they are in the wrong order.
     """
+    if not _number("low of Between", low) <= _number("high of Between", high):
+        raise refuse("high of Between", high, f"{low:g} or more, its low")
     return Range(low, high, integer=integer)
 
 
@@ -102,12 +110,19 @@ def AtLeast(low: float, *, integer: bool = False, infinite: bool = False) -> Ran
     Returns:
         The range.
     """
-    return Range(low, open_high=not infinite, integer=integer)
+    return Range(_number("low of AtLeast", low), open_high=not infinite, integer=integer)
 
 
 def Above(low: float) -> Range:
     """Returns the range (low, inf)."""
-    return Range(low, open_low=True, open_high=True)
+    return Range(_number("low of Above", low), open_low=True, open_high=True)
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a bound of a range; refuses anything but a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise refuse(name, value, "a number")
+    return value
 
 
 def Finite() -> Range:
@@ -119,6 +134,7 @@ def Finite() -> Range:
 Probability: TypeAlias = Annotated[Param, Between(0, 1)]
 NonNegative: TypeAlias = Annotated[Param, AtLeast(0)]
 Count: TypeAlias = Annotated[Param, AtLeast(1, integer=True)]
+TokenId: TypeAlias = Annotated[Param, Range(-1, open_high=True, integer=True, token_id=True)]
 
 
 def ranges_of(function: Callable[..., Any], names: Iterable[str]) -> dict[str, Range]:
@@ -180,12 +196,31 @@ def check_number(name: str, value: Any, allowed: Range | None) -> Any:
     if kind not in "iuf" and str(getattr(value, "dtype", "")) != "bfloat16":
         raise refuse(name, value, f"{description}, or an array with one for each row")
     numbers = np.asarray(value, float)
+    if numbers.ndim > 1 or not numbers.size:
+        raise refuse(name, value, f"{description}, or an array with one for each row")
     wrong = np.isnan(numbers) if allowed is None else ~allowed.contains(numbers)
     if wrong.any():
         raise refuse(name, float(numbers[wrong].flat[0]) if numbers.ndim else value, description)
     if allowed is None or numbers.ndim:
         return value
     return int(numbers) if allowed.integer and np.isfinite(numbers) else float(numbers)
+
+
+def check_token_ids(rule: Rule, vocab: int) -> None:
+    """Checks the parameters of a registered rule that are ids.
+
+    Args:
+        rule: With its parameters.
+        vocab: Of the model.
+
+    Raises:
+        ValueError: An id is outside of the vocabulary.
+    """
+    ranges = RULES[rule.name].ranges if rule.name in RULES else {}
+    for name, value in rule.params.items():
+        is_id = name in ranges and ranges[name].token_id and not isinstance(value, Tracer | Static)
+        if is_id and (most := int(np.max(value))) >= vocab:
+            raise refuse(f"{rule.name}({name}=)", most, f"an id in 0..{vocab - 1}, or -1 for none")
 
 
 P = ParamSpec("P")
@@ -244,8 +279,28 @@ def part_decorator(
             for wrong parameters.
     """
 
+    kind = kind or KINDS[part]
+    for label, value in (("name", name or ""), ("source", source)):
+        if not isinstance(value, str):
+            raise refuse(f"{label} of a {kind}", value, "a text")
+    known = [f.name for f in dataclasses.fields(part) if f.name not in ("function", "params", "name")]
+    for label, value in fields.items():
+        default = part.__dataclass_fields__[label].default if label in known else None
+        if label not in known:
+            raise refuse(f"argument of a {kind}", label, nearest(label, ["name", "source", *known]))
+        if (
+            isinstance(default, bool)
+            and label not in ("leave_one_out", "needs_hidden")
+            and not isinstance(value, bool)
+        ):
+            raise refuse(f"{label} of a {kind}", value, "True or False")
+        if label in ("init", "limit") and not callable(value):
+            raise refuse(f"{label} of a {kind}", value, "a function")
+        if label == "temperature":
+            check_number(f"temperature of a {kind}", value, AtLeast(0))
+
     def decorate(function: Callable[..., Any]) -> Any:
-        parameters = function_parameters(function, kind or KINDS[part])
+        parameters = function_parameters(function, kind)
         names = [p.name for p in parameters]
         ranges, title = ranges_of(function, names), name or function_title(function)
 
@@ -253,7 +308,10 @@ def part_decorator(
         def factory(*args: Any, **values: Any) -> Any:
             if len(args) > len(names):
                 raise refuse(f"{title}() arguments", args, f"at most {len(names)}")
-            values = dict(zip(names, args, strict=False)) | values
+            by_position = dict(zip(names, args, strict=False))
+            for twice in sorted(set(by_position) & set(values)):
+                raise refuse(f"{title}() argument {twice}", [by_position[twice], values[twice]], "one value")
+            values = by_position | values
             for unknown in sorted(set(values) - set(names)):
                 raise refuse(f"{title}() argument", unknown, nearest(unknown, names) or "none")
             checked = {p.name: values.get(p.name, p.default) for p in parameters}
@@ -266,13 +324,19 @@ def part_decorator(
         # "<lambda>", or "outer.<locals>.inner": two of these may differ, and nobody can name them in a command.
         registered = name is not None or "<" not in getattr(function, "__qualname__", "<")
         defaults = {p.name: p.default for p in parameters}
-        return _register(factory, defaults, ranges, source, registry if registered else {})
+        where = registry if registered else {}
+        return _register(factory, defaults, ranges, source, where, per_row=kind != "cache policy")
 
     return decorate
 
 
 def _register(
-    factory: Any, params: dict[str, Any], ranges: dict[str, Range], source: str, registry: dict[str, Any]
+    factory: Any,
+    params: dict[str, Any],
+    ranges: dict[str, Range],
+    source: str,
+    registry: dict[str, Any],
+    per_row: bool = True,
 ) -> Any:
     """Attaches parameters, ranges and source to a factory and its docstring, and registers it under its name.
 
@@ -281,7 +345,8 @@ def _register(
     """
     name = factory.__name__
     factory.params, factory.ranges, factory.source = params, ranges, source
-    lines = [f"Ranges of {name}; every parameter may be one number, or one per row:"] if params else []
+    values = "every parameter may be one number, or one per row" if per_row else "one number for all rows"
+    lines = [f"Ranges of {name}; {values}:"] if params else []
     for key, value in params.items():
         default = "" if value is inspect.Parameter.empty else f"; default {value}"
         lines.append(f"    {key}: {ranges.get(key, Range())}{default}.")

@@ -21,7 +21,14 @@ from mercury_jax import sharding
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import guidance, inputs, processors, rules
 from mercury_jax.decode.cache_refresh import CachePolicy
-from mercury_jax.decode.decode_config import DecodeConfig, build_config, prefill_width, slots_for
+from mercury_jax.decode.decode_config import (
+    SEES_PADDING,
+    DecodeConfig,
+    build_config,
+    check_equal_lengths,
+    prefill_width,
+    slots_for,
+)
 from mercury_jax.decode.defaults import choose_sampler, complete_sampler, find_effort
 from mercury_jax.decode.denoise import check_parts
 from mercury_jax.decode.drafting import add_drafter
@@ -72,6 +79,7 @@ class Request(NamedTuple):
     steps: np.ndarray | None = None  # of a block, one per prompt, where efforts differ; None: the plan's
     stops: Sequence[tuple[str, ...]] = ()  # of each row
     forked: bool = False  # the n rows of a prompt begin with the same tokens, which are encoded once
+    trajectory: bool = False  # keep when each token was accepted (`rollout`)
 
     def checked(self) -> Request:
         """Returns the request with a plan, a mesh and a temperature as the decoder takes them.
@@ -396,8 +404,6 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     sampler = complete_sampler(request.sampler, lm.corruption, model_config.autoregressive)
     temperature = sampler.temperature if request.temperature is None else request.temperature
     sampler = sampler._replace(temperature=inputs.check_temperature(temperature))
-    for processor in (*sampler.processors, *sampler.allow):
-        processors.check_ids(processor, model_config.vocab)
     if plan.whole_blocks and model_config.pattern == "block_causal" and rows.answer_budget is None:
         block = model_config.block
         whole = np.minimum(-(-np.asarray(rows.end) // block) * block, model_config.context)
@@ -406,6 +412,8 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
     longest = rows.end if rows.max_end is None else rows.max_end
     if rows.answer_budget is not None:
         longest = np.maximum(longest, rows.end + 1 + rows.answer_budget)
+    if not lm.model.hides_padding:
+        check_equal_lengths("rows", longest)
     model = lm.model
     if row_mesh(lm, request.mesh) is None:
         model = sharding.with_mesh(model, sharding.model_parallel_mesh(lm.params))
@@ -417,7 +425,7 @@ def configure(lm: LM, request: Request) -> tuple[DecodeConfig, SamplingParams, R
         model = guidance.guided(model)
     config = build_config(
         lm, sampler, plan, model=model, longest=int(longest.max()), region=int((longest - rows.committed).max()),
-        block=request.block, infilling=request.infilling, logprobs=request.logprobs,
+        block=request.block, infilling=request.infilling, logprobs=request.logprobs, trajectory=request.trajectory,
     )  # fmt: skip
     drafting = None
     if request.draft is not None:
@@ -524,18 +532,21 @@ def _guidance(lm: LM, request: Request) -> tuple[np.ndarray | None, list[list[in
     weights = np.repeat(np.broadcast_to(weights.astype(np.float32), (prompts,)), request.n)
     if continues:
         return weights, None
-    if negative is None:
-        return weights, [[] for _ in weights]
     if isinstance(negative, str) and negative == "masked":
         if lm.corruption.mask is None:
             raise refuse("negative", negative, "a prompt: a model of uniform noise has no mask token")
         return weights, [[lm.corruption.mask] * int(length) for length in rows.committed]
-    texts = [ids for ids in inputs.prompt_rows(lm, negative, prompts, "negative") for _ in range(request.n)]
+    texts: list[list[int]] = [[] for _ in weights]
+    if negative is not None:
+        given = inputs.prompt_rows(lm, negative, prompts, "negative")
+        texts = [ids for ids in given for _ in range(request.n)]
     for i, (ids, most) in enumerate(zip(texts, request.max_tokens, strict=True)):
-        room = lm.model.config.context - int(most)
+        name, found = f"negative[{i // request.n}]", f"{len(ids)} tokens"
+        room, prompt = lm.model.config.context - int(most), int(np.asarray(rows.committed)[i])
         if len(ids) > room:
-            allowed = f"at most {room}: context less max_tokens"
-            raise refuse(f"negative[{i // request.n}]", f"{len(ids)} tokens", allowed)
+            raise refuse(name, found, f"at most {room}: context less max_tokens")
+        if not lm.model.hides_padding and len(ids) != prompt:
+            raise refuse(name, found, f"{prompt} tokens, as many as the prompt has: {SEES_PADDING}")
     return weights, texts
 
 

@@ -215,6 +215,9 @@ def sample(
     """
     began = time.perf_counter()
     check_lm(lm)
+    for name, value in (("keep", keep), ("history", history)):
+        if not isinstance(value, bool | np.bool_):
+            raise refuse(name, value, "True or False")
     if passes is not None:
         passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
     request = Request(
@@ -382,7 +385,8 @@ def _continue_empty_answers(
     tokens, logprobs = list(out.tokens), None if out.logprobs is None else list(out.logprobs)
     for i in which:
         tokens[i] = np.array([*replies[i], *more.tokens[i]], np.int32)
-        thinking[i], texts[i] = decode_answer(lm, tokens[i], True)[0], more.texts[i]
+        thinking[i], text = decode_answer(lm, tokens[i], True)
+        texts[i] = session.stopped.get(i, text)
         finish[i] = more.finish[i]
         if logprobs is not None and more.logprobs is not None:
             logprobs[i] = _join_logprobs(logprobs[i], len(replies[i]), more.logprobs[i])

@@ -443,7 +443,15 @@ def propose(view: View, canvas: Int[Array, "L"], answer: Int[Array, "L"] | None 
 
     Returns:
         The proposal.
+
+    Raises:
+        ValueError: Canvas or answer are not whole numbers [L].
     """
+    for name, value in (("canvas", canvas), ("answer", canvas if answer is None else answer)):
+        kind = getattr(value, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.integer) or value.shape != view.canvas.shape:
+            allowed = f"whole numbers {list(view.canvas.shape)}, as view.canvas"
+            raise refuse(f"{name} of mj.propose", _describe(value), allowed)
     at = jnp.arange(canvas.shape[0], dtype=jnp.int32)
     return Proposal(canvas, canvas if answer is None else answer, view.used, at)
 

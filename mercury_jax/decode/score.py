@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
-from mercury_jax.decode.decode_config import QUANTUM, bucket
+from mercury_jax.decode.decode_config import QUANTUM, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
 
@@ -230,7 +230,9 @@ def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QU
     """
     assert lm.corruption.mask is not None
     samples, width = len(documents[0].masked), max(d.masked.shape[1] for d in documents)
-    size, count = bucket(width, quantum), len(documents) * samples
+    if not lm.model.hides_padding:
+        check_equal_lengths("rows", [d.masked.shape[1] for d in documents])
+    size, count = bucket(width, quantum) if lm.model.hides_padding else width, len(documents) * samples
     pad = lambda x: np.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     stacked = lambda name: np.stack([pad(getattr(d.laid, name)) for d in documents])
     tokens, positions, ranges = stacked("tokens"), stacked("positions"), stacked("ranges")
@@ -324,6 +326,8 @@ def logits(
     if sizes.max() + length > lm.model.config.context:
         allowed = f"with its prompt at most {lm.model.config.context} tokens, the context"
         raise refuse("canvas", ids.shape, allowed)
+    if not lm.model.hides_padding:
+        check_equal_lengths("prompts", sizes)
     text = np.zeros((rows, int(sizes.max()) + length), np.int32)
     for row, prefix, tokens in zip(text, before, ids, strict=True):
         row[: len(prefix) + length] = [*prefix, *tokens]
@@ -360,7 +364,8 @@ def _times(lm: LM, canvas: np.ndarray, time: Any) -> Float[Array, "B"] | None:
         if lm.corruption.mask is None:
             raise refuse("time", None, "a number in 0..1: the noise of this model leaves no masks to count")
         time = (canvas == lm.corruption.mask).mean(axis=1)
-    t = np.asarray(time, np.float32)
+    t = np.asarray(time)
+    t = t.astype(np.float32) if t.dtype.kind in "iuf" else np.full((), np.nan, np.float32)
     if t.shape not in ((), (len(canvas),)) or not ((t >= 0) & (t <= 1)).all():
         raise refuse("time", time, f"a number in 0..1, or one for each of the {len(canvas)} rows")
     return jnp.broadcast_to(t, (len(canvas),))

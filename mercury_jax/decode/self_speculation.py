@@ -29,7 +29,15 @@ from mercury_jax.decode.state import (
     position_uniforms,
     update_rows,
 )
-from mercury_jax.decode.token_stats import LogprobBuffer, draw, update_logprobs, write_at
+from mercury_jax.decode.token_stats import (
+    LogprobBuffer,
+    Trajectory,
+    draw,
+    draw_log_prob,
+    update_logprobs,
+    write_at,
+    write_changed,
+)
 from mercury_jax.decode.view import process_logits, row_view
 from mercury_jax.types import Params
 
@@ -189,4 +197,8 @@ def verify_row(
     changes = {name: x.astype(getattr(row, name).dtype) for name, x in changes.items()}
     if isinstance(row.logprobs, LogprobBuffer):
         changes["logprobs"] = update_logprobs(row.logprobs, logits, drawn, new, row.committed)
+    if isinstance(row.trajectory, Trajectory):
+        fresh = Trajectory(jnp.full_like(drawn, row.nfe), draw_log_prob(processed, drawn, temperature))
+        write = lambda old, x: write_changed(old, x, new, row.committed)
+        changes["trajectory"] = jax.tree.map(write, row.trajectory, fresh)
     return changes, count, drawn

@@ -134,8 +134,8 @@ def read_answers(state: State) -> Answers:
     drafter = state.drafter
     if isinstance(drafter, Drafter):
         drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.nan_step)
-    fields = {name: getattr(state, name) for name in Answers._fields if name != "drafter"}
-    return Answers(**fields, drafter=drafter)
+    fields: Any = {name: getattr(state, name) for name in Answers._fields}
+    return Answers(**fields | {"drafter": drafter})
 
 
 class Fork(NamedTuple):

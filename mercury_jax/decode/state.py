@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mercury_jax.decode.cache_refresh import CachePolicy, Reuse, first_reuse
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Memory, Sampler, broadcast_params, call_part
-from mercury_jax.decode.token_stats import LogprobBuffer, slice_at
+from mercury_jax.decode.token_stats import LogprobBuffer, Trajectory, slice_at
 from mercury_jax.types import LM, Cache, Key, SelfCond, accumulation_dtype
 
 ArrayLike: TypeAlias = np.ndarray | jax.Array
@@ -128,6 +128,7 @@ class State(NamedTuple):
     nfe: Int[Array, "B"]  # denoising passes, and verifying passes
     nan_step: Int[Array, "B"]  # the pass whose logits were NaN; -1: none
     logprobs: LogprobBuffer | tuple[()]
+    trajectory: Trajectory | tuple[()]
     sampling: SamplingParams  # of each row; () between two dispatches of the server, which keeps them apart
     reuse: Reuse | tuple[()] = ()  # what a cache policy sees of earlier passes
     lookahead: Drafts | tuple[()] = ()  # of the open block; () without lookahead
@@ -174,6 +175,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
     committed, end = int32(rows.committed), int32(rows.end)
     top = jnp.zeros((count, slots, config.logprobs or 0))
     logprobs = LogprobBuffer(jnp.zeros((count, slots)), top.astype(jnp.int32), top)
+    trajectory = Trajectory(jnp.full((count, slots), -1, jnp.int32), jnp.zeros((count, slots)))
     seeds = jnp.asarray(rows.seeds)
     none = jnp.zeros((count, config.lookahead), jnp.int32)
     drafts = Drafts(jnp.zeros((*none.shape, config.width), jnp.int32), none, none, zeros)
@@ -201,6 +203,7 @@ def first_state(config: DecodeConfig, sampling: SamplingParams, rows: Rows) -> S
         nfe=zeros,
         nan_step=zeros - 1,
         logprobs=() if config.logprobs is None else logprobs,
+        trajectory=trajectory if config.trajectory else (),
         sampling=sampling._replace(drafter=()),
         lookahead=drafts if config.lookahead else (),
         drafter=() if config.drafter is None else _first_drafter(config.drafter, sampling.drafter, rows),

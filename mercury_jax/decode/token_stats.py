@@ -133,6 +133,55 @@ class LogprobBuffer(NamedTuple):
     top: Float[Array, "B S k"]
 
 
+class Trajectory(NamedTuple):
+    """By position of the text: when its token was accepted last, and how probable it was then."""
+
+    step: Int[Array, "B S"]  # the row's denoising or verifying pass, from 0; -1: the user's token
+    log_prob: Float[Array, "B S"]  # of the distribution that the token was drawn from
+
+
+def draw_log_prob(
+    logits: Float[Array, "L V"], ids: Int[Array, "L"], temperature: Float[Array, ""]
+) -> Float[Array, "L"]:
+    """Computes log-probabilities of the distribution that `draw` draws from, softmax(logits / temperature).
+
+    Args:
+        logits: After all processors, of one row.
+        ids: Drawn tokens.
+        temperature: 0 or more; at 0 the argmax has log-probability 0.
+
+    Returns:
+        Nats.
+    """
+    log_p = jax.nn.log_softmax(logits / jnp.maximum(temperature, 1e-6), axis=-1)
+    return jnp.take_along_axis(log_p, ids[:, None], axis=-1)[:, 0]
+
+
+def write_changed(
+    old: Array,
+    fresh: Array,
+    changed: Bool[Array, "L"],
+    start: Int[Array, ""],
+    source: Int[Array, "L"] | None = None,
+) -> Array:
+    """Writes what this pass has changed into an array by position of one row's text.
+
+    Args:
+        old: [S, ...].
+        fresh: Of the window [L, ...].
+        changed: Which positions of the window take the fresh value.
+        start: Position of the window's first token.
+        source: Old index of each position, for rules that insert or delete.
+
+    Returns:
+        The array.
+    """
+    here = slice_at(old, start, fresh.shape[0])
+    here = here if source is None else here[jnp.maximum(source, 0)]
+    which = changed.reshape(-1, *[1] * (fresh.ndim - 1))
+    return write_at(old, jnp.where(which, fresh.astype(old.dtype), here), start)
+
+
 def update_logprobs(
     logprobs: LogprobBuffer,
     logits: Float[Array, "L V"],
@@ -154,19 +203,12 @@ def update_logprobs(
     Returns:
         The updated log-probabilities.
     """
-    size, k = answer.shape[0], logprobs.top_ids.shape[-1]
+    k = logprobs.top_ids.shape[-1]
     log_p = jax.nn.log_softmax(logits, axis=-1)
     top, ids = jax.lax.top_k(log_p, max(k, 1))
     chosen = jnp.take_along_axis(log_p, answer[:, None], axis=-1)[:, 0]
     new = LogprobBuffer(chosen, ids[:, :k].astype(jnp.int32), top[:, :k])
-
-    def write(old: Array, fresh: Array) -> Array:
-        here = slice_at(old, start, size)
-        here = here if source is None else here[jnp.maximum(source, 0)]
-        which = changed.reshape(-1, *[1] * (fresh.ndim - 1))
-        return write_at(old, jnp.where(which, fresh.astype(old.dtype), here), start)
-
-    return jax.tree.map(write, logprobs, new)
+    return jax.tree.map(lambda old, fresh: write_changed(old, fresh, changed, start, source), logprobs, new)
 
 
 def slice_at(x: Array, start: Int[Array, ""], size: int) -> Array:

@@ -1,6 +1,7 @@
 """Models on disk and on the Hugging Face hub: load, describe, convert and save them. Nothing in a file is executed.
 
     load.py              `load`, `config_of`, `info`; opening a checkpoint
+    function.py          `from_function`: a denoiser of one's own as a model, with parameters in memory
     export.py            `convert`, `save`, `save_hf`
     folder.py            files of a checkpoint folder in Hugging Face's layout, and downloading one
     params.py            parameters: their memory, and their way from tensors onto devices

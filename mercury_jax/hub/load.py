@@ -90,6 +90,12 @@ def load(
         >>> lm = mj.load("GSAI-ML/LLaDA-8B-Instruct", dtype="bfloat16", quantise="int8", kv="4bit")
     """
     compilation.prepare()
+    if source is not None and (not isinstance(source, str | Path) or not str(source)):
+        raise refuse("source", source, "a folder, an id such as 'org/name', or None for the embedded model")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise refuse("mesh", mesh, "a jax Mesh, such as mj.mesh(tensor=8), or None")
+    if not callable(progress):
+        raise refuse("progress", progress, "a function of a number of bytes")
     if kv is not None:
         cache.check_kv_kind(kv)
     if quantise is not None and quantise not in WEIGHT_KINDS:

@@ -520,7 +520,7 @@ class IdTokenizer:
         Raises:
             ValueError: Always.
         """
-        raise refuse("prompt", texts[0], "ids: the checkpoint has no tokenizer.json beside it")
+        raise refuse("prompt", texts[0], "ids: this model has no tokenizer")
 
     render = follow = example = encode
 

@@ -4,7 +4,7 @@ One file per architecture (`transformer`, `gemma`, `dit`); the others hold what 
 import this package: a `Model` is passed to them.
 """
 
-from mercury_jax.config import ModelConfig
+from mercury_jax.config import ModelConfig, refuse
 from mercury_jax.models import dit, gemma, transformer
 from mercury_jax.types import Model
 
@@ -32,8 +32,22 @@ def build(config: ModelConfig) -> Model:
 
 
 def kind(config: ModelConfig) -> str:
-    """The key of `CONFIGS` for a config's type, under which saved models name their architecture."""
-    return next(name for name, config_type in CONFIGS.items() if type(config) is config_type)
+    """The key of `CONFIGS` under which saved models name their architecture.
+
+    Args:
+        config: Of a model.
+
+    Returns:
+        The key of its type.
+
+    Raises:
+        ValueError: Another type, such as that of `mj.from_function`.
+    """
+    for name, config_type in CONFIGS.items():
+        if type(config) is config_type:
+            return name
+    allowed = f"{', '.join(CONFIGS)}: the code of a function of one's own cannot be saved; save lm.params"
+    raise refuse("architecture", type(config).__name__, allowed)
 
 
 __all__ = ["CONFIGS", "build", "kind"]

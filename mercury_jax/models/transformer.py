@@ -267,6 +267,8 @@ def soft_masking(
     Departs from the reference: it also mixes masks after the active block, with predictions of the same pass; and its
     schedules of the scale over time ("linear", "stepwise") are not offered.
     """
+    if not isinstance(lm, LM):
+        raise refuse("soft_masking(lm=)", lm, "a model as mj.load() returns it")
     mask = lm.corruption.mask
     if lm.model.soft_masked is None or mask is None or mask != lm.model.config.mask:
         allowed = "a transformer of mercury_jax.models.transformer with a mask, without soft masking"

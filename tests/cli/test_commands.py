@@ -35,6 +35,34 @@ def test_piped_sample_prints_the_texts_alone(at_hand, capsys):
     assert f"{sum(row['tokens'] for row in rows)} tokens" in err
 
 
+def test_several_answers_to_a_prompt_end_before_their_stop_text(at_hand, capsys):
+    call = [
+        "sample",
+        "def f",
+        "x = 1",
+        "--model",
+        at_hand,
+        "--max-tokens",
+        "12",
+        "--json",
+        "--temperature",
+        "1",
+    ]
+    whole = objects(capsys, *call, "--n", "2")
+    assert [(r["prompt"], r["seed"], r["batch"]) for r in whole] == [
+        (0, 0, 4),
+        (0, 1, 4),
+        (1, 2, 4),
+        (1, 3, 4),
+    ]
+    stop = next(r["text"][3:5] for r in whole if len(r["text"]) > 4)
+    cut = objects(capsys, *call, "--n", "2", "--stop", stop, "--stop", "never in it")
+    assert [r["text"] for r in cut] == [r["text"].partition(stop)[0] for r in whole]
+    assert all(r["finish"] == "stop" for r, w in zip(cut, whole, strict=True) if stop in w["text"])
+    for words in (["--n", "0"], ["--stop", ""]):
+        assert words[0] in refused(capsys, "sample", "x", *words)
+
+
 def test_a_literal_backslash_n_gives_a_hint(at_hand, capsys):
     assert main(["sample", r"a\nb", "--max-tokens", "8", "--model", at_hand]) == 0
     assert "--escapes reads" in capsys.readouterr().err

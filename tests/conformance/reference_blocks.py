@@ -4,7 +4,7 @@
 
 FOLDER holds the public code, which this script imports and never copies: `SDAR` (JetAstra/SDAR), `dllm` (ZHZisZZ/dllm)
 and `fast_dllm_v2` (modeling.py and configuration.py of the checkpoint Efficient-Large-Model/Fast_dLLM_v2_7B). It needs
-torch, transformers 4.57 and einops. Each family becomes goldens/<family>.json, which `test_blocks.py` reads.
+torch, transformers 4.57 and einops. Each family becomes goldens/<family>.json, which `test_conformance.py` reads.
 
 What is changed for the run: the logit of the mask is -inf (these samplers can write the mask token, which a trained
 model never predicts, and ours forbids it); SDAR's draw is the argmax where a case says `greedy` (its script divides by
@@ -76,14 +76,15 @@ def prompt_of(length: int, seed: int, vocab: int = 70) -> list[int]:
     return np.random.default_rng(seed).integers(1, vocab, length).tolist()
 
 
-def save(family: str, reference: str, cases: list[dict[str, Any]]) -> None:
-    """Writes goldens/<family>.json, one case a line."""
+def save(family: str, checkpoint: str, mask: int, reference: str, cases: list[dict[str, Any]]) -> None:
+    """Writes goldens/<family>.json in the form that `test_conformance.py` reads, one case a line."""
+    about = dict(reference=reference, preset=family, checkpoint=checkpoint, mask=mask)
+    head = json.dumps(about).removesuffix("}")
+    for number, case in enumerate(cases):
+        case["name"] = f"{number} prompt of {len(case['prompt'])}"
+        print(family, case["name"], case["arguments"], case["forwards"], case["tokens"][:12])
     lines = ",\n".join(json.dumps(case) for case in cases)
-    path = HERE / "goldens" / f"{family}.json"
-    path.write_text(f'{{"reference": {json.dumps(reference)}, "cases": [\n{lines}\n]}}\n')
-    for case in cases:
-        shown = {k: v for k, v in case.items() if k not in ("prompt", "tokens")}
-        print(family, len(case["prompt"]), shown, len(case["tokens"]), case["tokens"][:12])
+    (HERE / "goldens" / f"{family}.json").write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
 
 
 # --- SDAR
@@ -132,8 +133,8 @@ def sdar(folder: Path) -> None:
             x = generate(counted, {"input_ids": ids}, mask, stopping_criteria_idx=stop, **given)
         new = x[0, length:].tolist()
         new = new[: new.index(mask)] if mask in new else new  # blocks after one that ended the text
-        cases.append(dict(call=call, prompt=prompt, tokens=new, forwards=counted.denoising_passes()))
-    save("sdar", "JetAstra/SDAR generate.py @ c2041a8", cases)
+        cases.append(dict(arguments=call, prompt=prompt, tokens=new, forwards=counted.denoising_passes()))
+    save("sdar", "sdar", mask, "JetAstra/SDAR generate.py @ c2041a8", cases)
 
 
 SDAR_CASES = [
@@ -180,7 +181,7 @@ def run_dllm(
         counted, prompt = Counted(model, tokenizer.mask_token_id), prompt_of(length, seed)
         x = sampler(model=counted, tokenizer=tokenizer).sample([prompt], **call)
         done.append(
-            dict(call=call, prompt=prompt, tokens=x[0, length:].tolist(), forwards=len(counted.calls))
+            dict(arguments=call, prompt=prompt, tokens=x[0, length:].tolist(), forwards=len(counted.calls))
         )
     return done
 
@@ -190,7 +191,7 @@ def llada2(folder: Path) -> None:
     model, tokenizer = llada2_model(folder)
     sampler = importlib.import_module("dllm.pipelines.llada2.sampler").LLaDA2Sampler
     cases = run_dllm(sampler, model, tokenizer, LLADA2_CASES)
-    save("llada2", "ZHZisZZ/dllm dllm/pipelines/llada2/sampler.py @ ca17675", cases)
+    save("llada2", "llada2", LLADA2_MASK, "ZHZisZZ/dllm dllm/pipelines/llada2/sampler.py @ ca17675", cases)
 
 
 LLADA2_CASES = [
@@ -208,7 +209,7 @@ def llada21(folder: Path) -> None:
     model, tokenizer = llada2_model(folder)
     sampler = importlib.import_module("dllm.pipelines.llada21.sampler").LLaDA21Sampler
     cases = run_dllm(sampler, model, tokenizer, LLADA21_CASES)
-    save("llada21", "ZHZisZZ/dllm dllm/pipelines/llada21/sampler.py @ ca17675", cases)
+    save("llada21", "llada2", LLADA2_MASK, "ZHZisZZ/dllm dllm/pipelines/llada21/sampler.py @ ca17675", cases)
 
 
 LLADA21_CASES = [
@@ -244,8 +245,11 @@ def fast_dllm_v2(folder: Path) -> None:
                 torch.tensor([prompt]), mask_id=mask, stop_token=95, block_size=8, **call
             )[0]
         passes = sum(not stores for _, stores in calls)
-        cases.append(dict(call=call, prompt=prompt, tokens=x[0, length:].tolist(), forwards=passes))
-    save("fast_dllm_v2", "Efficient-Large-Model/Fast_dLLM_v2_7B modeling.py", cases)
+        new = x[0, length:].tolist()
+        # It counts blocks from the one that the prompt ends in, and adds a token.
+        case = dict(arguments=call, prompt=prompt, tokens=new, forwards=passes, max_tokens=len(new))
+        cases.append(case)
+    save("fast_dllm_v2", "fast_dllm", mask, "Efficient-Large-Model/Fast_dLLM_v2_7B modeling.py", cases)
 
 
 FAST_DLLM_CASES = [

@@ -166,7 +166,7 @@ def bd3lm(folder: Path) -> dict[str, Any]:
             logits[..., EOS] = -1e9
             return logits
 
-        def prior(rows: int, length: int, calls: list[int] = []) -> Any:
+        def prior(rows: int, length: int, calls: list[int] = []) -> Any:  # noqa: B006
             calls.append(0)  # the first block is the prompt, the second masks
             return torch.tensor([PROMPT]) if len(calls) % 2 else torch.full((1, length), MASK)
 
@@ -191,7 +191,17 @@ def bd3lm(folder: Path) -> dict[str, Any]:
 
 def duo(folder: Path) -> dict[str, Any]:
     """`generate_samples` of duo's trainer_base.py with the posterior of its algo.py: ancestral, greedy tail, psi."""
-    stub("hydra", "hydra.utils", "lightning", "torchmetrics", "dataloader", "metrics", "models", "utils", "fsspec")
+    stub(
+        "hydra",
+        "hydra.utils",
+        "lightning",
+        "torchmetrics",
+        "dataloader",
+        "metrics",
+        "models",
+        "utils",
+        "fsspec",
+    )
     sys.path.insert(0, str(folder / "duo"))
     base, algo = importlib.import_module("trainer_base"), importlib.import_module("algo")
     net, found = network(folder, "duo"), {}
@@ -202,7 +212,13 @@ def duo(folder: Path) -> dict[str, Any]:
         ("ancestral", "ancestral", "ancestral", 6, dict(time_profile="linear")),
         ("greedy", "ancestral", "greedy", 4, dict(time_profile="linear")),
         ("psi_constant", "psi", "ancestral", 10, linear | modes),
-        ("psi_max_capped", "psi", "ancestral", 8, dict(time_profile="linear", high_frac=0.0, middle_frac=0.0) | remdm),
+        (
+            "psi_max_capped",
+            "psi",
+            "ancestral",
+            8,
+            dict(time_profile="linear", high_frac=0.0, middle_frac=0.0) | remdm,
+        ),
     ):
         calls: list[int] = []
 
@@ -258,7 +274,9 @@ def gidd(folder: Path) -> dict[str, Any]:
 
     schedule = process.HybridDiffusion(Tokenizer(), p_uniform=0.2)
     for name, steps, min_p in (("ancestral", 8, 0.0), ("min_p", 12, 0.02)):
-        sampler = sampling.GiddSampler(model, Tokenizer(), schedule, t_eps=1e-4, compile_step=False, min_p=min_p)
+        sampler = sampling.GiddSampler(
+            model, Tokenizer(), schedule, t_eps=1e-4, compile_step=False, min_p=min_p
+        )
         step = sampler.sampling_step
 
         def kept(z: Any, t: Any, s: Any, step: Any = step) -> Any:

@@ -25,22 +25,23 @@ PATHS = sorted((Path(__file__).parent / "goldens").glob("*.json"))
 FILES = {path.stem: found for path in PATHS if "preset" in (found := json.loads(path.read_text()))}
 CASES = [(name, case) for name, file in FILES.items() for case in file["cases"]]
 DRAWS = [(name, case) for name, file in FILES.items() for case in file.get("draws", [])]
-ROWS = 2048  # of a draw
+ROWS = 1024  # of a draw
 LEAST = 1e-4  # p-value below which two samples differ; the seed is fixed
 
 
 @functools.cache
-def model(checkpoint: str, sharpness: float) -> mj.LM:
+def model(checkpoint: str, sharpness: float, mask: int | None) -> mj.LM:
     """A golden checkpoint whose queries are multiplied by `sharpness`, as the reference's were."""
-    lm = mj.load(CHECKPOINTS / checkpoint, dtype="float32")
+    lm = mj.load(CHECKPOINTS / checkpoint, dtype="float32", mask=mask)
     scale = lambda path, x: x * sharpness if jax.tree_util.keystr(path).endswith("['q']['w']") else x
     return dataclasses.replace(lm, params=jax.tree_util.tree_map_with_path(scale, lm.params))
 
 
 def decode(name: str, case: dict[str, Any], rows: int, seed: int = 0) -> tuple[mj.LM, mj.Output]:
     file = FILES[name]
-    lm = model(file["checkpoint"], file.get("sharpness", 1.0))
+    lm = model(file["checkpoint"], file.get("sharpness", 1.0), file.get("mask"))
     how = getattr(mj.presets, file["preset"])(**case["arguments"])
+    how |= {key: case[key] for key in ("max_tokens",) if key in case}
     return lm, mj.sample(lm, [case["prompt"]] * rows, seed=seed, **how)
 
 

@@ -202,6 +202,7 @@ def test_what_does_not_fit_is_refused_by_name():
         (dict(draft=draft, sampler=mj.rules.threshold()), "sampler is 'threshold'"),
         (dict(draft=mj.Draft(drafter(), sampler=mj.rules.predictor_corrector(), tokens=4)), "sampler.rule"),
         (dict(draft=mj.Draft(drafter(), tokens=4, temperature=np.ones(3))), "3"),
+        (dict(draft=mj.Draft(dataclasses.replace(drafter(), params={}), tokens=4)), "draft.lm.params"),
     ]
     for how, match in wrong:
         with pytest.raises(ValueError, match=match):

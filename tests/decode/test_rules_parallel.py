@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mercury_jax.decode.rules import masked
+import mercury_jax as mj
+from mercury_jax.decode.rules import combined, masked
 from tests.decode.rule_checks import check_follows, check_settles, check_traces, follow, goldens, small, takes
 from tests.decode.views import KEY, MASK, taken
+from tests.hub.goldens_of import GOLDENS
+from tests.tiny import tiny
 
 M = MASK
 
@@ -22,6 +25,23 @@ def test_factor_wants_the_last_of_n_the_surer_the_more_there_are():
     assert takes(masked.factor(), [0.2, 0.3, 0.1]) == [M, 1, M]
     assert takes(masked.factor(1.0, 0), [0.99, 0.6, 0.7], [False, True, True]) == [8, M, 2]
     assert takes(masked.factor(), [0.99, 0.6, 0.7], [False, True, True]) == [8, 1, 2]
+
+
+def test_a_budget_bounds_what_the_threshold_accepts_and_accumulates():
+    p = [0.95, 0.99, 0.5, 0.97, 0.2, 0.92]
+    rule, at = masked.budgeted_threshold(0.9, 2), lambda step: small(p, step=jnp.asarray(step))
+    assert taken(rule, at(0))[:6] == [M, 1, M, 3, M, M]  # two of four
+    assert taken(rule, at(1))[:6] == [0, 1, M, 3, M, 5]  # nothing was accepted in the step before
+    assert taken(masked.budgeted_threshold(0.999, 3), at(0))[:6] == [M, 1, M, M, M, M]  # at least one
+
+
+def test_leftmost_first_waits_with_its_rule_until_the_second_step():
+    p = [0.5, 0.95, 0.6, 0.99]
+    rule, at = combined.leftmost_first(masked.threshold(0.9)), lambda step: small(p, step=jnp.asarray(step))
+    assert taken(rule, at(0))[:4] == [0, M, M, M] and taken(rule, at(1))[:4] == [M, 1, M, 3]
+    assert rule == combined.leftmost_first(masked.threshold(0.9))  # equal rules share one compilation
+    with pytest.raises(ValueError, match="leftmost_first"):
+        combined.leftmost_first(masked.threshold)
 
 
 def test_scheduled_takes_all_above_p_or_its_number():
@@ -67,6 +87,32 @@ def test_first_hitting_draws_one_anywhere_and_the_rest_at_last():
     assert (drawn.sum(1) == 1).all() and (canvases[:, 2] == 8).all()
     np.testing.assert_allclose(drawn.mean(0), 1 / 3, atol=4 * np.sqrt(2 / 9 / 3000))
     assert taken(masked.first_hitting(), v._replace(step=jnp.asarray(4)))[:4] == [0, 1, 8, 3]
+
+
+def test_sequential_takes_the_first_masks_of_the_whole_blocks_share():
+    v = small([0.1, 0.9, 0.5, 0.2, 0.3], [False, True, True, False, True], steps=jnp.asarray(2))
+    first = lambda rule, v=v: taken(rule, v)[:5]
+    assert first(masked.sequential()) == [8, 1, 2, 8, M]  # two of three, the remainder first
+    assert first(masked.sequential(length=8)) == [8, 1, 2, 8, 4]  # 8 / 2 steps
+    assert first(masked.sequential(), v._replace(step=jnp.asarray(1))) == [8, 1, M, 8, M]
+    assert first(masked.scheduled(1.0, length=3)) == [8, 1, 2, 8, M]
+
+
+def test_the_cached_reverse_process_makes_no_idle_pass():
+    """Each of 8 masks falls in one of the steps, all alike: a pass for each step in which one does."""
+    lm, rows = tiny("bidirectional"), 1024
+    sampled = lambda steps: mj.sample(
+        lm, [[5, 6, 7]] * rows, max_tokens=8, seed=3, sampler=masked.ancestral_cache(),
+        plan=mj.Plan(block=64, steps=steps), logit_bias={lm.model.config.eos: -1e9},
+    )  # fmt: skip
+    passes = sampled(4).forwards
+    # Ways in which 8 masks fall in exactly k of 4 steps, of 4^8.
+    chance = np.array([4 * 1, 6 * 254, 4 * 5796, 40824]) / 4**8
+    found = np.bincount(passes, minlength=5)[1:] / rows
+    np.testing.assert_allclose(found, chance, atol=4 * np.sqrt(0.25 / rows))
+    assert (sampled(1000).forwards <= 8).all()
+    with pytest.raises(ValueError, match="sampler.rule is 'ancestral_cache'; allowed: ancestral"):
+        mj.sample(mj.load(GOLDENS / "gidd"), [5], max_tokens=4, sampler=masked.ancestral_cache())
 
 
 def test_under_uniform_noise_the_share_is_what_should_stand():

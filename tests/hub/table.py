@@ -1,9 +1,14 @@
-"""The table of families in docs/models.md, from the goldens: `python -m tests.hub.table`."""
+"""The tables of families in docs: `python -m tests.hub.table` makes that of models.md, from the goldens, and with
+`--settings` that of conformance.md, from the families' published settings.
+"""
+
+import sys
 
 import numpy as np
 
 from mercury_jax import models
 from mercury_jax.hub.family import families
+from mercury_jax.hub.generation import describe
 from tests.hub.goldens_of import GOLDENS, NAMES, golden, logits_of
 from tests.hub.test_diffusion_gemma import told
 from tests.models.test_dit import apply, whole
@@ -75,7 +80,18 @@ def rows() -> list[str]:
     return out
 
 
+def settings() -> list[str]:
+    """The published settings of each family, without a generation_config.json."""
+    out = ["| family | settings | source |", "|---|---|---|"]
+    for family in families():
+        found = family.decoding({}, {}) if callable(family.decoding) else family.decoding
+        if found:
+            out.append(f"| {family.name} | {describe(found)} | {found['source']} |")
+    return out
+
+
 if __name__ == "__main__":
-    print(HEAD)
-    for row in rows():
-        print(row)
+    if sys.argv[1:] == ["--settings"]:
+        print("\n".join(settings()))
+    else:
+        print("\n".join([HEAD, *rows()]))

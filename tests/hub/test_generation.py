@@ -12,6 +12,8 @@ from mercury_jax.decode.rules import ALL as RULES
 from mercury_jax.hub import generation
 from mercury_jax.hub.family import families
 from mercury_jax.hub.load import info
+from mercury_jax.serve.engine import sampling_params
+from mercury_jax.serve.engine.request import EngineRequest
 from tests.hub.goldens_of import GOLDENS
 
 PROMPT = [5, 17, 33, 41, 8]
@@ -150,3 +152,22 @@ def test_a_saved_model_keeps_its_settings_and_info_shows_them(checkpoint, tmp_pa
     again = mj.load(tmp_path / "own")
     assert again.decoding == dream.decoding and list(again.decoding["processors"]) == ["temperature", "top_p"]
     assert info(tmp_path / "own")["decoding"] == info(tmp_path / "dream")["decoding"] == dream.decoding
+
+
+def test_a_request_to_the_server_replaces_the_published_numbers(checkpoint):
+    dream = checkpoint("dream", top_k=7)
+    rules = sampling_params.rule_set(dream)
+
+    def numbers(level: int, **asked):
+        request = EngineRequest(prompt=PROMPT, max_tokens=8, **asked)
+        sampler = sampling_params.build_sampler(rules, request, level)
+        own = sampler.processors[: len(rules.own.processors)]
+        return {part.name: next(iter(part.params.values())) for part in own}, sampler.temperature
+
+    plain, cut = sampling_params.PLAIN, sampling_params.TRUNCATION
+    assert numbers(plain) == ({"temperature": 0.2, "top_p": 0.95, "top_k": 7}, 1.0)
+    assert numbers(plain, temperature=0.6) == ({"temperature": 0.6, "top_p": 0.95, "top_k": 7}, 1.0)
+    assert numbers(plain, temperature=0.0) == ({"temperature": 1.0, "top_p": 0.95, "top_k": 7}, 0.0)
+    assert numbers(cut, top_p=0.5)[0] == {"temperature": 0.2, "top_p": 1.0, "top_k": 7}
+    # Beside another rule the model's own processors change nothing.
+    assert numbers(plain, rule="threshold") == ({"temperature": 1.0, "top_p": 1.0, "top_k": 101}, 0.0)

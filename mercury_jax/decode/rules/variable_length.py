@@ -6,14 +6,14 @@ the user gave keep their token and their order.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.decode import stopping
-from mercury_jax.decode.registration import AtLeast, Count, Probability, rule
+from mercury_jax.decode.registration import Count, Probability, TokenId, rule
 from mercury_jax.decode.rules.masked import top
 from mercury_jax.decode.rules.remask import replace_tokens
 from mercury_jax.decode.sampler import Param
@@ -113,8 +113,8 @@ def expand(
     key: Key,
     view: View,
     memory: Int[Array, ""],
-    expand: Annotated[Param, AtLeast(-1, integer=True)] = -1,
-    delete: Annotated[Param, AtLeast(-1, integer=True)] = -1,
+    expand: TokenId = -1,
+    delete: TokenId = -1,
     p: Probability = 0.9,
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Decodes as `threshold`, where the prediction for a mask may also be to split it in two, or to delete it.
@@ -175,8 +175,8 @@ def levenshtein(
     key: Key,
     view: View,
     memory: Loops,
-    delete: Annotated[Param, AtLeast(-1, integer=True)] = -1,
-    insert: Annotated[Param, AtLeast(-1, integer=True)] = -1,
+    delete: TokenId = -1,
+    insert: TokenId = -1,
     p: Probability = 0.5,
     p_edit: Probability = 0.0,
 ) -> tuple[Proposal, Loops]:

@@ -40,6 +40,22 @@ register(
 # --- Fast-dLLM v2: Qwen2.5 in causal blocks; logits at position i predict token i + 1 (arXiv 2509.26328)
 
 FAST_DLLM_MASK, FAST_DLLM_BLOCK = 151665, 32  # where config.json does not say
+FAST_DLLM_SMALL_BLOCK = 8
+
+
+def _fast_dllm_decoding(config: Json, generation: Json) -> dict[str, Any]:
+    """Its own `generate` does not read generation_config.json, which is that of Qwen2.5."""
+    small = FAST_DLLM_SMALL_BLOCK
+    fits = config.get("bd_size", FAST_DLLM_BLOCK) % small == 0
+    return {
+        "rule": "scheduled",
+        "params": {"p": 0.9},
+        "processors": {"temperature": {"t": 1.0}},
+        "temperature": 0.0,
+        **({"block": small} if fits else {}),
+        "source": "model card of Fast_dLLM_v2_7B: small_block_size 8, threshold 0.9",
+    }
+
 
 register(
     Family(
@@ -56,6 +72,7 @@ register(
         noise=NoiseConfig(kind="absorbing"),
         block="32",
         about="masked blocks, made of Qwen2.5",
+        decoding=_fast_dllm_decoding,
         export=lambda c: export_config(c, "Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", bd_size=c.block),
         licence="Apache-2.0",
     )
@@ -93,6 +110,10 @@ register(
         noise=NoiseConfig(kind="absorbing"),
         block="4 to 64",
         about="masked blocks, made of Qwen3",
+        decoding={
+            "rule": "scheduled", "params": {"p": 0.85}, "processors": {"temperature": {"t": 1.0}}, "temperature": 1.0,
+            "source": "JetAstra/SDAR generate.py: low_confidence_dynamic, as many steps as tokens",
+        },
         export=_export_sdar,
         licence="MIT",
     )

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse
-from mercury_jax.hub import family
+from mercury_jax.hub import family, generation
 from mercury_jax.hub.family import ConfigKeys, Family, Json, need, register
 from mercury_jax.hub.params import TensorSource
 from mercury_jax.models.dit import DiTConfig
@@ -90,6 +90,18 @@ def _bd3lm(config: Json) -> DiTConfig:
     return _config(config, block=need(config, "block_size"), pattern="block_causal", level="clipped")
 
 
+def _mdlm_decoding(config: Json, file: Json) -> dict[str, Any]:
+    """A model that takes the time predicts anew in every step."""
+    published = {
+        "rule": "ancestral" if config.get("time_conditioning") else "ancestral_cache",
+        "temperature": 1.0,
+        "block": generation.WHOLE_ANSWER,
+        "steps": 128,
+        "source": "kuleshov-group/mdlm configs/config.yaml: ddpm_cache",
+    }
+    return generation.with_generation_config(published, file)
+
+
 def _export(
     c: ModelConfig, architecture: str, model_type: str, sizes: tuple[str, ...] = SIZES, **theirs: Any
 ) -> dict[str, Any]:
@@ -116,6 +128,7 @@ register(
         names=functools.partial(_names, "backbone."),
         noise=NoiseConfig(kind="absorbing"),
         about="DiT, GPT-2's tokens, masked diffusion (arXiv 2406.07524)",
+        decoding=_mdlm_decoding,
         ignored=CONSTANTS,
         export=lambda c: _export(c, "MDLM", "mdlm", dropout=0.1, time_conditioning=c.timed),
         licence="Apache-2.0",
@@ -130,6 +143,10 @@ register(
         noise=NoiseConfig(kind="absorbing"),
         block="4, 8, 16",
         about="DiT, GPT-2's tokens, masked diffusion block by block (arXiv 2503.09573)",
+        decoding={
+            "rule": "first_hitting", "processors": {"top_p": {"p": 0.9, "crossing": 0}}, "temperature": 1.0,
+            "source": "kuleshov-group/bd3lms scripts/gen_ppl/genppl_bd3lm.sh",
+        },
         ignored=CONSTANTS,
         export=lambda c: _export(
             c, "BD3LM", "bd3lm", dropout=0.1, block_size=c.block, cross_attn=c.pattern == "block_causal", adaln=True,
@@ -147,6 +164,11 @@ register(
         names=functools.partial(_names, "backbone."),
         noise=NoiseConfig(kind="uniform"),
         about="DiT, GPT-2's tokens, uniform diffusion (arXiv 2506.10892)",
+        decoding={
+            "rule": "predictor_corrector", "params": {"kappa": 1.0, "own": 1.0, "greedy": 0}, "temperature": 1.0,
+            "block": generation.WHOLE_ANSWER,
+            "source": "s-sahoo/duo configs/config.yaml: ancestral (1000 steps for 1024 tokens)",
+        },
         ignored=CONSTANTS,
         export=lambda c: _export(c, "DUO", "DUO", dropout=0.1, causal=False),
         licence="Apache-2.0",
@@ -169,6 +191,10 @@ register(
         names=functools.partial(_names, ""),
         noise=lambda config: NoiseConfig(kind="hybrid", uniform=config.get("p_uniform", 0.0)),
         about="DiT, GPT-2's tokens, masks and uniform noise mixed (arXiv 2503.04482)",
+        decoding={
+            "rule": "hybrid_ancestral", "temperature": 1.0, "block": generation.WHOLE_ANSWER, "steps": 128,
+            "source": "dvruette/gidd gidd/configs/generate.yaml",
+        },
         ignored=CONSTANTS,
         fits=lambda config: "timestep_cond_dim" in config,
         export=lambda c: _export(c, "DIT", "dit", GIDD_SIZES, t_eps=getattr(c, "level_eps", None)),

@@ -263,6 +263,14 @@ register(
         block="32",
         about="masked blocks, experts with a sigmoid router; DMax too",
         export=_llada2_export,
+        # Nothing in the files tells 2.1, which can also edit: `mj.presets.llada21`.
+        decoding={
+            "rule": "scheduled",
+            "params": {"p": 0.95},
+            "processors": {"temperature": {"t": 1.0}},
+            "temperature": 0.0,
+            "source": "ZHZisZZ/dllm dllm/pipelines/llada2/sampler.py",
+        },
         fits=lambda config: not config.get("expert_capacity"),  # LLaDA2.2 routes whole blocks and is refused
         licence="Apache-2.0",
     ),

@@ -226,7 +226,7 @@ def _own_processors(rules: RuleSet, request: EngineRequest, own_rule: bool) -> l
             found.append(part)
             continue
         value = (r.temperature or neutral) if own_rule and part.name == "temperature" else neutral
-        found.append(dataclasses.replace(part, params={next(iter(part.params)): value}))
+        found.append(dataclasses.replace(part, params=part.params | {next(iter(part.params)): value}))
     return found
 
 

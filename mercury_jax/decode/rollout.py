@@ -1,0 +1,563 @@
+"""Reinforcement learning on the decoder: sampled answers with what a policy gradient needs, and their
+log-probabilities.
+
+`rollout` decodes answers and keeps in which pass each token was accepted and how probable its draw was.
+`token_log_probs` estimates the log-probability of each token of given answers: a masked diffusion model has
+no exact one, so published methods average over masked copies of the answer. It is differentiable in the
+parameters. The answers are laid out once on the host (`answer_batch`, by the model's own layout), so that the
+jitted loss never recompiles for other lengths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax.config import Plan, refuse
+from mercury_jax.decode import inputs
+from mercury_jax.decode.decode_config import bucket, check_equal_lengths
+from mercury_jax.decode.inputs import Seeds, WholeNumbers
+from mercury_jax.decode.registration import Between, check_number
+from mercury_jax.decode.request import Request, encode_request, start
+from mercury_jax.decode.sample import collect
+from mercury_jax.decode.sampler import Param, SamplerLike
+from mercury_jax.decode.session import advance, read_answers
+from mercury_jax.decode.token_stats import forbid
+from mercury_jax.types import LM, Key, PackedPass, Params
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A user's reward of answers; runs on the host, in Python or numpy."""
+
+    def __call__(
+        self, prompts: Sequence[inputs.PromptLike], texts: Sequence[str], /
+    ) -> Sequence[float] | np.ndarray | jax.Array:
+        """Returns one finite number per text; prompts[i] is the prompt, as it was given, that texts[i]
+        answers."""
+        ...
+
+
+def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
+    """Calls a user's reward and checks what it returns.
+
+    Args:
+        reward: The user's.
+        prompts: As they were given, one per text.
+        texts: Answers.
+
+    Returns:
+        float64 [B].
+
+    Raises:
+        ValueError: It returned something else than one finite number per text.
+    """
+    values = np.asarray(reward(prompts, texts))
+    if values.shape != (len(texts),) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
+        found = values.tolist() if values.size <= 8 else f"{values.dtype}{list(values.shape)}"
+        raise refuse("what reward returned", found, f"{len(texts)} finite numbers, one for each text")
+    return values.astype(np.float64)
+
+
+def repeat_prompts(lm: LM, prompt: Any, n: int) -> list[Any]:
+    """Returns every prompt n times, as it was given: n times the first, then n times the second, and so on.
+
+    Args:
+        lm: Its tokenizer and vocabulary check the prompts.
+        prompt: One prompt, or several.
+        n: Answers of each.
+
+    Returns:
+        Prompts, one per row.
+
+    Raises:
+        ValueError: Names what is no prompt, or a number of answers that is not allowed.
+    """
+    inputs.check_lm(lm)
+    n = inputs.check_whole("n", n, 1, inputs.MAX_TOKENS)
+    _, single = inputs.encode_prompts(lm, prompt)
+    return [one for one in ([prompt] if single else list(prompt)) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Answers drawn from the model, as a policy gradient needs them. Row i answers prompt i // n. A pytree.
+
+    An answer that the model ended has its end-of-text token as its last one: ending was a draw, too.
+    """
+
+    prompts: np.ndarray  # int [B, P], left-aligned
+    prompt_lengths: np.ndarray  # int [B]
+    tokens: np.ndarray  # int [B, S], S = the largest max_tokens
+    lengths: np.ndarray  # int [B]
+    ended: np.ndarray  # bool [B], by the model; else by max_tokens
+    commit_step: (
+        np.ndarray
+    )  # int [B, S], the row's denoising pass, from 0, that accepted the token; -1 past the length
+    log_probs: (
+        np.ndarray
+    )  # float [B, S], of each token when it was accepted, see `rollout`; 0 past the length
+    forwards: np.ndarray  # int [B], denoising and verifying passes (NFE)
+    rewards: np.ndarray | None = None  # float [B]
+    texts: list[str] = field(repr=False, default_factory=list)  # as of `sample`; dropped by JAX transforms
+
+    def batch(self, lm: LM) -> AnswerBatch:
+        """Lays the answers out for `token_log_probs`, each filled up to max_tokens as its canvas was.
+
+        Args:
+            lm: The model.
+
+        Returns:
+            The batch, with the order in which the tokens were accepted.
+        """
+        cut = lambda rows, lengths: [row[:n] for row, n in zip(rows, lengths, strict=True)]
+        prompts, answers = cut(self.prompts, self.prompt_lengths), cut(self.tokens, self.lengths)
+        size = self.tokens.shape[1]
+        return answer_batch(lm, prompts, answers, size=size, commit_step=cut(self.commit_step, self.lengths))
+
+
+_ARRAYS = (
+    "prompts", "prompt_lengths", "tokens", "lengths", "ended", "commit_step", "log_probs", "forwards", "rewards",
+)  # fmt: skip
+jax.tree_util.register_dataclass(Rollout, data_fields=_ARRAYS, meta_fields=(), drop_fields=("texts",))
+
+
+def rollout(
+    lm: LM,
+    prompt: inputs.Prompts,
+    *,
+    n: int = 1,
+    reward: Reward | None = None,
+    max_tokens: WholeNumbers = 64,
+    seed: Seeds = 0,
+    sampler: SamplerLike | None = None,
+    plan: Plan | None = None,
+    temperature: Param | Sequence[float] = 1.0,
+) -> Rollout:
+    """Draws n answers to each prompt, and keeps how each token came about.
+
+    `log_probs` are those of the behaviour policy: log softmax(logits / temperature) of the accepted token,
+    where `logits` are the model's in the pass that accepted it, after all logits processors, with the ids
+    that are never emitted removed. A token that was put back to noise and accepted again (remasking, editing,
+    uniform noise) counts as of its last acceptance. A token that nobody drew, because a block used up its
+    steps and took the argmax, has the log-probability of that argmax in the block's last pass. What the rule
+    decided (which positions, when) has no part in it: under a rule that chooses positions by confidence the
+    sum over an answer is not log p(answer).
+
+    Args:
+        lm: The model.
+        prompt: As of `sample`.
+        n: Answers of each prompt; they are adjacent rows.
+        reward: reward(prompts, texts) -> one number per text, on the host; fills `rewards`.
+        max_tokens: Most tokens of an answer, one number or one per prompt.
+        seed: As of `sample`: answer j of prompt i draws from seed + i n + j.
+        sampler: A rule, or a `Sampler`. None: the model's own.
+        plan: Block, steps, and reuse of keys.
+        temperature: Of drawn tokens, one number or one per prompt; 0 takes the argmax, whose log-probability
+            is then 0.
+
+    Returns:
+        The rollout.
+
+    Raises:
+        ValueError: Names the argument that does not fit.
+
+    Example:
+        >>> r = mj.rollout(lm, ["2+2=", "3+3="], n=8, reward=lambda prompts, texts: [len(t) for t in texts])
+        >>> r.tokens.shape, r.rewards.reshape(2, 8).mean(axis=1)
+    """
+    rows = repeat_prompts(lm, prompt, n)
+    if reward is not None and not callable(reward):
+        raise refuse("reward", reward, "a function of (prompts, texts), or None")
+    began = time.perf_counter()
+    request = Request(
+        prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
+        trajectory=True,
+    ).checked()  # fmt: skip
+    request = encode_request(lm, request)
+    session, _, _ = advance(lm, start(lm, request), None)
+    out = collect(lm, read_answers(session.state), session.prompts, began)
+    state, count = session.state, session.rows
+    kept = (state.tokens, state.prompt, state.end, state.trajectory.step, state.trajectory.log_prob)  # type: ignore
+    tokens, begin, end, step, log_prob = (np.asarray(x)[:count] for x in jax.device_get(kept))
+    ended = np.array([finish == "stop" for finish in out.finish])
+    # Positions of each answer [B, S]; the end of text is just after the text.
+    lengths, at = end - begin + ended, np.arange(int(np.max(request.max_tokens)))
+    places = np.minimum(begin[:, None] + at, tokens.shape[1] - 1)
+    inside = at < lengths[:, None]
+    read = lambda x, fill: np.where(inside, np.take_along_axis(x, places, axis=1), fill)
+    prompts, sizes = _left_aligned([p.ids for p in session.prompts], lm.model.config.pad)
+    return Rollout(
+        prompts=prompts,
+        prompt_lengths=sizes,
+        tokens=read(tokens, lm.model.config.pad),
+        lengths=lengths.astype(np.int32),
+        ended=ended,
+        commit_step=read(step, -1),
+        log_probs=read(log_prob, 0.0).astype(log_prob.dtype),
+        forwards=out.forwards,
+        rewards=None if reward is None else call_reward(reward, rows, out.texts),
+        texts=out.texts,
+    )
+
+
+def _left_aligned(
+    rows: Sequence[Sequence[int]], pad: int, size: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ragged rows as an array [B, size], and their lengths [B]."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    out = np.full((len(rows), int(lengths.max()) if size is None else size), pad, np.int32)
+    for row, ids in zip(out, rows, strict=True):
+        row[: len(ids)] = ids
+    return out, lengths
+
+
+# --- log-probabilities of given answers
+
+
+class AnswerBatch(NamedTuple):
+    """Answers to prompts, laid out for the model's attention pattern; made by `answer_batch`. N is the
+    longest text.
+
+    A row of T slots holds the clean tokens that a block of a block-wise model attends to, then its noised
+    canvases.
+    """
+
+    ids: Int[Array, "B N"]  # prompt and answer
+    prompt_lengths: Int[Array, "B"]
+    lengths: Int[Array, "B"]  # tokens of the answer that count
+    index: Int[Array, "B T"]  # the token of `ids` that each slot holds; N for none
+    positions: Int[Array, "B T"]
+    ranges: Int[Array, "B T R 2"]
+    canvas: Int[Array, "B T"]  # index of the canvas; -1 outside of canvases
+    slots: Int[Array, "B S"]  # where answer token j is noised; T for none
+    order: Int[Array, "B S"]  # rank of the pass that accepted it within its canvas, from 0; -1: not known
+
+
+def answer_batch(
+    lm: LM,
+    prompts: inputs.Prompts,
+    answers: inputs.Prompts,
+    *,
+    size: int | None = None,
+    commit_step: Sequence[Sequence[int] | np.ndarray] | None = None,
+) -> AnswerBatch:
+    """Lays answers out for `token_log_probs`. Runs on the host, once for a batch.
+
+    Args:
+        lm: A model of masked diffusion; its `Model.layout` decides which tokens attend to which.
+        prompts: As of `sample`, one per answer; or one for all of them.
+        answers: Texts or ids; append the end-of-text id where ending the answer is to count.
+        size: Positions of each answer, S: shorter ones are filled up with the end of text, which is noised
+            with the answer but has no log-probability, as decoding with max_tokens=size has it. None: the
+            longest answer, and every answer is laid out without filling.
+        commit_step: For each answer, the pass that accepted each token (`Rollout.commit_step`), for
+            estimator="trajectory".
+
+    Returns:
+        The batch; T is rounded up to a bucket, so that few shapes are compiled.
+
+    Raises:
+        ValueError: Names the argument that does not fit.
+    """
+    inputs.check_lm(lm)
+    config = lm.model.config
+    if lm.corruption.mask is None or config.autoregressive:
+        kind = "autoregressive" if config.autoregressive else "trained with uniform noise"
+        raise refuse("lm", f"a model {kind}", "a model of masked diffusion: answers are masked")
+    after, _ = inputs.encode_prompts(lm, answers, begin=False, name="answers")
+    before = inputs.prompt_rows(lm, prompts, len(after), name="prompts", row="answer")
+    longest = max(len(a.ids) for a in after)
+    width = longest if size is None else inputs.check_whole("size", size, longest, config.context)
+    if config.eos < 0 and any(len(a.ids) < width for a in after) and size is not None:
+        raise refuse("size", size, "None: no id ends an answer of this model, so that none fills it up")
+    fill = 0 if size is None else width
+    texts = [[*b, *a.ids, *[config.eos] * (fill - len(a.ids))] for b, a in zip(before, after, strict=True)]
+    for i, text in enumerate(texts):
+        if len(text) > config.context:
+            allowed = f"at most {config.context}, the context"
+            raise refuse(f"prompt and answer {i}", f"{len(text)} tokens", allowed)
+    # The layout of the numbers 0, 1, 2, ...: each slot then holds the index of its token.
+    laid = [
+        lm.model.layout(np.arange(len(text), dtype=np.int32), len(b), all_clean=False)
+        for text, b in zip(texts, before, strict=True)
+    ]
+    total = max(len(one.tokens) for one in laid)
+    if lm.model.hides_padding:
+        total = bucket(total)
+    else:
+        check_equal_lengths("prompts with their answers", [len(text) for text in texts])
+    ids, _ = _left_aligned(texts, config.pad, bucket(max(map(len, texts))))
+    pad = lambda x, value: np.pad(x, [(0, total - len(x))] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+    slots = [np.flatnonzero(one.editable)[:width] for one in laid]
+    order = np.full((len(laid), width), -1, np.int32)
+    if commit_step is not None:
+        allowed = "a list for each answer, with one number for each of its tokens"
+        if not isinstance(commit_step, Sequence) or not all(
+            isinstance(x, Sequence | np.ndarray) for x in commit_step
+        ):
+            raise refuse("commit_step", commit_step, allowed)
+        if [len(x) for x in commit_step] != [len(a.ids) for a in after]:
+            raise refuse("commit_step", "lists of other lengths", allowed)
+        for row, steps, one, at in zip(order, commit_step, laid, slots, strict=True):
+            row[: len(steps)] = _ranks(np.asarray(steps), one.canvas[at[: len(steps)]])
+    return AnswerBatch(
+        ids=ids,
+        prompt_lengths=np.array([len(b) for b in before], np.int32),
+        lengths=np.array([len(a.ids) for a in after], np.int32),
+        index=np.stack([pad(one.tokens, ids.shape[1]) for one in laid]),
+        positions=np.stack([pad(one.positions, 0) for one in laid]),
+        ranges=np.stack([pad(one.ranges, 0) for one in laid]),
+        canvas=np.stack([pad(one.canvas, -1) for one in laid]),
+        slots=_left_aligned(slots, total, width)[0],  # type: ignore[arg-type]
+        order=order,
+    )  # type: ignore[arg-type]
+
+
+def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
+    """Ranks of the passes within each canvas: 0 for its first pass that accepted a token."""
+    ranks = np.zeros(len(steps), np.int32)
+    for c in np.unique(canvas):
+        ranks[canvas == c] = np.unique(steps[canvas == c], return_inverse=True)[1]
+    return ranks
+
+
+def _log_probs_under(
+    lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"]
+) -> Float[Array, "B S"]:
+    """One forward pass: log p of each answer token where `masked` answer tokens and `hidden` prompt tokens
+    are masks."""
+    count, total = batch.index.shape
+    spread = jnp.zeros((count, total), bool)
+    noised = jax.vmap(lambda row, at, which: row.at[at].set(which, mode="drop"))(spread, batch.slots, masked)
+    # A prompt token in a block's canvas and its clean copy are hidden together.
+    of_slots = lambda x, fill: jnp.take_along_axis(
+        jnp.pad(x, [(0, 0), (0, 1)], constant_values=fill), batch.index, 1
+    )
+    noised |= of_slots(hidden, False)
+    tokens = jnp.where(noised, lm.corruption.mask, of_slots(batch.ids, lm.model.config.pad))
+    time = None
+    if lm.model.config.timed:  # of a canvas: the share of its answer tokens that are masks
+        answer = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(spread, batch.slots)
+        same = (batch.canvas[:, :, None] == batch.canvas[:, None]) & answer[:, None]  # [B, T, T]
+        share = jnp.sum(same & noised[:, None], -1) / jnp.maximum(jnp.sum(same, -1), 1)
+        time = jnp.where(batch.canvas >= 0, share, 0.0)
+    given = PackedPass(tokens, batch.positions, batch.ranges, time=time)
+    at = jnp.minimum(batch.slots, total - 1)
+    gather = lambda x: jax.vmap(lambda row, i: row[i])(x, at)
+    logits = lm.model.head(params, jax.tree.map(gather, lm.model.apply(params, given)))  # [B, S, V]
+    logits = jax.vmap(lambda x: forbid(x, lm.corruption.forbidden))(logits)
+    places = batch.prompt_lengths[:, None] + jnp.arange(at.shape[1])
+    target = jnp.take_along_axis(jnp.asarray(batch.ids), jnp.minimum(places, batch.ids.shape[1] - 1), axis=1)
+    chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+    inside = jnp.arange(at.shape[1]) < batch.lengths[:, None]
+    return jnp.where(inside, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
+
+
+def _several_passes(
+    lm: LM, params: Params, batch: AnswerBatch, masks: Bool[Array, "K B S"]
+) -> Float[Array, "K B S"]:
+    """`_log_probs_under` for K masks, the prompt visible, as one pass over K * B rows."""
+    many = jax.tree.map(lambda x: jnp.tile(x, (len(masks), *[1] * (x.ndim - 1))), batch)
+    visible = jnp.zeros(many.ids.shape, bool)
+    found = _log_probs_under(lm, params, many, masks.reshape(-1, masks.shape[-1]), visible)
+    return found.reshape(masks.shape)
+
+
+def _diffu_grpo(
+    lm: LM, params: Params, batch: AnswerBatch, key: Key, mask_prompt: float
+) -> Float[Array, "B S"]:
+    """log p of each token in one pass, all answer tokens masked and each prompt token with `mask_prompt`."""
+    in_prompt = jnp.arange(batch.ids.shape[1]) < batch.prompt_lengths[:, None]
+    hidden = in_prompt & (jax.random.uniform(key, batch.ids.shape) < mask_prompt)
+    return _log_probs_under(lm, params, batch, jnp.ones(batch.slots.shape, bool), hidden)
+
+
+def _coupled_grpo(
+    lm: LM, params: Params, batch: AnswerBatch, key: Key, low: float, high: float
+) -> Float[Array, "B S"]:
+    """Half of log p with all masked, and half of log p under the one of two complementary masks that has the
+    token."""
+    ratio_key, mask_key = jax.random.split(key)
+    ratio = jax.random.uniform(ratio_key, (), minval=low, maxval=high)
+    first = jax.random.uniform(mask_key, batch.slots.shape) < ratio
+    all_masked, under_first, under_rest = _several_passes(
+        lm, params, batch, jnp.stack([jnp.ones_like(first), first, ~first])
+    )
+    return (all_masked + jnp.where(first, under_first / ratio, under_rest / (1.0 - ratio))) / 2
+
+
+def _elbo(
+    lm: LM, params: Params, batch: AnswerBatch, key: Key, sample: int, samples: int
+) -> Float[Array, "B S"]:
+    """m / k times log p of the k masked tokens of each canvas of m, k uniform in 1..m and stratified over the
+    samples."""
+    canvas = jnp.take_along_axis(
+        jnp.pad(batch.canvas, [(0, 0), (0, 1)], constant_values=-1), batch.slots, axis=1
+    )
+    same = (canvas[:, :, None] == canvas[:, None]) & (canvas >= 0)[:, None]  # [B, S, S] tokens of one canvas
+    most = jnp.maximum(same.sum(-1), 1)
+    u = jax.random.uniform(
+        key, (canvas.shape[0], canvas.shape[1] + 1)
+    )  # one per canvas, the same in every sample
+    u = (jnp.take_along_axis(u, jnp.maximum(canvas, 0), axis=1) + sample / samples) % 1.0
+    score = jax.random.uniform(jax.random.fold_in(key, sample + 1), canvas.shape)
+    before = jnp.sum(same & (score[:, None] < score[:, :, None]), axis=-1)  # rank of each token in its canvas
+    k = jnp.minimum(1 + jnp.floor(most * u), most)
+    masked = before < k
+    found = _log_probs_under(lm, params, batch, masked, jnp.zeros(batch.ids.shape, bool))
+    return jnp.where(masked, found * most / k, 0.0)
+
+
+def _along_trajectory(lm: LM, params: Params, batch: AnswerBatch, passes: int) -> Float[Array, "B S"]:
+    """log p of each token in the pass that accepted it, what later passes accepted being masked."""
+    last = jnp.maximum(jnp.max(batch.order, axis=1, keepdims=True) + 1, 1)
+    # More ranks than passes: neighbouring ranks share a pass. Tokens past the answer stay masked.
+    rank = jnp.where(last > passes, batch.order * passes // last, batch.order)
+    rank = jnp.where(batch.order < 0, passes, rank)
+
+    def one(k: Array) -> Array:
+        found = _log_probs_under(lm, params, batch, rank >= k, jnp.zeros(batch.ids.shape, bool))
+        return jnp.where(rank == k, found, 0.0)
+
+    return jax.lax.map(one, jnp.arange(passes)).sum(axis=0)
+
+
+# The options of each estimator, with their defaults.
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "diffu_grpo": {"samples": 1, "mask_prompt": 0.15},
+    "coupled_grpo": {"samples": 1, "ratios": (0.2, 0.8)},
+    "elbo": {"samples": 1},
+    "trajectory": {"passes": None},
+}
+
+
+def token_log_probs(
+    lm: LM,
+    params: Params,
+    batch: AnswerBatch,
+    key: Key | None = None,
+    *,
+    estimator: str = "diffu_grpo",
+    samples: int | None = None,
+    mask_prompt: float | None = None,
+    ratios: tuple[float, float] | None = None,
+    passes: int | None = None,
+) -> Float[Array, "B S"]:
+    """Estimates the log-probability of each token of given answers. Pure, jittable, differentiable in
+    `params`.
+
+    Policies that are compared (new, old, reference) must be given the same key, so that they see the same
+    masks.
+
+    `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability
+        `mask_prompt`
+    (d1, arXiv 2504.12216; `_get_per_token_logps` of its diffu-GRPO trainer). With `mask_prompt=0` it is exact
+    for answers of one token.
+
+    `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its
+        complement. With
+    the ratio t of M uniform in `ratios`, a token gets (log p_full + log p_M / t) / 2 where M masks it, else
+    (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in
+    ml-diffucoder). Its expectation is not log p: of an answer of one token it is 1.5 log p.
+
+    `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of
+        m, k
+    uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on
+    log p.
+
+    `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later
+        (TraceRL,
+    arXiv 2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the
+    rollout, at temperature 1, without processors and without remasking; with fewer, neighbouring passes are
+    merged.
+
+    Args:
+        lm: The model; its own parameters are not used.
+        params: Parameters.
+        batch: From `answer_batch` or `Rollout.batch`.
+        key: Draws the masks; None for `trajectory`, which draws none.
+        estimator: "diffu_grpo", "coupled_grpo", "elbo" or "trajectory".
+        samples: Estimates that are averaged, each with masks of its own; those of `elbo` are stratified in k.
+            None: 1.
+        mask_prompt: Of `diffu_grpo`, a probability. None: 0.15, as d1 trains.
+        ratios: Of `coupled_grpo`, the range of t. None: (0.2, 0.8), as ml-diffucoder.
+        passes: Of `trajectory`. None: as many as the longest canvas took, which needs a batch that is not
+            traced.
+
+    Returns:
+        Nats [B, S], 0 past the end of an answer.
+
+    Raises:
+        ValueError: Names the argument that does not fit.
+
+    Departs from the references: the ids that are never emitted (the mask among them) are removed before the
+    softmax, as decoding does. In models that decode block by block each block is a canvas that attends to the
+    clean blocks before it, and masks are drawn within it; the references know bidirectional models only,
+    where the answer is one canvas.
+
+    Example:
+        >>> batch = mj.rollout(lm, prompts, n=8).batch(lm)
+        >>> loss = lambda params: -(advantages[:, None] * mj.token_log_probs(lm, params, batch, key)).sum()
+        >>> jax.grad(loss)(lm.params)
+    """
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+        raise refuse("estimator", estimator, ", ".join(ESTIMATORS))
+    options = dict(ESTIMATORS[estimator])
+    for name, value in {
+        "samples": samples,
+        "mask_prompt": mask_prompt,
+        "ratios": ratios,
+        "passes": passes,
+    }.items():
+        if value is not None and name not in options:
+            raise refuse(name, value, f"None: {estimator} takes {', '.join(options)}")
+        options |= {name: value} if value is not None else {}
+    if not isinstance(batch, AnswerBatch):
+        raise refuse("batch", type(batch).__name__, "an AnswerBatch of answer_batch or Rollout.batch")
+    if estimator == "trajectory":
+        made = _trajectory_passes(batch, options["passes"])
+        return _along_trajectory(lm, params, jax.tree.map(jnp.asarray, batch), made)
+    if key is None or not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        raise refuse("key", key, f"a key of jax.random.key, which draws the masks of {estimator}")
+    batch, count = (
+        jax.tree.map(jnp.asarray, batch),
+        inputs.check_whole("samples", options["samples"], 1, 2**20),
+    )
+    if estimator == "elbo":
+        found = [_elbo(lm, params, batch, key, i, count) for i in range(count)]
+    elif estimator == "diffu_grpo":
+        share = check_number("mask_prompt", options["mask_prompt"], Between(0, 1))
+        found = [_diffu_grpo(lm, params, batch, jax.random.fold_in(key, i), share) for i in range(count)]
+    else:
+        pair = options["ratios"]
+        numbers = (
+            isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, int | float) for x in pair)
+        )
+        if not numbers or not 0 < pair[0] <= pair[1] < 1:
+            raise refuse("ratios", pair, "(low, high) with 0 < low <= high < 1")
+        low, high = pair
+        found = [
+            _coupled_grpo(lm, params, batch, jax.random.fold_in(key, i), low, high) for i in range(count)
+        ]
+    return jnp.mean(jnp.stack(found), axis=0)
+
+
+def _trajectory_passes(batch: AnswerBatch, passes: int | None) -> int:
+    """The passes of the estimator `trajectory`, checked."""
+    if passes is not None:
+        return inputs.check_whole("passes", passes, 1, inputs.MAX_TOKENS)
+    if isinstance(batch.order, Tracer):
+        raise refuse("passes", None, "a whole number from 1 on, where the batch is traced")
+    most = int(np.max(np.asarray(batch.order))) + 1
+    if most < 1:
+        raise refuse("batch", "one without commit_step", "answer_batch(..., commit_step=), or Rollout.batch")
+    return most

@@ -1,0 +1,571 @@
+"""from_function(): a denoiser of one's own as an `LM`, for sampling, infilling, editing and scoring.
+
+The denoiser is any pure function of parameters and a canvas, `apply(params, tokens [B, L]) -> logits [B, L, V]`: a
+Flax Linen or NNX module, an Equinox module, or plain JAX. It sees the whole canvas in every pass and keeps no KV
+cache, so it becomes a `types.Model` with the pattern "bidirectional" whose cache is empty. `check_function` runs it on
+a small canvas and refuses what would give wrong text silently: padding that it sees, causal attention, randomness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from mercury_jax import noise as noises
+from mercury_jax.config import Alignment, ModelConfig, NoiseConfig, NoiseKind, Pattern, one_of, refuse
+from mercury_jax.hub.tokenizer import IdTokenizer
+from mercury_jax.models import masks
+from mercury_jax.types import LM, Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
+
+OPTIONAL = ("lengths", "attention_mask", "positions", "time")  # further arguments that `apply` may take
+PROBE = 8  # positions of the canvas of `check_function`
+MOST = 1_000_000_000  # of vocab and context
+
+# What JAX raises where a function needs the value of an array that is only traced.
+_NOT_JITTABLE = {
+    jax.errors.TracerBoolConversionError: "decides by the value of an array in Python (if, while, and, or, not)",
+    jax.errors.TracerIntegerConversionError: "uses an array as a Python int",
+    jax.errors.TracerArrayConversionError: "gives an array to numpy; jax.numpy has the same function",
+    jax.errors.NonConcreteBooleanIndexError: "selects by a mask, which gives an unknown shape; jnp.where does not",
+    jax.errors.ConcretizationTypeError: "needs the value of an array",
+    jax.errors.UnexpectedTracerError: "keeps an array of an earlier trace",
+}
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """The least that a tokenizer must do: text to ids and back."""
+
+    def encode(self, text: str) -> Any:
+        """The ids of a text: a list, an array, or an object whose `ids` they are."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionConfig(ModelConfig):
+    """What decoding needs to know of a function. Sizes that it does not state, such as `width`, are unused.
+
+    Attributes:
+        takes: Which arguments of `OPTIONAL` the function takes.
+    """
+
+    pattern: Pattern = "bidirectional"
+    takes: tuple[str, ...] = ()
+
+
+def from_function(
+    apply: Callable[..., jax.Array],
+    params: Params,
+    *,
+    vocab: int,
+    context: int,
+    mask: int | None = None,
+    noise: NoiseKind | NoiseConfig | None = None,
+    eos: int | Sequence[int] | None = None,
+    forbidden: Sequence[int] = (),
+    tokenizer: TextTokenizer | None = None,
+    alignment: Alignment = "same_position",
+    block: int | None = None,
+    name: str = "own model",
+    check: bool = True,
+) -> LM:
+    """Makes an `LM` of a denoiser of one's own, which all public calls then take.
+
+    Args:
+        apply: A pure function `apply(params, tokens) -> logits`: ids int32 [B, L] to logits [B, L, V] of the token at
+            each position. Every position attends to all others. L varies from call to call. Where it has parameters of
+            these names it is also given
+                lengths         int32 [B]: each row's first `lengths` positions hold tokens, the rest is padding;
+                attention_mask  bool [B, L, L]: whether query i may attend to key j;
+                positions       int32 [B, L], beside `attention_mask`: of each token, for rules that add masks to
+                                the sequence which nothing attends to (`wino`, `blind_editing`);
+                time            float32 [B] in 0..1: the time of each row's noise, 1 for all noise.
+            Without `lengths` and `attention_mask` it cannot tell padding from tokens: then it never sees any, the rows
+            of a batch must have one length, and each length compiles its own program.
+        params: Its parameters, a pytree of arrays.
+        vocab: V, number of logits of a position.
+        context: Most positions of a canvas, prompt and answer together.
+        mask: The id of the mask, for absorbing and hybrid noise.
+        noise: "absorbing", "uniform", "hybrid", or a `NoiseConfig` with the schedule that it was trained with. None:
+            absorbing, which needs `mask`.
+        eos: The id that ends an answer, or several; None: no id does, and answers have `max_tokens` tokens.
+        forbidden: Ids that are never emitted, beside the mask.
+        tokenizer: With `encode(text)` and `decode(ids)`, such as `mj.Tokenizer` or one of the package tokenizers. None:
+            prompts are ids, and texts are ids as decimal numbers.
+        alignment: "shifted" if the logits at position i - 1 predict position i, as those of a model that was made from
+            an autoregressive one.
+        block: Positions of an active block where the plan names none; None: the whole answer.
+        name: For messages and reports.
+        check: Run `check_function` (five passes over a small canvas). False: only trace the function.
+
+    Returns:
+        The model. Equal arguments give equal models, which share compiled programs.
+
+    Raises:
+        ValueError: Names the argument that does not fit, or what the function does wrong.
+
+    Example:
+        >>> net = Denoiser()  # a Flax module
+        >>> lm = mj.from_function(net.apply, net.init(key, tokens), vocab=12, context=64, mask=10)
+        >>> mj.sample(lm, [3, 4, 5], max_tokens=8).tokens[0]
+    """
+    takes = _optional_arguments(apply)
+    vocab, context = _whole("vocab", vocab, 2, MOST), _whole("context", context, 1, MOST)
+    noise_config = _noise_config(noise, mask)
+    if mask is not None:
+        mask = _id("mask", mask, vocab)
+    ends = [] if eos is None else [eos] if isinstance(eos, int | np.integer) else _ids("eos", eos, vocab)
+    ends = [_id("eos", i, vocab) for i in ends]
+    never = _ids("forbidden", forbidden, vocab)
+    for i in (*([] if mask is None else [mask]), *never):
+        if i in ends:
+            raise refuse("eos", i, "an id that may be emitted: it is the mask, or in forbidden")
+    one_of(Alignment, alignment=alignment)
+    if not isinstance(name, str) or not name:
+        raise refuse("name", name, "a text")
+    if not isinstance(check, bool):
+        raise refuse("check", check, "True or False")
+    check_arrays("params", params)
+    config = FunctionConfig(
+        vocab=vocab, context=context, mask=mask, eos=ends[0] if ends else -1, ends=tuple(ends[1:]),
+        block=context if block is None else _whole("block", block, 1, context),
+        alignment=alignment, timed="time" in takes, takes=takes,
+    )  # fmt: skip
+    own = _own_tokenizer(tokenizer, config)
+    # Of ours, special tokens are known; of another tokenizer no id is special, not even 0.
+    special = () if isinstance(own, IdTokenizer) else noises.specials(own, vocab)
+    never = tuple(i for i in dict.fromkeys((*never, *special)) if i not in (mask, *ends))
+    corruption = _corruption(noise_config, vocab, mask, never)
+    try:
+        hash(apply)
+    except TypeError:  # such as the method of a module with a list in a field
+        function = apply
+        apply = lambda params, tokens, **given: function(params, tokens, **given)
+    example = _example(config, jnp.zeros((2, min(PROBE, context)), jnp.int32))
+    traced = jax.eval_shape(functools.partial(_logits, apply, config), params, example)
+    config = dataclasses.replace(config, dtype=traced.dtype.name)
+    lm = LM(_model_of(apply, config), params, own, corruption, name, {"source": "mj.from_function"})
+    if check and all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(params)):
+        check_function(lm)
+    return lm
+
+
+# They are compared by identity, and a program belongs to them: equal arguments must give the same.
+_corruption = functools.lru_cache(maxsize=64)(noises.build)
+_id_tokenizer = functools.lru_cache(maxsize=64)(IdTokenizer)
+
+
+# --- the arguments
+
+
+def _optional_arguments(apply: Any) -> tuple[str, ...]:
+    """Which arguments of `OPTIONAL` a function takes; refuses one that cannot be called with (params, tokens)."""
+    allowed = "a function apply(params, tokens) -> logits"
+    if isinstance(apply, type) or not callable(apply):
+        hint = "; of a Flax module its method: module.apply" if hasattr(apply, "apply") else ""
+        raise refuse("apply", apply, allowed + hint)
+    try:
+        parameters = inspect.signature(apply).parameters.values()
+    except (TypeError, ValueError):
+        raise refuse("apply", apply, f"{allowed} whose signature Python can read") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        hint = f". Of a module with its own parameters: {_MODULE_HINT}"
+        raise refuse("arguments of apply", _signature(apply), allowed + hint)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    further = [p for p in named if p not in positional[:2]]
+    takes = tuple(name for name in OPTIONAL if name in [p.name for p in further])
+    for p in (*positional[2:], *further):
+        if p.name not in takes and p.default is p.empty:
+            raise refuse(
+                f"argument {p.name} of apply", "without a default", f"{', '.join(OPTIONAL)}, or a default"
+            )
+    if "positions" in takes and "attention_mask" not in takes:
+        raise refuse("argument positions of apply", "alone", "beside attention_mask")
+    if {"lengths", "attention_mask"} <= set(takes):
+        raise refuse(
+            "arguments of apply", "lengths and attention_mask", "one of them, which both hide padding"
+        )
+    return takes
+
+
+_MODULE_HINT = (
+    "graph, params = nnx.split(module) and lambda params, tokens: nnx.merge(graph, params)(tokens); or "
+    "params, static = eqx.partition(module, eqx.is_array) and "
+    "lambda params, tokens: jax.vmap(eqx.combine(params, static))(tokens)"
+)
+
+
+def _signature(function: Any) -> str:
+    return str(inspect.signature(function))
+
+
+def _noise_config(noise: Any, mask: Any) -> NoiseConfig:
+    """The noise as a config; refuses one that does not go with the mask."""
+    if noise is None:
+        if mask is None:
+            raise refuse(
+                "mask",
+                None,
+                "the id of the mask, or noise='uniform' for a model that was trained without one",
+            )
+        noise = "absorbing"
+    if isinstance(noise, str) and noise in get_args(NoiseKind):
+        noise = NoiseConfig(kind=noise)  # pyright: ignore[reportArgumentType]
+    if not isinstance(noise, NoiseConfig):
+        raise refuse("noise", noise, f"{', '.join(get_args(NoiseKind))}, a NoiseConfig, or None")
+    if noise.kind == "uniform" and mask is not None:
+        raise refuse("mask", mask, "None for uniform noise; an id that it never draws belongs into forbidden")
+    if noise.kind != "uniform" and mask is None:
+        raise refuse("mask", None, f"an id: {noise.kind} noise needs one")
+    return noise
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise refuse(name, value, f"a whole number in {low}..{high}")
+    return int(value)
+
+
+def _id(name: str, value: Any, vocab: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < vocab:
+        raise refuse(name, value, f"an id in 0..{vocab - 1}")
+    return int(value)
+
+
+def _ids(name: str, values: Any, vocab: int) -> list[int]:
+    """A list of ids."""
+    if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+        raise refuse(name, values, f"ids in 0..{vocab - 1}")
+    return [_id(name, i, vocab) for i in values]
+
+
+def check_arrays(name: str, params: Any) -> None:
+    """Checks that parameters are a pytree of arrays.
+
+    Args:
+        name: What errors call it.
+        params: Arrays, or their shapes.
+
+    Raises:
+        ValueError: Names the leaf that is something else.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise refuse(
+                where, leaf, "an array. Of an Equinox module, eqx.partition(module, eqx.is_array) has them"
+            )
+
+
+# --- the tokenizer
+
+
+@dataclass(frozen=True)
+class PlainTokenizer(IdTokenizer):
+    """A tokenizer of one's own as decoding takes it: texts, without special tokens and conversations.
+
+    Attributes:
+        text: Has `encode` and `decode`.
+    """
+
+    text: Any = None
+
+    def encode(self, *texts: Any, **options: object) -> list[int]:
+        """Encodes a text; tokenizers that put special tokens around it are told not to.
+
+        Args:
+            *texts: One text.
+            **options: None.
+
+        Returns:
+            Ids.
+
+        Raises:
+            ValueError: The user's tokenizer returns something else than ids of the vocabulary.
+        """
+        found = _encode(self.text)(texts[0])
+        ids = np.asarray(getattr(found, "ids", found))
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise refuse("what tokenizer.encode returned", found, "a list of ids")
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            allowed = f"ids in 0..{self.vocab_size - 1}, the vocabulary of the model"
+            raise refuse("what tokenizer.encode returned", [int(ids.min()), int(ids.max())], allowed)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Decodes ids.
+
+        Args:
+            ids: Any iterable of integers.
+            skip_special: Leave the mask and the ids that end an answer out.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: The user's tokenizer fails, or returns something else than a text.
+        """
+        hidden = {self.mask, *self.ends} if skip_special else set()
+        shown = [i for i in map(int, ids) if i not in hidden]
+        try:
+            found = self.text.decode(shown)
+        except Exception as error:  # whatever the user's code raises for an id that it does not know
+            allowed = "ids that it can decode: those without a text belong into forbidden"
+            raise refuse("ids of tokenizer.decode", sorted(set(shown)), f"{allowed} ({error})") from error
+        if not isinstance(found, str):
+            raise refuse("what tokenizer.decode returned", found, "a text")
+        return found
+
+    def render(self, *messages: object, **options: object) -> NoReturn:
+        """Raises ValueError, as do `follow` and `example`: there is no chat template.
+
+        Args:
+            *messages: A conversation.
+            **options: Of the other tokenizers.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise refuse("prompt", messages[0], "a text or ids: this tokenizer has no chat template")
+
+    follow = example = render
+
+
+@functools.lru_cache(maxsize=16)
+def _encode(tokenizer: Any) -> Callable[[str], Any]:
+    try:
+        special = "add_special_tokens" in inspect.signature(tokenizer.encode).parameters
+    except (TypeError, ValueError):
+        special = False
+    return functools.partial(tokenizer.encode, add_special_tokens=False) if special else tokenizer.encode
+
+
+def _own_tokenizer(tokenizer: Any, config: FunctionConfig) -> Any:
+    """The tokenizer with all that decoding relies on; ids as decimal numbers where there is none."""
+    ends = (config.eos, *config.ends)
+    if tokenizer is None:
+        return _id_tokenizer(config.vocab, config.mask, config.pad, ends)
+    if isinstance(tokenizer, type) or not isinstance(tokenizer, TextTokenizer):
+        raise refuse("tokenizer", tokenizer, "an object with encode(text) and decode(ids), or None")
+    size = getattr(tokenizer, "vocab_size", 0)
+    if isinstance(size, int) and size > config.vocab:
+        raise refuse("vocab", config.vocab, f"{size} or more, as many ids as the tokenizer has")
+    if hasattr(tokenizer, "split_answer"):  # one of ours
+        return tokenizer
+    return PlainTokenizer(config.vocab, config.mask, config.pad, ends, tokenizer)
+
+
+# --- the function as a model
+
+
+class Canvas(NamedTuple):
+    """All that a function may ask of a pass; see `from_function`."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    attention_mask: Bool[Array, "B T T"] | None
+    positions: Int[Array, "B T"]
+    time: Float[Array, "B"] | None
+
+
+def _example(
+    config: FunctionConfig, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None
+) -> Canvas:
+    """A canvas of these tokens, at time 0.5."""
+    rows, size = tokens.shape
+    lengths = jnp.full((rows,), size) if lengths is None else lengths
+    at = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    attends = jnp.broadcast_to((at < lengths[:, None])[:, None], (rows, size, size))
+    return Canvas(tokens, lengths, attends, at, jnp.full((rows,), 0.5) if config.timed else None)
+
+
+def _logits(
+    apply: Callable[..., Any], config: FunctionConfig, params: Params, canvas: Canvas
+) -> Float[Array, "B T V"]:
+    """Calls the function while tracing, checks what it returns, and aligns the logits with the canvas."""
+    given = {name: getattr(canvas, name) for name in config.takes}
+    rows, size = canvas.tokens.shape
+    call = f"apply(params, tokens int32[{rows}, {size}])"
+    try:
+        found = apply(params, canvas.tokens, **given)
+    except Exception as error:  # whatever the user's code and its library raise
+        for kind, reason in _NOT_JITTABLE.items():
+            if isinstance(error, kind):
+                raise ValueError(
+                    f"apply cannot be compiled: it {reason}; allowed: jax.numpy alone"
+                ) from error
+        lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        raise ValueError(f"{call} fails: {': '.join(lines)}") from error
+    shape, kind = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if shape is None or kind is None:
+        allowed = "one array of logits"
+        raise refuse(f"what {call} returned", type(found).__name__, allowed)
+    if shape != (rows, size, config.vocab) or not jnp.issubdtype(kind, jnp.floating):
+        allowed = f"floating-point logits [{rows}, {size}, {config.vocab}]: [B, L, vocab]"
+        raise refuse(f"what {call} returned", f"{kind}{list(shape)}", allowed)
+    found = jnp.asarray(found)
+    if config.alignment == "shifted":  # the first position has nothing before it, and keeps its own
+        found = jnp.concatenate([found[:, :1], found[:, :-1]], axis=1)
+    return found.astype(accumulation_dtype(kind))
+
+
+@functools.lru_cache(maxsize=64)
+def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
+    """The function as a model; equal arguments give the same one, so that programs are shared."""
+    masked = "attention_mask" in config.takes
+
+    def padded(params: Params, canvas: Canvas) -> Float[Array, "B T V"]:
+        # A bucket may be wider than the context, where a table of positions ends; nothing is used there.
+        size = canvas.tokens.shape[1]
+        if size <= config.context:
+            return _logits(apply, config, params, canvas)
+        attends = canvas.attention_mask
+        cut = lambda x: x[:, : config.context]
+        canvas = canvas._replace(
+            tokens=cut(canvas.tokens),
+            positions=cut(canvas.positions),
+            attention_mask=None if attends is None else cut(attends)[:, :, : config.context],
+        )
+        behind = ((0, 0), (0, size - config.context), (0, 0))
+        return jnp.pad(_logits(apply, config, params, canvas), behind)
+
+    def forward(
+        params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> tuple[Array, Cache]:
+        rows, size = given.tokens.shape
+        # A frozen row uses nothing; it gets no padding, so that no softmax runs over nothing.
+        lengths = jnp.where(given.used > 0, given.used, size)
+        if not masked:
+            at = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
+            return padded(params, Canvas(given.tokens, lengths, None, at, given.time)), given.cache
+        capacity = 4 * size
+        inputs = masks.cache_pass_inputs(config, given, capacity)
+        assert inputs.slots is not None
+        attends = _attends(
+            inputs.ranges, jnp.broadcast_to(inputs.slots, inputs.tokens.shape), capacity, lengths
+        )
+        canvas = Canvas(inputs.tokens, lengths, attends, inputs.positions, given.time)
+        call = padded if given.leave_one_out is None else functools.partial(_logits, apply, config)
+        return call(params, canvas), given.cache
+
+    def apply_packed(
+        params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+    ) -> Array:
+        size = given.tokens.shape[1]
+        ranges = jnp.broadcast_to(given.ranges, (*given.tokens.shape, *given.ranges.shape[2:]))
+        lengths = jnp.max(ranges[..., 1], axis=(1, 2))
+        slots = jnp.broadcast_to(jnp.arange(size), given.tokens.shape)
+        attends = _attends(ranges, slots, size, lengths) if masked else None
+        positions = jnp.broadcast_to(given.positions, given.tokens.shape)
+        # A clean token has time 0: that of the row is the time of its canvas.
+        time = given.time if given.time is None or given.time.ndim == 1 else given.time.max(axis=1)
+        return padded(params, Canvas(given.tokens, lengths, attends, positions, time))
+
+    def no_init(key: Key) -> NoReturn:
+        raise refuse("lm.model.init", "called", "the parameters that from_function was given")
+
+    return Model(
+        config=config,
+        init=no_init,
+        apply=apply_packed,
+        forward=forward,
+        head=lambda params, hidden: hidden,
+        condition=lambda params, logits: (),
+        empty_cache=lambda batch, slots: (),
+        encodable=functools.partial(masks.encodable, config),
+        layout=functools.partial(masks.layout, config),
+        shardings=(),
+        hides_padding=masked or "lengths" in config.takes,
+        reuses_keys=False,
+        leave_one_out="positions" in config.takes,
+    )
+
+
+def _attends(
+    ranges: Int[Array, "B T R 2"], slots: Int[Array, "B T"], capacity: int, lengths: Int[Array, "B"]
+) -> Bool[Array, "B T T"]:
+    """Key ranges over cache slots as a mask over the tokens of the pass.
+
+    A query without keys (padding) attends to the row's tokens instead: a softmax over nothing is NaN in some
+    implementations, and NaN values spread through the next layer however small their weight is.
+    """
+    key = slots[:, None, :, None]  # [B, 1, T, 1]
+    inside = (key >= ranges[:, :, None, :, 0]) & (key < ranges[:, :, None, :, 1])  # [B, T, T, R]
+    attends = inside.any(axis=-1) & (slots < capacity)[:, None]
+    row = (jnp.arange(slots.shape[1]) < lengths[:, None])[:, None]
+    return jnp.where(attends.any(axis=-1, keepdims=True), attends, row)
+
+
+# --- what a function may do wrong
+
+
+def check_function(lm: LM) -> None:
+    """Runs the function of an `LM` on a small canvas and refuses what would give wrong text without an error.
+
+    Two rows of random ids go through the model as decoding calls it. Compared bit for bit, in one compiled program:
+    another token in the second row must not change the first one; another last token must change logits before it, or
+    the function is causal (a function without attention passes); and, where the function takes `lengths` or
+    `attention_mask`, other ids in the padding must change nothing. It is traced twice, to find constants that differ
+    (numpy's random numbers, a counter).
+
+    Args:
+        lm: From `from_function`.
+
+    Raises:
+        ValueError: Says what the function does.
+    """
+    model, config = lm.model, lm.model.config
+    size = min(PROBE, config.context)
+    ids = np.random.default_rng(0).integers(0, config.vocab, (2, size)).astype(np.int32)
+
+    def passes(params: Params, tokens: Array, used: Array) -> Array:
+        zero = jnp.zeros((2,), jnp.int32)
+        time = jnp.full((2,), 0.5) if config.timed else None
+        given = Pass(tokens, (), zero, used, used, jnp.zeros((2,), bool), time=time)
+        return model.forward(params, given)[0]
+
+    whole = np.full(2, size, np.int32)
+    programs = [jax.jit(lambda *given: passes(*given)).lower(lm.params, ids, whole) for _ in range(2)]
+    if programs[0].as_text() != programs[1].as_text():
+        allowed = "a pure function: no random numbers but those of parameters, no state outside of it"
+        raise refuse("apply", "another program each time it is traced", allowed)
+    run = programs[0].compile()
+    logits = lambda tokens, used=whole: np.asarray(run(lm.params, tokens, used))
+
+    def changed(row: int, at: int) -> np.ndarray:
+        """Ids with another token at one place."""
+        other = ids.copy()
+        other[row, at] = (other[row, at] + 1) % config.vocab
+        return other
+
+    differs = lambda a, b: ~np.isclose(a, b, rtol=0, atol=0, equal_nan=True).all(axis=-1)  # [B, L]
+    first = logits(ids)
+    last, begun = differs(first, logits(changed(1, -1))), differs(first, logits(changed(1, 0)))
+    if last[0].any() or begun[0].any():
+        raise refuse(
+            "apply", "a function in which a row changes the logits of another", "rows that are independent"
+        )
+    if begun[1, 2:].any() and not last[1, :-1].any():
+        allowed = "one in which every position attends to all others; check=False takes it as it is"
+        raise refuse("apply", "a causal function: no logits depend on a later token", allowed)
+    if model.hides_padding and size > 2:
+        short = np.array([size, size - 2], np.int32)
+        padding = differs(logits(ids, short), logits(changed(1, -1), short))
+        if padding[1, : size - 2].any():
+            allowed = "logits that lengths or attention_mask keeps free of padding, whatever ids it holds"
+            raise refuse("apply", "a function whose logits depend on padding", allowed)
