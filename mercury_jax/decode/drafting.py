@@ -41,7 +41,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.decode_config import DecodeConfig, build_config
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_temperature, check_whole
+from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
 from mercury_jax.decode.processors import check_ids
 from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
 from mercury_jax.decode.state import (
@@ -173,6 +173,8 @@ def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
     if request.plan != Plan():
         raise refuse("plan", request.plan, "None with draft=: mj.Draft(tokens=, steps=) plans the drafts")
     _check_same_tokens(lm, draft.lm)
+    leaves, tree = jax.tree.flatten(draft.lm.params)
+    _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
     sampler = request.sampler
     if sampler is None and not config.autoregressive:
         sampler = rules.autoregressive()
@@ -202,6 +204,13 @@ def _check_same_tokens(lm: LM, drafter: LM) -> None:
     for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=False)):
         if x and y and x != y:  # empty where a tokenizer hides a special token
             raise refuse("draft.lm", f"{drafter.name}, whose id {i} is {y!r} and not {x!r}", allowed)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_drafter_params(model: Model, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
+    """Raises ValueError unless a drafter can be traced with its parameters; once for the same shapes."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
+    check_params(model, tree.unflatten(shapes), "draft.lm.params")
 
 
 @functools.cache
