@@ -546,7 +546,16 @@ class Decoder:
 def estimate_answers(
     config: DecodeConfig, state: State, guess: bool = True
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-    """Returns what each row would emit if it ended now; see `Decoder.estimate`."""
+    """Reads off what each row would emit if it ended now; see `Decoder.estimate`.
+
+    Args:
+        config: Static sizes.
+        state: Of any time; its cache is not read.
+        guess: Whether undecided tokens are the rule's guess; else what the canvas holds.
+
+    Returns:
+        Ids, left-aligned and padded, and the number of tokens of each answer.
+    """
 
     def read(row: State) -> tuple[Array, Array]:
         at = jnp.arange(row.tokens.shape[0])
