@@ -529,8 +529,7 @@ def token_log_probs(
     if estimator == "trajectory":
         made = _trajectory_passes(batch, options["passes"])
         return _along_trajectory(lm, params, jax.tree.map(jnp.asarray, batch), made)
-    is_key = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if key is None or not is_key:
+    if key is None or not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise refuse("key", key, f"a key of jax.random.key, which draws the masks of {estimator}")
     batch, count = (
         jax.tree.map(jnp.asarray, batch),
