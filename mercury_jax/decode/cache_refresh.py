@@ -198,36 +198,38 @@ def first_reuse(policy: CachePolicy, model: Model, rows: int, width: int) -> Reu
     )
 
 
-def cache_vectors(cache: Any) -> tuple[list[Array], list[Array]]:
-    """Returns the keys and the values of every layer [B, S, G, K] of a cache that stores them as arrays.
+def cache_vectors(cache: Any, slots: Int[Array, "b T"] | None = None) -> tuple[list[Array], list[Array]]:
+    """Returns keys and values of every layer of a cache that stores them as arrays [b, S, G, K].
 
     Args:
         cache: Of any model; its layers are records with the fields k and v.
+        slots: Of each row; None: all.
 
     Returns:
-        Two lists, empty where keys are quantised.
+        Two lists with one array per layer [b, T, G, K], empty where keys are quantised.
     """
     leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
-    named = lambda name: [x for path, x in leaves if getattr(path[-1], "name", None) == name and x.ndim == 4]
+    of_rows = jax.vmap(lambda row, index: row[index])
+    take = lambda x: x if slots is None else of_rows(x, slots)
+    named = lambda name: [
+        take(x) for path, x in leaves if getattr(path[-1], "name", None) == name and x.ndim == 4
+    ]
     return named("k"), named("v")
 
 
-def drift(before: list[Array], after: list[Array], slots: Int[Array, "b T"]) -> Float[Array, "b T"]:
+def drift(before: list[Array], after: list[Array]) -> Float[Array, "b T"]:
     """Computes 1 - cosine of vectors before and after a pass, the mean over layers and heads.
 
     Args:
-        before: Of each layer [b, S, G, K].
+        before: Of each layer [b, T, G, K].
         after: The same after the pass.
-        slots: The slots that are compared.
 
     Returns:
         In 0..2, fp32.
     """
-    take = lambda x: jnp.take_along_axis(x, slots[..., None, None], axis=1).astype(jnp.float32)
-    norm = lambda x: jnp.sqrt((x * x).sum(-1) + 1e-12)
-    pairs = [(take(a), take(b)) for a, b in zip(before, after, strict=True)]
-    cosines = [((a * b).sum(-1) / (norm(a) * norm(b))).mean(-1) for a, b in pairs]
-    return 1.0 - jnp.stack(cosines).mean(0)
+    dot = lambda a, b: (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
+    cosine = lambda a, b: dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-24)
+    return 1.0 - jnp.stack([cosine(a, b).mean(-1) for a, b in zip(before, after, strict=True)]).mean(0)
 
 
 # --- registration

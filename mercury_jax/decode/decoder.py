@@ -546,15 +546,15 @@ class Decoder:
 def estimate_answers(
     config: DecodeConfig, state: State, guess: bool = True
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-    """Reads off what each row would emit if it ended now; see `Decoder.estimate`.
+    """Returns what each row would emit if it ended now; see `Decoder.estimate`.
 
     Args:
         config: Static sizes.
-        state: Of any time; its cache is not read.
-        guess: Whether undecided tokens are the rule's guess; else what the canvas holds.
+        state: Of all rows.
+        guess: Also show what the open block's last pass would emit; else only what its canvas holds.
 
     Returns:
-        Ids, left-aligned and padded, and the number of tokens of each answer.
+        Ids, left-aligned, and the number of tokens of each answer.
     """
 
     def read(row: State) -> tuple[Array, Array]:

@@ -41,7 +41,7 @@ from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import rules
 from mercury_jax.decode.decode_config import DecodeConfig, build_config
 from mercury_jax.decode.defaults import complete_sampler
-from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_temperature, check_whole
+from mercury_jax.decode.inputs import MAX_TOKENS, check_lm, check_params, check_temperature, check_whole
 from mercury_jax.decode.processors import check_ids
 from mercury_jax.decode.sampler import Param, Sampler, SamplerLike, check_sampler
 from mercury_jax.decode.state import (
@@ -173,6 +173,8 @@ def with_drafter(lm: LM, request: Request, **others: Any) -> tuple[LM, Request]:
     if request.plan != Plan():
         raise refuse("plan", request.plan, "None with draft=: mj.Draft(tokens=, steps=) plans the drafts")
     _check_same_tokens(lm, draft.lm)
+    leaves, tree = jax.tree.flatten(draft.lm.params)
+    _check_drafter_params(draft.lm.model, tree, tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves))
     sampler = request.sampler
     if sampler is None and not config.autoregressive:
         sampler = rules.autoregressive()
@@ -202,6 +204,13 @@ def _check_same_tokens(lm: LM, drafter: LM) -> None:
     for i, (x, y) in enumerate(zip(a.pieces, b.pieces, strict=False)):
         if x and y and x != y:  # empty where a tokenizer hides a special token
             raise refuse("draft.lm", f"{drafter.name}, whose id {i} is {y!r} and not {x!r}", allowed)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_drafter_params(model: Model, tree: Any, leaves: tuple[tuple[Any, Any], ...]) -> None:
+    """Raises ValueError unless a drafter can be traced with its parameters; once for the same shapes."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in leaves]
+    check_params(model, tree.unflatten(shapes), "draft.lm.params")
 
 
 @functools.cache
@@ -287,14 +296,14 @@ def draft_block(step: Step, config: DecodeConfig, params: DraftParams, state: St
     Returns:
         The state whose canvases hold the drafts.
     """
-    drafter, rows = state.drafter, state.unverified & ~state.done
-    assert isinstance(drafter, Drafter) and config.drafter is not None
+    drafter, own, rows = state.drafter, config.drafter, state.unverified & ~state.done
+    assert isinstance(drafter, Drafter) and own is not None
     most = config.width - 1
     start = _take_text(drafter.state, state, rows, most)
 
     def drafting(carry: tuple[Array, State]) -> tuple[Array, State]:
         passes, old = carry
-        new, _ = step(config.drafter, params.drafter, old)
+        new, _ = step(own, params.drafter, old)
         # The block is finished. (The pass that encodes a block may decide a token too: it is part of the draft.)
         finished = (new.committed > state.committed) & (new.nfe > start.nfe) & (new.step < 0)
         new = new._replace(done=new.done | finished)
@@ -419,10 +428,10 @@ def proposals(config: DecodeConfig, state: State) -> Proposals | None:
     Returns:
         Leaves [B, ...]; None unless drafts are accepted by rejection sampling.
     """
-    if not isinstance(state.drafter, Drafter) or not isinstance(state.drafter.state.drawn, Drawn):
+    drafter = state.drafter.state if isinstance(state.drafter, Drafter) else None
+    drawn = () if drafter is None else drafter.drawn
+    if drafter is None or not isinstance(drawn, Drawn):
         return None
-    drafter = state.drafter.state
-    drawn = drafter.drawn
     index = state.committed[:, None] + jnp.arange(config.width) - drawn.start[:, None]
     inside = (index >= 0) & (index < drawn.fresh.shape[1])
     index = jnp.clip(index, 0, drawn.fresh.shape[1] - 1)

@@ -153,7 +153,7 @@ def _refresh_forward(
     sizes = _quarters(width) if refresh.after is None else [least + refresh.after]
     time = times(config, state, jnp.zeros_like(state.done))
 
-    def window(rows: PartialPass, hidden: Any, *caches: Cache) -> Any:
+    def window(rows: PartialPass, hidden: Any, *unused: Any) -> Any:
         return slice_rows(hidden, rows.offset - rows.at[:, 0], config.window)
 
     one_row = jax.tree.map(lambda x: x[:1], (work, state, time))
@@ -192,10 +192,16 @@ def _policy_forward(
 
     limit = policy.limit(config.window, dict(policy.params))
     sizes = _quarters(width) if limit is None else [limit]
-    collect = functools.partial(_keep_hidden, width, policy.drift)
+    read = (
+        (lambda rows, cache, size: cache_vectors(cache, _at_positions(rows, size)[0]))
+        if policy.drift
+        else None
+    )
     kept = (old.hidden, old.key_drift, old.value_drift)
     time = times(config, state, jnp.zeros_like(state.done))
-    cache, kept = run_by_width(config, params, state, time, work, sizes, collect, kept)
+    cache, kept = run_by_width(
+        config, params, state, time, work, sizes, functools.partial(_keep_hidden, width), kept, read
+    )
 
     age = jnp.where(compute, 0, jnp.minimum(old.age + 1, NEVER))
     new = Reuse(state.canvas, age, attend, kept[1], kept[2], old.confidence, kept[0], memory)
@@ -238,26 +244,27 @@ def _choose(
 
 
 def _keep_hidden(
-    width: int,
-    drift: bool,
-    old: tuple[Any, Array, Array],
-    rows: PartialPass,
-    hidden: Any,
-    before: Cache,
-    after: Cache,
+    width: int, old: tuple[Any, Array, Array], rows: PartialPass, hidden: Any, before: Any, after: Cache
 ) -> tuple[Any, Array, Array]:
     """Puts what a pass found at its positions into what is kept of all positions."""
     size = jax.tree.leaves(hidden)[0].shape[1]
     at = jnp.where(jnp.arange(size) < rows.count[:, None], rows.at[:, :size], width)
     put = lambda old, new: jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))(old, new, at)
     hidden = jax.tree.map(put, old[0], hidden)
-    if not drift:
+    if before is None:
         return hidden, *old[1:]
-    assert rows.slots is not None and rows.known is not None
-    of_pass = lambda x: jnp.take_along_axis(x, rows.at[:, :size], axis=1)
-    pairs = zip(cache_vectors(before), cache_vectors(after), strict=True)
-    moved = [jnp.where(of_pass(rows.known), key_drift(*pair, of_pass(rows.slots)), 0.0) for pair in pairs]
+    slots, known = _at_positions(rows, size)
+    moved = [
+        jnp.where(known, key_drift(*x), 0.0) for x in zip(before, cache_vectors(after, slots), strict=True)
+    ]
     return hidden, put(old[1], moved[0]), put(old[2], moved[1])
+
+
+def _at_positions(rows: PartialPass, size: int) -> tuple[Int[Array, "b T"], Bool[Array, "b T"]]:
+    """The slots of the first `size` positions of a pass, and whether they hold keys of these."""
+    assert rows.slots is not None and rows.known is not None
+    slots, known = (jnp.take_along_axis(x, rows.at[:, :size], axis=1) for x in (rows.slots, rows.known))
+    return slots, known
 
 
 def note_confidence(config: DecodeConfig, state: State, frame: Frame) -> State:
@@ -294,8 +301,9 @@ def run_by_width(
     time: Float[Array, "B"] | None,
     work: PartialPass,
     widths: Sequence[int],
-    collect: Callable[[Any, PartialPass, Any, Cache, Cache], Any],
+    collect: Callable[[Any, PartialPass, Any, Any, Cache], Any],
     collected: Any,
+    read: Callable[[PartialPass, Cache, int], Any] | None = None,
 ) -> tuple[Cache, Any]:
     """Runs each row in the narrowest of several programs that holds its positions.
 
@@ -311,9 +319,10 @@ def run_by_width(
         time: Of the noise of each row, or None.
         work: What each row computes.
         widths: Positions of the programs, beside one of the whole canvas.
-        collect: collect(old, rows, their hidden states [b, T, ...], their cache before and after the pass) -> what is
-            kept of them in the place of `old`, leaves [b, ...].
+        collect: collect(old, rows, their hidden states [b, T, ...], what `read` returned, their cache after the pass)
+            -> what is kept of them in the place of `old`, leaves [b, ...].
         collected: Leaves [B, ...]; the rows that ran are replaced.
+        read: read(rows, their cache before the pass, T) -> what `collect` needs of it; None: nothing.
 
     Returns:
         The cache, and `collected`.
@@ -322,7 +331,7 @@ def run_by_width(
     carry, lower = varying((state.cache, collected), axes), 0
     for width in sorted({min(x, config.width) for x in (*widths, config.width)}):
         wanted = (work.count > lower) & (work.count <= width)
-        carry = _run_width(config, params, state, time, work, width, wanted, collect, carry)
+        carry = _run_width(config, params, state, time, work, width, wanted, collect, read, carry)
         lower = width
     return carry
 
@@ -335,7 +344,8 @@ def _run_width(
     work: PartialPass,
     width: int,
     wanted: Bool[Array, "B"],
-    collect: Callable[[Any, PartialPass, Any, Cache, Cache], Any],
+    collect: Callable[[Any, PartialPass, Any, Any, Cache], Any],
+    read: Callable[[PartialPass, Cache, int], Any] | None,
     carry: tuple[Cache, Any],
 ) -> tuple[Cache, Any]:
     """Runs the wanted rows, a group at a time; groups without one are skipped."""
@@ -351,9 +361,19 @@ def _run_width(
         part = jax.tree.map(lambda x: take(x, i), (work, small, time, wanted, *carry))
         run, group, now, chosen, before, old = part
         run = run._replace(count=jnp.where(chosen, run.count, 0))
+        seen = None
+        if read is not None:
+            # Read before the pass writes to the cache. XLA copies all of it unless the pass depends on what was read,
+            # and a barrier is gone when it decides that: so a NaN among the keys, which no result survives anyway,
+            # changes the canvas, and a branch keeps both from being fused.
+            like = jax.eval_shape(lambda: read(run, before, width))
+            blank = lambda: jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), axes), like)
+            seen = jax.lax.cond(jnp.any(chosen), lambda: read(run, before, width), blank)
+            broken = jnp.isnan(jnp.stack([x.sum() for x in jax.tree.leaves(seen)]).sum())
+            group = group._replace(canvas=jnp.where(broken, 0, group.canvas))
         hidden, after = _run_rows(config, params, width, run, group._replace(cache=before), now)
         pick = lambda new, old: jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        new = jax.tree.map(pick, collect(old, run, hidden, before, after), old)
+        new = jax.tree.map(pick, collect(old, run, hidden, seen, after), old)
         if size == rows:
             return after, new
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * size, 0)

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from mercury_jax import chat, compilation
 from mercury_jax.config import refuse
 from mercury_jax.decode.registration import AtLeast, check_number
-from mercury_jax.types import LM, Key, PackedPass
+from mercury_jax.types import LM, Key, Model, PackedPass, Params
 
 MAX_TOKENS = 1_000_000  # beyond this, `max_tokens` is a mistake
 ALLOWED_PROMPTS = "a text (str), a list of messages, or ids (whole numbers)"
@@ -356,18 +356,27 @@ def explain_wrong_params(lm: LM, name: str = "lm.params") -> Iterator[None]:
         yield
     except Exception as error:
         if type(error) is not ValueError:  # ours; the layers of a model raise subclasses and other kinds
-            _check_params(lm, name)
+            check_params(lm.model, lm.params, name)
         raise
 
 
-def _check_params(lm: LM, name: str) -> None:
-    """Raises ValueError if the model cannot be traced with its parameters."""
+def check_params(model: Model, params: Params, name: str) -> None:
+    """Raises ValueError if a model cannot be traced with its parameters.
+
+    Args:
+        model: The model.
+        params: Arrays, or their shapes.
+        name: What errors call them.
+
+    Raises:
+        ValueError: It cannot.
+    """
     at = jnp.zeros((1, 1), jnp.int32)
-    time = jnp.zeros((1,)) if lm.model.config.timed else None
+    time = jnp.zeros((1,)) if model.config.timed else None
     given = PackedPass(at, at, jnp.zeros((1, 1, 2, 2), jnp.int32), time=time)
     try:
-        jax.eval_shape(lambda params: lm.model.head(params, lm.model.apply(params, given)), lm.params)
+        jax.eval_shape(lambda params: model.head(params, model.apply(params, given)), params)
     except Exception as error:  # whatever the architecture raises for parameters that are not its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        count = len(jax.tree.leaves(lm.params))
+        count = len(jax.tree.leaves(params))
         raise refuse(name, f"{count} arrays", f"the parameters of lm.model ({reason})") from error

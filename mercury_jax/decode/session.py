@@ -134,7 +134,8 @@ def read_answers(state: State) -> Answers:
     drafter = state.drafter
     if isinstance(drafter, Drafter):
         drafter = (drafter.forwards, drafter.proposed, drafter.accepted, drafter.state.nan_step)
-    return Answers(*(getattr(state, name) for name in Answers._fields[:-1]), drafter)
+    fields: Any = {name: getattr(state, name) for name in Answers._fields}
+    return Answers(**fields | {"drafter": drafter})
 
 
 class Fork(NamedTuple):

@@ -71,9 +71,10 @@ def observe(config: DecodeConfig, row: State) -> Observation:
     return Observation(view, window, rule_key)
 
 
-def _step_keys(row: State) -> Key:
+def _step_keys(row: State) -> tuple[Key, Key, Key]:
     """The keys of a step's draws, noise and rule; they depend on the row, its block and the step alone."""
-    return jax.random.split(step_key(row.key, row.committed, row.step), 3)
+    draw, noise, rule = jax.random.split(step_key(row.key, row.committed, row.step), 3)
+    return draw, noise, rule
 
 
 def draw_uniforms(
