@@ -2,9 +2,9 @@
 
     python -m benchmarks.search --limit 256 --out docs/results/search-nano.jsonl
 
-Both are the public calls, `mj.best_of_n` and `mj.smc`, with the same sampler, seeds, number of answers and steps. The
-reward is verifiable and partial: the share of rows, columns and boxes that hold every digit once, and of kept givens.
-The intervals of the differences are paired over the puzzles.
+Both are the public calls, `mj.best_of_n` and `mj.smc`, with the same sampler, seeds, number of answers and
+steps. The reward is verifiable and partial: the share of satisfied constraints. The intervals of the
+differences are paired over the puzzles.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def puzzles(count: int, seed: int, split: tasks.Split = "test") -> list[tasks.Pr
 def constraints(prompts: Sequence[Any], texts: Sequence[str]) -> list[float]:
     """The reward: the share of 13 constraints that a grid does not violate; 0 for a text that is no grid.
 
-    Rows, columns and boxes hold no digit twice, and the givens are kept. A finished grid has 1 exactly if it is the
-    solution. Undecided tokens are `_` and violate nothing.
+    Rows, columns and boxes hold no digit twice, and the givens are kept. A finished grid has 1 exactly if it
+    is the solution. Undecided tokens are `_` and violate nothing.
 
     Args:
         prompts: Conversations whose first message is the puzzle.
@@ -105,7 +105,7 @@ def compare(
         temperatures: Of the drawn tokens; higher ones make single answers worse.
 
     Yields:
-        A JSON-ready record for each temperature and call; that of `smc` has the paired differences from best-of-n.
+        A JSON-ready record for each temperature and call; that of `smc` has the paired differences.
     """
     for temperature in temperatures:
         how: dict[str, Any] = dict(

@@ -30,6 +30,7 @@ from mercury_jax.decode.request import Request, encode_request, start
 from mercury_jax.decode.sample import collect
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import advance, read_answers
+from mercury_jax.decode.state import ArrayLike
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.types import LM, Key, PackedPass, Params
 
@@ -99,8 +100,8 @@ class Rollout:
     tokens: np.ndarray  # int [B, S], S = the largest max_tokens
     lengths: np.ndarray  # int [B]
     ended: np.ndarray  # bool [B], by the model; else by max_tokens
-    # int [B, S], the row's denoising pass, from 0, that accepted the token. Past the length the same of what filled
-    # the rest of the canvas, and -1 where no canvas was.
+    # int [B, S], the row's denoising pass, from 0, that accepted the token. Past the length the same of what
+    # filled the rest of the canvas, and -1 where no canvas was.
     commit_step: np.ndarray
     # float [B, S], of each token when it was accepted, see `rollout`; 0 past the length
     log_probs: np.ndarray
@@ -210,7 +211,7 @@ def rollout(
 
 
 def _left_aligned(
-    rows: Sequence[Sequence[int]], pad: int, size: int | None = None
+    rows: Sequence[Sequence[int] | np.ndarray], pad: int, size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ragged rows as an array [B, size], and their lengths [B]."""
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -231,15 +232,15 @@ class AnswerBatch(NamedTuple):
     canvases.
     """
 
-    ids: Int[Array, "B N"]  # prompt and answer
-    prompt_lengths: Int[Array, "B"]
-    lengths: Int[Array, "B"]  # tokens of the answer that count
-    index: Int[Array, "B T"]  # the token of `ids` that each slot holds; N for none
-    positions: Int[Array, "B T"]
-    ranges: Int[Array, "B T R 2"]
-    canvas: Int[Array, "B T"]  # index of the canvas; -1 outside of canvases
-    slots: Int[Array, "B S"]  # where answer token j is noised; T for none
-    order: Int[Array, "B S"]  # rank of the pass that accepted it within its canvas, from 0; -1: not known
+    ids: Int[ArrayLike, "B N"]  # prompt and answer
+    prompt_lengths: Int[ArrayLike, "B"]
+    lengths: Int[ArrayLike, "B"]  # tokens of the answer that count
+    index: Int[ArrayLike, "B T"]  # the token of `ids` that each slot holds; N for none
+    positions: Int[ArrayLike, "B T"]
+    ranges: Int[ArrayLike, "B T R 2"]
+    canvas: Int[ArrayLike, "B T"]  # index of the canvas; -1 outside of canvases
+    slots: Int[ArrayLike, "B S"]  # where answer token j is noised; T for none
+    order: Int[ArrayLike, "B S"]  # rank of the pass that accepted it within its canvas, from 0; -1: not known
 
 
 def answer_batch(
@@ -336,8 +337,8 @@ def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
 def _log_probs_under(
     lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"]
 ) -> Float[Array, "B S"]:
-    """One forward pass: log p of each answer token where `masked` answer tokens and `hidden` prompt tokens
-    are masks."""
+    """One pass: log p of each answer token, where `masked` answer tokens and `hidden` prompt tokens are masks."""
+    assert lm.corruption.mask is not None
     count, total = batch.index.shape
     spread = jnp.zeros((count, total), bool)
     noised = jax.vmap(lambda row, at, which: row.at[at].set(which, mode="drop"))(spread, batch.slots, masked)
@@ -353,7 +354,7 @@ def _log_probs_under(
         same = (batch.canvas[:, :, None] == batch.canvas[:, None]) & answer[:, None]  # [B, T, T]
         share = jnp.sum(same & noised[:, None], -1) / jnp.maximum(jnp.sum(same, -1), 1)
         time = jnp.where(batch.canvas >= 0, share, 0.0)
-    given = PackedPass(tokens, batch.positions, batch.ranges, time=time)
+    given = PackedPass(tokens, jnp.asarray(batch.positions), jnp.asarray(batch.ranges), time=time)
     at = jnp.minimum(batch.slots, total - 1)
     gather = lambda x: jax.vmap(lambda row, i: row[i])(x, at)
     logits = lm.model.head(params, jax.tree.map(gather, lm.model.apply(params, given)))  # [B, S, V]
@@ -529,7 +530,7 @@ def token_log_probs(
     if estimator == "trajectory":
         made = _trajectory_passes(batch, options["passes"])
         return _along_trajectory(lm, params, jax.tree.map(jnp.asarray, batch), made)
-    if key is None or not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+    if key is None or not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise refuse("key", key, f"a key of jax.random.key, which draws the masks of {estimator}")
     batch, count = (
         jax.tree.map(jnp.asarray, batch),

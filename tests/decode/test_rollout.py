@@ -34,6 +34,7 @@ def sampled(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_rollout_is_the_sample_with_the_token_that_ends_it(pattern):
     r, out = drawn(pattern), sampled(pattern)
+    assert r.rewards is not None
     assert r.texts == out.texts and r.rewards.tolist() == [len(text) for text in out.texts]
     assert r.forwards.tolist() == out.forwards.tolist()
     assert r.ended.tolist() == [finish == "stop" for finish in out.finish]
@@ -58,9 +59,7 @@ def test_the_commit_step_is_the_first_pass_whose_frame_shows_the_token_as_accept
                     first[at] = step
             step += 1
         assert r.commit_step[i, :n].tolist() == first.tolist()
-        assert (
-            r.log_probs[i, n + r.ended[i] :] == 0
-        ).all()
+        assert (r.log_probs[i, n + r.ended[i] :] == 0).all()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -275,6 +274,7 @@ def test_a_policy_gradient_raises_the_reward():
     lm = tiny()
     how = dict(n=32, max_tokens=4, sampler=mj.rules.ancestral(), plan=mj.Plan(steps=2))
     r = mj.rollout(lm, "x y", reward=lambda prompts, texts: [t.count("e") for t in texts], **how)
+    assert r.rewards is not None
     batch, advantage = r.batch(lm), r.rewards - r.rewards.mean()
     value = lambda params: (
         advantage[:, None] * mj.token_log_probs(lm, params, batch, KEY, mask_prompt=0.0)
@@ -301,6 +301,8 @@ def test_a_policy_gradient_raises_the_reward():
         (lambda lm, b: mj.answer_batch(lm, "x", [[40, 999]]), "answers"),
         (lambda lm, b: mj.answer_batch(lm, "x", [[40] * 300]), "prompt and answer 0"),
         (lambda lm, b: mj.answer_batch(lm, "x", [[40, 41]], commit_step=[[1]]), "commit_step is"),
+        (lambda lm, b: mj.answer_batch(lm, "x", [[40, 41]], commit_step=[[0, 0]] * 2), "commit_step is"),
+        (lambda lm, b: mj.answer_batch(lm, "x", [[40]], size=3, commit_step=[[0, 0]]), "commit_step is"),
         (lambda lm, b: mj.answer_batch(tiny(kind="uniform"), "x", "y"), "lm is"),
         (lambda lm, b: mj.token_log_probs(lm, lm.params, b, KEY, estimator="grpo"), "estimator is 'grpo'"),
         (lambda lm, b: mj.token_log_probs(lm, lm.params, b), "key is None"),

@@ -283,13 +283,13 @@ def _steer(lm: LM, session: Session, prompts: Sequence[Any], reward: Reward, how
         )
         done, passes = bool(seen.done.all()), passes + int(seen.passes)
         forwards += seen.forwards.reshape(shape).sum(axis=1)
-        # 1. The reward of what each particle would emit now, and the change of its log-weight since the last one.
+        # 1. The reward of what each particle would emit now, and the change of its log-weight.
         texts = [
             _text_of(lm, ids[:length], prompt.chat, how.undecided)
             for ids, length, prompt in zip(seen.ids, seen.lengths, session.prompts, strict=True)
         ]
         rewards = call_reward(reward, prompts, texts).reshape(shape)
-        level = how.scale * seen.decided.reshape(shape) ** how.temper * rewards
+        level = np.asarray(how.scale * seen.decided.reshape(shape) ** how.temper * rewards)
         log_weights += level - level_before + seen.log_ratio.reshape(shape)
         weights = _normalised(log_weights)
         sizes.append(1.0 / np.sum(weights**2, axis=1))
@@ -456,7 +456,8 @@ class _TwistedRule(NamedTuple):
         """Draws tokens from the twisted logits, calls the rule, and keeps log p / q of the tokens that it
         accepted."""
         draw_key, rule_key = jax.random.split(key)
-        blank = view._replace(stats=None, leave_one_out=None)  # type: ignore[arg-type]  # as processors see it
+        # Processors see a view without statistics.
+        blank = view._replace(stats=None, leave_one_out=None)  # type: ignore[arg-type]
         # What may not be emitted stays impossible whatever the twist does.
         twisted = call_part("the twist", self.twist, view.logits, blank, **twist)
         twisted = jnp.where(view.logits > NEVER, twisted, NEVER)
