@@ -11,7 +11,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "mercury_jax"
 
 # `chat`, the template over the tokenizer's special tokens, is core: training data and sampling both write it.
-CORE = {"types", "compilation", "config", "noise", "sharding", "checkpoint", "tokenizer", "chat", "install", "tasks"}
+CORE = {
+    "types",
+    "compilation",
+    "config",
+    "noise",
+    "sharding",
+    "checkpoint",
+    "tokenizer",
+    "chat",
+    "install",
+    "tasks",
+}
 TOP = {"evaluate", "serve", "bench"}
 BELOW = CORE | {"kernels", "models", "hub", "decode", "train"}
 # What each room may import. `__init__` as a target is the package itself, `mercury_jax`.

@@ -13,6 +13,8 @@ changed for the run: the canvas starts with a prompt, whose tokens are put back 
 forbidden where a case says so, because the references go on after it.
 """
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools

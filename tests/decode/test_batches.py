@@ -1,5 +1,7 @@
 """A batch is its rows: answers to a prompt, settings of each prompt, stop texts, streams, infilling, edits."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import functools
 import re
@@ -228,7 +230,10 @@ def test_the_text_is_the_unstopped_one_before_its_first_stop(pattern):
     for row, at in places:
         for size in (1, 2, 5):
             # The second one, where there is one, lies within the first and ends before it.
-            stops = [whole.texts[row][at : at + size], whole.texts[row][at + 1 : at + size - 2] or "never in it"]
+            stops = [
+                whole.texts[row][at : at + size],
+                whole.texts[row][at + 1 : at + size - 2] or "never in it",
+            ]
             out = stopped(stops, pattern)
             assert out.texts == [cut(text, stops) for text in whole.texts]
             for i in range(2):

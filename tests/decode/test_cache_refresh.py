@@ -1,5 +1,7 @@
 """Laws of cache reuse in bidirectional models: which positions a pass computes, and that rows do not pay for others."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import functools
 import itertools

@@ -1,5 +1,7 @@
 """The public decoder is a JAX function like any other: under every transform its tokens are those of `mj.sample`."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
+
 import functools
 
 import chex
@@ -10,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mercury_jax as mj
+from mercury_jax.decode.token_stats import LogprobBuffer
 from tests.tiny import tiny
 
 PROMPTS = np.array([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12], [5, 5, 5, 5, 6], [7, 7, 7, 8, 9]])
@@ -158,9 +161,9 @@ def test_log_probabilities_in_the_state_are_those_of_sample():
     def decode(params):
         return decoder.run(params, decoder.init(params, PROMPTS, max_tokens=NEW, key=KEYS)).logprobs
 
-    kept = jax.device_get(decode(params()))
+    kept: LogprobBuffer = jax.device_get(decode(params()))
     out = mj.sample(tiny("block_causal"), PROMPTS, max_tokens=NEW, seed=SEED, sampler=SAMPLER, logprobs=2)
-    for i, (row, n) in enumerate(zip(out.logprobs, out.lengths, strict=True)):
+    for i, (row, n) in enumerate(zip(out.logprobs or (), out.lengths, strict=True)):
         np.testing.assert_allclose(kept.chosen[i, 5 : 5 + n], row.tokens, atol=1e-5)
         np.testing.assert_array_equal(kept.top_ids[i, 5 : 5 + n], row.top_ids)
 

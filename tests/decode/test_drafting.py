@@ -1,5 +1,7 @@
 """Laws of drafting across models: whatever is drafted, the text is the verifier's."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import functools
 
