@@ -44,7 +44,7 @@ def test_the_embedded_model_is_what_its_recipe_makes():
     lm, recipe = mj.load(), load_recipe(RECIPES[0].with_name("nano.py"))
     assert dict(lm.card) == {"recipe": recipe.name, "seed": recipe.seed, "steps": recipe.steps}
     assert lm.model.config == recipe.model and open_checkpoint(hub.NANO).noise == recipe.noise
-    assert lm.decoding == defaults.rule_settings(recipe.sampler)
+    assert defaults.default_sampler(lm).rule == recipe.sampler
     card = (hub.NANO / "README.md").read_text().splitlines()
     shares = [
         (f"{share:.0%}", getattr(source, "name", "python-stdlib")) for source, share in recipe.mixture.sources

@@ -74,8 +74,8 @@ class Draft:
         lm: The drafter, a diffusion model with the tokenizer and the vocabulary of the verifier.
         tokens: Most tokens of a draft; at most the block that the drafter was trained with.
         steps: Denoising steps of a draft.
-        sampler: Rule and processors of the drafter. None: `confidence` under masks, `entropy_bound` under uniform noise,
-            with the processors of the verifier.
+        sampler: Rule and processors of the drafter. None: `confidence` under masks, `entropy_bound` under uniform
+            noise, with the processors of the verifier.
         temperature: Of the drafter, one number or one per prompt; None: the verifier's.
         method: "same_seed": the text is the verifier's own with this seed. "rejection": the text has the verifier's
             distribution and more of a draft is accepted.

@@ -366,9 +366,10 @@ def _run_width(
             # Read before the pass writes to the cache. XLA copies all of it unless the pass depends on what was read,
             # and a barrier is gone when it decides that: so a NaN among the keys, which no result survives anyway,
             # changes the canvas, and a branch keeps both from being fused.
-            like = jax.eval_shape(lambda: read(run, before, width))
+            look = read
+            like = jax.eval_shape(lambda: look(run, before, width))
             blank = lambda: jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), axes), like)
-            seen = jax.lax.cond(jnp.any(chosen), lambda: read(run, before, width), blank)
+            seen = jax.lax.cond(jnp.any(chosen), lambda: look(run, before, width), blank)
             broken = jnp.isnan(jnp.stack([x.sum() for x in jax.tree.leaves(seen)]).sum())
             group = group._replace(canvas=jnp.where(broken, 0, group.canvas))
         hidden, after = _run_rows(config, params, width, run, group._replace(cache=before), now)

@@ -312,7 +312,7 @@ def answer_batch(
         for row, steps, one, at in zip(order, commit_step, laid, slots, strict=True):
             known = np.flatnonzero(np.asarray(steps)[: len(at)] >= 0)
             row[known] = _ranks(np.asarray(steps)[known], one.canvas[at[known]])
-    return AnswerBatch(
+    arrays: dict[str, Any] = dict(
         ids=ids,
         prompt_lengths=np.array([len(b) for b in before], np.int32),
         lengths=np.array([len(a.ids) for a in after], np.int32),
@@ -323,6 +323,7 @@ def answer_batch(
         slots=_left_aligned(slots, total, width)[0],
         order=order,
     )
+    return AnswerBatch(**arrays)
 
 
 def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:

@@ -32,7 +32,8 @@ def model_for(sampler):
     """The tiny model that a rule is made for."""
     if sampler.speculate is not None:
         return causal(layers=1)
-    lm = tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else "absorbing", layers=1)
+    kind = "hybrid" if sampler.rule.name == "hybrid_ancestral" else "absorbing"
+    lm = tiny(kind="uniform" if "absorbing" not in sampler.rule.noise else kind, layers=1)
     return with_head(lm) if sampler.rule.needs_hidden else lm
 
 

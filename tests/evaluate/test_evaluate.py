@@ -122,7 +122,7 @@ def test_a_small_model_runs_end_to_end_whatever_the_batch():
 def test_a_model_is_compared_by_the_rule_that_sample_uses():
     lm = dataclasses.replace(tiny(), decoding={"rule": "factor", "params": {"f": 0.5}})
     each, own = evaluate.compare(lm, "add3", limit=2, batch=2, max_tokens=16, split="validation")
-    assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5)") and own["data"] == "validation"
+    assert (each["rule"], own["rule"]) == (runner.ONE_A_STEP, "factor(f=0.5, accept_last=1)") and own["data"] == "validation"
 
 
 def test_comparing_counts_the_forwards_of_both_rules():
