@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         rule,
         stopping_criterion,
     )
-    from mercury_jax.decode.reward_search import SearchOutput, best_of_n, smc
     from mercury_jax.decode.rollout import AnswerBatch, Rollout, answer_batch, rollout, token_log_probs
     from mercury_jax.decode.sample import LogProbs, Output, sample
     from mercury_jax.decode.sampler import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
         propose,
     )
     from mercury_jax.decode.score import Score, logits, score
+    from mercury_jax.decode.search import SearchOutput, best_of_n, smc
     from mercury_jax.decode.session import Session
     from mercury_jax.decode.stream import StreamOutput, stream
     from mercury_jax.hub.function import from_function
@@ -65,7 +65,7 @@ _PUBLIC = {
     "decode.drafting": ("Draft",),
     "decode.edit": ("EditOutput", "edit"),
     "decode.infill": ("Hole", "InfillOutput", "infill"),
-    "decode.reward_search": ("SearchOutput", "best_of_n", "smc"),
+    "decode.search": ("SearchOutput", "best_of_n", "smc"),
     "decode.rollout": ("AnswerBatch", "Rollout", "answer_batch", "rollout", "token_log_probs"),
     "decode.sample": ("LogProbs", "Output", "sample"),
     "decode.registration": ("Above", "AtLeast", "Between", "logits_processor", "rule", "stopping_criterion"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.reward_search import systematic_resample
+from mercury_jax.decode.search import systematic_resample
 from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["for value in", "x y"]
