@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,39 +22,57 @@ from tests.tiny import tiny
 
 LONG = "for value in range(count):\n    print(total)\n" * 3
 PROMPTS = ["def x", LONG, "return y if x", "z in range"]
+PASSES = 64  # that the log of a row holds
+
+
+class LoggedCache(NamedTuple):
+    """A cache that also logs the passes of each row."""
+
+    inner: Any
+    log: Any  # int [B, PASSES, 3]: first position, number of positions, positions of the program
+    passes: Any  # int [B]
 
 
 @functools.cache
-def recorded(alignment: str = "same_position"):
-    """A tiny bidirectional model, and the list of its passes as (start [b], used [b], positions of the program)."""
-    lm, passes = tiny("bidirectional"), []
-    config = dataclasses.replace(lm.model.config, alignment=alignment)
-    model = models.build(config)
+def logged(alignment: str = "same_position"):
+    """A tiny bidirectional model whose cache logs every pass."""
+    lm = tiny("bidirectional")
+    model = models.build(dataclasses.replace(lm.model.config, alignment=alignment))
+
+    def empty(rows, slots):
+        return LoggedCache(
+            model.empty_cache(rows, slots), jnp.zeros((rows, PASSES, 3), int), jnp.zeros((rows,), int)
+        )
 
     def forward(params, given, **more):
-        note = lambda start, used: passes.append((start.tolist(), used.tolist(), given.tokens.shape[1]))
-        jax.debug.callback(note, given.start, given.used)
-        return model.forward(params, given, **more)
+        inner, log, passes = given.cache
+        hidden, inner = model.forward(params, given._replace(cache=inner), **more)
+        entry = jnp.stack(
+            [given.start, given.used, jnp.full_like(given.used, given.tokens.shape[1])], axis=-1
+        )
+        at = jnp.where(given.used > 0, passes, PASSES)  # a row that does not take part logs nothing
+        log = log.at[jnp.arange(len(at)), at].set(entry.astype(log.dtype), mode="drop")
+        return hidden, LoggedCache(inner, log, passes + (given.used > 0))
 
-    return dataclasses.replace(lm, model=model._replace(forward=forward)), passes
+    return dataclasses.replace(lm, model=model._replace(forward=forward, empty_cache=empty))
 
 
-def spans(refresh, prompts, alignment="same_position", rule=None, **more):
-    """The output, and (start, used) of every pass of every row, in the order of the program."""
-    lm, passes = recorded(alignment)
+def spans(refresh, prompts, rule=None, **more):
+    """The output, and (first, count, program) of every pass of each row."""
     plan = mj.Plan(block=8, refresh=refresh)
-    passes.clear()
-    out = mj.sample(lm, prompts, max_tokens=24, plan=plan, sampler=rule or mj.rules.confidence(), **more)
-    jax.effects_barrier()
-    ran = [(s, u) for start, used, _ in passes for s, u in zip(start, used, strict=True) if u]
-    return out, ran, list(passes)
+    out = mj.sample(
+        logged(), prompts, max_tokens=24, plan=plan, sampler=rule or mj.rules.confidence(), keep=True, **more
+    )
+    cache = jax.device_get(out.state.state.cache)
+    rows = zip(cache.log.tolist(), cache.passes.tolist(), strict=True)
+    return out, [log[:n] for log, n in rows][: len(out.texts)]
 
 
 @pytest.mark.parametrize("prompt", ["def x", LONG])
 def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the_prompt(prompt):
     start = len(tiny().tokenizer.encode(prompt))
-    out, ran, _ = spans(mj.Refresh.prefix(), prompt)
-    end = start + 24
+    out, [log] = spans(mj.Refresh.prefix(), prompt)
+    ran, end = [(first, count) for first, count, _ in log], start + 24
     blocks = [start, start + 8, start + 16][: -(-int(out.forwards[0]) // 8)]
     want = [(0, end) if step == 0 else (at, end - at) for at in blocks for step in range(8)]
     assert ran == want[: len(ran)] and len(ran) == out.forwards[0]
@@ -61,7 +80,8 @@ def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the
 
 def test_a_dual_cache_recomputes_the_block_alone():
     start = len(tiny().tokenizer.encode(LONG))
-    out, ran, _ = spans(mj.Refresh.dual(every=4), LONG)
+    out, [log] = spans(mj.Refresh.dual(every=4), LONG)
+    ran = [(first, count) for first, count, _ in log]
     want = [
         (0, start + 24) if step % 4 == 0 else (at, 8)
         for at in range(start, start + 24, 8)
@@ -71,17 +91,13 @@ def test_a_dual_cache_recomputes_the_block_alone():
 
 
 def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so():
-    ran = {}
-    for prompts in (PROMPTS, *([p] for p in PROMPTS)):
-        out, spans_of, passes = spans(mj.Refresh.dual(), prompts, rule=mj.rules.threshold(0.2))
-        ran[len(prompts), prompts[0]] = sorted(spans_of), out.forwards.tolist()
-        wide = sum(width == max(w for *_, w in passes) for *_, width in passes)
-        assert wide <= sum(
-            used > 8 for _, used in spans_of
-        )  # one wide pass for each that is due, and no others
-    alone = [ran[1, p] for p in PROMPTS]
-    assert ran[4, PROMPTS[0]][0] == sorted(span for spans_of, _ in alone for span in spans_of)
-    assert ran[4, PROMPTS[0]][1] == [n for _, forwards in alone for n in forwards]
+    run = lambda prompts: spans(mj.Refresh.dual(), prompts, rule=mj.rules.threshold(0.2))
+    out, together = run(PROMPTS)
+    steps = [[count > 8 for _, count, _ in log] for log in together]
+    assert len({tuple(x) for x in steps}) > 1  # the rows leave lockstep
+    for prompt, log, forwards in zip(PROMPTS, together, out.forwards, strict=True):
+        assert all(program == 8 for _, count, program in log if count <= 8) and len(log) == forwards
+        assert [entry[:2] for entry in log] == [entry[:2] for entry in run(prompt)[1][0]]
 
 
 @pytest.mark.parametrize(
@@ -146,16 +162,17 @@ def test_dkv_decode_makes_the_tokens_of_the_published_loop():
         lm = endless(tiny("bidirectional", dtype="float64"))
         canvas, start = prefix_of_masks(lm, "def x", len(lm.tokenizer.encode("def x")) + 16)
         width, cache = len(canvas), lm.model.empty_cache(1, len(canvas))
-        store = np.zeros((1, width, lm.model.config.width))
+        store, forward = np.zeros((1, width, lm.model.config.width)), jax.jit(lm.model.forward)
         for block in range(start, width, 8):
             decided = []  # after each step
             for step in range(8):
                 cached = decided[step - 2] if step >= 2 and step % 4 else np.zeros(width, bool)
-                at = np.flatnonzero(~cached)[None]
-                one, false = jnp.array([at.size]), jnp.array([False])
-                given = Pass(canvas[at], cache, jnp.array([0]), one, jnp.array([width]), false, positions=at)
-                hidden, cache = lm.model.forward(lm.params, given)
-                store[:, at[0]] = hidden
+                at = np.flatnonzero(~cached)
+                few, at = at.size, np.pad(at, (0, width - at.size))
+                one, false = lambda n: jnp.array([n]), jnp.array([False])
+                given = Pass(canvas[at][None], cache, one(0), one(few), one(width), false, positions=at[None])
+                hidden, cache = forward(lm.params, given)
+                store[:, at[:few]] = hidden[:, :few]
                 slots = np.arange(width)
                 here = (canvas == lm.tokenizer.mask) & (slots >= block) & (slots < block + 8)
                 canvas = most_confident(lm, jnp.asarray(store), canvas, here)
@@ -193,9 +210,9 @@ def test_a_policy_that_computes_everything_is_plain_decoding(policy):
 def counts(policy, prompt="def x"):
     """Positions that each pass computes, one token decided in each, and the length of prompt and row."""
     start = len(tiny().tokenizer.encode(prompt))
-    out, ran, _ = spans(policy, prompt)
-    assert len(ran) == out.forwards[0] == 24
-    return [used for _, used in ran], start, start + 24
+    out, [log] = spans(policy, prompt)
+    assert len(log) == out.forwards[0] == 24
+    return [count for _, count, _ in log], start, start + 24
 
 
 def test_dllm_cache_computes_prompt_and_answer_at_their_intervals_and_a_share_between():
@@ -260,7 +277,7 @@ def wrong(result):
         (lambda: caches.dkv_decode(evry=1), "evry.*every is the nearest"),
         (lambda: sampled(tiny(), caches.dkv_decode()), "the cache of a causal_encoder model is exact"),
         (lambda: sampled(tiny("bidirectional"), caches.dkv_decode(), guidance=1.0), "guidance is 1.0"),
-        (lambda: sampled(recorded("shifted")[0], caches.dkv_decode()), "logits are shifted"),
+        (lambda: sampled(logged("shifted"), caches.dkv_decode()), "logits are shifted"),
         (lambda: sampled(tiny("bidirectional"), wrong(lambda v: v.masked)), r"two bool\[64\]"),
         (
             lambda: sampled(tiny("bidirectional"), wrong(lambda v: (caches.Positions(v.age, v.masked), ()))),
