@@ -33,6 +33,7 @@ SAME_NAME = {
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},
     "sample.py": {"cli", "decode"},
+    "search.py": {"decode", "decode/grammar"},
     "serve.py": {"bench", "cli"},
     "tokenizer.py": {"", "hub"},
 }
