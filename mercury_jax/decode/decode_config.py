@@ -265,7 +265,7 @@ def bucket(size: int, quantum: int = QUANTUM) -> int:
     return -(-size // step) * step
 
 
-def slots_for(tokens: int, behind: int, context: int) -> int:
+def slots_for(tokens: int, behind: int, context: int, quantum: int = 2 * QUANTUM) -> int:
     """Returns the slots of a row's tokens and KV cache: a bucket, but no more than any row of the model needs.
 
     Without that bound a row that fills a context of 2 ** k would take the next bucket, a quarter more slots.
@@ -274,13 +274,14 @@ def slots_for(tokens: int, behind: int, context: int) -> int:
         tokens: Positions of the longest row.
         behind: Further slots after a row's last position, where canvases are written.
         context: The model's; no row is longer.
+        quantum: Smallest number of slots, and their step. A call takes coarse steps, since a slot that stays empty
+            costs little and a further program seconds; a server compiles its programs beforehand.
 
     Returns:
         The number of slots.
     """
     most = -(-(context + behind) // QUANTUM) * QUANTUM
-    # Steps of 2 quanta: a slot that stays empty costs little, a further program seconds.
-    return min(bucket(tokens + behind, 2 * QUANTUM), max(most, tokens + behind))
+    return min(bucket(tokens + behind, quantum), max(most, tokens + behind))
 
 
 def prefill_width(config: DecodeConfig, slots: int, always: bool = False) -> int | None:

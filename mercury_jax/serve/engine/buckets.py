@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mercury_jax.decode.constrained import no_tokens
-from mercury_jax.decode.decode_config import DecodeConfig, bucket as padded_size, slots_for
+from mercury_jax.decode.decode_config import QUANTUM, DecodeConfig, bucket as padded_size, slots_for
 from mercury_jax.decode.sampler import LeaveOneOutMasks
 from mercury_jax.decode.state import State
 from mercury_jax.serve.engine import prefix_cache, programs, sampling_params as sampling
@@ -82,7 +82,7 @@ class Buckets(NamedTuple):
         masks = self.block if self.leave_one_out else 0
         if self.bidirectional:
             return padded_size(tokens) + masks
-        return slots_for(tokens, self.width(tokens) + masks, self.context)
+        return slots_for(tokens, self.width(tokens) + masks, self.context, QUANTUM)
 
     def width(self, capacity: int) -> int:
         """Positions of a canvas in rows of `capacity` positions."""

@@ -320,7 +320,7 @@ def test_rows_move_between_buckets_while_they_decode():
     """Rows move to more and to fewer slots, to longer and to shorter ones, and their text does not change."""
     engine = Engine(tiny(), dataclasses.replace(SMALL, slots=5, rules=("confidence",)))
     engine.start()
-    least, most = engine.buckets.capacities[0], engine.buckets.capacities[-1]
+    least, most = engine.buckets.capacity(50), engine.buckets.capacities[-1]
     for shape in (Bucket(1, least, 2), Bucket(1, most, 2)):
         engine._compiled.add(shape)
     compiled = compilations()
