@@ -29,7 +29,7 @@ class LoggedCache(NamedTuple):
     """A cache that also logs the passes of each row."""
 
     inner: Any
-    log: Any  # int [B, PASSES, 3]: first position, number of positions, positions of the program
+    log: Any  # int [B, PASSES, 4]: first position, number of positions, positions and rows of the program
     passes: Any  # int [B]
 
 
@@ -41,15 +41,15 @@ def logged(alignment: str = "same_position"):
 
     def empty(rows, slots):
         return LoggedCache(
-            model.empty_cache(rows, slots), jnp.zeros((rows, PASSES, 3), int), jnp.zeros((rows,), int)
+            model.empty_cache(rows, slots), jnp.zeros((rows, PASSES, 4), int), jnp.zeros((rows,), int)
         )
 
     def forward(params, given, **more):
         inner, log, passes = given.cache
         hidden, inner = model.forward(params, given._replace(cache=inner), **more)
-        entry = jnp.stack(
-            [given.start, given.used, jnp.full_like(given.used, given.tokens.shape[1])], axis=-1
-        )
+        rows, width = given.tokens.shape
+        same = lambda n: jnp.full_like(given.used, n)
+        entry = jnp.stack([given.start, given.used, same(width), same(rows)], axis=-1)
         at = jnp.where(given.used > 0, passes, PASSES)  # a row that does not take part logs nothing
         log = log.at[jnp.arange(len(at)), at].set(entry.astype(log.dtype), mode="drop")
         return hidden, LoggedCache(inner, log, passes + (given.used > 0))
@@ -58,7 +58,7 @@ def logged(alignment: str = "same_position"):
 
 
 def spans(refresh, prompts, rule=None, **more):
-    """The output, and (first, count, program) of every pass of each row."""
+    """The output, and (first, count, positions and rows of the program) of every pass of each row."""
     plan = mj.Plan(block=8, refresh=refresh)
     out = mj.sample(
         logged(), prompts, max_tokens=24, plan=plan, sampler=rule or mj.rules.confidence(), keep=True, **more
@@ -72,7 +72,7 @@ def spans(refresh, prompts, rule=None, **more):
 def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the_prompt(prompt):
     start = len(tiny().tokenizer.encode(prompt))
     out, [log] = spans(mj.Refresh.prefix(), prompt)
-    ran, end = [(first, count) for first, count, _ in log], start + 24
+    ran, end = [(first, count) for first, count, *_ in log], start + 24
     blocks = [start, start + 8, start + 16][: -(-int(out.forwards[0]) // 8)]
     want = [(0, end) if step == 0 else (at, end - at) for at in blocks for step in range(8)]
     assert ran == want[: len(ran)] and len(ran) == out.forwards[0]
@@ -81,7 +81,7 @@ def test_a_prefix_cache_recomputes_the_block_and_what_follows_and_nothing_of_the
 def test_a_dual_cache_recomputes_the_block_alone():
     start = len(tiny().tokenizer.encode(LONG))
     out, [log] = spans(mj.Refresh.dual(every=4), LONG)
-    ran = [(first, count) for first, count, _ in log]
+    ran = [(first, count) for first, count, *_ in log]
     want = [
         (0, start + 24) if step % 4 == 0 else (at, 8)
         for at in range(start, start + 24, 8)
@@ -93,10 +93,11 @@ def test_a_dual_cache_recomputes_the_block_alone():
 def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so():
     run = lambda prompts: spans(mj.Refresh.dual(), prompts, rule=mj.rules.threshold(0.2))
     out, together = run(PROMPTS)
-    steps = [[count > 8 for _, count, _ in log] for log in together]
+    steps = [[count > 8 for _, count, *_ in log] for log in together]
     assert len({tuple(x) for x in steps}) > 1  # the rows leave lockstep
     for prompt, log, forwards in zip(PROMPTS, together, out.forwards, strict=True):
-        assert all(program == 8 for _, count, program in log if count <= 8) and len(log) == forwards
+        assert all(width == 8 if count <= 8 else rows == 1 for _, count, width, rows in log)
+        assert len(log) == forwards
         assert [entry[:2] for entry in log] == [entry[:2] for entry in run(prompt)[1][0]]
 
 
@@ -212,7 +213,7 @@ def counts(policy, prompt="def x"):
     start = len(tiny().tokenizer.encode(prompt))
     out, [log] = spans(policy, prompt)
     assert len(log) == out.forwards[0] == 24
-    return [count for _, count, _ in log], start, start + 24
+    return [count for _, count, *_ in log], start, start + 24
 
 
 def test_dllm_cache_computes_prompt_and_answer_at_their_intervals_and_a_share_between():
@@ -239,6 +240,17 @@ def test_dkv_greedy_computes_what_was_decided_what_comes_next_and_masks_near_it(
     within = [step % 8 % 3 for step in range(24)]
     assert all((n == end) == (at == 0) for n, at in zip(used, within, strict=True))
     assert all(2 <= n <= 1 + 1 + 2 + 1 for n, at in zip(used, within, strict=True) if at)
+
+
+def test_a_row_whose_attended_positions_change_computes_all_of_them():
+    @caches.cache_policy
+    def forgets_the_suffix(key, view, memory):
+        suffix = ~view.block & (jnp.cumsum(view.block) > 0)
+        return caches.Positions(view.changed, view.exists & ~(suffix & (view.step >= 2))), memory
+
+    used, start, end = counts(forgets_the_suffix())
+    # All of it, one token, all but what follows the block; then a token a pass until the next block begins.
+    assert used[:8] == [end, 1, start + 8, 1, 1, 1, 1, 1] and used[8] == end and used[10] == start + 16
 
 
 def test_every_policy_is_registered_with_its_source_and_what_it_leaves_out():
