@@ -37,10 +37,8 @@ def test_training_starts_from_a_checkpoint(tmp_path):
     assert result.step == 2 and np.isfinite(result.metrics["loss"])
     lm = mj.load(tmp_path / "run" / "model")
     assert lm.card["init"] == str(folder) and lm.model.config.pattern == "block_causal"
-    assert lm.decoding == {
-        "rule": "factor",
-        "params": {"f": 0.5},
-    }  # the recipe's sampler is the model's default
+    default = {"rule": "factor", "params": {"f": 0.5, "accept_last": 1}}
+    assert lm.decoding == default  # the recipe's sampler
     own, named = (mj.sample(lm, "1+2=", max_tokens=8, sampler=s) for s in (None, mj.rules.factor(0.5)))
     assert own.forwards[0] == named.forwards[0] > 0 and own.text == named.text
     with pytest.raises(ValueError, match=r"sampler is .*; allowed: a rule of mercury_jax\.rules"):
