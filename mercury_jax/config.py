@@ -563,8 +563,8 @@ class Plan:
     Attributes:
         block: Tokens of an active block; None: the model's own.
         steps: Denoising steps of a block; None: as many as it has tokens (1 where drafts are verified).
-        refresh: Reuse of keys in a bidirectional model: a `Refresh`, or a cache policy of `mj.cache_refresh`; None:
-            every pass computes the whole sequence. The other patterns need none, their cache is exact.
+        refresh: Reuse of keys within a canvas. A cache policy of `mj.cache_refresh`, for any pattern, or a `Refresh`,
+            for bidirectional models, whose canvas is the whole sequence. None: every pass computes the whole canvas.
         revise: Number of finished blocks before the active one that stay editable, in bidirectional models
             (multi-block editing of LLaDA2.1).
         lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are

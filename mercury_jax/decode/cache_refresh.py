@@ -1,4 +1,4 @@
-"""Adaptive cache reuse in bidirectional models: which positions a pass computes again, as functions of one row.
+"""Adaptive cache reuse within a canvas: which positions a pass computes again, as functions of one row.
 
 `Refresh` computes a contiguous part of the canvas after a fixed number of steps. A cache policy chooses any positions
 in each pass, by what it sees of the row: its tokens, how old each key is, how far keys moved when they were last

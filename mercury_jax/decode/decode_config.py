@@ -35,7 +35,7 @@ class DecodeConfig(NamedTuple):
     block: int  # positions of the active block, at most the width
     forbidden: tuple[int, ...] = ()  # ids that are never emitted, beside the corruption's
     revisable: int = 0  # positions before the active block that stay editable
-    refresh: Refresh | CachePolicy | None = None  # bidirectional models: reuse of keys between steps
+    refresh: Refresh | CachePolicy | None = None  # reuse of keys between the steps of a canvas
     leave_one_out: LeaveOneOutMasks = False  # masks behind the canvas predict the window
     variable_length: bool = False  # the rule inserts and deletes positions
     speculative: bool = False  # drafts are verified by a causal pass
@@ -159,8 +159,9 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("sampler.rule", rule.name, allowed)
     if rule.name == "hybrid_ancestral" and lm.corruption.kind != "hybrid":
         raise refuse("sampler.rule", rule.name, f"ancestral: the noise of this model is {lm.corruption.kind}")
-    if plan.refresh is not None and not bidirectional:
-        raise refuse("plan.refresh", plan.refresh, f"None: the cache of a {pattern} model is exact")
+    if isinstance(plan.refresh, Refresh) and not bidirectional:
+        allowed = f"a policy of mj.cache_refresh, or None: a {pattern} model computes its canvas alone"
+        raise refuse("plan.refresh", plan.refresh, allowed)
     if plan.revise and not bidirectional:
         raise refuse("plan.revise", plan.revise, f"0: a {pattern} model encodes its blocks; use edit()")
     if plan.refresh is not None and (rule.leave_one_out or rule.variable_length):
@@ -187,6 +188,8 @@ def _check_plan_fits(lm: LM, plan: Plan, sampler: Sampler) -> None:
         raise refuse("plan.refresh", plan.refresh, "a Refresh, a policy of mj.cache_refresh, or None")
     if draft is None:
         return
+    if plan.refresh is not None:
+        raise refuse("sampler.speculate", draft, "None with plan.refresh: a draft is verified as a whole")
     allowed = "a number of tokens to draft, 0 or more, or None"
     inputs.check_whole("sampler.speculate", draft, 0, inputs.MAX_TOKENS, allowed)
     if not config.predicts_next:

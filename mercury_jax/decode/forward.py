@@ -1,7 +1,7 @@
 """The forward pass of a step, over the whole canvas or a part of it.
 
-A bidirectional model has no keys that stay valid, because every token sees every other. `Refresh` reuses outdated
-keys between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do, and the policies of `cache_refresh` choose
+The keys of a canvas do not stay valid, because each of its tokens sees every other. `Refresh` reuses outdated keys
+between two refreshes, as Fast-dLLM (arXiv 2505.22618) and dInfer do, and the policies of `cache_refresh` choose
 positions by what they see of a row: a pass then runs over a part of the canvas and reads the rest from the cache as
 it was. `run_by_width` runs rows that compute many positions apart from those that compute few.
 """
@@ -58,8 +58,10 @@ def forward(
     """
     offset = window_offset(config, state.cache_length, state.committed)
     if config.refresh is not None:
-        partial = _policy_forward if isinstance(config.refresh, CachePolicy) else _refresh_forward
-        hidden, state = partial(config, params, state, used, offset)
+        if isinstance(config.refresh, CachePolicy):
+            hidden, state = _policy_forward(config, params, state, tokens, used, causal, offset)
+        else:
+            hidden, state = _refresh_forward(config, params, state, used, offset)
         return hidden, None, state
     time, start = times(config, state, causal), state.cache_length
     given = Pass(tokens, state.cache, start, used, start + used, causal, state.self_cond, time)
@@ -117,13 +119,14 @@ def times(config: DecodeConfig, state: State, causal: Bool[Array, "B"]) -> Float
 class PartialPass(NamedTuple):
     """The positions that each row computes in one pass; every leaf has the batch axis first.
 
-    Positions count from the start of the canvas, in rising order. The first `count` of `at` are computed.
+    `at` counts from the start of the canvas, in rising order, and its first `count` entries are computed.
     """
 
     at: Int[Array, "B W"]
     count: Int[Array, "B"]  # 0 leaves the row as it is
     end: Int[Array, "B"]  # end of the keys that each position attends to
     offset: Int[Array, "B"]  # of the row's window
+    encoding: Bool[Array, "B"]  # rows that write committed tokens to the cache
     slots: Int[Array, "B W"] | None = None  # of all positions of the canvas; None: `at` has no gaps
     known: Bool[Array, "B W"] | None = None  # positions of the canvas whose slots hold their own keys
 
@@ -147,11 +150,12 @@ def _refresh_forward(
     stop = used if refresh.after is None else jnp.minimum(used, offset + config.window + refresh.after)
     count = jnp.maximum(jnp.where(due, used, stop) - first, 0)
     at = jnp.minimum(first[:, None] + jnp.arange(width), width - 1)
-    work = PartialPass(at, jnp.where(state.done, 0, count), used, offset)
+    count, never = jnp.where(state.done, 0, count), jnp.zeros_like(state.done)
+    work = PartialPass(at, count, used, offset, encoding=never)
 
     least = refresh.before + config.window  # of a pass, so that it holds the window
     sizes = _quarters(width) if refresh.after is None else [least + refresh.after]
-    time = times(config, state, jnp.zeros_like(state.done))
+    time = times(config, state, never)
 
     def window(rows: PartialPass, hidden: Any, *unused: Any) -> Any:
         return slice_rows(hidden, rows.offset - rows.at[:, 0], config.window)
@@ -170,25 +174,32 @@ def _policy_forward(
     config: DecodeConfig,
     params: Params,
     state: State,
+    tokens: Int[Array, "B W"],
     used: Int[Array, "B"],
+    encoding: Bool[Array, "B"],
     offset: Int[Array, "B"],
 ) -> tuple[Any, State]:
     """One pass over the positions that a cache policy chooses; the window's hidden states may be those of earlier ones.
 
     Where positions are left out of the attention, the keys of the others lie in slots without gaps: ranges of keys
-    say who sees whom. A row whose set of positions changes computes all of them.
+    say who sees whom. A row whose set of positions changes computes all of them, and so does one that encodes, or
+    that opens a canvas behind what it encoded.
     """
     policy, width, old = config.refresh, config.width, state.reuse
     assert isinstance(policy, CachePolicy) and isinstance(old, Reuse)
+    if config.model.config.pattern != "bidirectional":
+        old = old._replace(age=jnp.where((state.step <= 0)[:, None], NEVER, old.age))
     positions, memory = jax.vmap(functools.partial(_choose, config, policy))(state.without_cache(), old, used)
     exists = jnp.arange(width) < used[:, None]
-    attend = exists & positions.attend
+    attend = exists & (positions.attend | encoding[:, None])
     moved = jnp.any(attend != old.attended, axis=1, keepdims=True)
     compute = attend & (positions.compute | moved | (old.age >= NEVER)) & ~state.done[:, None]
-    slots = jnp.cumsum(attend, axis=1) - 1
+    first = state.cache_length
+    slots = first[:, None] + jnp.cumsum(attend, axis=1) - 1
     at = jnp.argsort(~compute, axis=1, stable=True).astype(jnp.int32)
     known = ~moved & (old.age < NEVER)
-    work = PartialPass(at, compute.sum(1), attend.sum(1), offset, slots.astype(jnp.int32), known)
+    end = first + attend.sum(1)
+    work = PartialPass(at, compute.sum(1), end, offset, encoding, slots.astype(jnp.int32), known)
 
     limit = policy.limit(config.window, dict(policy.params))
     sizes = _quarters(width) if limit is None else [limit]
@@ -198,13 +209,13 @@ def _policy_forward(
         else None
     )
     kept = (old.hidden, old.key_drift, old.value_drift)
-    time = times(config, state, jnp.zeros_like(state.done))
+    time, fed = times(config, state, encoding), state._replace(canvas=tokens)
     cache, kept = run_by_width(
-        config, params, state, time, work, sizes, functools.partial(_keep_hidden, width), kept, read
+        config, params, fed, time, work, sizes, functools.partial(_keep_hidden, width), kept, read
     )
 
     age = jnp.where(compute, 0, jnp.minimum(old.age + 1, NEVER))
-    new = Reuse(state.canvas, age, attend, kept[1], kept[2], old.confidence, kept[0], memory)
+    new = Reuse(tokens, age, attend, kept[1], kept[2], old.confidence, kept[0], memory)
     stay = lambda new, old: jnp.where(state.done.reshape(-1, *[1] * (new.ndim - 1)), old, new)
     reuse = jax.tree.map(stay, new, old)
     return slice_rows(reuse.hidden, offset, config.window), state._replace(cache=cache, reuse=reuse)
@@ -412,13 +423,13 @@ def _run_rows(
     given = Pass(
         tokens=gather(rows.canvas),
         cache=rows.cache,
-        start=at[:, 0],
+        start=rows.cache_length if work.slots is not None else at[:, 0],
         used=work.count,
         end=work.end,
-        encoding=jnp.zeros_like(rows.done),
+        encoding=work.encoding,
         self_cond=jax.tree.map(gather, rows.self_cond),
         time=time,
-        positions=None if work.slots is None else at,
+        positions=None if work.slots is None else rows.cache_length[:, None] + at,
         slots=None if work.slots is None else gather(work.slots),
     )
     return config.model.forward(params, given)

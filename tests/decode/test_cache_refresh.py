@@ -1,4 +1,4 @@
-"""Laws of cache reuse in bidirectional models: which positions a pass computes, and that rows do not pay for others."""
+"""Laws of cache reuse within a canvas: which positions a pass computes, and that rows do not pay for others."""
 
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportAttributeAccessIssue=false
 
@@ -34,9 +34,9 @@ class LoggedCache(NamedTuple):
 
 
 @functools.cache
-def logged(alignment: str = "same_position"):
-    """A tiny bidirectional model whose cache logs every pass."""
-    lm = tiny("bidirectional")
+def logged(alignment: str = "same_position", pattern: str = "bidirectional"):
+    """A tiny model whose cache logs every pass."""
+    lm = tiny(pattern)
     model = models.build(dataclasses.replace(lm.model.config, alignment=alignment))
 
     def empty(rows, slots):
@@ -57,11 +57,17 @@ def logged(alignment: str = "same_position"):
     return dataclasses.replace(lm, model=model._replace(forward=forward, empty_cache=empty))
 
 
-def spans(refresh, prompts, rule=None, **more):
+def spans(refresh, prompts, rule=None, pattern="bidirectional", **more):
     """The output, and (first, count, positions and rows of the program) of every pass of each row."""
     plan = mj.Plan(block=8, refresh=refresh)
     out = mj.sample(
-        logged(), prompts, max_tokens=24, plan=plan, sampler=rule or mj.rules.confidence(), keep=True, **more
+        logged(pattern=pattern),
+        prompts,
+        max_tokens=24,
+        plan=plan,
+        sampler=rule or mj.rules.confidence(),
+        keep=True,
+        **more,
     )
     cache = jax.device_get(out.state.state.cache)
     rows = zip(cache.log.tolist(), cache.passes.tolist(), strict=True)
@@ -157,30 +163,61 @@ def sampled(lm, refresh, prompt="def x", tokens=16, block=8, **more):
     return mj.sample(lm, prompt, max_tokens=tokens, plan=plan, sampler=mj.rules.confidence(), **more)
 
 
-def test_dkv_decode_makes_the_tokens_of_the_published_loop():
+@pytest.mark.parametrize(
+    ("pattern", "prompt"),  # prompts to which this cache gives other tokens than none
+    [("bidirectional", "def x"), ("causal_encoder", "return y if x"), ("block_causal", "def x")],
+)
+def test_dkv_decode_makes_the_tokens_of_the_published_loop(pattern, prompt):
     """The reference: after two full steps of a block, all but what was decided two steps ago; every 4th step all."""
     with jax.enable_x64(True):
-        lm = endless(tiny("bidirectional", dtype="float64"))
-        canvas, start = prefix_of_masks(lm, "def x", len(lm.tokenizer.encode("def x")) + 16)
-        width, cache = len(canvas), lm.model.empty_cache(1, len(canvas))
-        store, forward = np.zeros((1, width, lm.model.config.width)), jax.jit(lm.model.forward)
-        for block in range(start, width, 8):
-            decided = []  # after each step
-            for step in range(8):
-                cached = decided[step - 2] if step >= 2 and step % 4 else np.zeros(width, bool)
+        lm = endless(tiny(pattern, dtype="float64"))
+        text, start = prefix_of_masks(lm, prompt, len(lm.tokenizer.encode(prompt)) + 16)
+        cache, forward = lm.model.empty_cache(1, len(text)), jax.jit(lm.model.forward)
+        one = lambda n: jnp.array([n])
+
+        def run(at, first, end, encoding, cache):
+            few, at = at.size, np.pad(at, (0, end - first - at.size)) + first
+            given = Pass(
+                text[at][None], cache, one(first), one(few), one(end), one(encoding), positions=at[None]
+            )
+            return forward(lm.params, given)
+
+        passes, encoded, block = 0, 0, start
+        while block < len(text):
+            ready = int(lm.model.encodable(one(block))[0])
+            if ready > encoded:  # what precedes the block, where its keys depend on nothing that follows
+                _, cache = run(np.arange(ready - encoded), encoded, ready, True, cache)
+                encoded = ready
+            aligned = (block // 8 + 1) * 8 if pattern == "block_causal" else block + 8
+            stop = min(aligned, len(text))
+            end = len(text) if pattern == "bidirectional" else stop
+            store, decided = np.zeros((1, end - encoded, lm.model.config.width)), []  # after each step
+            for step in range(stop - block):
+                cached = decided[step - 2] if step >= 2 and step % 4 else np.zeros(end - encoded, bool)
                 at = np.flatnonzero(~cached)
-                few, at = at.size, np.pad(at, (0, width - at.size))
-                one, false = lambda n: jnp.array([n]), jnp.array([False])
-                given = Pass(canvas[at][None], cache, one(0), one(few), one(width), false, positions=at[None])
-                hidden, cache = forward(lm.params, given)
-                store[:, at[:few]] = hidden[:, :few]
-                slots = np.arange(width)
-                here = (canvas == lm.tokenizer.mask) & (slots >= block) & (slots < block + 8)
-                canvas = most_confident(lm, jnp.asarray(store), canvas, here)
-                decided.append(canvas != lm.tokenizer.mask)
-        got = sampled(lm, caches.dkv_decode(every=4))
-        assert got.tokens[0].tolist() == canvas[start:].tolist() and got.forwards[0] == 16
-        assert got.tokens[0].tolist() != sampled(lm, None).tokens[0].tolist()
+                hidden, cache = run(at, encoded, end, False, cache)
+                store[:, at] = hidden[:, : at.size]
+                canvas, slots = text[encoded:end], np.arange(encoded, end)
+                here = (canvas == lm.tokenizer.mask) & (slots >= block) & (slots < stop)
+                text[encoded:end] = most_confident(lm, jnp.asarray(store), canvas, here)
+                decided.append(text[encoded:end] != lm.tokenizer.mask)
+                passes += 1
+            block = stop
+        got = sampled(lm, caches.dkv_decode(every=4), prompt)
+        assert got.tokens[0].tolist() == text[start:].tolist() and got.forwards[0] == passes
+        assert got.tokens[0].tolist() != sampled(lm, None, prompt).tokens[0].tolist()
+
+
+@pytest.mark.parametrize("pattern", ["causal_encoder", "block_causal"])
+def test_a_canvas_computes_what_is_undecided_and_what_was_just_decided(pattern):
+    ids = tiny().tokenizer.encode(LONG)
+    ids = ids[: len(ids) // 8 * 8]  # whole blocks
+    out, [log] = spans(caches.dkv_decode(every=99), [ids], pattern=pattern)
+    assert out.forwards[0] == 24
+    denoising = [(first, count) for first, count, *_ in log if first >= len(ids)]
+    block = [8, 8, 7, 6, 5, 4, 3, 2]
+    want = [(at, n) for at in range(len(ids), len(ids) + 24, 8) for n in (*block, 8)][:-1]  # and encodes it
+    assert denoising == want
 
 
 def test_suffix_pruning_decodes_a_block_as_if_the_row_ended_behind_its_window():
@@ -197,14 +234,15 @@ def test_suffix_pruning_decodes_a_block_as_if_the_row_ended_behind_its_window():
             np.testing.assert_allclose(found(kept(24, reuse=reuse), 24), found(refresh, 24), rtol=1e-9)
 
 
+@pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder", "block_causal"])
 @pytest.mark.parametrize(
     "policy",
     [caches.dkv_decode(every=1), caches.dllm_cache(prompt_every=1, answer_every=1)],
     ids=lambda p: p.name,
 )
-def test_a_policy_that_computes_everything_is_plain_decoding(policy):
+def test_a_policy_that_computes_everything_is_plain_decoding(policy, pattern):
     with jax.enable_x64(True):
-        lm = tiny("bidirectional", dtype="float64")
+        lm = tiny(pattern, dtype="float64")
         assert sampled(lm, policy, PROMPTS).texts == sampled(lm, None, PROMPTS).texts
 
 
@@ -287,7 +325,7 @@ def wrong(result):
         ),
         (lambda: caches.dkv_decode(every=[1, 2]), "one number: it is static"),
         (lambda: caches.dkv_decode(evry=1), "evry.*every is the nearest"),
-        (lambda: sampled(tiny(), caches.dkv_decode()), "the cache of a causal_encoder model is exact"),
+        (lambda: sampled(tiny(), mj.Refresh.dual()), "a policy of mj.cache_refresh, or None"),
         (lambda: sampled(tiny("bidirectional"), caches.dkv_decode(), guidance=1.0), "guidance is 1.0"),
         (lambda: sampled(logged("shifted"), caches.dkv_decode()), "logits are shifted"),
         (lambda: sampled(tiny("bidirectional"), wrong(lambda v: v.masked)), r"two bool\[64\]"),
