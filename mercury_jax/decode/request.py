@@ -233,17 +233,12 @@ def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
     """
     session: Session = request.state
     check_session(lm, session)
-    for name, default in (
-        ("n", 1),
-        ("guidance", None),
-        ("negative", None),
-        ("schema", None),
-        ("logprobs", None),
-    ):
-        if getattr(request, name) != default:
-            raise refuse(
-                name, getattr(request, name), f"{default} without a prompt: state has begun its answers"
-            )
+    fixed = ["guidance", "negative", "schema", "logprobs", "mesh"]
+    if request.effort is None:  # else answers are continued after their thinking, with these
+        fixed += ["sampler", "plan", "temperature", "logit_bias"]
+    for name, default in (dict.fromkeys(fixed) | {"n": 1}).items():
+        if (found := getattr(request, name)) not in (default, Plan()):
+            raise refuse(name, found, f"{default} without a prompt: state has begun its answers")
     if is_guided(session) and request.effort is not None:
         raise refuse("effort", request.effort, "None with the state of a guided call")
     whole = lambda name, value: inputs.check_whole(name, value, 1, inputs.MAX_TOKENS)

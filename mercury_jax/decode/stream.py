@@ -16,6 +16,7 @@ from mercury_jax.decode.request import Request, continue_request, encode_request
 from mercury_jax.decode.sampler import Param, SamplerLike
 from mercury_jax.decode.session import Session, advance, check_nan
 from mercury_jax.decode.state import Frame
+from mercury_jax.decode.stop_texts import cut_at_stop, end_stopped_rows, watched_rows
 from mercury_jax.decode.thinking import closed_thinking, decode_answer
 from mercury_jax.types import LM
 
@@ -47,6 +48,7 @@ def stream(
     plan: Plan | None = None,
     temperature: Param | Sequence[float] | None = None,
     effort: EffortLike | Sequence[EffortLike] | None = None,
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     state: Session | None = None,
     every: int = 1,
@@ -67,6 +69,7 @@ def stream(
         plan: Block, steps, and reuse of keys.
         temperature: Of drawn tokens.
         effort: "instant", "low", "medium", "high" or an `Effort`.
+        stop: Texts at which an answer ends.
         logit_bias: {id: bias}.
         state: Continue from an earlier call's `Output.state`.
         every: Yield after this many passes.
@@ -89,7 +92,7 @@ def stream(
     every = check_whole("every", every, 1, MAX_TOKENS, "1 or more passes")
     request = encode_request(lm, Request(
         prompt=prompt, n=n, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
-        effort=effort, logit_bias=logit_bias, state=state,
+        effort=effort, stop=stop, logit_bias=logit_bias, state=state,
     ).checked())  # fmt: skip
     return _outputs(lm, request, start(lm, request), every)
 
@@ -129,20 +132,33 @@ def _session_outputs(
     close = lm.tokenizer.pad if marks is None else marks.close
     prompt, slots = np.asarray(session.state.prompt), session.state.tokens.shape[1]
     buffers = {i: AnswerBuffer(int(prompt[i]), slots, close, i) for i in rows}
+    for now, host, count in _passes(lm, session, every):
+        denoised = {i: buffer.update(host, count) for i, buffer in buffers.items()}
+        for i in now.stopped.keys() & buffers.keys():
+            buffers[i].finish(int(np.asarray(now.state.end)[i]))
+        if any(buffer.done for buffer in buffers.values()):
+            check_nan(now)
+        for i, buffer in buffers.items():
+            if denoised[i] or buffer.done:
+                yield _output(lm, buffer, now, before[i], steps[i])
+        buffers = {i: buffer for i, buffer in buffers.items() if not buffer.done}
+        if not buffers:
+            return
+
+
+def _passes(lm: LM, session: Session, every: int) -> Iterator[tuple[Session, Frame, int]]:
+    """Advances a session without end; yields it, the frames of its last passes [passes, B, ...], and their number."""
+    watch, checked = watched_rows(session), np.zeros(session.state.done.shape[0], int)
+    if watch is not None:
+        while True:
+            session, frames, made = advance(lm, session, every, watch)
+            session, checked = end_stopped_rows(lm, session, checked)
+            yield session, jax.device_get(frames), int(np.max(made))
     session, frames, made = advance(lm, session, every)
     while True:
         # The next passes are dispatched before these are read, so that the device does not wait for the host.
         session, next_frames, next_made = advance(lm, session, every)
-        host, count = jax.device_get(frames), int(np.max(jax.device_get(made)))
-        denoised = {i: buffer.update(host, count) for i, buffer in buffers.items()}
-        if any(buffer.done for buffer in buffers.values()):
-            check_nan(session)
-        for i, buffer in buffers.items():
-            if denoised[i] or buffer.done:
-                yield _output(lm, buffer, session.prompts[i].chat, before[i], steps[i])
-        buffers = {i: buffer for i, buffer in buffers.items() if not buffer.done}
-        if not buffers:
-            return
+        yield session, jax.device_get(frames), int(np.max(made))
         frames, made = next_frames, next_made
 
 
@@ -185,8 +201,18 @@ class AnswerBuffer:
         self.done = self.done or (made > 0 and bool(frames.done[made - 1, self.row]))
         return bool(denoising)
 
+    def finish(self, end: int) -> None:
+        """Ends the answer where a stop text has ended it.
 
-def _output(lm: LM, buffer: AnswerBuffer, chat: bool, before: tuple[int, ...], steps: int) -> StreamOutput:
+        Args:
+            end: Absolute position.
+        """
+        self.end, self.done = min(self.end, end - self.prompt), True
+
+
+def _output(
+    lm: LM, buffer: AnswerBuffer, session: Session, before: tuple[int, ...], steps: int
+) -> StreamOutput:
     """The answer in a buffer, up to an end of text that is accepted."""
     tokens, accepted = buffer.tokens[: buffer.end], buffer.accepted[: buffer.end]
     is_end = np.isin(tokens, (lm.model.config.eos, *lm.model.config.ends))
@@ -194,7 +220,9 @@ def _output(lm: LM, buffer: AnswerBuffer, chat: bool, before: tuple[int, ...], s
     length = int(ends[0]) if len(ends) else len(tokens)
     join = lambda first, new: np.concatenate([np.full(len(before), first, new.dtype), new[:length]])
     tokens = np.concatenate([np.array(before, np.int32), tokens[:length]])
-    thinking, text = decode_answer(lm, tokens, chat)
+    thinking, text = decode_answer(lm, tokens, session.prompts[buffer.row].chat)
+    if session.stops:
+        text = session.stopped.get(buffer.row, cut_at_stop(text, session.stops[buffer.row])[0])
     return StreamOutput(
         text=text,
         tokens=tokens,

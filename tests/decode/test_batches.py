@@ -259,6 +259,37 @@ def test_a_stop_text_ends_the_decoding_of_its_row():
     assert len(both.history) == both.passes
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_stream_stops_where_sample_does(every):
+    stop = [[unstopped().texts[0][3:5]], None]
+    out, last = stopped(stop), {}
+    more = dict(max_tokens=40, seed=3, temperature=1.0, every=every)
+    for shown in mj.stream(wide(), PROMPTS, stop=stop, **more):
+        assert stop[0][0] not in shown.text or shown.row == 1
+        last[shown.row] = shown
+    assert [last[i].text for i in range(2)] == out.texts and all(x.done for x in last.values())
+    assert [last[i].tokens.tolist() for i in range(2)] == tokens(out)
+    assert [last[i].forwards for i in range(2)] == out.forwards.tolist()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(sampler=mj.rules.confidence()),
+        dict(plan=mj.Plan(block=4)),
+        dict(temperature=0.5),
+        dict(logit_bias={3: 1.0}),
+        dict(mesh=mj.mesh()),
+        dict(n=2),
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_answers_that_were_begun_take_no_other_settings(more):
+    part = stopped(None, passes=2)
+    with pytest.raises(ValueError, match=f"^{next(iter(more))} is .* without a prompt: state has begun"):
+        mj.sample(wide(), None, state=part.state, **more)
+
+
 def test_what_was_paused_still_stops():
     whole = unstopped()
     stop = whole.texts[0][12:14]
