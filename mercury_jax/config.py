@@ -569,7 +569,7 @@ class Plan:
             (multi-block editing of LLaDA2.1).
         lookahead: Drafts of future canvases that each pass verifies beside the current one (FreeDave). The tokens are
             those without it, in fewer passes; each pass computes up to 1 + lookahead canvases of a row and holds
-            as many copies of its KV cache. 0: none.
+            as many copies of its KV cache; reverse-mode gradients do not pass through it. 0: none.
         times: Times of a block's steps, falling from at most 1 to at least 0, one more than there are steps: step i
             leads from times[i] to times[i + 1]. None: evenly spaced from 1 to 0. Rules that use a noise schedule read
             them, and models that take the time get times[i].

@@ -369,7 +369,7 @@ class Decoder:
                 allowed = f"slots = {self.slots} in every row: {SEES_PADDING}"
                 raise refuse("lengths plus max_tokens", ends.tolist(), allowed)
         lengths = _per_row("lengths", longest if lengths is None else lengths, count, 0, longest)
-        room = self.slots - (lengths if isinstance(lengths, Tracer) else int(np.max(lengths)))
+        room = self.slots - (lengths if isinstance(lengths, Tracer) else int(np.asarray(lengths).max()))
         most = _per_row("max_tokens", max_tokens, count, 0, room)
         keys = _check_key(key, f"a key of jax.random.key, or {count} of them", (), (count,))
         if keys.ndim == 0:

@@ -286,6 +286,14 @@ def test_a_fork_keeps_what_a_row_has_decided():
     assert rows_of(decode(params())) == [tokens(greedy.tokens)[i] for i in (2, 2, 0)]
 
 
+def test_arrays_of_the_caller_may_be_closed_over():
+    ids, lengths = jnp.asarray(PROMPTS), jnp.array([5, 3, 1, 4])
+    decoder, _ = make()
+    start = lambda: decoder.init(params(), ids, lengths, max_tokens=NEW, key=KEYS)
+    run = jax.jit(lambda state: decoder.answer(decoder.run(params(), state)))
+    assert rows_of(run(jax.jit(start)())) == rows_of(run(start()))
+
+
 def test_shapes_alone_are_enough_to_trace_it():
     decoder, decode = make()
     shapes = jax.eval_shape(lambda p: p, params())
