@@ -310,7 +310,7 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a seed of other rows to infill": (lambda: infill(seed=[1, 2]), "seed is 'a list of 2'"),
         "a seed of other rows to edit": (lambda: edit(["x", "y"], seed=[1]), "seed is 'a list of 1'"),
         "temperatures of other rows to edit": (lambda: edit(temperature=[0.0, 1.0]), "temperature"),
-        "stop of stream": (lambda: stream(stop="x"), "'stop'"),
+        "an empty stop of stream": (lambda: stream(stop=""), "stop is ''"),
         "n 0 of stream": (lambda: stream(n=0), "n is 0"),
         "max_tokens of other rows of stream": (lambda: stream(["x", "y"], max_tokens=[4]), "max_tokens is 'a list"),
     },
@@ -698,9 +698,7 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "a policy without its call": (
             lambda: sample(lm=model("bidirectional"), plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode)), "refresh is",
         ),
-        "a policy of an exact cache": (
-            lambda: sample(plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())), "plan.refresh is",
-        ),
+        "a Refresh of a model of blocks": (lambda: sample(plan=mj.Plan(refresh=mj.Refresh.dual())), "plan.refresh is"),
         "a policy of a function": (
             lambda: mj.sample(own(), [1], max_tokens=4, plan=mj.Plan(refresh=mj.cache_refresh.dkv_decode())),
             "plan.refresh is",

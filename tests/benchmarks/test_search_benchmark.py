@@ -23,6 +23,7 @@ def test_the_reward_counts_violated_constraints():
         )  # fewer tokens, fewer conflicts
 
 
+@pytest.mark.slow
 def test_a_record_compares_the_same_puzzles_at_equal_passes():
     setting = search.Setting(n=2, steps=2)
     best, smc = search.compare(mj.load(), search.puzzles(2, 0), 0, setting, temperatures=(1.0,))

@@ -71,6 +71,7 @@ def test_info_lists_it_and_sample_decodes_with_it(mercury, folder):
     assert 1 <= answer["forwards"] <= 10 and answer["tokens"] <= 8
 
 
+@pytest.mark.slow
 def test_serve_decodes_with_it(mercury, folder):
     words = (
         "--rule",

@@ -20,6 +20,7 @@ from scipy import stats
 
 import mercury_jax as mj
 from tests.hub.goldens_of import GOLDENS as CHECKPOINTS
+from tests.marks import slow_except
 
 PATHS = sorted((Path(__file__).parent / "goldens").glob("*.json"))
 FILES = {path.stem: found for path in PATHS if "preset" in (found := json.loads(path.read_text()))}
@@ -51,11 +52,16 @@ def until_end(lm: mj.LM, tokens: list[int]) -> list[int]:
     return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
+def first_of_each(cases: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """One case of each file."""
+    return [next(case for case in cases if case[0] == name) for name in dict(cases)]
+
+
 def title(value: Any) -> str | None:
     return value["name"].replace(" ", "_") if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("name, case", CASES, ids=title)
+@pytest.mark.parametrize("name, case", slow_except(CASES, *first_of_each(CASES)), ids=title)
 def test_tokens_and_forwards_are_the_references(name, case):
     lm, out = decode(name, case, 1)
     wanted = until_end(lm, case["tokens"])
@@ -67,7 +73,7 @@ def test_tokens_and_forwards_are_the_references(name, case):
         assert out.forwards[0] <= passes
 
 
-@pytest.mark.parametrize("name, case", DRAWS, ids=title)
+@pytest.mark.parametrize("name, case", slow_except(DRAWS, *first_of_each(DRAWS)), ids=title)
 def test_answers_are_as_frequent_as_the_references(name, case):
     lm, out = decode(name, case, ROWS)
     counts: dict[str, int] = {}

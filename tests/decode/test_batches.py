@@ -15,6 +15,7 @@ from jaxtyping import TypeCheckError
 import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.tokenizer import SPECIAL
+from tests.marks import slow_except
 from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total"]
@@ -42,7 +43,7 @@ def tokens(out):
 # --- several answers to a prompt
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_n_answers_are_those_of_the_prompts_repeated(pattern):
     lm = wide(pattern)
     call = functools.partial(mj.sample, lm, max_tokens=9, seed=5, temperature=1.0)
@@ -141,7 +142,7 @@ def test_a_grammar_binds_each_of_several_answers():
 # --- settings of each prompt
 
 
-@pytest.mark.parametrize("pattern", ["block_causal", "bidirectional"])
+@pytest.mark.parametrize("pattern", slow_except(["block_causal", "bidirectional"], "bidirectional"))
 def test_a_batch_with_settings_of_each_row_is_its_rows_alone(pattern):
     lm, stops = wide(pattern), [None, ["e", "\n"]]
     own = [mj.Effort(0, 0.3, 0.5), mj.Effort(0, 0.95, 1.0)]
@@ -187,6 +188,7 @@ def test_prompts_are_ids_in_any_form():
     )
 
 
+@pytest.mark.slow
 def test_a_key_stands_for_a_seed():
     lm, key = wide(), jax.random.key(7)
     call = functools.partial(mj.sample, lm, max_tokens=8, temperature=1.0)
@@ -223,7 +225,7 @@ def cut(text, stops):
     return text[: sum(min(found))] if found else text
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_the_text_is_the_unstopped_one_before_its_first_stop(pattern):
     whole = unstopped(pattern)
     places = [(0, 0), (0, 7), (0, 20), (1, 3), (1, 15), (1, 25)]
@@ -334,7 +336,7 @@ def test_thinking_is_not_searched():
 # --- guidance
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_a_guided_session_continues_with_both_branches(pattern):
     lm, negative = wide(pattern), "return"
     turns = functools.partial(mj.sample, lm, max_tokens=9)
@@ -402,7 +404,7 @@ def test_streams_of_chats_think_and_answer_as_sample_does():
 # --- infilling and editing
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_infilling_of_ids_is_that_of_their_text(pattern):
     lm = wide(pattern)
     encode = lm.tokenizer.encode
@@ -415,7 +417,7 @@ def test_infilling_of_ids_is_that_of_their_text(pattern):
         assert tokens(out) == tokens(want) and out.holes == want.holes
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 @pytest.mark.parametrize("hole", [mj.Hole(3), mj.Hole(most=3)], ids=["fixed", "open"])
 def test_a_batch_of_infillings_is_its_rows_alone(pattern, hole):
     lm = wide(pattern)
@@ -542,6 +544,7 @@ def test_a_wrong_call_is_refused_by_name(call, said):
     assert re.search(said, str(error.value)), error.value
 
 
+@pytest.mark.slow
 def test_traced_seeds_and_sizes_are_refused_by_name():
     for name in ("seed", "max_tokens"):
         with pytest.raises(ValueError, match=f"{name} is .*under jit use the decoder itself"):

@@ -18,6 +18,7 @@ from mercury_jax.bench.timing import endless
 from mercury_jax.decode import cache_refresh as caches
 from mercury_jax.models.cache import with_kv_kind
 from mercury_jax.types import Pass
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 LONG = "for value in range(count):\n    print(total)\n" * 3
@@ -165,7 +166,10 @@ def sampled(lm, refresh, prompt="def x", tokens=16, block=8, **more):
 
 @pytest.mark.parametrize(
     ("pattern", "prompt"),  # prompts to which this cache gives other tokens than none
-    [("bidirectional", "def x"), ("causal_encoder", "return y if x"), ("block_causal", "def x")],
+    slow_except(
+        [("bidirectional", "def x"), ("causal_encoder", "return y if x"), ("block_causal", "def x")],
+        ("block_causal", "def x"),
+    ),
 )
 def test_dkv_decode_makes_the_tokens_of_the_published_loop(pattern, prompt):
     """The reference: after two full steps of a block, all but what was decided two steps ago; every 4th step all."""
@@ -220,6 +224,7 @@ def test_a_canvas_computes_what_is_undecided_and_what_was_just_decided(pattern):
     assert denoising == want
 
 
+@pytest.mark.slow
 def test_suffix_pruning_decodes_a_block_as_if_the_row_ended_behind_its_window():
     """The reference's sampler with a density of 1 keeps a window of the suffix and nothing behind it."""
     with jax.enable_x64(True):
@@ -234,7 +239,9 @@ def test_suffix_pruning_decodes_a_block_as_if_the_row_ended_behind_its_window():
             np.testing.assert_allclose(found(kept(24, reuse=reuse), 24), found(refresh, 24), rtol=1e-9)
 
 
-@pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder", "block_causal"])
+@pytest.mark.parametrize(
+    "pattern", slow_except(["bidirectional", "causal_encoder", "block_causal"], "block_causal")
+)
 @pytest.mark.parametrize(
     "policy",
     [caches.dkv_decode(every=1), caches.dllm_cache(prompt_every=1, answer_every=1)],
@@ -261,6 +268,7 @@ def test_dllm_cache_computes_prompt_and_answer_at_their_intervals_and_a_share_be
         assert n == answer + (start if step % 9 == 0 else 0), step
 
 
+@pytest.mark.slow
 def test_elastic_cache_computes_everything_when_keys_moved_and_only_then():
     still, start, end = counts(caches.elastic_cache(gamma=0.0, window=8))
     # The masks of the window, the token that was just decided, and the tracked one before them.

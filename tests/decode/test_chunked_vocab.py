@@ -126,6 +126,7 @@ BITS = np.random.default_rng(0).integers(0, 2**32, (6, 4), dtype=np.uint32)
 ALLOWS = (processors.allow({2: [40, 41, 96], 9: [3]}), processors.allow_bits(BITS, 3))
 
 
+@pytest.mark.slow
 def test_a_model_decodes_in_pieces_as_with_all_logits():
     """Every logits processor that may be given a part; the last piece is shorter, and chunks begin within words of
     bits."""

@@ -14,6 +14,7 @@ from mercury_jax.decode.registration import rule
 from mercury_jax.decode.sampler import accept
 from mercury_jax.decode.session import advance
 from mercury_jax.decode.state import admit
+from tests.marks import slow_except
 from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
@@ -84,7 +85,7 @@ def wide(pattern):
     return dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.float64), lm.params))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "causal_encoder"))
 def test_batch_size_changes_nothing_in_x64(pattern):
     with jax.enable_x64(True):
         several, alone = answers(wide(pattern)), answers(wide(pattern), PROMPTS[0])

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mercury_jax as mj
 from mercury_jax.decode.token_stats import LogprobBuffer
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 PROMPTS = np.array([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12], [5, 5, 5, 5, 6], [7, 7, 7, 8, 9]])
@@ -51,13 +52,13 @@ def params(pattern="block_causal"):
     return tiny(pattern).params
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_under_jit_it_decodes_what_sample_does(pattern):
     _, decode = make(pattern)
     assert rows_of(jax.jit(decode)(params(pattern), PROMPTS, KEYS)) == expected(pattern)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_a_scan_over_more_passes_than_it_needs_changes_nothing(pattern):
     decoder, _ = make(pattern)
 
@@ -134,7 +135,7 @@ def test_vmap_over_a_parameter_of_the_rule():
     assert nfe[0].sum() < nfe[1].sum()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_grad_of_a_scan_is_the_slope_of_the_log_probabilities(pattern):
     decoder, _ = make(pattern, mj.rules.confidence(), logprobs=0)
 
@@ -202,7 +203,7 @@ def test_unknown_tokens_of_a_prompt_are_filled_in():
         assert lm.corruption.mask not in row[:5].tolist() and filled == row[1:5].tolist()
 
 
-@pytest.mark.parametrize("axes", ["Auto", "default"])
+@pytest.mark.parametrize("axes", slow_except(["Auto", "default"], "default"))
 @pytest.mark.parametrize("form", ["shard_map", "sharded prompts", "set_mesh"])
 def test_over_four_devices(axes, form):
     kinds = {"axis_types": (AxisType.Auto,)} if axes == "Auto" else {}

@@ -15,6 +15,7 @@ from mercury_jax import models, noise
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.types import LM, Pass
 from tests.hub.goldens_of import GOLDENS, golden
+from tests.marks import slow_except
 from tests.tiny import VOCAB, tiny, tokenizer
 
 ROWS, TOKENS, DRAFT = 256, 16, 5
@@ -77,7 +78,7 @@ def check_same(plain, out):
 
 SLOW = pytest.mark.slow
 CASES = [
-    KINDS[0],
+    pytest.param(*KINDS[0], marks=SLOW),
     pytest.param(*KINDS[1], marks=SLOW),
     KINDS[2],
     pytest.param("bidirectional", "absorbing", marks=SLOW),
@@ -103,6 +104,7 @@ def test_text_is_the_verifiers_with_the_same_seed(pattern, kind):
     assert out.passes <= plain.passes and (out.draft.forwards >= out.forwards).all()
 
 
+@pytest.mark.slow
 def test_drafts_are_what_the_drafter_says_after_the_text():
     """Accepted tokens and passes are those of a loop by hand, in which the drafter starts anew after each pass."""
     rows, steps = 16, 2
@@ -129,7 +131,7 @@ def test_drafts_are_what_the_drafter_says_after_the_text():
     assert accepted.sum() > rows
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", slow_except([1, 2], 2))
 def test_rejection_has_the_verifiers_distribution(steps):
     """Chi-square over the first two tokens of many seeds, against the exact distribution; greedy rows are exact."""
     lm, rows = verifier("float32", 1), 1024
@@ -164,6 +166,7 @@ def logits_behind(lm, ids):
     return np.asarray(lm.model.head(lm.params, lm.model.forward(lm.params, given)[0])[0, -1])
 
 
+@pytest.mark.slow
 def test_rejection_accepts_more_than_equal_draws():
     with jax.enable_x64(True):
         how = asked() | dict(temperature=4.0)

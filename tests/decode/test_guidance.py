@@ -11,6 +11,7 @@ import pytest
 
 from mercury_jax.decode import guidance
 from mercury_jax.types import LeaveOneOut, Model, Pass
+from tests.marks import slow_except
 from tests.tiny import PATTERNS, VOCAB, tiny
 
 BLOCK, SLOTS, MASK = 8, 40, 4  # the tiny models'
@@ -98,7 +99,7 @@ def _negative_prompts_take_several_passes(monkeypatch):
     monkeypatch.setattr(guidance, "PREFILL", BLOCK)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_at_weight_zero_it_is_the_plain_model_bit_for_bit(pattern):
     with jax.enable_x64(True):
         pairs = zip(guided(pattern, "float64", 0.0), conditional(pattern, "float64"), strict=True)
@@ -106,7 +107,7 @@ def test_at_weight_zero_it_is_the_plain_model_bit_for_bit(pattern):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
 def test_it_is_the_formula_over_two_plain_passes_in_x64(pattern):
     with jax.enable_x64(True):
         plain, params = build(pattern, "float64")

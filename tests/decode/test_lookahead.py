@@ -12,6 +12,7 @@ import mercury_jax as mj
 from mercury_jax import models
 from tests.decode import test_decoder_transforms as transforms
 from tests.decode.test_self_speculation import causal
+from tests.marks import slow_except
 from tests.models.test_dit import teller, witness
 from tests.tiny import PATTERNS, tiny
 
@@ -63,7 +64,7 @@ def check_same(plain, fast, lookahead):
     assert (fast.evaluated <= (1 + lookahead) * fast.forwards).all()
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, pytest.param("shifted", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pattern", slow_except([*PATTERNS, "shifted"], "block_causal"))
 def test_the_tokens_are_those_of_plain_decoding_in_fewer_passes(pattern):
     plain, fast = decode(pattern, 0), decode(pattern, 3)
     check_same(plain, fast, 3)
@@ -83,6 +84,7 @@ def test_rules_with_leave_one_out_masks_or_of_variable_length_agree_too(name):
     check_same(*(decode("bidirectional", n, name, 8) for n in (0, 2)), 2)
 
 
+@pytest.mark.slow
 def test_guidance_log_probabilities_and_history_are_those_of_plain_decoding():
     more = dict(rows=12, guidance=1.5, logprobs=2)
     plain, fast = (decode("bidirectional", n, history=True, **more) for n in (0, 2))
@@ -113,6 +115,7 @@ def test_the_logits_of_a_timed_model_are_those_of_the_step():
     assert out.tokens[0].tolist() == [60] * 12
 
 
+@pytest.mark.slow
 def test_under_jit_and_over_four_devices_it_decodes_what_sample_does():
     _, decode = transforms.make(plan=mj.Plan(lookahead=2))
     given = transforms.params(), jnp.asarray(transforms.PROMPTS), transforms.KEYS
@@ -124,6 +127,7 @@ def test_under_jit_and_over_four_devices_it_decodes_what_sample_does():
     assert transforms.rows_of(jax.jit(spread)(*given)) == transforms.expected()
 
 
+@pytest.mark.slow
 def test_a_session_that_was_stopped_goes_on_with_its_drafts():
     with jax.enable_x64(True):
         lm, plan = exact("bidirectional"), mj.Plan(lookahead=3)

@@ -14,11 +14,22 @@ from mercury_jax.decode.sampler import Sampler
 from mercury_jax.decode.session import advance
 from tests.decode.test_rules_sampled import with_head
 from tests.decode.test_self_speculation import causal
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x", "if y"]
 MOST = 12
 OURS = [name for name, make in mj.rules.ALL.items() if make.__module__.startswith("mercury_jax.")]
+QUICK = (
+    "confidence",
+    "threshold",
+    "wino",
+    "expand",
+    "remdm_confidence",
+    "entropy_bound",
+    "diffusion_gemma",
+    "ancestral",
+)
 
 # Ids that a rule of variable length reacts to; any of the tiny vocabulary's will do.
 SPECIAL = {
@@ -55,7 +66,7 @@ def run(name, others=(1, 2, 3), seed=5):
     return lm, ids, tokens, end, int(made_passes), np.asarray(session.state.nfe)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", slow_except(OURS, *QUICK))
 def test_a_rule_leaves_the_prompt_alone_ends_and_emits_nothing_forbidden(name):
     lm, ids, text, total, used, _ = run(name)
     # Ten steps for each of two blocks, or in the worst case for the draft of each token; and the encoding.

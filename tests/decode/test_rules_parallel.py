@@ -98,6 +98,7 @@ def test_sequential_takes_the_first_masks_of_the_whole_blocks_share():
     assert first(masked.scheduled(1.0, length=3)) == [8, 1, 2, 8, M]
 
 
+@pytest.mark.slow
 def test_the_cached_reverse_process_makes_no_idle_pass():
     """Each of 8 masks falls in one of the steps, all alike: a pass for each step in which one does."""
     lm, rows = tiny("bidirectional"), 1024

@@ -9,6 +9,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.tokenizer import SPECIAL
+from tests.marks import slow_except
 from tests.tiny import PATTERNS, tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total"]
@@ -21,7 +22,7 @@ def wide(pattern="causal_encoder", **more):
     return dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.float64), lm.params))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
 def test_a_session_goes_on_as_if_all_had_been_one_prompt(pattern):
     with jax.enable_x64(True):
         lm = wide(pattern)

@@ -14,6 +14,7 @@ from mercury_jax.decode.state import position_uniforms
 from mercury_jax.decode.token_stats import draw, forbid
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.types import Pass
+from tests.marks import slow_except
 from tests.tiny import tiny
 
 PROMPTS = ["def x", "for value in range(count):\n    print(total", "return y if x"]
@@ -61,7 +62,7 @@ def _drawn(logits, key, n, temperature):
     return draw(logits[None], position_uniforms(key, n[None]), temperature)[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_except([0.0, 1.0], 1.0))
 def test_autoregressive_and_speculation_are_the_loop_by_hand(temperature):
     with jax.enable_x64(True):
         lm = causal("float64")
@@ -88,6 +89,7 @@ def test_more_drafting_passes_and_penalties_change_no_text():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_sampled_speculation_has_the_autoregressive_distribution():
     """Chi-square over the first two tokens of many seeds, against the exact distribution."""
     lm = causal(layers=1)
@@ -118,7 +120,9 @@ def test_what_cannot_be_verified_is_refused():
         mj.rules.self_speculation(0)
 
 
-@pytest.mark.parametrize("sampler", [mj.rules.threshold(), mj.rules.self_speculation(3, 1.0)])
+@pytest.mark.parametrize(
+    "sampler", [mj.rules.threshold(), pytest.param(mj.rules.self_speculation(3, 1.0), marks=pytest.mark.slow)]
+)
 def test_no_effort_ends_in_an_empty_answer(sampler):
     """A model that has said everything in its thinking would end its answer at once."""
     lm = causal()

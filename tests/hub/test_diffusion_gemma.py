@@ -86,6 +86,7 @@ def model_of(dtype):
 
 
 @pytest.mark.parametrize("bits", slow_except([32, 64], 32))
+@pytest.mark.slow
 def test_two_sampled_canvases_equal_those_of_generate(bits):
     """Nothing is injected on our side: the reference was given the noise that this very call draws."""
     said = recorded()

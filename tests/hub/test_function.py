@@ -176,6 +176,7 @@ def test_without_lengths_rows_of_several_lengths_are_refused_in_every_call():
     assert [t.tolist() for t in out.tokens] == [loop(p, 7, 0.6)[0] for p in ([1, 2], [3, 4])]
 
 
+@pytest.mark.slow
 def test_every_call_gives_the_same_whichever_way_padding_is_hidden():
     def calls(lm):
         yield [frame.tokens.tolist() for frame in mj.stream(lm, PROMPT, max_tokens=5)][-1]

@@ -110,7 +110,8 @@ def alive(shape: tuple[int, ...]) -> int:
     return sum(x.shape == shape for x in jax.live_arrays() if not x.is_deleted())
 
 
-@pytest.mark.parametrize("resume", slow_except([False, True], True))
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.slow
 def test_initial_parameters_are_placed_on_the_mesh_and_freed(tmp_path, monkeypatch, resume):
     hub.save(tmp_path / "first", tiny("bidirectional"), NoiseConfig())
     found, given = [], []

@@ -122,6 +122,7 @@ def answered(lm, piece, on=None):
     return np.asarray(state.tokens), np.asarray(state.self_cond)
 
 
+@pytest.mark.slow
 def test_an_answer_over_a_mesh_equals_that_of_one_device():
     """Where parameters lie apart all devices share every pass, each reading its own half of the vocabulary."""
     config = dataclasses.replace(GEMMA, layers=1, global_layers=(), per_layer_width=0, vocab=80, pad=0, eos=1)

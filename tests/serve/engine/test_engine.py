@@ -316,6 +316,7 @@ def test_thinking_is_closed_and_the_answer_keeps_max_tokens(engine):
     assert (thought, said) == (want.thinking[0], want.text) and said
 
 
+@pytest.mark.slow
 def test_rows_move_between_buckets_while_they_decode():
     """Rows move to more and to fewer slots, to longer and to shorter ones, and their text does not change."""
     engine = Engine(tiny(), dataclasses.replace(SMALL, slots=5, rules=("confidence",)))
