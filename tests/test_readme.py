@@ -39,7 +39,13 @@ PAGES = [
 SHORTER = {"mercury train my_recipe.py": ["--steps", "2", "--sample-every", "0", "--eval-every", "0"]}
 FULL = os.environ.get("MERCURY_README") == "full"
 LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
-LONG |= {"docs/command-line.md", "docs/sampling.md", "docs/your-model.md"}
+LONG |= {
+    "docs/command-line.md",
+    "docs/decoder.md",
+    "docs/sampling.md",
+    "docs/search-and-rl.md",
+    "docs/your-model.md",
+}
 SERVER = "http://127.0.0.1:8000"
 RESULT = re.compile(r"# -> ?(.*)")
 REASON = re.compile(r"<!-- not run: (.+) -->")

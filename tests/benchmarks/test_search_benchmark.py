@@ -1,5 +1,7 @@
 """The comparison of sequential Monte Carlo with best-of-n: its puzzles, its reward, and what a record says."""
 
+import pytest
+
 import mercury_jax as mj
 from benchmarks import search
 from mercury_jax.tasks import TASKS

@@ -73,7 +73,7 @@ def test_tokens_and_forwards_are_the_references(name, case):
         assert out.forwards[0] <= passes
 
 
-@pytest.mark.parametrize("name, case", slow_except(DRAWS, *first_of_each(DRAWS)), ids=title)
+@pytest.mark.parametrize("name, case", slow_except(DRAWS, DRAWS[0]), ids=title)
 def test_answers_are_as_frequent_as_the_references(name, case):
     lm, out = decode(name, case, ROWS)
     counts: dict[str, int] = {}

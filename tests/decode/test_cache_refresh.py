@@ -112,9 +112,9 @@ def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so():
     "refresh",
     [
         mj.Refresh.prefix(),
-        mj.Refresh.vicinity(2, every=3),
+        pytest.param(mj.Refresh.vicinity(2, every=3), marks=pytest.mark.slow),
         caches.dkv_decode(4),
-        caches.suffix_pruning(8, reuse=2),
+        pytest.param(caches.suffix_pruning(8, reuse=2), marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_of_a_row_do_not_depend_on_its_neighbours_bit_for_bit(refresh):
@@ -348,6 +348,7 @@ def test_what_does_not_fit_is_refused_in_words(call, said):
         call()
 
 
+@pytest.mark.slow
 def test_drift_of_quantised_keys_is_refused():
     lm = tiny("bidirectional")
     lm = dataclasses.replace(lm, model=with_kv_kind(lm.model, "int8"))

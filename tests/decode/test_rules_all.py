@@ -78,7 +78,7 @@ def test_a_rule_leaves_the_prompt_alone_ends_and_emits_nothing_forbidden(name):
         assert not np.isin(row[len(prompt) : end], never).any()
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", slow_except(OURS, *QUICK))
 def test_a_rule_treats_a_batch_as_its_rows_and_repeats(name):
     _, ids, text, total, _, forwards = run(name)
     _, _, again, total_again, _, forwards_again = run(name, (3, 1, 2))

@@ -15,7 +15,6 @@ from mercury_jax.serve import openapi
 from mercury_jax.serve.app import create_app
 from mercury_jax.serve.options import ServerOptions
 from mercury_jax.tokenizer import SPECIAL
-from tests.marks import slow_except
 from tests.serve.asgi_client import Connection
 
 DOCUMENT = openapi.build_document()
@@ -202,7 +201,8 @@ def test_optional_tools_do_not_change_other_answers(client):
         assert client.post(CHAT, json={**PAYLOAD, **bad}).status_code == 400, bad
 
 
-@pytest.mark.parametrize("streamed", slow_except([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
 def test_with_tools_and_a_format_an_answer_is_one_or_the_other(client, streamed):
     """Agent frameworks send both in every turn, with `tool_choice` unset. The seeds give both kinds of answer."""
     held = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT, "strict": True}}
@@ -312,6 +312,7 @@ def test_sampling_parameters_change_the_answer(client):
     ]
 
 
+@pytest.mark.slow
 def test_fim_fills_the_gap(client):
     """An answer that used all of its tokens has the finish reason length."""
     path = "/v1/fim/completions"

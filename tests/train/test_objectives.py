@@ -245,6 +245,7 @@ def test_lladas_normalisation_weighs_answers_not_tokens():
     np.testing.assert_allclose(found.weight, [1.0, 1.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_at_block_one_the_nelbo_is_the_autoregressive_loss():
     model, params = trained("block_causal", 1)
     data, corruption = batch(model, sequences(7, 4096)), noise.absorbing(MASK)
