@@ -84,7 +84,11 @@ def test_a_turn_may_continue_in_several_ways():
 
 
 @pytest.mark.parametrize(
-    "more", [dict(guidance=[1.0, 2.0], negative="return"), dict(logit_bias=[{300: 1e4}, None])]
+    "more",
+    [
+        pytest.param(dict(guidance=[1.0, 2.0], negative="return"), marks=pytest.mark.slow),
+        dict(logit_bias=[{300: 1e4}, None]),
+    ],
 )
 def test_the_answers_to_a_prompt_share_its_settings(more):
     lm = wide()
@@ -336,7 +340,8 @@ def test_thinking_is_not_searched():
 # --- guidance
 
 
-@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "block_causal"))
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.slow
 def test_a_guided_session_continues_with_both_branches(pattern):
     lm, negative = wide(pattern), "return"
     turns = functools.partial(mj.sample, lm, max_tokens=9)
@@ -366,7 +371,7 @@ def test_a_guided_call_may_be_stopped_and_finished():
     assert mj.sample(lm, None, state=part.state).texts == whole.texts
 
 
-@pytest.mark.parametrize("pattern", ["causal_encoder", "bidirectional"])
+@pytest.mark.parametrize("pattern", slow_except(["causal_encoder", "bidirectional"], "bidirectional"))
 def test_masked_guidance_reads_a_mask_for_each_token_of_the_prompt(pattern):
     lm = wide(pattern)
     masks = [[lm.tokenizer.mask] * len(lm.tokenizer.encode(p)) for p in PROMPTS]

@@ -15,7 +15,6 @@ from mercury_jax import models, noise
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.types import LM, Pass
 from tests.hub.goldens_of import GOLDENS, golden
-from tests.marks import slow_except
 from tests.tiny import VOCAB, tiny, tokenizer
 
 ROWS, TOKENS, DRAFT = 256, 16, 5
@@ -131,7 +130,8 @@ def test_drafts_are_what_the_drafter_says_after_the_text():
     assert accepted.sum() > rows
 
 
-@pytest.mark.parametrize("steps", slow_except([1, 2], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
 def test_rejection_has_the_verifiers_distribution(steps):
     """Chi-square over the first two tokens of many seeds, against the exact distribution; greedy rows are exact."""
     lm, rows = verifier("float32", 1), 1024

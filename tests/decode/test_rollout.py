@@ -223,7 +223,8 @@ def test_the_expectation_of_elbo_is_the_bound_that_enumeration_gives(pattern):
     assert abs(score.log_p - want) < 4 * score.se
 
 
-@pytest.mark.parametrize("pattern", slow_except(PATTERNS, "bidirectional"))
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.slow
 def test_of_one_token_all_estimators_know_the_exact_value(pattern):
     lm = tiny(pattern)
     batch = mj.answer_batch(lm, [PROMPT], [ANSWER[:1]], commit_step=[[0]])

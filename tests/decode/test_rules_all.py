@@ -86,7 +86,7 @@ def test_a_rule_treats_a_batch_as_its_rows_and_repeats(name):
     np.testing.assert_array_equal(text[0, : total[0]], again[0, : total[0]])
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", slow_except(OURS, *QUICK))
 def test_a_rule_that_draws_follows_its_seed(name):
     sampler = complete_sampler(made(name), model_for(made(name)).corruption)
     assert sampler.temperature is not None

@@ -76,7 +76,7 @@ def test_log_probabilities_are_those_of_the_pass_that_wrote_the_token(kind):
         np.testing.assert_allclose(found.tokens, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["absorbing", "uniform"])
+@pytest.mark.parametrize("kind", slow_except(["absorbing", "uniform"], "uniform"))
 def test_bias_and_constraints_reach_canvas_models_as_masked_ones(kind):
     lm = tiny(kind=kind)
     allow = mj.processors.allow({0: [310, 311], 5: [312]})
@@ -120,6 +120,7 @@ def test_a_part_of_the_block_settles_before_the_rest():
         mj.sample(lm, "x", plan=mj.Plan(block=3))
 
 
+@pytest.mark.slow
 def test_caches_of_a_bidirectional_model_are_exact_when_refreshed_in_every_step():
     with jax.enable_x64(True):
         lm = wide("bidirectional")

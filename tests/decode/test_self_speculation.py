@@ -120,9 +120,8 @@ def test_what_cannot_be_verified_is_refused():
         mj.rules.self_speculation(0)
 
 
-@pytest.mark.parametrize(
-    "sampler", [mj.rules.threshold(), pytest.param(mj.rules.self_speculation(3, 1.0), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sampler", [mj.rules.threshold(), mj.rules.self_speculation(3, 1.0)])
+@pytest.mark.slow
 def test_no_effort_ends_in_an_empty_answer(sampler):
     """A model that has said everything in its thinking would end its answer at once."""
     lm = causal()

@@ -32,7 +32,7 @@ def logits_of(folder, case):
     return np.asarray(found if last > 1 else found[:, 0])
 
 
-QUICK = [case for case in LOADED if case.base in ("llama", "qwen3")]
+QUICK = [case for case in LOADED if case.base == "qwen3"]
 
 
 @pytest.mark.parametrize("case", slow_except(LOADED, *QUICK), ids=name_of)
