@@ -54,6 +54,7 @@ def run(script, **environ):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     (first, folder, text), (second, _, again) = (
         run(FIRST_SAMPLE, MERCURY_CACHE=str(tmp_path)) for _ in range(2)

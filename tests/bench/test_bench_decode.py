@@ -114,6 +114,7 @@ def measured():
     return asked, trials
 
 
+@pytest.mark.slow
 def test_records_have_every_figure_and_the_baseline_compares_equal_to_itself(measured):
     asked, trials = measured
     base, surest, once, refused = decode.records(trials, asked)

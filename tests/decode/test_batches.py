@@ -105,6 +105,7 @@ def test_the_answers_to_a_prompt_share_its_settings(more):
         assert tokens(out)[2 * i : 2 * i + 2] == tokens(alone)
 
 
+@pytest.mark.slow
 def test_rows_over_a_mesh_fork_and_stop_as_on_one_device():
     mesh = jax.make_mesh((4,), ("data",))
     call = functools.partial(mj.sample, wide(), PROMPTS, n=2, max_tokens=[9, 30], seed=3, temperature=1.0)

@@ -176,6 +176,7 @@ def test_rejection_accepts_more_than_equal_draws():
         assert run("rejection").draft.acceptance > 2 * run("same_seed").draft.acceptance
 
 
+@pytest.mark.slow
 def test_thinking_stop_texts_logprobs_and_several_answers():
     chat = [[{"role": "user", "content": text}] for text in ("def x", "return y if x")]
     bias = BIAS | {SPECIAL.end_think: 12.0}

@@ -71,6 +71,7 @@ def test_log_probs_are_those_of_the_pass_that_accepted_the_token(pattern):
     np.testing.assert_allclose(again, r.log_probs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_merged_passes_lose_a_little_and_one_pass_is_the_fully_masked_answer():
     lm, r = tiny("bidirectional"), drawn("bidirectional")
     one = mj.token_log_probs(lm, lm.params, r.batch(lm), estimator="trajectory", passes=1)

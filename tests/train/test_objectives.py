@@ -116,6 +116,7 @@ def test_the_nelbo_is_never_under_the_entropy_and_a_trained_model_is_near_it(pat
     assert untrained > 1.2 * entropy() - error
 
 
+@pytest.mark.slow
 def test_the_bound_is_the_same_under_every_schedule():
     model, params = trained("bidirectional", 4)
     found = [
