@@ -1,4 +1,4 @@
-"""KV cache reuse in a bidirectional model: each refresh policy against computing everything in every step.
+"""Reuse of keys within a canvas: each cache policy against computing all of the canvas in every step.
 
 Run with `python -m benchmarks.cache`.
 """
@@ -29,6 +29,7 @@ POLICIES: dict[str, Refresh | CachePolicyLike | None] = {
     "vicinity of 8": Refresh.vicinity(8),
     "vicinity of 8, every 4 steps": Refresh.vicinity(8, every=4),
     "dkv_decode": cache_refresh.dkv_decode(every=8),
+    "dkv_decode, once": cache_refresh.dkv_decode(every=1 << 20),
     "dkv_greedy": cache_refresh.dkv_greedy(every=2, window=4),
     "dllm_cache": cache_refresh.dllm_cache(prompt_every=100, answer_every=7, ratio=0.25),
     "elastic_cache": cache_refresh.elastic_cache(gamma=0.9, window=32),
@@ -39,25 +40,29 @@ POLICIES: dict[str, Refresh | CachePolicyLike | None] = {
 RULES: dict[str, Callable[[], SamplerLike]] = {
     "confidence": rules.confidence,
     "threshold(0.9)": lambda: rules.threshold(0.9),
+    "threshold(0.99)": lambda: rules.threshold(0.99),
     "factor(1.0)": lambda: rules.factor(1.0),
     "factor(0.1)": lambda: rules.factor(0.1),
 }
+BLOCK = 16  # of a bidirectional model
 PAIRS = decode.PAIRED  # batches of which every entry is timed beside the baseline
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBenchmark:
-    """Compare KV cache reuse with computing everything in every step.
+    """Compare reuse of keys with computing all of the canvas in every step.
 
     examples:
       mercury train configs/nano_bidirectional.py --out runs/bidirectional
       python -m benchmarks.cache runs/bidirectional/model
+      python -m benchmarks.cache --caches "dkv_decode, once" --rules "threshold(0.99)"
 
-    In a bidirectional model every token attends to every other one, so no key
-    stays valid. Prefix and dual caches (Fast-dLLM), vicinity refresh (dInfer) and
-    cache policies (dKV-Cache, dLLM-Cache, Elastic-Cache, DPad) reuse outdated
-    keys. `agreement` is the share of answers that are token for token those
-    without a cache, `points` the paired difference in accuracy with its 95%
+    Every token of a canvas attends to every other one, so no key of it stays
+    valid; the canvas of a bidirectional model is the whole sequence. Prefix and
+    dual caches (Fast-dLLM), vicinity refresh (dInfer) and cache policies
+    (dKV-Cache, dLLM-Cache, Elastic-Cache, DPad) reuse outdated keys. `agreement`
+    is the share of answers that are token for token those without a cache,
+    `points` the paired difference in accuracy with its 95%
     interval, and `speedup` the median ratio of tokens per second to no cache,
     with the same rule, on the same batches; `cpu_speedup` the same ratio of
     tokens per second of CPU time, which a busy machine disturbs less.
@@ -69,16 +74,16 @@ class CacheBenchmark:
     """Tasks."""
     rules: Annotated[tuple[str, ...], option("RULE [RULE ...]")] = tuple(RULES)
     """Decoding rules."""
-    caches: Annotated[tuple[str, ...], option("CACHE [CACHE ...]")] = tuple(POLICIES)
-    """What is compared."""
+    caches: Annotated[tuple[str, ...], option("CACHE [CACHE ...]")] = ()
+    """What is compared. Default: all that the model takes."""
     limit: Int = 256
     """Questions of each task, at the largest batch that it fills."""
     batches: Annotated[tuple[Int, ...], option("ROWS [ROWS ...]")] = (1, 8, 32, 64)
     """Rows decoded together. Smaller ones are asked four batches of questions."""
     max_tokens: OptionalInt = None
     """Most tokens of an answer, all of which a pass computes. Default: the task's."""
-    block: Int = 16
-    """Tokens of a block."""
+    block: OptionalInt = None
+    """Tokens of a block. Default: 16 in a bidirectional model, else the model's."""
     steps: OptionalInt = None
     """Denoising steps of a block. Default: its tokens."""
     seed: Int = 0
@@ -109,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     ]  # fmt: skip
     with show.progress("time", quiet=args.json) as update:
         found = compare(
-            lm, asked, rules=args.rules, caches=args.caches, block=args.block, steps=args.steps,
+            lm, asked, rules=args.rules, caches=args.caches or None, block=args.block, steps=args.steps,
             tick=lambda text: update(description=text),
         )  # fmt: skip
         show.report(found, args.out, None if args.json else line)
@@ -118,32 +123,37 @@ def run(argv: Sequence[str]) -> int:
 
 def entries(
     lm: LM,
-    block: int,
+    block: int | None = None,
     steps: int | None = None,
     rule: str = "confidence",
-    caches: Sequence[str] = tuple(POLICIES),
+    caches: Sequence[str] | None = None,
 ) -> list[SweepEntry]:
     """One entry for each cache, decoding in blocks by one rule; the first one computes everything.
 
     Args:
-        lm: A bidirectional model.
-        block: Tokens of a block.
+        lm: The model.
+        block: Tokens of a block. Default: 16 in a bidirectional model, else the model's.
         steps: Denoising steps of a block. Default: its tokens.
         rule: A key of `RULES`.
-        caches: Keys of `POLICIES`.
+        caches: Keys of `POLICIES`. Default: all that the model takes.
 
     Returns:
         The entries for `decode.run`.
 
     Raises:
-        ValueError: The model is not bidirectional.
+        ValueError: The model computes its canvas alone, which a `Refresh` cannot divide.
     """
-    if lm.model.config.pattern != "bidirectional":
-        raise refuse(
-            "model.pattern", lm.model.config.pattern, "bidirectional: the cache of other models is exact"
-        )
-    names = dict.fromkeys((NO_CACHE, *caches))
+    bidirectional = lm.model.config.pattern == "bidirectional"
+    fitting = [name for name, how in POLICIES.items() if bidirectional or not isinstance(how, Refresh)]
+    for name in caches or ():
+        if name not in fitting:
+            raise refuse(
+                "--caches", name, f"for a {lm.model.config.pattern} model, any of {', '.join(fitting)}"
+            )
+    if block is None:
+        block = BLOCK if bidirectional else lm.model.config.block
     plan = lambda name: Plan(block=block, steps=steps, refresh=POLICIES[name])
+    names = dict.fromkeys((NO_CACHE, *(caches or fitting)))
     return [SweepEntry(name, name, lm, RULES[rule], plan(name)) for name in names]
 
 
@@ -152,19 +162,19 @@ def compare(
     asked: Sequence[QuestionSet],
     *,
     rules: Sequence[str] = ("confidence",),
-    caches: Sequence[str] = tuple(POLICIES),
-    block: int = 16,
+    caches: Sequence[str] | None = None,
+    block: int | None = None,
     steps: int | None = None,
     tick: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """Yields a record for each task, batch, rule and cache: accuracy, and agreement and speed against no cache.
 
     Args:
-        lm: A bidirectional model.
+        lm: The model.
         asked: The questions of each task and batch.
         rules: Keys of `RULES`.
-        caches: Keys of `POLICIES`.
-        block: Tokens of a block.
+        caches: Keys of `POLICIES`. Default: all that the model takes.
+        block: Tokens of a block. Default: as of `entries`.
         steps: Denoising steps of a block. Default: its tokens.
         tick: Called with what comes next.
 
@@ -176,7 +186,13 @@ def compare(
             found = entries(lm, block, steps, rule, caches)
             for record in decode.records(decode.run(found, one, tick), one):
                 name = record.pop("rule")
-                yield {"cache": name, "rule": rule, "block": block, **record, "compared_with": NO_CACHE}
+                yield {
+                    "cache": name,
+                    "rule": rule,
+                    "block": found[0].plan.block,
+                    **record,
+                    "compared_with": NO_CACHE,
+                }
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Error correction on the embedded model, and the caches of bidirectional ones."""
+"""Error correction on the embedded model, and the caches of bidirectional models."""
 
 import pytest
 
@@ -46,5 +46,7 @@ def test_every_cache_is_measured_against_no_cache(nano):
     )
     assert [r["cache"] for r in rows] == list(cache.POLICIES)
     assert rows[0]["agreement"] == 1.0 and all(r["n"] == 4 and r["speedup"] > 0 for r in rows)
-    with pytest.raises(ValueError, match="bidirectional"):
-        cache.entries(nano, 16)
+    with pytest.raises(ValueError, match="--caches is 'dual'.*dkv_decode"):
+        cache.entries(nano, caches=["dual"])
+    assert all(entry.plan.block == 32 for entry in cache.entries(nano))
+    assert "dual" not in {entry.rule for entry in cache.entries(nano)}
