@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.decode.decode_config import DecodeConfig
 from mercury_jax.decode.sampler import Param, Sampler
 from mercury_jax.decode.state import State
-from mercury_jax.decode.token_stats import NEVER, search_cdf
+from mercury_jax.decode.token_stats import NEVER, most_probable, search_cdf
 from mercury_jax.decode.view import Observation, draw_uniforms, process_logits
 from mercury_jax.sharding import dividing_axes
 from mercury_jax.types import Params, SelfCond, TokenStats
@@ -172,7 +172,7 @@ def chunk_stats(
         The statistics; the draw is the argmax.
     """
     # All weights are relative to the largest logit of the chunk, so that exp cannot overflow. [L, v]
-    best, at = logits.max(axis=-1), logits.argmax(axis=-1)
+    best, at = logits.max(axis=-1), most_probable(logits)
     centred = logits - best[:, None]
     e = jnp.exp(centred)
 

@@ -38,6 +38,7 @@ from mercury_jax.decode.token_stats import (
     draw,
     draw_log_prob,
     forbid,
+    most_probable,
     slice_at,
     token_stats,
     update_logprobs,
@@ -86,8 +87,8 @@ def denoise(
             uniforms, _ = jax.vmap(functools.partial(draw_uniforms, config))(small, seen.window)
             return jax.vmap(draw)(logits, uniforms, temperature)
 
-        greedy = lambda: logits.argmax(-1).astype(jnp.int32)
-        drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, greedy)
+        greedy = most_probable(logits)
+        drawn = jax.lax.cond(jnp.any(temperature > 0), draw_tokens, lambda: greedy)
         view = seen.view._replace(logits=logits)
         stats = jax.vmap(token_stats)(logits, view.canvas, drawn, view.eos)
         self_cond = config.model.condition(params, logits)
@@ -153,8 +154,7 @@ def decide(
     view = seen.view._replace(stats=stats, leave_one_out=stats)
     if other_logits is not None:
         logits = forbid(other_logits, config.never_emitted)
-        argmax = logits.argmax(-1).astype(jnp.int32)
-        view = view._replace(leave_one_out=token_stats(logits, view.canvas, argmax, view.eos))
+        view = view._replace(leave_one_out=token_stats(logits, view.canvas, most_probable(logits), view.eos))
     proposal, rule_memory = sampler.rule(seen.key, view, row.memory[0])
     if not isinstance(constrained, tuple):
         proposal = sample_front(view, proposal, constrained & (row.answer_budget == 0))
@@ -353,7 +353,7 @@ def _trace_parts(config: DecodeConfig, tree: Any, leaves: tuple[tuple[Any, Any],
         raw = jnp.zeros((config.window, model_config.vocab), dtype)
         seen = observe(config, row)
         logits = process_logits(config, row, seen.view, seen.window.at, raw)
-        stats = token_stats(logits, seen.view.canvas, logits.argmax(-1).astype(int32), seen.view.eos)
+        stats = token_stats(logits, seen.view.canvas, most_probable(logits), seen.view.eos)
         if not chunked_vocab.applies(config, row.sampling.sampler):
             seen = seen._replace(view=seen.view._replace(logits=logits))
         if row.sampling.sampler.rule.needs_hidden:

@@ -38,6 +38,23 @@ def forbid(
     return logits.at[:, jnp.where(column < 0, logits.shape[-1], column)].set(NEVER, mode="drop")
 
 
+def most_probable(logits: Float[Array, "*s V"]) -> Int[Array, "*s"]:
+    """Returns the first id with the largest logit.
+
+    `argmax` compares pairs of a value and its index one by one on a CPU: a maximum, and the search for it, take a
+    fifth of the time.
+
+    Args:
+        logits: Where one is NaN, the id is any.
+
+    Returns:
+        The ids.
+    """
+    last = logits.shape[-1] - 1
+    largest = logits == logits.max(axis=-1, keepdims=True)
+    return jnp.where(largest, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
+
+
 def draw(
     logits: Float[Array, "*s V"], uniforms: Float[Array, "*s"], temperature: Float[Array, ""]
 ) -> Int[Array, "*s"]:
@@ -54,7 +71,7 @@ def draw(
     Returns:
         The drawn ids.
     """
-    greedy = logits.argmax(-1)
+    greedy = most_probable(logits)
     scaled = logits / jnp.maximum(temperature, 1e-6)[..., None]
     weights = jnp.exp(scaled - scaled.max(-1, keepdims=True))
     drawn = search_cdf(weights, jnp.minimum(uniforms, 1.0 - 1e-6))
@@ -106,7 +123,7 @@ def token_stats(
     """
     # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) - sum(e * (logit - best)) / sum(e).
     best = logits.max(axis=-1, keepdims=True)
-    argmax = logits.argmax(axis=-1).astype(jnp.int32)
+    argmax = most_probable(logits)
     # Sums of e and of e * (logits - best): on a CPU 25 times faster than exp(log_softmax) and top_k.
     centred = logits - best
     e = jnp.exp(centred)

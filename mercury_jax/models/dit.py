@@ -185,7 +185,7 @@ class DiTBlock(nn.Module):
         qkv = Linear((c.width,), (3, c.heads, c.head_dim), ops=self.ops, name="qkv")(y)  # [B, T, 3, H, K]
         q, k, v = jnp.moveaxis(qkv, 2, 0)
         frequencies = rope_frequencies(c.rope_theta, c.head_dim // 2)
-        q, k = (rope(y, inputs.positions, frequencies) for y in (q, k))
+        q, k = (rope(y, inputs.positions, frequencies, context=c.context) for y in (q, k))
         if kv is not None and inputs.slots is not None:
             kv = self.ops.write(kv, k, v, inputs.slots)
             k, v = kv  # [B, S, G, K]: all keys of the row so far

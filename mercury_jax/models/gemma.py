@@ -228,7 +228,8 @@ class GemmaAttention(nn.Module):
         groups, width = c.kv_shape(self.layer)
         norm = functools.partial(RMSNorm, c.norm_eps, False)
         project = lambda heads, name: Linear((c.width,), (heads, width), ops=self.ops, name=name)(x)
-        rotate = lambda y: rope(y, inputs.positions, rotary_frequencies(c, c.is_global(self.layer)))
+        frequencies = rotary_frequencies(c, c.is_global(self.layer))
+        rotate = lambda y: rope(y, inputs.positions, frequencies, context=c.context)
         q = rotate(norm(name="q_norm")(project(c.heads, "q")))  # [B, T, H, K]
         if shared is None:
             k = project(groups, "k")  # [B, T, G, K]

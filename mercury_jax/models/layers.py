@@ -193,11 +193,15 @@ class GatedMLP(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
+ROPE_TABLE = 1 << 17  # cosines in a table, at most: each program holds it as a constant
+
+
 def rope(
     x: Float[Array, "B T H K"],
     positions: Int[Array, "B T"],
     frequencies: Float[np.ndarray, "C"],
     amplitude: float = 1.0,
+    context: int | None = None,
 ) -> Float[Array, "B T H K"]:
     """Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Llama.
 
@@ -208,13 +212,20 @@ def rope(
         positions: Of the tokens.
         frequencies: Angle per position of each of the C <= K / 2 pairs.
         amplitude: Factor of cosines and sines (`RopeScaling.attention`).
+        context: No position is this large; None: not known.
 
     Returns:
         The rotated x, computed in at least fp32, in the dtype of x.
     """
     half, dtype = len(frequencies), accumulation_dtype(x.dtype)
-    angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequencies, dtype)  # [B, T, 1, C]
-    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+    if context is not None and context * half <= ROPE_TABLE:
+        # Looked up: fused into its readers, a CPU would compute each cosine again for every head.
+        angle = np.arange(context)[:, None] * frequencies
+        table = jnp.asarray(amplitude * np.stack([np.cos(angle), np.sin(angle)]), dtype)  # [2, context, C]
+        cos, sin = (x.at[positions].get(mode="clip", wrap_negative_indices=False)[:, :, None] for x in table)
+    else:
+        angle = positions[..., None, None].astype(dtype) * jnp.asarray(frequencies, dtype)  # [B, T, 1, C]
+        cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
     a, b = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
     parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :].astype(dtype)]
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)

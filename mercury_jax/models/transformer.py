@@ -91,7 +91,7 @@ class Attention(nn.Module):
             k = RMSNorm(c.norm_eps, c.zero_centred, name="k_norm")(k)
         frequencies = rope_frequencies(c.rope_theta, int(c.head_dim * c.rope_fraction) // 2, c.rope_scaling)
         amplitude = 1.0 if c.rope_scaling is None else c.rope_scaling.attention
-        q, k = (rope(y, inputs.positions, frequencies, amplitude) for y in (q, k))
+        q, k = (rope(y, inputs.positions, frequencies, amplitude, c.context) for y in (q, k))
         if kv is not None and inputs.slots is not None:
             kv = self.ops.write(kv, k, v, inputs.slots)
             k, v = kv  # [B, S, G, K]: all keys of the row so far

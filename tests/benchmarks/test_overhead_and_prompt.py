@@ -23,7 +23,7 @@ from tests.tiny import tiny
 def test_warm_calls_compile_nothing_and_make_the_passes_that_are_compared():
     [row] = overhead.compare(tiny(), [SweepPoint("threshold", {"p": 0.9})], batches=[2], tokens=16, pairs=2)
     assert row["recompilations"] == 0 and row["passes"] >= 1 + 16 // 8
-    assert row["ratio"] > 0 and row["within"] == (row["ratio"] <= 1.15)
+    assert row["ratio"] > 0 and row["within"] == (row["ratio"] <= 1.10)
     low, high = row["ratio_quartiles"]
     assert low <= row["ratio"] <= high
     json.dumps(row)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax.decode.token_stats import draw, token_stats
+from mercury_jax.decode.token_stats import draw, most_probable, token_stats
 from tests.decode.views import KEY, MASK, taken, view
 from tests.tiny import tiny
 
@@ -15,6 +15,13 @@ def test_confidence_takes_its_share_of_the_best():
     v = view([0.1, 0.9, 0.5, 0.99], [True, True, True, False])
     assert taken(mj.rules.confidence(), v) == [MASK, 1, 2, 8]  # 3 masks over 2 steps: 2 now
     assert taken(mj.rules.confidence(), v._replace(step=jnp.asarray(1))) == [0, 1, 2, 8]
+
+
+def test_the_most_probable_id_is_the_first_of_the_largest():
+    logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)), 1)  # with ties
+    np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), logits.argmax(-1))
+    np.testing.assert_array_equal(most_probable(jnp.full((2, 7), -jnp.inf)), 0)
+    assert 0 <= int(most_probable(jnp.array([1.0, jnp.nan, 2.0]))) < 3
 
 
 def test_threshold_takes_all_that_are_sure_and_at_least_one():

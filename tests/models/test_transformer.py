@@ -10,6 +10,7 @@ import pytest
 
 from mercury_jax import models
 from mercury_jax.config import ModelConfig, RopeScaling
+from mercury_jax.models.layers import rope, rope_frequencies
 from mercury_jax.types import PackedPass, Pass
 from tests.tiny import PATTERNS, tiny
 
@@ -145,3 +146,11 @@ def test_heads_and_norms_are_as_configured(tied, norm):
 def test_bad_configs_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         ModelConfig(**({"vocab": 40} | change))
+
+
+def test_rotations_that_are_looked_up_are_those_that_are_computed():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    positions, frequencies = jnp.array([[0, 1, 2, 3, 99], [7, 50, 3, 98, 64]]), rope_frequencies(1e4, 3)
+    found = rope(x, positions, frequencies, 1.5, context=100)
+    np.testing.assert_allclose(found, rope(x, positions, frequencies, 1.5), rtol=2e-5, atol=2e-5)
+    assert bool(jnp.isfinite(rope(x, positions + 50, frequencies, context=100)).all())  # of unused tokens
