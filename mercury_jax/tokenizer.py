@@ -388,9 +388,10 @@ class Tokenizer:
             ValueError: An id is outside of the vocabulary.
         """
         found: list[bytes] = []
+        size = len(self.pieces)
         for i in map(int, ids):
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"ids: {i}; must be in 0..{self.vocab_size - 1}")
+            if not 0 <= i < size:
+                raise ValueError(f"ids: {i}; must be in 0..{size - 1}")
             named = not skip_special and i < len(SPECIAL)
             found.append(f"<|{SPECIAL._fields[i]}|>".encode() if named else self.pieces[i])
         return b"".join(found).decode("utf-8", errors="replace")

@@ -121,23 +121,23 @@ def token_stats(
     Returns:
         The statistics [L].
     """
-    # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) - sum(e * (logit - best)) / sum(e).
+    # With e = exp(logit - best): p = e / sum(e), and the entropy is log(sum(e)) + sum(e * (best - logit)) / sum(e).
     best = logits.max(axis=-1, keepdims=True)
     argmax = most_probable(logits)
-    # Sums of e and of e * (logits - best): on a CPU 25 times faster than exp(log_softmax) and top_k.
-    centred = logits - best
-    e = jnp.exp(centred)
+    # Two sums: on a CPU 25 times faster than exp(log_softmax) and top_k. Each difference has one reader, so that XLA
+    # fuses it instead of storing [L, V].
+    e = jnp.exp(logits - best)
     total = e.sum(axis=-1)
     p = lambda ids: jnp.take_along_axis(e, ids[:, None], axis=-1)[:, 0] / total
-    others = jnp.where(jnp.arange(logits.shape[-1]) == argmax[:, None], -jnp.inf, centred)
+    others = jnp.where(jnp.arange(logits.shape[-1]) == argmax[:, None], 0.0, e)
     return TokenStats(
         argmax=argmax,
         sample=sample,
         p_argmax=1.0 / total,
         p_sample=p(sample),
         p_canvas=p(canvas),
-        entropy=jnp.log(total) - jnp.sum(e * centred, axis=-1) / total,
-        margin=(1.0 - jnp.exp(others.max(axis=-1))) / total,
+        entropy=jnp.log(total) + jnp.sum(e * (best - logits), axis=-1) / total,
+        margin=(1.0 - others.max(axis=-1)) / total,
         p_eos=jnp.where(eos >= 0, p(jnp.full_like(sample, jnp.maximum(eos, 0))), 0.0),
     )
 
