@@ -15,7 +15,7 @@ import pytest
 import mercury_jax as mj
 from mercury_jax import models
 from mercury_jax.bench.timing import endless
-from mercury_jax.decode import cache_refresh as caches
+from mercury_jax.decode import cache_refresh as caches, forward
 from mercury_jax.models.cache import with_kv_kind
 from mercury_jax.types import Pass
 from tests.marks import slow_except
@@ -45,7 +45,7 @@ def logged(alignment: str = "same_position", pattern: str = "bidirectional"):
             model.empty_cache(rows, slots), jnp.zeros((rows, PASSES, 4), int), jnp.zeros((rows,), int)
         )
 
-    def forward(params, given, **more):
+    def logged_forward(params, given, **more):
         inner, log, passes = given.cache
         hidden, inner = model.forward(params, given._replace(cache=inner), **more)
         rows, width = given.tokens.shape
@@ -55,7 +55,7 @@ def logged(alignment: str = "same_position", pattern: str = "bidirectional"):
         log = log.at[jnp.arange(len(at)), at].set(entry.astype(log.dtype), mode="drop")
         return hidden, LoggedCache(inner, log, passes + (given.used > 0))
 
-    return dataclasses.replace(lm, model=model._replace(forward=forward, empty_cache=empty))
+    return dataclasses.replace(lm, model=model._replace(forward=logged_forward, empty_cache=empty))
 
 
 def spans(refresh, prompts, rule=None, pattern="bidirectional", **more):
@@ -97,7 +97,16 @@ def test_a_dual_cache_recomputes_the_block_alone():
     assert ran == want[: len(ran)] and len(ran) == out.forwards[0]
 
 
-def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so():
+@pytest.fixture
+def rows_apart(monkeypatch):
+    """Groups of one row of the tiny model; programs are found by their config, so those of other groups go."""
+    jax.clear_caches()
+    monkeypatch.setattr(forward, "TOKENS", 64)
+    yield
+    jax.clear_caches()
+
+
+def test_a_row_that_recomputes_its_canvas_does_not_make_the_others_do_so(rows_apart):
     run = lambda prompts: spans(mj.Refresh.dual(), prompts, rule=mj.rules.threshold(0.2))
     out, together = run(PROMPTS)
     steps = [[count > 8 for _, count, *_ in log] for log in together]
