@@ -43,9 +43,13 @@ def refuse(field: str, value: object, allowed: str) -> ValueError:
     Returns:
         A ValueError to raise: "FIELD is VALUE; allowed: ALLOWED".
     """
-    return ValueError(f"{field} is {value!r}; allowed: {allowed}")
+    shown = repr(value)
+    if len(shown) > LONGEST:  # arrays, parameters of a model
+        shown = f"{shown[: LONGEST // 2]}... ({type(value).__name__})"
+    return ValueError(f"{field} is {shown}; allowed: {allowed}")
 
 
+LONGEST = 400  # characters of a value in an error
 MANY = 16  # names; above this number only the most similar one is listed
 
 

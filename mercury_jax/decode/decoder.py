@@ -352,7 +352,7 @@ class Decoder:
         _check_arrays(params)
         ids, vocab = _array("ids", ids, "whole numbers [B, P]"), self.config.model.config.vocab
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.size:
-            raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]")
+            raise refuse("ids", f"{ids.dtype}{list(ids.shape)}", "whole numbers [B, P]; [ids] for one prompt")
         if not isinstance(ids, Tracer):
             low, high = np.asarray(ids).min(), np.asarray(ids).max()
             if low < 0 or high >= vocab:
@@ -380,23 +380,36 @@ class Decoder:
         with explain_wrong_params(dataclasses.replace(self.lm, params=params), "params"):
             return in_auto_axes(self._init, ids, params, ids, lengths, most, keys, given)
 
+    @property
+    def _capacity(self) -> int:
+        """Positions of a row's arrays: its slots and a canvas after them, rounded up."""
+        config = self.config
+        if config.model.config.pattern == "bidirectional":
+            return config.slots_after
+        return slots_for(self.slots, config.slots_after, config.model.config.context)
+
     def _check_state(self, state: Any) -> None:
         """Refuses what is no state of this decoder."""
         if not isinstance(state, State):
-            raise refuse("state", state, "a state of init")
+            raise refuse(
+                "state", state, "a state of init; run(params, state, passes=) returns one and frames"
+            )
         width = state.canvas.shape[-1]
         if width != self.config.width:
             allowed = f"one of this decoder, whose canvases have {self.config.width}"
             raise refuse("state", f"a state with canvases of {width} positions", allowed)
+        slots = state.tokens.shape[-1]
+        if slots != self._capacity:
+            allowed = f"one of this decoder, whose rows have {self._capacity}"
+            raise refuse("state", f"a state with rows of {slots} positions", allowed)
+        if (state.logprobs == ()) != (self.config.logprobs is None):
+            raise refuse("state", "a state of a decoder with another logprobs=", "one of this decoder")
 
     def _init(
         self, params: Params, ids: Array, lengths: Array, most: Array, keys: Key, given: Array
     ) -> State:
         """`init` with all arguments set, one entry per row."""
-        config, (count, longest) = self.config, ids.shape
-        behind = capacity = config.slots_after
-        if config.model.config.pattern != "bidirectional":
-            capacity = slots_for(self.slots, behind, config.model.config.context)
+        config, (count, longest), capacity = self.config, ids.shape, self._capacity
         wide = lambda x: jnp.pad(x, [(0, 0), (0, capacity - longest)])
         known = given & (jnp.arange(longest) < lengths[:, None])
         # The first unknown token begins the answer; what precedes it is committed.
@@ -585,6 +598,8 @@ def _array(name: str, value: Any, allowed: str) -> Array:
 
 def _check_arrays(params: Any) -> None:
     """Refuses parameters that are no arrays."""
+    if isinstance(params, LM | State):
+        raise refuse("params", f"a {type(params).__name__}", "the parameters of the model, such as lm.params")
     if params is None or not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise refuse("params", params, "the parameters of the model, such as lm.params")
 

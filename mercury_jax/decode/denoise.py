@@ -330,7 +330,7 @@ def check_parts(config: DecodeConfig, sampling: SamplingParams) -> None:
     functions = [
         f for part in sampling.sampler.parts for f in getattr(part.function, "functions", (part.function,))
     ]
-    if all(getattr(f, "__module__", "").startswith("mercury_jax.") for f in functions):
+    if all((getattr(f, "__module__", None) or "").startswith("mercury_jax.") for f in functions):
         return
     if callable(sampling.sampler.rule.needs_hidden):  # its head needs the model's parameters
         return

@@ -233,12 +233,15 @@ def resume_request(lm: LM, request: Request) -> tuple[Request, Session]:
     """
     session: Session = request.state
     check_session(lm, session)
-    fixed = ["guidance", "negative", "schema", "logprobs", "mesh"]
+    fixed: dict[str, Any] = dict.fromkeys(("guidance", "negative", "schema", "logprobs", "mesh")) | {"n": 1}
     if request.effort is None:  # else answers are continued after their thinking, with these
-        fixed += ["sampler", "plan", "temperature", "logit_bias"]
-    for name, default in (dict.fromkeys(fixed) | {"n": 1}).items():
-        if (found := getattr(request, name)) not in (default, Plan()):
-            raise refuse(name, found, f"{default} without a prompt: state has begun its answers")
+        fixed |= dict.fromkeys(("sampler", "temperature", "logit_bias"))
+        fixed |= {"plan": Plan(), "max_tokens": 64, "seed": 0}
+    for name, default in fixed.items():
+        found = getattr(request, name)
+        if found is not default and not (isinstance(found, int | Plan) and found == default):
+            allowed = f"{None if name == 'plan' else default} without a prompt: state has begun its answers"
+            raise refuse(name, found, allowed)
     if is_guided(session) and request.effort is not None:
         raise refuse("effort", request.effort, "None with the state of a guided call")
     whole = lambda name, value: inputs.check_whole(name, value, 1, inputs.MAX_TOKENS)
@@ -330,7 +333,9 @@ def start(lm: LM, request: Request) -> Session:
         elif width is not None and pending > config.own_prefill:
             state = prefill_program(config, lm.params, state, width)
     mesh = row_mesh(lm, request.mesh)
-    return Session(config, state, len(rows.committed), mesh, list(request.prompts), list(request.stops))
+    return Session(
+        config, state, len(rows.committed), mesh, list(request.prompts), list(request.stops), n=request.n
+    )
 
 
 def fork_of(request: Request, rows: int) -> Fork | None:

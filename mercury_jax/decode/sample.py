@@ -220,6 +220,9 @@ def sample(
             raise refuse(name, value, "True or False")
     if passes is not None:
         passes = check_whole("passes", passes, 1, MAX_TOKENS, "a whole number from 1 on, or None")
+    if prompt is None and state is None:
+        allowed = "a prompt; or None with state=, which passes= and keep=True put into Output.state"
+        raise refuse("prompt", None, allowed)
     request = Request(
         prompt=prompt, max_tokens=max_tokens, seed=seed, sampler=sampler, plan=plan, temperature=temperature,
         effort=effort, logit_bias=logit_bias, guidance=guidance, negative=negative, logprobs=logprobs, state=state,
@@ -253,7 +256,9 @@ def sample(
         out, session, more = _continue_empty_answers(lm, request, session, out)
         made += more
     keep = keep or state is not None or passes is not None
-    return dataclasses.replace(out, passes=made, state=session if keep else None, n=n)
+    return dataclasses.replace(
+        out, passes=made, state=session if keep else None, n=n if prompt is not None else session.n
+    )
 
 
 def _cached(request: Request, config: DecodeConfig) -> np.ndarray:

@@ -42,6 +42,7 @@ class Session:
     stopped: dict[int, str] = field(
         repr=False, default_factory=dict
     )  # answers of rows that a stop text has ended
+    n: int = 1  # answers to each prompt
 
     @property
     def done(self) -> bool:

@@ -288,11 +288,14 @@ def test_a_stream_stops_where_sample_does(every):
         dict(logit_bias={3: 1.0}),
         dict(mesh=mj.mesh()),
         dict(n=2),
+        dict(max_tokens=9),
+        dict(seed=[1, 2]),
     ],
     ids=lambda x: next(iter(x)),
 )
 def test_answers_that_were_begun_take_no_other_settings(more):
-    part = stopped(None, passes=2)
+    part = stopped(None, passes=2, n=2)
+    assert len(mj.sample(wide(), None, state=part.state).groups) == 2
     with pytest.raises(ValueError, match=f"^{next(iter(more))} is .* without a prompt: state has begun"):
         mj.sample(wide(), None, state=part.state, **more)
 

@@ -323,6 +323,9 @@ def test_shapes_alone_are_enough_to_trace_it():
         (lambda d: d.init(params(), PROMPTS, key=KEYS[:2]), "key is"),
         (lambda d: d.init(params(), PROMPTS, key=KEYS, given=[True]), "given is"),
         (lambda d: d.run(params(), None), "state is"),
+        (lambda d: d.init(tiny("block_causal"), PROMPTS, key=KEYS), "params is 'a LM'"),
+        (lambda d: d.answer(params()), "run(params, state, passes=) returns"),
+        (lambda d: make(logprobs=1)[0].answer(d.init(params(), PROMPTS, key=KEYS)), "another logprobs="),
         (lambda d: d.run(params(), d.init(params(), PROMPTS, key=KEYS), passes=0), "passes is 0"),
     ],
 )
