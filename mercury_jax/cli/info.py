@@ -146,7 +146,7 @@ def _print_choices(record: Mapping[str, Any]) -> None:
         "rules": "rules (--rule NAME, parameters as --NAME X)",
         "processors": "logits processors (those with one parameter as --NAME X)",
         "stopping": "stopping criteria",
-        "cache_refresh": "cache policies of bidirectional models (Plan(refresh=mj.cache_refresh.NAME()))",
+        "cache_refresh": "cache policies (Plan(refresh=mj.cache_refresh.NAME()))",
     }
     for kind, title in titles.items():
         print(f"\n{title}")

@@ -125,6 +125,9 @@ class CachePolicy:
                 )
         object.__setattr__(self, "params", tuple(sorted(dict(self.params).items())))
 
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.params)})"
+
     def __call__(self, key: Key, view: CacheView, memory: Memory) -> tuple[Positions, Memory]:
         """Chooses the positions of one row, and checks what the function returns.
 

@@ -69,7 +69,7 @@ def stream(
         plan: Block, steps, and reuse of keys.
         temperature: Of drawn tokens.
         effort: "instant", "low", "medium", "high" or an `Effort`.
-        stop: Texts at which an answer ends.
+        stop: Texts at which an answer ends. Outputs then also come whenever a block is finished.
         logit_bias: {id: bias}.
         state: Continue from an earlier call's `Output.state`.
         every: Yield after this many passes.
@@ -102,18 +102,20 @@ def _outputs(lm: LM, request: Request, session: Session, every: int) -> Iterator
     prompts, count = request.prompts, len(request.prompts)
     replies: list[tuple[int, ...]] = [()] * count
     passes, unanswered = [0] * count, []
-    for out in _session_outputs(lm, session, range(count), every, [()] * count, [0] * count):
+    for out, stopped in _session_outputs(lm, session, range(count), every, [()] * count, [0] * count):
         i = out.row
         if out.done:
             replies[i], passes[i] = tuple(out.tokens.tolist()), out.step
         empty = out.done and request.effort is not None and prompts[i].chat and not out.text.strip()
+        empty &= not stopped  # an answer that begins with a stop text is complete
         unanswered += [i] * empty
         yield dataclasses.replace(out, done=False) if empty else out
     if unanswered:
         for i in unanswered:
             replies[i] = closed_thinking(lm.tokenizer, prompts[i].ids, replies[i])
         session = start(lm, continue_request(lm, request, replies, unanswered))
-        yield from _session_outputs(lm, session, unanswered, every, replies, passes)
+        for out, _ in _session_outputs(lm, session, unanswered, every, replies, passes):
+            yield out
 
 
 def _session_outputs(
@@ -123,8 +125,8 @@ def _session_outputs(
     every: int,
     before: Sequence[tuple[int, ...]],
     steps: Sequence[int],
-) -> Iterator[StreamOutput]:
-    """Yields the outputs of some rows of a session.
+) -> Iterator[tuple[StreamOutput, bool]]:
+    """Yields the outputs of some rows of a session, and whether a stop text has ended the answer.
 
     before, steps: tokens and passes of an earlier session, of each row, in front of its answer.
     """
@@ -140,7 +142,7 @@ def _session_outputs(
             check_nan(now)
         for i, buffer in buffers.items():
             if denoised[i] or buffer.done:
-                yield _output(lm, buffer, now, before[i], steps[i])
+                yield _output(lm, buffer, now, before[i], steps[i]), i in now.stopped
         buffers = {i: buffer for i, buffer in buffers.items() if not buffer.done}
         if not buffers:
             return

@@ -304,7 +304,7 @@ class SelfConditioning(nn.Module):
 
     @nn.compact
     def term(self, self_cond: SelfCond, shape: tuple[int, int], dtype: DTypeLike) -> Term:
-        """The term, not computed yet.
+        """Returns the term with its tensor-parallel sum still to be taken (`Ops.sum_terms`).
 
         Args:
             self_cond: Expected embeddings [B, T, D] of the previous pass; () counts as zeros (the canvas's

@@ -18,7 +18,7 @@ from mercury_jax.types import LaidOutDocument, Pass
 
 
 def encodable(config: ModelConfig, committed: Int[Array, "B"]) -> Int[Array, "B"]:
-    """How many committed tokens can be written to the KV cache for good.
+    """Counts the committed tokens whose keys no later token changes.
 
     Args:
         config: Its pattern decides: none for bidirectional models, whole blocks for block_causal, all for

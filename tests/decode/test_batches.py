@@ -321,17 +321,24 @@ def test_a_session_goes_on_after_the_tokens_before_a_stop(pattern):
     assert tokens(more) == tokens(mj.sample(lm, joined, max_tokens=6))
 
 
+THINKING: dict = dict(
+    max_tokens=8, effort=mj.Effort(10, 0.5, 0.5), temperature=1.0, seed=1,
+    logit_bias={58: -1e4},  # a separator, with which an answer would be empty
+)  # fmt: skip
+
+
+def test_an_answer_that_begins_with_a_stop_text_is_not_continued_in_a_stream_either():
+    lm = wide("causal_encoder")
+    stop = [[mj.sample(lm, CHATS, **THINKING).texts[0].lstrip()[:1]], None]
+    out = mj.sample(lm, CHATS, stop=stop, **THINKING)
+    last = {shown.row: shown for shown in mj.stream(lm, CHATS, stop=stop, **THINKING)}
+    assert not out.texts[0].strip() and all(shown.done for shown in last.values())
+    assert [last[i].forwards for i in range(2)] == out.forwards.tolist()
+    assert [last[i].tokens.tolist() for i in range(2)] == tokens(out)
+
+
 def test_thinking_is_not_searched():
-    call = functools.partial(
-        mj.sample,
-        wide("causal_encoder"),
-        CHATS,
-        max_tokens=8,
-        effort=mj.Effort(10, 0.5, 0.5),
-        temperature=1.0,
-        seed=1,
-        logit_bias={58: -1e4},  # a separator, with which an answer would be empty
-    )
+    call = functools.partial(mj.sample, wide("causal_encoder"), CHATS, **THINKING)
     plain = call()
     inside, outside = plain.thinking[0][:3], plain.texts[0][2:5]
     assert inside not in plain.texts[0] and plain.texts[0][:2].strip()

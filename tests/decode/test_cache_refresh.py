@@ -262,6 +262,38 @@ def test_a_policy_that_computes_everything_is_plain_decoding(policy, pattern):
         assert sampled(lm, policy, PROMPTS).texts == sampled(lm, None, PROMPTS).texts
 
 
+CALLS = {
+    "drawn": lambda lm, plan: mj.sample(lm, PROMPTS, max_tokens=16, temperature=1.0, seed=3, plan=plan).texts,
+    "n": lambda lm, plan: mj.sample(lm, PROMPTS[:2], n=2, temperature=1.0, max_tokens=12, plan=plan).texts,
+    "infill": lambda lm, plan: mj.infill(lm, ["def x", mj.Hole(9), "return y"], plan=plan).texts,
+    "edit": lambda lm, plan: mj.edit(lm, "def x return y", spans=[(1, 4)], plan=plan).texts,
+    "stream": lambda lm, plan: [
+        out.text for out in mj.stream(lm, PROMPTS[0], max_tokens=16, plan=plan) if out.done
+    ],
+    "resumed": lambda lm, plan: (
+        mj.sample(lm, None, state=mj.sample(lm, PROMPTS, max_tokens=16, passes=3, plan=plan).state).texts
+    ),
+    "session": lambda lm, plan: (
+        mj.sample(
+            lm,
+            "if x",
+            state=mj.sample(lm, PROMPTS[0], max_tokens=8, keep=True, plan=plan).state,
+            max_tokens=8,
+        ).texts
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["bidirectional", "causal_encoder", "block_causal"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_policy_that_computes_everything_changes_no_public_call(call, pattern):
+    with jax.enable_x64(True):
+        lm = tiny(pattern, dtype="float64")
+        plan = mj.Plan(refresh=caches.dkv_decode(every=1))
+        assert CALLS[call](lm, plan) == CALLS[call](lm, None)
+
+
 def counts(policy, prompt="def x"):
     """Positions that each pass computes, one token decided in each, and the length of prompt and row."""
     start = len(tiny().tokenizer.encode(prompt))

@@ -235,7 +235,7 @@ def opens_thinking(lm: LM, ids: Sequence[int]) -> bool:
 def described_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, str]]:
-    """A conversation with tools as plain texts of system, user and assistant, for templates that know no tools.
+    """Rewrites a conversation with tools as texts of system, user and assistant, for templates without tools.
 
     The tools stand in the system message, or in front of the first user message where there is none, since some
     templates refuse the role system. Calls become text of the assistant. Results become text of the user; consecutive

@@ -78,7 +78,7 @@ class Buckets(NamedTuple):
         return Bucket(self.rows[-1], self.capacities[-1], sampling.TRUNCATION)
 
     def capacity(self, tokens: int) -> int:
-        """Positions of a row that holds so many tokens: a canvas more, since the last one is written past the end."""
+        """Positions of a row that holds `tokens` tokens, and one canvas more, which the last one may need."""
         masks = self.block if self.leave_one_out else 0
         if self.bidirectional:
             return padded_size(tokens) + masks
