@@ -11,7 +11,7 @@ of its canvas, for the rules that edit, and to predict the next token in its enc
 that drafts and verifies with one set of weights. What it reaches, with sample counts and intervals,
 is in `mercury_jax/assets/nano/README.md`, measured by `mercury eval`.
 `configs/nano_gpu.py` is a larger one of its kind, for one GPU. `mercury convert --to hf` refuses a causal encoder;
-`nano_sdar`, `nano_bidirectional` and `nano_qwen3` are recipes whose models other libraries read.
+`nano_sdar`, `nano_bidirectional` and `twin_nano` are recipes whose models other libraries read.
 """
 
 from mercury_jax.config import ModelConfig

@@ -1,7 +1,8 @@
-"""Noise: schedules alpha(t), the corruption processes that use them, and `corrupt`, which applies one to tokens.
+"""Noise: schedules alpha(t), corruption processes, `corrupt`, and the bound on the likelihood that each process gives.
 
 Time t runs from 0 (text) to 1 (noise). A schedule gives the probability alpha(t) that a token is unchanged; alpha(0)
-= 1 and alpha(1) = 0. Derivatives come from `jax.jvp`, so that each schedule is written once.
+= 1 and alpha(1) = 0. Derivatives come from `jax.jvp`, so that each schedule is written once. Training and `score`
+integrate the same `bound_terms` over t.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def linear() -> Schedule:
 
 def cosine() -> Schedule:
     """alpha(t) = 1 - cos(pi/2 (1 - t)) (MD4, arXiv 2406.04329, table 4)."""
-    return lambda t: 1.0 - jnp.cos(0.5 * math.pi * (1.0 - t))
+    return lambda t: 2.0 * jnp.sin(0.25 * math.pi * (1.0 - t)) ** 2  # the same, exact near t = 1
 
 
 def polynomial(power: float = 2.0) -> Schedule:
@@ -63,6 +64,27 @@ def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Fl
     return jax.jvp(alpha, (t,), (jnp.ones_like(t),))
 
 
+def inverse(alpha: Schedule, value: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """Computes the time at which a schedule has a value, by bisection.
+
+    Args:
+        alpha: The schedule, which falls from 1 to 0.
+        value: In 0..1.
+
+    Returns:
+        Times with the shape of value, within 1e-7.
+    """
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        above = alpha(middle) > value
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    low, high = jax.lax.fori_loop(0, 24, halve, (jnp.zeros_like(value), jnp.ones_like(value)))
+    return 0.5 * (low + high)
+
+
 class Corruption(NamedTuple):
     """A forward process: a token survives with probability alpha(t), otherwise it is redrawn from the prior.
 
@@ -72,6 +94,8 @@ class Corruption(NamedTuple):
         forbidden: Ids that the denoiser never emits.
         mask: The absorbing id, or None.
         kind: What the prior draws: the mask alone, any id, or both.
+        uniform_share: Share of the prior at time t that is uniform over the ids that are not forbidden; the rest is the
+            mask. None: 0 for absorbing, 1 for uniform noise.
     """
 
     alpha: Schedule
@@ -79,6 +103,7 @@ class Corruption(NamedTuple):
     forbidden: tuple[int, ...]
     mask: int | None
     kind: Kind
+    uniform_share: Callable[[Array], Array] | None = None
 
 
 class Noised(NamedTuple):
@@ -149,7 +174,8 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
         return jnp.where(is_uniform & (t < 1.0), draw(fill, t), mask)
 
     alpha = lambda t: (1.0 - t) / (1.0 + level(t))
-    return Corruption(alpha, prior, tuple({mask, *forbidden}), mask, "hybrid")
+    share_at = lambda t: level(t) / (t + level(t))
+    return Corruption(alpha, prior, tuple({mask, *forbidden}), mask, "hybrid", share_at)
 
 
 def _uniform_ids(vocab: int, forbidden: tuple[int, ...]) -> Callable[[Key, Array], Array]:
@@ -184,8 +210,116 @@ def corrupt(
     return Noised(jnp.where(changed, corruption.prior(fill, t), x0), changed)
 
 
-def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:
-    """Low-discrepancy times t_i = frac(u + i * golden ratio), with one u for all, scaled to [least, 1].
+class BoundTerms(NamedTuple):
+    """The integrand of the continuous-time NELBO at one time: the bound is the integral of their product over t.
+
+    Attributes:
+        weight: Depends on the noise alone, 0 where nothing is scored.
+        scale: The weight of a token that is noise, at this time (GIDD's dynamic weights are weight / scale).
+        divergence: Nats; the part that depends on the model.
+        nll: -log p of the clean token, nats (p after the division, with `posterior`).
+        hit: 1.0 where the clean token is the most probable.
+    """
+
+    weight: Float[Array, "*s"]
+    scale: Float[Array, "*s"]
+    divergence: Float[Array, "*s"]
+    nll: Float[Array, "*s"]
+    hit: Float[Array, "*s"]
+
+
+def bound_terms(
+    corruption: Corruption,
+    logits: Float[Array, "*s V"],
+    x0: Int[Array, "*s"],
+    xt: Int[Array, "*s"],
+    t: Float[Array, "*s"],
+    posterior: bool = False,
+) -> BoundTerms:
+    """Computes the terms of the NELBO for every kind of noise (GIDD, arXiv 2503.04482, theorem 3.3).
+
+    -log p(x0) <= E_t E_xt [ w (KL(q(.|x0) || q(.|p)) + r - log r - 1) ],  r = q(xt|x0) / q(xt|p),
+
+    where q(y|p) = alpha p(y) + b(y) is the noised prediction, b = (1 - alpha) prior, and
+    w = (b' - alpha'/alpha b)(xt) / q(xt|x0) is the rate at which tokens become xt, over its probability. For masks
+    alone that is -alpha' / (1 - alpha) times the cross-entropy of masked tokens (MD4, MDLM); for uniform noise it is
+    the bound of UDLM (arXiv 2412.10193) and DUO.
+
+    The bound is tight where the model predicts p(x | the other tokens of xt), as DUO and GIDD learn to: q already
+    counts the token at the position itself. A model that predicts p(x | xt), as one trained by the cross-entropy of all
+    tokens does (DiffusionGemma), is divided by q(xt | x) with `posterior`.
+
+    Args:
+        corruption: The forward process.
+        logits: Of the clean token at each position; those of forbidden ids do not count.
+        x0: Clean tokens.
+        xt: Tokens at time t.
+        t: In (0, 1): both ends are singular.
+        posterior: The model predicts p(x | xt). Of no matter under masks alone, which say nothing of the token.
+
+    Returns:
+        The terms of each position.
+    """
+    ids = jnp.arange(logits.shape[-1])
+    allowed = jnp.asarray(~np.isin(np.arange(len(ids)), corruption.forbidden))
+    # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
+    pick = lambda x, at: jnp.sum(jnp.where(ids == at[..., None], x, 0.0), axis=-1)
+    logits = jnp.where(allowed, logits, -1e30)
+    alpha, slope = rate(corruption.alpha, t)
+    if corruption.kind == "absorbing":
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        log_x, scale = pick(log_p, x0), -slope / (1.0 - alpha)
+        hit = (log_x >= log_p.max(axis=-1)).astype(jnp.float32)
+        return BoundTerms(jnp.where(xt == corruption.mask, scale, 0.0), scale, -log_x, -log_x, hit)
+
+    alpha = jnp.maximum(alpha, 1e-20)  # a schedule that reaches 0 before t = 1 must not divide by it
+    # Noise mass on the mask, and on each allowed id.
+    share = corruption.uniform_share or jnp.ones_like
+    masked = lambda t: (1.0 - corruption.alpha(t)) * (1.0 - share(t))
+    each = lambda t: (1.0 - corruption.alpha(t)) * share(t) / allowed.sum()
+    (m, dm), (u, du) = rate(masked, t), rate(each, t)
+    own = jnp.log1p(alpha / u)  # log q(x|x) - log q(y|x) for y != x, neither of them the mask
+    if posterior:
+        logits = logits - jnp.where(ids == xt[..., None], own[..., None], 0.0)
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    log_x = pick(log_p, x0)
+    hit = (log_x >= log_p.max(axis=-1)).astype(jnp.float32)
+    # lift(y) = log(q(y|p) / u): how far the prediction lifts an id above the noise.
+    lift = jnp.where(allowed, jnp.log1p(jnp.exp(log_p) * (alpha / u)[..., None]), 0.0)
+    lift_x = pick(lift, x0)
+    kl = (alpha + u) * (own - lift_x) - u * (lift.sum(-1) - lift_x)
+    is_clean, is_mask = xt == x0, (xt == corruption.mask if corruption.mask is not None else False)
+    log_r = jnp.where(is_clean, own - lift_x, jnp.where(is_mask, 0.0, -pick(lift, xt)))
+    # r - 1 - log r, whose difference loses its digits where r is near 1.
+    excess = jnp.where(jnp.abs(log_r) < 1e-2, log_r**2 * (0.5 + log_r / 6.0), jnp.expm1(log_r) - log_r)
+    decay = slope / alpha
+    on_mask = (dm - decay * m) / jnp.where(m > 0, m, 1.0)
+    scale = du / u - decay
+    weight = jnp.where(is_clean, (du - decay * u) / (alpha + u), jnp.where(is_mask, on_mask, scale))
+    return BoundTerms(weight, scale, kl + excess, -log_x, hit)
+
+
+def bound_times(kind: Kind, phi: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
+    """Maps uniform draws to times at which the bound varies little.
+
+    The weights of noise that is not a mask grow as 1 / t, and tokens that are noise at a small t are improbable: with t
+    = phi^2 (uniform) or phi^3 (hybrid noise, which begins as sqrt(t)) the standard deviation of the bound of a sequence
+    is about a third of that of uniform times.
+
+    Args:
+        kind: Of the noise.
+        phi: In 0..1.
+
+    Returns:
+        t and dt / dphi.
+    """
+    power, least = {"absorbing": (1, 1e-4), "uniform": (2, 1e-6), "hybrid": (3, 1e-8)}[kind]
+    span = 1.0 - 1e-4 - least  # the integrand is 0 at t = 1, and its terms are singular
+    return least + span * phi**power, span * power * phi ** (power - 1)
+
+
+def times(key: Key, count: int, least: float = 1e-4, most: float = 1.0) -> Float[Array, "count"]:
+    """Low-discrepancy times t_i = frac(u + i * golden ratio), with one u for all, scaled to [least, most].
 
     Each t_i alone is uniform, and any run of consecutive ones is spread evenly, however many of them a batch uses
     (MD4 uses u + i/n, which needs n).
@@ -194,6 +328,7 @@ def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:
         key: Random key.
         count: Number of times.
         least: The smallest time.
+        most: The largest time.
 
     Returns:
         Times [count].
@@ -202,7 +337,7 @@ def times(key: Key, count: int, least: float = 1e-4) -> Float[Array, "count"]:
     # Reduced in float64 by numpy: i * golden loses its fraction in float32 for large i.
     steps = jnp.asarray((np.arange(count) * golden) % 1.0, jnp.float32)
     t = (jax.random.uniform(key) + steps) % 1.0
-    return least + (1.0 - least) * t
+    return least + (most - least) * t
 
 
 SCHEDULES = {"linear": linear, "cosine": cosine}
@@ -234,8 +369,8 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
         raise refuse(
             "model.mask",
             None,
-            f"an id: {config.kind} noise needs one. hub.config_of(folder, mask=ID) gives an autoregressive checkpoint "
-            "its mask; models of uniform noise (DiffusionGemma, DUO) cannot be trained yet",
+            f"an id: {config.kind} noise needs one, unlike uniform noise. hub.config_of(folder, mask=ID) gives an "
+            "autoregressive checkpoint its mask",
         )
     if config.kind == "absorbing":
         return absorbing(mask, schedule(config), forbidden)

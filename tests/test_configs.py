@@ -19,7 +19,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 def test_the_packaged_recipes_are_found_by_name():
     assert packaged_recipes() == {path.stem: path for path in RECIPES}
-    assert load_recipe("nano_ar").name == "nano_ar"
+    assert load_recipe("twin_nano").name == "twin_nano"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

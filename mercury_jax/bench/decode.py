@@ -299,8 +299,9 @@ def entries(lm: LM, points: Sequence[SweepPoint], twin: LM | None = None) -> lis
         config = twin.model.config
         if (config.pattern, config.block) != ("block_causal", 1):
             kind = f"{config.pattern} with blocks of {config.block}"
-            raise refuse("twin", kind, "block_causal with blocks of 1, as configs/nano_ar.py makes one")
-        found.append(SweepEntry(TWIN, TWIN, twin, rules.confidence, Plan()))
+            raise refuse("twin", kind, "block_causal with blocks of 1, as configs/twin_nano.py makes one")
+        sampler = rules.autoregressive if config.autoregressive else rules.confidence
+        found.append(SweepEntry(TWIN, TWIN, twin, sampler, Plan()))
     return found
 
 

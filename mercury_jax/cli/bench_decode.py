@@ -21,7 +21,7 @@ class BenchDecode:
       mercury bench decode --rules threshold --limit 128      one rule
       mercury bench decode --rules all --recommend            which rule is best
       mercury bench decode runs/mine/model --tasks sudoku4 --plot rules.png
-      mercury bench decode --rules threshold --twin runs/nano_ar/model --json
+      mercury bench decode --rules threshold --twin runs/twin_nano/model --json
 
     Each rule answers the same questions as one token per step, at a few values
     of its main parameter. A record has

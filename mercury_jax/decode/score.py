@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from mercury_jax import noise
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
 from mercury_jax.decode.decode_config import QUANTUM, bucket, check_equal_lengths
 from mercury_jax.decode.token_stats import forbid
-from mercury_jax.types import LM, LaidOutDocument, Model, PackedPass, Params, Pass
+from mercury_jax.types import LM, Key, LaidOutDocument, Model, PackedPass, Params, Pass
 
 
 class Score(NamedTuple):
@@ -29,7 +30,7 @@ class Score(NamedTuple):
     log_p: float | np.ndarray
     se: float | np.ndarray
     tokens: int | np.ndarray  # of the answer
-    samples: int  # masked canvases per row; 0: one causal pass, exact
+    samples: int  # noised canvases per row; 0: one causal pass, exact
 
     @property
     def nats_per_token(self) -> float | np.ndarray:
@@ -50,37 +51,60 @@ class MaskedDocument(NamedTuple):
     weight: np.ndarray  # [N, T] of their cross-entropies
 
 
+class NoisedDocument(NamedTuple):
+    """A document, and the times at which its canvases are noised to score it, under uniform or hybrid noise."""
+
+    laid: LaidOutDocument
+    time: np.ndarray  # [N, T] of each position's canvas; 0 outside of canvases
+    weight: np.ndarray  # [N, T] dt by how the times were drawn; 0 where nothing is scored
+    seed: int  # of the noise
+
+
 def score(
-    lm: LM, prompt: inputs.Prompts, completion: inputs.Prompts, *, samples: int = 32, seed: int = 0
+    lm: LM,
+    prompt: inputs.Prompts,
+    completion: inputs.Prompts,
+    *,
+    samples: int = 32,
+    seed: int = 0,
+    posterior: bool = False,
 ) -> Score:
     """Scores answers: a lower bound on log p(completion | prompt), one per row; exact for autoregressive models.
 
-    k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k; that any-order form of the NELBO has
-    less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). k is stratified over the samples.
+    Under masks, k of a canvas's m tokens are masked, k uniform in 1..m, and weighted by m / k: this any-order form of
+    the NELBO has less variance than masking each token by itself (LLaDA, arXiv 2502.09992, eq. 6). Under uniform and
+    hybrid noise it is the bound of `noise.bound_terms` (UDLM, DUO; GIDD). k and the times are stratified over the
+    samples.
 
     Args:
-        lm: A model of masked diffusion, or an autoregressive one.
+        lm: A diffusion model with any kind of noise, or an autoregressive one.
         prompt: A text (it may be empty), a conversation or ids; or a list of these with one per row. A 2-D array
             is a list of rows of ids.
         completion: A text or ids; or a list of these with one per row. With one prompt, several answers to it.
-        samples: Masked canvases per row. An autoregressive model takes one pass and draws none.
+        samples: Noised canvases per row. An autoregressive model takes one pass and draws none.
         seed: Row i draws its canvases from `seed` + i.
+        posterior: Uniform and hybrid noise: the model predicts p(token | canvas), as those do that are trained by the
+            cross-entropy of all tokens (DiffusionGemma), and not p(token | the other tokens of the canvas), as DUO
+            and GIDD do. Both are bounds; the wrong one is loose.
 
     Returns:
         The scores: arrays [B] where prompt or completion is a list, else numbers.
 
     Raises:
         ValueError: Before any compute, naming the argument that does not fit: several prompts with one answer or with
-            another number of answers, ids that are no whole numbers, a model without masks that is not autoregressive,
-            an empty prompt of an autoregressive model whose tokenizer puts no token in front.
+            another number of answers, ids that are no whole numbers, `posterior` of a model of masks, an empty prompt
+            of an autoregressive model whose tokenizer puts no token in front.
 
     Example:
         >>> mj.score(lm, "import ", ["os", "sys"]).log_p
     """
     inputs.check_lm(lm)
-    causal = lm.model.config.autoregressive
-    if lm.corruption.mask is None and not causal:
-        raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
+    causal, kind = lm.model.config.autoregressive, lm.corruption.kind
+    if posterior and (causal or kind == "absorbing"):
+        allowed = (
+            "False: masks say nothing of the token" if not causal else "False: this model is autoregressive"
+        )
+        raise refuse("posterior", True, allowed)
     samples = inputs.check_whole("samples", samples, 1, inputs.MAX_TOKENS)
     pairs, single = _pairs(lm, prompt, completion)
     seed, documents = inputs.check_seed(seed), []
@@ -90,12 +114,19 @@ def score(
         return _first_score(scores) if single else scores
     for i, (before, after) in enumerate(pairs):
         laid = lm.model.layout(np.asarray(before + after, np.int32), len(before), all_clean=False)
-        masks = draw_masks(laid, samples, np.random.default_rng((seed + i) % 2**31))
-        documents.append(MaskedDocument(laid, *masks))
-    nats = weighted_nats(lm, documents)
+        own = (seed + i) % 2**31
+        rng = np.random.default_rng(own)
+        if kind == "absorbing":
+            documents.append(MaskedDocument(laid, *draw_masks(laid, samples, rng)))
+        else:
+            documents.append(NoisedDocument(laid, *draw_times(laid, samples, rng, kind), own))
+    nats = weighted_nats(lm, documents, posterior=posterior)
     error = nats.std(axis=1, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(nats), np.nan)
     # Canvases of one token, which is masked in every sample.
-    exact = [bool((d.masked & (d.weight == 1.0))[:, d.laid.editable].all()) for d in documents]
+    once = lambda d: (
+        isinstance(d, MaskedDocument) and (d.masked & (d.weight == 1.0))[:, d.laid.editable].all()
+    )
+    exact = [bool(once(d)) for d in documents]
     scores = Score(-nats.mean(axis=1), np.where(exact, 0.0, error), tokens, samples)
     return _first_score(scores) if single else scores
 
@@ -161,6 +192,29 @@ def draw_masks(
     return masked, weight
 
 
+def draw_times(
+    laid: LaidOutDocument, samples: int, rng: np.random.Generator, kind: noise.Kind
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws a time for each canvas and sample, spread evenly over the samples.
+
+    Args:
+        laid: A document.
+        samples: N.
+        rng: Draws them.
+        kind: Of the noise, see `noise.bound_times`.
+
+    Returns:
+        Times [N, T], 0 outside of canvases; and dt by their distribution [N, T], 0 where nothing is scored.
+    """
+    time, weight = np.zeros((2, samples, len(laid.canvas)))
+    for c in np.unique(laid.canvas[laid.canvas >= 0]):
+        phi = (rng.random() + rng.permutation(samples) / samples) % 1.0
+        t, density = noise.bound_times(kind, jnp.asarray(phi[:, None]))
+        here = laid.canvas == c
+        time[:, here], weight[:, here] = t, density * laid.editable[here]
+    return time, weight
+
+
 def canvas_times(canvas: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Computes the time of each canvas, k / m, at all of its positions; 0 outside of canvases.
 
@@ -212,44 +266,78 @@ def next_token_nats(lm: LM, pairs: Sequence[tuple[list[int], list[int]]]) -> np.
     causal = np.stack([np.zeros_like(at), at + 1], axis=-1)  # [T, 2] keys up to the position itself
     ranges = np.stack([causal, np.zeros_like(causal)], axis=1)  # [T, R, 2], the second range is empty
     shared = np.zeros(len(pairs), int)  # all rows have the same positions and ranges
-    ce = _batched_cross_entropy(lm, text[:, :-1], text[:, 1:], at[None], ranges[None], shared, None)
+    ce = _batched_nats(lm, text[:, :-1], text[:, 1:], at[None], ranges[None], shared, None)
     return np.where(scored, ce, 0.0).sum(axis=1, dtype=np.float64)
 
 
-def weighted_nats(lm: LM, documents: Sequence[MaskedDocument], quantum: int = QUANTUM) -> np.ndarray:
-    """Computes the sum over masked positions of weight * cross-entropy.
+def weighted_nats(
+    lm: LM,
+    documents: Sequence[MaskedDocument] | Sequence[NoisedDocument],
+    quantum: int = QUANTUM,
+    posterior: bool = False,
+) -> np.ndarray:
+    """Computes the sum over noised positions of weight * cross-entropy, or of the terms of the bound.
 
     Args:
         lm: The model.
         documents: B of them, with the same number of samples N. They are padded to one length and run
             `ROWS_PER_PASS` canvases per pass, so that a batch is one compiled program.
         quantum: The length is a multiple of it.
+        posterior: See `score`.
 
     Returns:
         Nats, float64 [B, N].
     """
-    assert lm.corruption.mask is not None
-    samples, width = len(documents[0].masked), max(d.masked.shape[1] for d in documents)
+    samples, width = documents[0].weight.shape[0], max(d.weight.shape[1] for d in documents)
     if not lm.model.hides_padding:
-        check_equal_lengths("rows", [d.masked.shape[1] for d in documents])
+        check_equal_lengths("rows", [d.weight.shape[1] for d in documents])
     size, count = bucket(width, quantum) if lm.model.hides_padding else width, len(documents) * samples
     pad = lambda x: np.pad(x, [(0, size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     stacked = lambda name: np.stack([pad(getattr(d.laid, name)) for d in documents])
     tokens, positions, ranges = stacked("tokens"), stacked("positions"), stacked("ranges")
     wide = lambda x: np.pad(x, [(0, 0), (0, size - x.shape[1])])  # [N, T] -> [N, size]
     flat = lambda rows: np.stack([wide(x) for x in rows]).reshape(count, size)
-    noised = flat(np.where(d.masked, lm.corruption.mask, d.laid.tokens) for d in documents)
-    weight = flat(d.masked * d.weight for d in documents)
-    time = None
-    if lm.model.config.timed:
-        time = flat(canvas_times(d.laid.canvas, d.weight) for d in documents)
     document = np.arange(count) // samples  # of each canvas
-    ce = _batched_cross_entropy(lm, noised, tokens[document], positions, ranges, document, time)
-    nats = np.where(weight > 0, ce * weight, 0.0)  # padding may hold any number
+    noised: list[np.ndarray] = []
+    for d in documents:
+        if isinstance(d, MaskedDocument):
+            assert lm.corruption.mask is not None
+            noised.append(np.where(d.masked, lm.corruption.mask, d.laid.tokens))
+        else:
+            padded = wide(d.time), pad(d.laid.tokens), pad(d.laid.editable)
+            xt = _noised(lm.corruption, jax.random.key(d.seed), *map(jnp.asarray, padded))
+            noised.append(np.asarray(xt)[:, : d.weight.shape[1]])
+    weight = flat(d.masked * d.weight if isinstance(d, MaskedDocument) else d.weight for d in documents)
+    time = None
+    if isinstance(documents[0], NoisedDocument):
+        time = flat(d.time for d in documents if isinstance(d, NoisedDocument))
+    elif lm.model.config.timed:
+        time = flat(canvas_times(d.laid.canvas, d.weight) for d in documents)
+    nats = _batched_nats(lm, flat(noised), tokens[document], positions, ranges, document, time, posterior)
+    nats = np.where(weight > 0, nats, 0.0) * weight  # padding may hold any number
     return nats.sum(axis=1, dtype=np.float64).reshape(len(documents), samples)
 
 
-def _batched_cross_entropy(
+@functools.partial(jax.jit, static_argnums=0)
+def _noised(
+    corruption: noise.Corruption,
+    key: Key,
+    time: Float[Array, "N T"],
+    tokens: Int[Array, "T"],
+    editable: Bool[Array, "T"],
+) -> Int[Array, "N T"]:
+    """N draws of the tokens at their times. A key for each position: draws do not depend on the padding."""
+    rows, slots = time.shape
+    at = jnp.arange(slots)
+
+    def position(key: Key, t: Array, token: Array, editable: Array, at: Array) -> Array:
+        return noise.corrupt(jax.random.fold_in(key, at), corruption, token, t, editable).xt
+
+    row = lambda key, t: jax.vmap(position, (None, 0, 0, 0, 0))(key, t, tokens, editable, at)
+    return jax.vmap(row)(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows)), time)
+
+
+def _batched_nats(
     lm: LM,
     xt: np.ndarray,
     tokens: np.ndarray,
@@ -257,8 +345,9 @@ def _batched_cross_entropy(
     ranges: np.ndarray,
     layout: np.ndarray,
     time: np.ndarray | None,
+    posterior: bool = False,
 ) -> np.ndarray:
-    """Cross-entropies [B, T] of rows in passes of one shape; row b has positions and ranges number layout[b]."""
+    """Nats [B, T] of rows in passes of one shape; row b has positions and ranges number layout[b]."""
     count, out = len(xt), []
     rows = min(ROWS_PER_PASS, 1 << (count - 1).bit_length())
     for i in range(0, count, rows):
@@ -272,14 +361,15 @@ def _batched_cross_entropy(
         )
         with inputs.explain_wrong_params(lm):
             given = jax.tree.map(jnp.asarray, arrays)
-            out.append(np.asarray(_cross_entropy(lm.model, lm.corruption.forbidden, lm.params, *given)))
+            out.append(np.asarray(_nats(lm.model, lm.corruption, posterior, lm.params, *given)))
     return np.concatenate(out)[:count]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _cross_entropy(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _nats(
     model: Model,
-    forbidden: tuple[int, ...],
+    corruption: noise.Corruption,
+    posterior: bool,
     params: Params,
     xt: Int[Array, "B T"],
     tokens: Int[Array, "B T"],
@@ -287,9 +377,15 @@ def _cross_entropy(
     ranges: Int[Array, "B T R 2"],
     time: Float[Array, "B T"] | None,
 ) -> Float[Array, "B T"]:
-    """-log p of each token of packed rows, as predicted from the noised tokens `xt`."""
-    hidden = model.apply(params, PackedPass(xt, positions, ranges, time=time))
-    logits = jax.vmap(functools.partial(forbid, ids=forbidden))(model.head(params, hidden))
+    """-log p of each token of packed rows, predicted from the tokens `xt`; or the bound's term at its time."""
+    given = PackedPass(xt, positions, ranges, time=time if model.config.timed else None)
+    logits = model.head(params, model.apply(params, given))
+    if corruption.kind != "absorbing" and not model.config.autoregressive:
+        assert time is not None
+        t = jnp.where(time > 0, time, 0.5)  # any outside of canvases, where nothing is scored
+        terms = noise.bound_terms(corruption, logits, tokens, xt, t, posterior)
+        return terms.weight * terms.divergence
+    logits = jax.vmap(functools.partial(forbid, ids=corruption.forbidden))(logits)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 

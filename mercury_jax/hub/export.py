@@ -36,7 +36,7 @@ from mercury_jax.types import LM, Params
 EXPORTABLE = (
     "a build that a family of checkpoints has. With same_position, qk_norm and no predicts_next: block_causal "
     "with a mask (SDAR; recipe nano_sdar), bidirectional (tiny-A2D; recipe nano_bidirectional). Without a mask: "
-    "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe nano_qwen3)"
+    "block_causal with block 1 and predicts_next (Qwen3, or without qk_norm Llama; recipe twin_nano)"
 )
 SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 # Files of a checkpoint that are copied when it is written again.

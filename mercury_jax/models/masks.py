@@ -158,7 +158,8 @@ def layout(
             the token before it. None: where the model predicts the next token.
 
     Returns:
-        The row's tokens, positions and key ranges; a bidirectional model has one canvas and no clean part.
+        The row's tokens, positions and key ranges; a bidirectional model has one canvas and no clean part, an
+        autoregressive one a clean part and no canvas.
 
     Raises:
         ValueError: If `prompt` leaves no token to denoise.
@@ -169,6 +170,8 @@ def layout(
             f"prompt is {prompt}; allowed: 0..{len(ids) - 1}, so that a token is left to denoise"
         )
     length = len(ids)
+    if config.autoregressive and all_clean is not False:
+        return _causal_document(ids, prompt)
     if config.pattern == "block_causal":
         first = prompt // config.block * config.block  # the canvas that holds the first token to denoise
     else:
@@ -185,6 +188,14 @@ def layout(
     starts = np.arange(first, len(ids), config.block)
     clean = length if (config.predicts_next if all_clean is None else all_clean) else int(starts[-1])
     return _clean_and_canvases(config, ids, prompt, starts, clean)
+
+
+def _causal_document(ids: np.ndarray, prompt: int) -> LaidOutDocument:
+    """The document once, each token attending to those before it; what is editable is predicted by them."""
+    positions = np.arange(len(ids), dtype=np.int32)
+    ranges = np.zeros((len(ids), 2, 2), np.int32)
+    ranges[:, 0, 1] = positions + 1
+    return LaidOutDocument(ids, positions, ranges, positions >= prompt, np.full(len(ids), -1, np.int32))
 
 
 def _clean_and_canvases(

@@ -21,7 +21,7 @@ from typing import Any
 from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
 from mercury_jax.train import find_recipe
 from mercury_jax.train.data.sources import DataSource, Mixture, mixture
-from mercury_jax.train.objectives.masked import Objective
+from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.train.optim import OptimConfig
 
 Json = Any  # numbers, texts, None, and lists and dicts of them

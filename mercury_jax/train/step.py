@@ -24,7 +24,7 @@ from mercury_jax import sharding
 from mercury_jax.config import refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import optim
-from mercury_jax.train.objectives.masked import Objective
+from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 LossSums = tuple[Array, Array, Mapping[str, tuple[Array, Array]]]  # numerator, weight, metrics

@@ -172,7 +172,7 @@ def test_a_missing_recipe_says_how_to_get_one(capsys, tmp_path, monkeypatch):
 
 def test_init_writes_a_recipe_once(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["init", "mine.py"]) == 0 and main(["init", "nano_ar", "twin.py"]) == 0
+    assert main(["init", "mine.py"]) == 0 and main(["init", "twin_nano", "twin.py"]) == 0
     assert capsys.readouterr().out == "mine.py\ntwin.py\n"
     assert recipe_of("mine.py").name == "mine" and recipe_of("twin.py").name == "twin"
     assert "mercury train mine.py" in (tmp_path / "mine.py").read_text()

@@ -263,8 +263,8 @@ def test_bad_input_to_the_other_calls_is_refused_in_words():
         mj.infill(lm, ["x", mj.Hole(500)])
     with pytest.raises(ValueError, match="samples"):
         mj.score(lm, "x", "y", samples=0)
-    with pytest.raises(ValueError, match="corruption"):
-        mj.score(tiny(kind="uniform"), "x", "y")
+    with pytest.raises(ValueError, match="posterior is True; allowed: False: masks"):
+        mj.score(lm, "x", "y", posterior=True)
     with pytest.raises(ValueError, match="canvas"):
         mj.logits(lm, [[999]])
     with pytest.raises(ValueError, match="steps"):

@@ -14,12 +14,9 @@ from tests.hub.test_diffusion_gemma import told
 from tests.models.test_dit import apply, whole
 
 HEAD = (
-    "| family | checkpoints | noise | alignment | block | train, score | logits | its own | generation |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| family | checkpoints | noise | alignment | block | logits | its own | generation |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
-
-# What the objectives and `mj.score` do with a family's noise.
-TRAINED = {"absorbing": "yes", "none": "yes", "hybrid": "score", "uniform": "not yet"}
 
 
 def difference(name: str) -> float:
@@ -71,7 +68,6 @@ def rows() -> list[str]:
             noise,
             alignment,
             block,
-            TRAINED[noise],
             f"{worst:.1e}",
             f"{own:.1e}",
             whole,

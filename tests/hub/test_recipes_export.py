@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 TARGETS = {
     "nano_sdar": "SDARForCausalLM",
     "nano_bidirectional": "A2DQwen3LMHeadModel",
-    "nano_qwen3": "Qwen3ForCausalLM",
+    "twin_nano": "Qwen3ForCausalLM",
 }
 
 

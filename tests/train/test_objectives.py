@@ -12,18 +12,20 @@ import pytest
 from mercury_jax import models, noise, sharding
 from mercury_jax.config import ModelConfig
 from mercury_jax.train.objectives import (
-    autoregressive,
+    cart,
     llada,
-    masked,
     masked_and_edited,
     masked_elbo,
     next_token,
+    objective as parts,
+    score_entropy,
 )
-from mercury_jax.train.objectives.masked import canvas_times
+from mercury_jax.train.objectives.objective import canvas_times
 from mercury_jax.types import Batch
 from tests.marks import slow_except
 
 STATES, LENGTH, FIRST, MASK = 3, 6, 4, 3
+ALL_MASKED = masked_elbo(least=0.999999)  # at t = 1: the cross-entropy of every token of a canvas of masks
 CHAIN = np.full((STATES, STATES), 0.1) + 0.7 * np.roll(np.eye(STATES), 1, axis=1)
 
 
@@ -65,7 +67,7 @@ def initial(model):
 def trained(pattern: str, block: int, steps: int = 600):
     model = models.build(config(pattern, block))
     corruption = noise.absorbing(MASK, forbidden=(0, 1, 2))
-    objective = masked_elbo(clip=4.0) if block > 1 else autoregressive()
+    objective = masked_elbo(clip=4.0)
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
 
     def loss(params, key, data):
@@ -190,10 +192,9 @@ def test_with_an_exact_denoiser_what_is_logged_as_nats_per_token_is_the_entropy(
     assert abs(mean - entropy()) < 4 * se < 0.05
 
 
-@pytest.mark.parametrize("objective", [autoregressive(), masked_elbo()])
-def test_with_an_exact_next_token_model_nats_per_token_is_the_entropy(objective):
+def test_with_an_exact_next_token_model_nats_per_token_is_the_entropy():
     model = exact_next(models.build(config("block_causal", 1)))
-    mean, se = measured(objective, model, noise.absorbing(MASK), "nats_per_token")
+    mean, se = measured(masked_elbo(), model, noise.absorbing(MASK), "nats_per_token")
     assert abs(mean - entropy()) < 4 * se < 0.08
 
 
@@ -216,12 +217,12 @@ def test_with_an_exact_next_token_model_the_causal_loss_is_the_entropy_of_a_step
 def test_what_is_no_bound_is_not_logged_as_nats_per_token(objective):
     model = exact(models.build(config("bidirectional", LENGTH)))
     assert measured(objective, model, noise.absorbing(MASK), "nats_per_token", 2)[0] is np.nan
-    assert measured(objective, model, noise.absorbing(MASK), "weighted_masked_ce", 2)[0] > 0
+    assert measured(objective, model, noise.absorbing(MASK), "weighted_ce", 2)[0] > 0
 
 
 def test_a_clipped_weight_stands_below_the_entropy():
     model = exact(models.build(config("bidirectional", LENGTH)))
-    mean, se = measured(masked_elbo(clip=2.0), model, noise.absorbing(MASK), "weighted_masked_ce")
+    mean, se = measured(masked_elbo(clip=2.0), model, noise.absorbing(MASK), "weighted_ce")
     assert mean < entropy() - 4 * se
 
 
@@ -250,7 +251,7 @@ def test_lladas_normalisation_weighs_answers_not_tokens():
 def test_at_block_one_the_nelbo_is_the_autoregressive_loss():
     model, params = trained("block_causal", 1)
     data, corruption = batch(model, sequences(7, 4096)), noise.absorbing(MASK)
-    exact = found_by(autoregressive(), model, params, data, corruption)
+    exact = found_by(ALL_MASKED, model, params, data, corruption)
     exact = float(exact.per_example.sum() / exact.weight.sum())
     mean, se = estimate(model, params, corruption, masked_elbo())
     assert abs(mean - exact) < 4 * se + 0.01
@@ -275,7 +276,7 @@ def test_prompts_are_not_scored_and_gradients_reach_the_clean_pass():
     data = Batch(*(jnp.asarray(x)[None] for x in laid))
     other = data._replace(tokens=data.tokens.at[0, 0].set(FIRST + 2))
     both = jax.tree.map(lambda *x: jnp.concatenate(x), data, other)
-    found = found_by(autoregressive(), model, initial(model), both, noise.absorbing(MASK))
+    found = found_by(ALL_MASKED, model, initial(model), both, noise.absorbing(MASK))
     assert found.weight.tolist() == [3.0, 3.0]
     assert float(found.per_example[0]) != float(found.per_example[1])
 
@@ -291,7 +292,7 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
 
     want, slope = jax.jit(jax.value_and_grad(loss))(params, data)
     monkeypatch.setattr(
-        masked, "MAX_LOGITS", 4 * model.config.vocab
+        parts, "MAX_LOGITS", 4 * model.config.vocab
     )  # of 4 positions; a row has no multiple of it
     on = sharding.mesh(data=devices // min(devices, 2), fsdp=min(devices, 2), devices=jax.devices()[:devices])
     lies = sharding.shardings(params, model.shardings, on)
@@ -305,7 +306,7 @@ def test_logits_made_in_parts_change_no_loss_and_no_gradient(monkeypatch, device
 def test_objectives_refuse_what_they_cannot_bound():
     model = models.build(config("causal_encoder", 4))
     params, data = initial(model), batch(model, sequences(0, 2))
-    for objective in (masked_elbo(), llada(), autoregressive(), masked_and_edited(causal=0)):
+    for objective in (masked_elbo(), llada(), score_entropy(), cart(), masked_and_edited(causal=0)):
         for corruption in (noise.uniform(9), noise.hybrid(9, MASK)):
             with pytest.raises(ValueError, match=f"noise.kind is '{corruption.kind}'; allowed: absorbing"):
                 objective(jax.random.key(0), model, params, data, corruption)

@@ -11,8 +11,9 @@ import pytest
 from mercury_jax import models, noise
 from mercury_jax.config import ModelConfig, from_dict, to_dict
 from mercury_jax.train.data import packing
-from mercury_jax.train.objectives import masked_and_edited, masked_elbo, noise_canvases
-from mercury_jax.train.objectives.edited import next_tokens, spoil_canvases
+from mercury_jax.train.objectives import mask_canvases, masked_and_edited, masked_elbo
+from mercury_jax.train.objectives.edited import spoil_canvases
+from mercury_jax.train.objectives.next_token import next_tokens
 from mercury_jax.types import Batch, PackedPass, Pass
 
 PAD, EOS, MASK, FIRST, VOCAB = 0, 3, 4, 5, 13
@@ -68,7 +69,7 @@ def test_a_model_that_predicts_the_next_token_keeps_the_document_clean_and_its_c
 @pytest.mark.parametrize("predicts_next", [True, False])
 def test_targets_are_the_next_tokens_of_the_same_document(predicts_next):
     model, _ = tiny(predicts_next)
-    found = jax.tree.map(np.asarray, next_tokens(packed(model)))
+    found = jax.tree.map(np.asarray, next_tokens(model, packed(model)))
     at = 0
     for ids, (_, prompt, fill) in zip(texts(), DOCUMENTS, strict=True):
         laid = model.layout(ids, prompt, EOS if fill else None)
@@ -143,7 +144,7 @@ def spoilt(**changes):
     laid = model.layout(ids, 0, EOS)
     data = Batch(*(jnp.asarray(np.broadcast_to(x, (512, *x.shape))) for x in laid))
     data = data._replace(editable=data.editable & (data.positions != 2))
-    noised = noise_canvases(jax.random.key(0), data, CORRUPTION, None, 1e-4)
+    noised = mask_canvases(jax.random.key(0), data, CORRUPTION, None, 1e-4)
     spoilt = spoil_canvases(jax.random.key(2), model, data, noised, CORRUPTION.forbidden, **changes)
     return data, noised, np.asarray(spoilt.xt), np.asarray(spoilt.masked)
 

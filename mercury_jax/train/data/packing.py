@@ -208,6 +208,8 @@ def keep_spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocume
     Returns:
         The document with fewer editable positions.
     """
+    if laid.canvas.max() < 0:  # an autoregressive document
+        return laid
     places = np.flatnonzero(laid.editable)  # canvases stand one behind the other, so each is a run of these
     _, first, count = np.unique(laid.canvas[places], return_index=True, return_counts=True)
     u = rng.random((3, len(count)))  # for each canvas: the length, whether to begin at its start, where else

@@ -1,24 +1,37 @@
 """Objectives: functions (key, model, params, batch, corruption) -> Loss, in nats. A recipe holds one as a value.
 
-masked   masks alone: masked_elbo, llada, autoregressive; and what every objective is made of
-edited   masked_and_edited, which also repairs wrong tokens and predicts the next one; next_token
+masked       masked_elbo, llada, cart, score_entropy: masks alone
+uniform      uniform_elbo, gidd_elbo, diffusion_gemma: noise that may be any token
+edited       masked_and_edited, which also repairs wrong tokens and predicts the next one
+next_token   next_token: autoregression
+objective    what all of them are made of
 
 To add one, write a function with the signature of `Objective` in a file of its own; a recipe uses it as it is.
-`noise_canvases` draws the noise of a batch, `cross_entropy` makes the pass, in parts where all logits are too large.
+`mask_canvases` draws the masks of a batch, `denoise` makes the pass, and `reduce_logits` reads its logits, in parts
+where all of them are too large.
 """
 
-from mercury_jax.train.objectives.edited import masked_and_edited, next_token
+from mercury_jax.train.objectives.edited import masked_and_edited
 from mercury_jax.train.objectives.masked import (
-    Objective,
-    autoregressive,
-    cross_entropy,
+    cart,
     llada,
+    mask_canvases,
     masked_elbo,
-    masked_mean,
-    noise_canvases,
+    range_variances,
+    score_entropy,
 )
+from mercury_jax.train.objectives.next_token import next_token
+from mercury_jax.train.objectives.objective import (
+    Objective,
+    cross_entropy,
+    denoise,
+    masked_mean,
+    reduce_logits,
+)
+from mercury_jax.train.objectives.uniform import diffusion_gemma, gidd_elbo, uniform_elbo
 
 __all__ = [
-    "Objective", "autoregressive", "cross_entropy", "llada", "masked_and_edited", "masked_elbo", "masked_mean",
-    "next_token", "noise_canvases",
+    "Objective", "cart", "cross_entropy", "denoise", "diffusion_gemma", "gidd_elbo", "llada", "mask_canvases",
+    "masked_and_edited", "masked_elbo", "masked_mean", "next_token", "range_variances", "reduce_logits",
+    "score_entropy", "uniform_elbo",
 ]  # fmt: skip

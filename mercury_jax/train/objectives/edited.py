@@ -8,16 +8,15 @@ canvas. All three come from the same pass over the batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from mercury_jax import noise
 from mercury_jax.config import at_least, refuse
-from mercury_jax.train.objectives import masked
-from mercury_jax.train.objectives.masked import NoisedCanvases, Objective, cross_entropy, masked_mean
+from mercury_jax.train.objectives import objective as parts
+from mercury_jax.train.objectives.masked import MaskedCanvases, mask_canvases
+from mercury_jax.train.objectives.next_token import next_tokens
+from mercury_jax.train.objectives.objective import BOUND, NO_BOUND, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
 
@@ -36,7 +35,7 @@ def masked_and_edited(
     """masked_elbo + edit * (repair of visible tokens) + causal * (next clean token), per editable token.
 
     With visible tokens that may be wrong, or canvases that are full, the masked part is no longer a bound, and is
-    logged as `weighted_masked_ce` instead of `nats_per_token`. `wrong`, `edit` and `causal` at 0 leave exactly
+    logged as `weighted_ce` instead of `nats_per_token`. `wrong`, `edit` and `causal` at 0 leave exactly
     `masked_elbo(clip=clip, least=least)`.
 
     Args:
@@ -63,23 +62,23 @@ def masked_and_edited(
     for name, value in {"wrong": wrong, "spoiled": spoiled, "full": full}.items():
         if value > 1:
             raise refuse(name, value, "0 <= share <= 1")
-    masked.check_weight(clip, least)
-    masked_part = masked.BOUND if clip is None and not wrong else masked.NO_BOUND
+    parts.check_weight(clip, least)
+    masked_part = BOUND if clip is None and not wrong else NO_BOUND
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
-        masked.check_absorbing("masked_and_edited", corruption)
+        parts.check_noise("masked_and_edited", corruption, "absorbing")
         if causal and not model.config.predicts_next:
             raise refuse("causal", causal, "0 for a model whose config has predicts_next = False")
-        noised = masked.noise_canvases(key, batch, corruption, clip, least)
+        noised = mask_canvases(key, batch, corruption, clip, least)
         if wrong:
             noised = spoil_canvases(
                 jax.random.fold_in(key, 1), model, batch, noised, corruption.forbidden,
                 wrong=wrong, spoiled=spoiled, full=full,
             )  # fmt: skip
         # One pass scores everything: clean slots predict the next token, canvases their own.
-        following = next_tokens(batch)
+        following = next_tokens(model, batch)
         target = jnp.where(following.known, following.token, batch.tokens)
-        ce, hit = cross_entropy(model, params, batch, noised.xt, target, noised.t)
+        ce, hit = parts.cross_entropy(model, params, batch, noised.xt, target, noised.t)
         visible = batch.editable & ~noised.masked
         bad, good = visible & (noised.xt != batch.tokens), visible & (noised.xt == batch.tokens)
         scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
@@ -93,41 +92,14 @@ def masked_and_edited(
         editable = batch.editable.astype(jnp.float32)
         metrics = {
             masked_part: (scored.sum(), editable.sum()),
-            "masked_ce": masked_mean(ce, noised.masked),
-            "masked_accuracy": masked_mean(hit, noised.masked),
-            "edit_accuracy_wrong": masked_mean(hit, bad),
-            "edit_accuracy_right": masked_mean(hit, good),
-            "causal_ce": masked_mean(ce, answer),
-            "causal_accuracy": masked_mean(hit, answer),
+            "masked_ce": parts.masked_mean(ce, noised.masked),
+            "masked_accuracy": parts.masked_mean(hit, noised.masked),
+            "edit_accuracy_wrong": parts.masked_mean(hit, bad),
+            "edit_accuracy_right": parts.masked_mean(hit, good),
+            "causal_ce": parts.masked_mean(ce, answer),
+            "causal_accuracy": parts.masked_mean(hit, answer),
         }
         return Loss(total.sum(1), editable.sum(1), metrics)
-
-    return objective
-
-
-def next_token() -> Objective:
-    """The autoregressive loss: the cross-entropy of each answer token given the clean tokens before it.
-
-    For models whose encoding pass predicts the next token (`ModelConfig.predicts_next`). Nothing is noised, so it
-    trains models without a mask too, such as those of Qwen3's build. Exact: -log p of the answer in nats per token.
-
-    Returns:
-        The objective.
-
-    Raises:
-        ValueError: When it is traced, for a model with predicts_next = False.
-    """
-
-    def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
-        del key, corruption
-        if not model.config.predicts_next:
-            raise refuse("predicts_next", False, "True, for the objective next_token")
-        following = next_tokens(batch)
-        target = jnp.where(following.known, following.token, batch.tokens)
-        ce, hit = cross_entropy(model, params, batch, batch.tokens, target)
-        scored = following.known & following.answer
-        metrics = {masked.BOUND: masked_mean(ce, scored), "causal_accuracy": masked_mean(hit, scored)}
-        return Loss(jnp.where(scored, ce, 0.0).sum(1), scored.astype(jnp.float32).sum(1), metrics)
 
     return objective
 
@@ -136,13 +108,13 @@ def spoil_canvases(
     key: Key,
     model: Model,
     batch: Batch,
-    noised: NoisedCanvases,
+    noised: MaskedCanvases,
     forbidden: tuple[int, ...],
     *,
     wrong: float,
     spoiled: float,
     full: float,
-) -> NoisedCanvases:
+) -> MaskedCanvases:
     """Makes some canvases full, and replaces visible tokens by wrong ones.
 
     Half of the replacements are uniform over the ids that may be emitted, half are copied from another place of the
@@ -188,37 +160,3 @@ def spoil_canvases(
     pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
     xt = jnp.where(still_masked, noised.xt, batch.tokens)
     return noised._replace(xt=jnp.where(replaced, jnp.where(pick, drawn, copied), xt), masked=still_masked)
-
-
-class NextTokens(NamedTuple):
-    """What an encoding pass should predict at each slot of a packed row.
-
-    Attributes:
-        token: The token after the one in the slot.
-        known: The slot is clean, and its document continues.
-        answer: The token after it is not part of the prompt.
-    """
-
-    token: Int[Array, "B T"]
-    known: Bool[Array, "B T"]
-    answer: Bool[Array, "B T"]
-
-
-def next_tokens(batch: Batch) -> NextTokens:
-    """Finds the next token of every clean slot: in the next slot, or in the document's canvases.
-
-    A document stands as its clean tokens at positions 0, 1, ... and its canvases at positions first, first + 1, ... in
-    the slots behind. The token at p + 1 >= first is read from the canvases, which hold it even where the clean part
-    ends; before that it stands in the next slot.
-    """
-    slots = batch.tokens.shape[1]
-    index = jnp.arange(slots)[None]
-    # The slot where the document's canvases begin, and the position of the token there.
-    begins = jax.lax.cummin(jnp.where(batch.canvas >= 0, index, slots - 1), axis=1, reverse=True)
-    first = jnp.take_along_axis(batch.positions, begins, axis=1)
-    want = batch.positions + 1
-    answer = want >= first
-    at = jnp.minimum(jnp.where(answer, begins + want - first, index + 1), slots - 1)
-    # Behind a document stands padding or another one, both at position 0, where no token is the next.
-    known = (batch.canvas < 0) & (jnp.take_along_axis(batch.positions, at, axis=1) == want)
-    return NextTokens(jnp.take_along_axis(batch.tokens, at, axis=1), known, answer)
