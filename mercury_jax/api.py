@@ -49,35 +49,46 @@ def train(config: TrainConfig) -> loop.TrainResult:
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model
     decoding = rule_settings(config.sampler)
     model = models.build(c)
-    check_objective(
-        config.objective,
-        model,
-        noise.build(config.noise, c.vocab, c.mask),
-        config.batch // config.accumulate,
-        config.row,
-    )
+    if not isinstance(config.data, pipelines.BatchSource):
+        check_objective(
+            config.objective,
+            model,
+            noise.build(config.noise, c.vocab, c.mask),
+            config.batch // config.accumulate,
+            config.row,
+        )
     first = _first(config, on)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, c)
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
+    start = {} if first is None else first.params
+    lm = LM(model, start, tokenizer, corruption, config.name, {}, decoding)
+    if isinstance(config.data, pipelines.BatchSource):
+        if jax.process_count() > 1:
+            raise refuse(
+                "data", type(config.data).__name__, "documents: with several processes no model decodes yet"
+            )
+        batches, evaluate = config.data.batches(config, lm, on), config.data.evaluator(config, lm)
+    else:
+        index, count = sharding.process_share(on)
+        batches = pipelines.build(
+            config.mixture, tokenizer, model.layout,
+            rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
+        )  # fmt: skip
+        evaluate = _evaluator(config, model, corruption, tokenizer)
     # The run takes over the parameters; a resumed run reads its own from the checkpoint.
     params = None if first is None or at is not None else first.params
     first = None if first is None else dataclasses.replace(first, params={})
-    index, count = sharding.process_share(on)
-    batches = pipelines.build(
-        config.mixture, tokenizer, model.layout,
-        rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
-    )  # fmt: skip
     result = loop.run(
         config, model, corruption, batches,
-        evaluate=_evaluator(config, model, corruption, tokenizer),
+        evaluate=evaluate if config.eval_every and config.eval_batches else None,
         preview=_preview(config, model, corruption, tokenizer),
         params=params,
     )  # fmt: skip
     made_by = {"recipe": config.name, "seed": config.seed, "steps": result.step}
     card = made_by if first is None else {**first.card, **made_by, "init": config.init}
-    lm = LM(model, result.ema, tokenizer, corruption, config.name, card, decoding)
-    hub.save(config.folder / "model", lm, config.noise)
+    trained = dataclasses.replace(lm, params=result.ema, card=card)
+    hub.save(config.folder / "model", trained, config.noise)
     return result
 
 

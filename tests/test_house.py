@@ -23,7 +23,7 @@ CORE = {
     "install",
     "tasks",
 }
-TOP = {"evaluate", "serve", "bench"}
+TOP = {"evaluate", "rl", "serve", "bench"}
 BELOW = CORE | {"kernels", "models", "hub", "decode", "train"}
 # What each room may import. `__init__` as a target is the package itself, `mercury_jax`.
 MAY_IMPORT = (

@@ -326,6 +326,39 @@ def answer_batch(
     return AnswerBatch(**arrays)
 
 
+def pad_answers(batch: AnswerBatch, row: int) -> AnswerBatch:
+    """Gives answers of any lengths arrays of one shape, so that a training step compiles once.
+
+    Args:
+        batch: From `answer_batch` or `Rollout.batch`, on the host.
+        row: Slots T of a row, and length N of the texts.
+
+    Returns:
+        The batch with `row` slots and texts of `row` tokens.
+
+    Raises:
+        ValueError: An answer with its prompt needs more slots.
+    """
+    longest, total = np.asarray(batch.ids).shape[1], np.asarray(batch.index).shape[1]
+    used = int((np.asarray(batch.index) < longest).sum(1).max())
+    if used > row:
+        raise refuse("row", row, f"{used} positions or more, for a prompt with its answer")
+
+    def resized(x: ArrayLike, fill: int) -> np.ndarray:
+        x = np.asarray(x)[:, :row]
+        return np.pad(x, [(0, 0), (0, row - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+
+    moved = lambda x, old: np.where(np.asarray(x) == old, row, x)  # what stood for no token, or for no slot
+    return batch._replace(
+        ids=resized(batch.ids, 0),
+        index=resized(moved(batch.index, longest), row),
+        positions=resized(batch.positions, 0),
+        ranges=resized(batch.ranges, 0),
+        canvas=resized(batch.canvas, -1),
+        slots=moved(batch.slots, total),
+    )
+
+
 def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
     """Ranks of the passes within each canvas: 0 for its first pass that accepted a token."""
     ranks = np.zeros(len(steps), np.int32)
@@ -334,10 +367,26 @@ def _ranks(steps: np.ndarray, canvas: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _log_probs_under(
-    lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"]
-) -> Float[Array, "B S"]:
-    """One pass: log p of each answer token, where `masked` answer tokens and `hidden` prompt tokens are masks."""
+def masked_answer_logits(
+    lm: LM,
+    params: Params,
+    batch: AnswerBatch,
+    masked: Bool[Array, "B S"],
+    hidden: Bool[Array, "B N"] | None = None,
+) -> tuple[Float[Array, "B S V"], Int[Array, "B S"]]:
+    """Makes one pass over answers with masks.
+
+    Args:
+        lm: The model.
+        params: Parameters.
+        batch: The answers.
+        masked: Answer tokens that are masks.
+        hidden: Tokens of the prompt that are masks; None: none.
+
+    Returns:
+        Logits at the answer's tokens, without the ids that are never emitted, and these tokens; those of the end of
+        text that fills the last canvas included.
+    """
     assert lm.corruption.mask is not None
     count, total = batch.index.shape
     spread = jnp.zeros((count, total), bool)
@@ -346,7 +395,8 @@ def _log_probs_under(
     of_slots = lambda x, fill: jnp.take_along_axis(
         jnp.pad(x, [(0, 0), (0, 1)], constant_values=fill), batch.index, 1
     )
-    noised |= of_slots(hidden, False)
+    if hidden is not None:
+        noised |= of_slots(hidden, False)
     tokens = jnp.where(noised, lm.corruption.mask, of_slots(batch.ids, lm.model.config.pad))
     time = None
     if lm.model.config.timed:  # of a canvas: the share of its answer tokens that are masks
@@ -361,8 +411,16 @@ def _log_probs_under(
     logits = jax.vmap(lambda x: forbid(x, lm.corruption.forbidden))(logits)
     places = batch.prompt_lengths[:, None] + jnp.arange(at.shape[1])
     target = jnp.take_along_axis(jnp.asarray(batch.ids), jnp.minimum(places, batch.ids.shape[1] - 1), axis=1)
+    return logits, target
+
+
+def _log_probs_under(
+    lm: LM, params: Params, batch: AnswerBatch, masked: Bool[Array, "B S"], hidden: Bool[Array, "B N"] | None
+) -> Float[Array, "B S"]:
+    """One pass: log p of each answer token, where `masked` answer tokens and `hidden` prompt tokens are masks."""
+    logits, target = masked_answer_logits(lm, params, batch, masked, hidden)
     chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-    inside = jnp.arange(at.shape[1]) < batch.lengths[:, None]
+    inside = jnp.arange(target.shape[1]) < batch.lengths[:, None]
     return jnp.where(inside, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
 
 
@@ -371,8 +429,7 @@ def _several_passes(
 ) -> Float[Array, "K B S"]:
     """`_log_probs_under` for K masks, the prompt visible, as one pass over K * B rows."""
     many = jax.tree.map(lambda x: jnp.tile(x, (len(masks), *[1] * (x.ndim - 1))), batch)
-    visible = jnp.zeros(many.ids.shape, bool)
-    found = _log_probs_under(lm, params, many, masks.reshape(-1, masks.shape[-1]), visible)
+    found = _log_probs_under(lm, params, many, masks.reshape(-1, masks.shape[-1]), None)
     return found.reshape(masks.shape)
 
 
@@ -417,7 +474,7 @@ def _elbo(
     before = jnp.sum(same & (score[:, None] < score[:, :, None]), axis=-1)  # rank of each token in its canvas
     k = jnp.minimum(1 + jnp.floor(most * u), most)
     masked = before < k
-    found = _log_probs_under(lm, params, batch, masked, jnp.zeros(batch.ids.shape, bool))
+    found = _log_probs_under(lm, params, batch, masked, None)
     return jnp.where(masked, found * most / k, 0.0)
 
 
@@ -429,7 +486,7 @@ def _along_trajectory(lm: LM, params: Params, batch: AnswerBatch, passes: int) -
     rank = jnp.where(batch.order < 0, passes, rank)
 
     def one(k: Array) -> Array:
-        found = _log_probs_under(lm, params, batch, rank >= k, jnp.zeros(batch.ids.shape, bool))
+        found = _log_probs_under(lm, params, batch, rank >= k, None)
         return jnp.where(rank == k, found, 0.0)
 
     return jax.lax.map(one, jnp.arange(passes)).sum(axis=0)
@@ -462,27 +519,20 @@ def token_log_probs(
     Policies that are compared (new, old, reference) must be given the same key, so that they see the same
     masks.
 
-    `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability
-        `mask_prompt`
-    (d1, arXiv 2504.12216; `_get_per_token_logps` of its diffu-GRPO trainer). With `mask_prompt=0` it is exact
-    for answers of one token.
-
-    `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its
-        complement. With
-    the ratio t of M uniform in `ratios`, a token gets (log p_full + log p_M / t) / 2 where M masks it, else
-    (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in
-    ml-diffucoder). Its expectation is not log p: of an answer of one token it is 1.5 log p.
-
-    `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of
-        m, k
-    uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on
-    log p.
-
-    `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later
-        (TraceRL,
-    arXiv 2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the
-    rollout, at temperature 1, without processors and without remasking, where the canvas held nothing but the
-    end of text after an answer's end; with fewer, neighbouring passes are merged.
+    - `diffu_grpo`: one pass with the answer fully masked and each prompt token masked with probability `mask_prompt`
+    (d1,
+      arXiv 2504.12216; `_get_per_token_logps` of its trainer). With `mask_prompt=0` it is exact for answers of one
+      token.
+    - `coupled_grpo`: three passes, with the answer fully masked, under a random mask M, and under its complement. With
+      the ratio t of M uniform in `ratios`, a token gets (log p_full + log p_M / t) / 2 where M masks it, else
+      (log p_full + log p_not_M / (1 - t)) / 2 (DiffuCoder, arXiv 2506.20639; `selective_log_softmax` in ml-diffucoder).
+      Its expectation is not log p: of an answer of one token it is 1.5 log p.
+    - `elbo`: the any-order bound of `score`, per token: m / k times log p of the k masked tokens of a canvas of m, k
+      uniform (LLaDA, arXiv 2502.09992, eq. 6). The expectation of its sum over an answer is a lower bound on log p.
+    - `trajectory`: one pass for each that decoding made, with the tokens masked that it accepted later (TraceRL, arXiv
+      2509.06949). With as many `passes` as decoding made in a canvas these are the `log_probs` of the rollout, at
+      temperature 1, without processors and without remasking, where the canvas held nothing but the end of text after
+      an answer's end; with fewer, neighbouring passes are merged.
 
     Args:
         lm: The model; its own parameters are not used.

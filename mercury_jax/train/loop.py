@@ -60,6 +60,15 @@ class Batches(Protocol):
         ...
 
 
+@runtime_checkable
+class PolicyData(Protocol):
+    """Batches that are made with the current parameters, beside what `Batches` has."""
+
+    def observe(self, params: Params, /) -> None:
+        """Receives the parameters before each batch; they are donated to the update that follows."""
+        ...
+
+
 class Diverged(ArithmeticError):
     """The loss or the gradient is NaN or infinite. Nothing was saved since; earlier checkpoints are intact."""
 
@@ -231,6 +240,8 @@ class _Loop:
 
     def advance(self) -> None:
         """Dispatches one update, then reads the report of the one before."""
+        if isinstance(self.data, PolicyData):
+            self.data.observe(self.state.params)
         try:
             batch = next(self.data)
         except StopIteration:

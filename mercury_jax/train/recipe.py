@@ -20,7 +20,7 @@ from typing import Any
 
 from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
 from mercury_jax.train import find_recipe
-from mercury_jax.train.data.sources import DataSource, Mixture, mixture
+from mercury_jax.train.data.sources import BatchSource, DataSource, Mixture, mixture
 from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.train.optim import OptimConfig
 
@@ -62,7 +62,7 @@ class TrainConfig:
     name: str
     model: ModelConfig
     objective: Objective
-    data: Mixture | DataSource
+    data: Mixture | DataSource | BatchSource
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -114,7 +114,7 @@ class TrainConfig:
             name = getattr(self.objective, "__name__", "it")
             allowed = f"a function of (key, model, params, batch, corruption). Call it: {name}()"
             raise refuse("objective", self.objective, allowed) from None
-        if isinstance(self.data, Mixture):
+        if isinstance(self.data, Mixture | BatchSource):
             return
         if not isinstance(self.data, DataSource):
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
@@ -123,8 +123,9 @@ class TrainConfig:
 
     @property
     def mixture(self) -> Mixture:
-        """The data; a source alone has become a mixture of one."""
-        assert isinstance(self.data, Mixture)
+        """The documents; a source alone has become a mixture of one."""
+        if not isinstance(self.data, Mixture):
+            raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
         return self.data
 
     @property

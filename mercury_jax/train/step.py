@@ -237,12 +237,12 @@ def _loss(
     objective: Objective, key: Key, model: Model, params: Params, batch: Batch, corruption: Corruption
 ) -> Loss:
     """The objective's Loss. ValueError, while it is traced, where its shapes are not those of `types.Loss`."""
-    loss = objective(key, model, params, batch, corruption)
+    loss, rows = objective(key, model, params, batch, corruption), len(jax.tree.leaves(batch)[0])
     try:
-        chex.assert_shape((loss.per_example, loss.weight), (len(batch.tokens),))
+        chex.assert_shape((loss.per_example, loss.weight), (rows,))
         chex.assert_rank(jax.tree.leaves(dict(loss.metrics)), 0)
     except AssertionError as error:
-        shape = f"({len(batch.tokens)},)"
+        shape = f"({rows},)"
         allowed = f"one that returns per_example and weight of shape {shape} and scalar metrics: {error}"
         raise refuse("objective", getattr(objective, "__qualname__", "?"), allowed) from error
     return loss

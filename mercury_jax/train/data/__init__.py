@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mercury_jax.train.data.sources import (
+    BatchSource,
     Chat,
     DataSource,
     Generated,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from mercury_jax.train.data.pipeline import build, check_fit, texts
 
 __all__ = [
-    "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated", "hf",
-     "jsonl", "mixture", "stdlib", "text", "texts",
+    "BatchSource", "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated",
+    "hf", "jsonl", "mixture", "stdlib", "text", "texts",
 ]  # fmt: skip
 
 

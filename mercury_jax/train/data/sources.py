@@ -19,19 +19,20 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks import TASKS, Problem, Task, draw
 from mercury_jax.tasks.task import read_json_lines, read_text
 from mercury_jax.train.data import packing
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
-from mercury_jax.types import LaidOutDocument
+from mercury_jax.types import LM, LaidOutDocument, Params
 
 Seed = tuple[int, ...]
 Messages = list[dict[str, str]]  # of a conversation: {"role", "content"}
@@ -60,6 +61,28 @@ class DataSource(Protocol):
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Yields texts of the train side in random order, from which a tokenizer is trained."""
+        ...
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Data that are made with the model, such as its own answers: batches of their own kind instead of documents."""
+
+    def batches(self, config: Any, lm: LM, mesh: Mesh, /) -> Any:
+        """Opens the data.
+
+        Args:
+            config: The recipe.
+            lm: The model, with the parameters that the run starts from; without any where it starts from none.
+            mesh: Of the run.
+
+        Returns:
+            `loop.Batches`; those that are `loop.PolicyData` receive the current parameters.
+        """
+        ...
+
+    def evaluator(self, config: Any, lm: LM, /) -> Callable[[Params], Mapping[str, float]]:
+        """Makes the function of the parameters that the run evaluates."""
         ...
 
 
