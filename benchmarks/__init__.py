@@ -6,6 +6,7 @@ prompt      prefill of long prompts: time and memory
 repair      which rules correct a wrong token
 cache       KV cache reuse in a bidirectional model, against no cache
 quantise    weights and KV cache in few bits: what that costs in quality
+objectives  kinds of noise at equal tokens: bits per byte of books
 search      sequential Monte Carlo against best-of-n at equal passes
 effort      what a reasoning effort changes: accuracy, forward passes, tokens
 structure   counts of files, functions and documentation of the package

@@ -1,0 +1,318 @@
+"""Kinds of noise at equal tokens: bits per byte of held-out books under each objective, the bound checked twice.
+
+A 1M-parameter transformer is trained on the same windows of text by the same optimizer, as an autoregressive model and
+with each kind of noise. Every bound is then estimated a second time by a formula that shares nothing with the
+objective: the discrete-time ELBO, a sum of exact divergences between posteriors. A run is one line of the output; runs
+that are there already are skipped, so the benchmark may be stopped and run beside other work. Run with `python -m
+benchmarks.objectives --books DIR`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import mercury_jax as mj
+from mercury_jax import noise
+from mercury_jax.cli import app, arguments
+from mercury_jax.cli.arguments import Int as IntArg, Ints, option
+from mercury_jax.config import ModelConfig, NoiseConfig, NoiseKind, Pattern, refuse
+from mercury_jax.train import objectives
+from mercury_jax.train.data.packing import Example, StreamSettings, lay_out
+from mercury_jax.train.data.sources import Seed, Stream
+from mercury_jax.train.objectives import Objective
+from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.types import LM, LaidOutDocument, PackedPass
+
+WINDOW = 257  # tokens, the first of which is given
+VOCAB = 512
+HELD_OUT = 0.1  # share of each book
+CHECKED = 64  # windows of the second estimate
+MASK = ModelConfig(vocab=VOCAB).mask  # the id in tokenizers that we train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a model is trained.
+
+    Attributes:
+        pattern: Of attention.
+        block: Of its canvases.
+        objective: Its loss, a bound in each case.
+        kind: Of the noise; None: autoregressive.
+    """
+
+    pattern: Pattern
+    block: int
+    objective: Objective
+    kind: NoiseKind | None = "absorbing"
+
+
+METHODS = {
+    "autoregressive": Method(pattern="block_causal", block=1, objective=objectives.next_token(), kind=None),
+    "absorbing": Method(pattern="bidirectional", block=WINDOW, objective=objectives.masked_elbo()),
+    "uniform": Method(
+        pattern="bidirectional", block=WINDOW, objective=objectives.uniform_elbo(), kind="uniform"
+    ),
+    "gidd": Method(pattern="bidirectional", block=WINDOW, objective=objectives.gidd_elbo(), kind="hybrid"),
+    "block 4": Method(pattern="block_causal", block=4, objective=objectives.masked_elbo()),
+    "block 16": Method(pattern="block_causal", block=16, objective=objectives.masked_elbo()),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectivesBenchmark:
+    """Train each method on the same tokens and compare bits per byte of held-out text.
+
+    examples:
+      python -m benchmarks.objectives --books books --out rows.jsonl
+      python -m benchmarks.objectives --books books --methods gidd --seeds 1 --steps 200
+    """
+
+    books: Annotated[str, option("DIR")]
+    """Folder of .txt files; the last tenth of each is held out."""
+    out: Annotated[str, option("FILE")] = "objectives.jsonl"
+    """Rows are appended here; runs that it holds are skipped."""
+    methods: Annotated[tuple[str, ...], option("NAME [NAME ...]")] = tuple(METHODS)
+    """Methods to train."""
+    seeds: Ints = (0, 1, 2)
+    """Seeds of parameters, order and noise."""
+    steps: IntArg = 600
+    """Updates of 8 windows of 256 tokens."""
+    windows: IntArg = 256
+    """Held-out windows."""
+    samples: IntArg = 16
+    """Noised copies of each window."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of WINDOW tokens of running text, their first token given: the same for every pattern."""
+
+    folder: str
+
+    def _ids(self, settings: StreamSettings) -> np.ndarray:
+        return tokens_of(self.folder, settings.tokenizer, settings.split == "test")
+
+    def open(self, settings: StreamSettings) -> Stream | None:
+        """Implements `DataSource.open`."""
+        ids = self._ids(settings)
+
+        def at(index: int) -> LaidOutDocument:
+            start = int(np.random.default_rng((*settings.seed, index)).integers(len(ids) - WINDOW))
+            return lay_out(settings, Example(ids[start : start + WINDOW], 1, False), self.folder)
+
+        return Stream(at, 0)
+
+    def texts(self, seed: Seed) -> Iterator[str]:
+        """Implements `DataSource.texts`."""
+        parts = [text[i : i + 8000] for text in sides(self.folder)[0] for i in range(0, len(text), 8000)]
+        return (parts[i] for i in np.random.default_rng(seed).permutation(len(parts)))
+
+
+def sides(folder: str) -> tuple[list[str], list[str]]:
+    """The texts to train on, and the last tenth of each book."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt"))]
+    cuts = [int(len(text) * (1 - HELD_OUT)) for text in texts]
+    return [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
+
+
+@functools.lru_cache(4)
+def tokens_of(folder: str, tokenizer: Any, held_out: bool) -> np.ndarray:
+    """All token ids of one side, book after book."""
+    return np.concatenate([np.asarray(tokenizer.encode(text), np.int32) for text in sides(folder)[held_out]])
+
+
+def recipe(name: str, args: ObjectivesBenchmark, seed: int, folder: Path) -> TrainConfig:
+    """The training run of a method."""
+    method = METHODS[name]
+    model = ModelConfig(
+        vocab=VOCAB, width=128, layers=5, heads=4, kv_heads=4, head_dim=32, ffn=344, context=512,
+        pattern=method.pattern, block=method.block, predicts_next=method.kind is None,
+        mask=MASK if method.kind else None,
+    )  # fmt: skip
+    row = WINDOW if method.pattern == "bidirectional" or method.kind is None else 2 * WINDOW
+    return TrainConfig(
+        name="books", model=model, objective=method.objective, data=Windows(args.books),
+        noise=NoiseConfig(kind=method.kind or "uniform"),
+        optim=OptimConfig(optimizer="muon", lr=5e-3, warmup=30, decay="wsd", final=0.02, tail=0.4),
+        steps=args.steps, batch=8, row=row, ema=0.99, seed=seed, eval_every=0, sample_every=0, save_every=100,
+        log_every=50, out=str(folder), resume=True, tokenizer=str(folder.parent / "tokenizer.model"),
+    )  # fmt: skip
+
+
+# --- evaluation
+
+
+def held_out_windows(args: ObjectivesBenchmark, tokenizer: Any) -> np.ndarray:
+    """Windows of the held-out text, spread evenly [N, WINDOW]."""
+    ids = tokens_of(args.books, tokenizer, True)
+    starts = np.linspace(0, len(ids) - WINDOW, args.windows).astype(int)
+    return ids[starts[:, None] + np.arange(WINDOW)]
+
+
+def evaluate(lm: LM, args: ObjectivesBenchmark) -> dict[str, float]:
+    """Bits per byte by `mj.score`, and by the discrete-time ELBO on some of the windows.
+
+    The second estimate takes the first CHECKED windows, for which the first is given too: `bits` and `bits_again`
+    belong together.
+    """
+    windows = held_out_windows(args, lm.tokenizer)
+    lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])
+    size = lengths[windows[:, 1:]].sum(1) * math.log(2)  # bits per byte = nats / (bytes ln 2)
+    found = mj.score(lm, windows[:, :1], windows[:, 1:], samples=args.samples)
+    nats = -np.asarray(found.log_p)
+    report = {
+        "bits_per_byte": nats.sum() / size.sum(),
+        "se_over_windows": float(np.std(nats / size, ddof=1) / np.sqrt(len(nats))),
+        "se_of_noise": float(np.sqrt((np.asarray(found.se) ** 2).sum()) / size.sum()),
+    }
+    some = windows[:CHECKED]
+    again, error = second_estimate(lm, some)
+    return report | {
+        "bits_per_byte_checked": nats[: len(some)].sum() / size[: len(some)].sum(),
+        "bits_per_byte_again": again.sum() / size[: len(some)].sum(),
+        "se_again": float(np.sqrt((error**2).sum()) / size[: len(some)].sum()),
+    }
+
+
+def second_estimate(
+    lm: LM, windows: np.ndarray, levels: int = 512, draws: int = 32
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nats of each window by another formula, and their standard errors [N].
+
+    Autoregressive models: one pass for each token over the tokens before it alone, so that nothing depends on causal
+    masks. Noise: the ELBO of `levels` discrete steps, sum_k KL(q(x_s | x_t, x_0) || p(x_s | x_t)) with exact
+    posteriors, estimated at `draws` steps that divide time evenly.
+    """
+    if lm.model.config.autoregressive:
+        return prefix_nats(lm, windows)
+    rng, found = np.random.default_rng(0), np.zeros((len(windows), draws))
+    for i, window in enumerate(windows):
+        laid = lm.model.layout(window, 1, all_clean=False)
+        # One draw in each of `draws` equal parts of the steps, another step for every canvas.
+        part = (rng.permuted(np.tile(np.arange(draws), (laid.canvas.max() + 1, 1)), axis=1)).T  # [draws, C]
+        step = (part + rng.random(part.shape)) / draws * levels
+        at = np.floor(step)[:, np.maximum(laid.canvas, 0)]
+        arrays = (jnp.asarray(x) for x in (laid.tokens, laid.positions, laid.ranges, laid.editable))
+        found[i] = discrete_terms(lm, jax.random.key(i), jnp.asarray(at), levels, *arrays)
+    found *= levels
+    return found.mean(1), found.std(1, ddof=1) / np.sqrt(draws)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def discrete_terms(
+    lm: LM,
+    key: Array,
+    step: Float[Array, "N T"],
+    levels: int,
+    tokens: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    ranges: Int[Array, "T R 2"],
+    editable: Array,
+) -> Float[Array, "N"]:
+    """The terms of the discrete ELBO at the given steps, summed over the positions of each draw."""
+    corruption, v = lm.corruption, lm.model.config.vocab
+    t, s = (step + 1.0) / levels, step / levels
+    # The steps divide alpha evenly, not time: under hybrid noise the first step in time would lose much at once.
+    t, s = (x**3 if corruption.kind == "hybrid" else x for x in (t, s))
+    many = lambda x: jnp.broadcast_to(x, (len(step), *x.shape))
+    x0 = many(tokens)
+    xt = noise.corrupt(key, corruption, x0, t, many(editable)).xt
+    given = PackedPass(xt, many(positions), many(ranges))
+    logits = lm.model.head(lm.params, lm.model.apply(lm.params, given))
+    allowed = jnp.asarray(~np.isin(np.arange(v), corruption.forbidden))
+    p = jax.nn.softmax(jnp.where(allowed, logits, -1e30), axis=-1)
+
+    def law(time: Array) -> tuple[Array, Array]:
+        """alpha [N, T, 1], and the noise's probability of each id [N, T, V]."""
+        alpha = jnp.clip(corruption.alpha(time), 0.0, 1.0)[..., None]
+        share = {"absorbing": jnp.zeros_like, "uniform": jnp.ones_like}.get(
+            corruption.kind, corruption.uniform_share
+        )
+        share = share(jnp.maximum(time, 1e-12))[..., None]  # type: ignore
+        masks = 0.0 if corruption.mask is None else (1.0 - share) * jax.nn.one_hot(corruption.mask, v)
+        return alpha, (1.0 - alpha) * (masks + share * allowed / allowed.sum())
+
+    (alpha_t, noise_t), (alpha_s, noise_s) = law(t), law(s)
+    ratio = alpha_t / alpha_s
+    at = jax.nn.one_hot(xt, v)
+    own = ((noise_t - ratio * noise_s) * at).sum(-1, keepdims=True)  # of the step from s to t, at xt
+    forward = ratio * at + jnp.maximum(own, 0.0)  # q(xt | x_s) for every x_s
+
+    def posterior(clean: Array) -> Array:
+        x = forward * (alpha_s * clean + noise_s)
+        return x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30)
+
+    true, ours = posterior(jax.nn.one_hot(x0, v)), posterior(p)
+    kl = jnp.where(
+        true > 0, true * (jnp.log(jnp.maximum(true, 1e-30)) - jnp.log(jnp.maximum(ours, 1e-30))), 0.0
+    )
+    return (kl.sum(-1) * editable).sum(-1)
+
+
+def prefix_nats(lm: LM, windows: np.ndarray, every: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """-log p of each window's tokens after the first, from every eighth of them, and standard errors [N].
+
+    Each of these takes a pass of its own, over the tokens before it alone.
+    """
+    found = []
+    for end in range(1, windows.shape[1], every):
+        logits = mj.logits(lm, windows[:, end - 1 : end], None if end == 1 else windows[:, : end - 1])
+        log_p = jax.nn.log_softmax(jnp.asarray(logits)[:, 0].at[:, list(lm.corruption.forbidden)].set(-1e30))
+        found.append(-np.take_along_axis(np.asarray(log_p), windows[:, end, None], axis=1)[:, 0])
+    nats, scored = np.stack(found, axis=1), windows.shape[1] - 1
+    return nats.mean(1) * scored, nats.std(1, ddof=1) / np.sqrt(nats.shape[1]) * scored
+
+
+def run(argv: Sequence[str]) -> int:
+    """Trains and evaluates what the file does not hold yet; returns the exit code.
+
+    Raises:
+        ValueError: An option is wrong.
+    """
+    args = arguments.read(ObjectivesBenchmark, argv, "python -m benchmarks.objectives")
+    for name in args.methods:
+        if name not in METHODS:
+            raise refuse("methods", name, ", ".join(METHODS))
+    if not list(Path(args.books).glob("*.txt")):
+        raise refuse("books", args.books, "a folder with .txt files")
+    out, root = Path(args.out), Path(args.out).with_suffix(".runs")
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "tokenizer.model").exists():
+        texts = Windows(args.books).texts((0,))
+        mj.Tokenizer.train((next(texts) for _ in range(400)), VOCAB).save(root / "tokenizer.model")
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {(row["method"], row["seed"], row["steps"]) for row in rows}
+    for seed in args.seeds:
+        for name in args.methods:
+            if (name, seed, args.steps) in done:
+                continue
+            folder = root / f"{name.replace(' ', '_')}-{seed}-{args.steps}"
+            began = time.perf_counter()
+            mj.train(recipe(name, args, seed, folder))
+            lm = mj.load(folder / "model")
+            row = {"method": name, "seed": seed, "steps": args.steps, "parameters": lm.parameters}
+            row |= {key: round(float(value), 5) for key, value in evaluate(lm, args).items()}
+            row |= {"tokens": args.steps * 8 * (WINDOW - 1), "seconds": round(time.perf_counter() - began)}
+            print(json.dumps(row), flush=True)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app.run_script(run))
