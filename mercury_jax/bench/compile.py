@@ -266,7 +266,8 @@ def _lower_train(
     if recipe.batch // recipe.accumulate % sharding.row_shards(mesh):
         allowed = f"a multiple of {sharding.row_shards(mesh)}, the mesh's data * fsdp"
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
-    model, c = models.build(recipe.model), recipe.model
+    c = recipe.model_config
+    model = models.build(c)
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
     setup = steps.TrainSetup(
