@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from mercury_jax import hub, models, noise, types
-from mercury_jax.config import Experts, ModelConfig
+from mercury_jax.config import Experts, ModelConfig, NoiseConfig
 from mercury_jax.hub.tokenizer import HFTokenizer
 from mercury_jax.models.gemma import GemmaConfig
+from mercury_jax.train.lora import LoraConfig
+from mercury_jax.train.objectives import cross_entropy, llada
+from mercury_jax.train.objectives.masked import canvas_times
+from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.recipe import InitModel, TrainConfig
 from tests.hub.tiny_tokenizers import byte_level, sentencepiece
 
 VOCAB = 512
@@ -77,9 +82,6 @@ def uniform_ce(*, least: float = 1e-3):
     """Cross-entropy of every canvas position under uniform noise, flat in time, as DiffusionGemma is trained."""
 
     def objective(key, model, params, batch, corruption):
-        from mercury_jax.train.objectives import cross_entropy
-        from mercury_jax.train.objectives.masked import canvas_times
-
         time_key, noise_key = jax.random.split(key)
         t = canvas_times(time_key, batch, least)
         xt, _ = noise.corrupt(noise_key, corruption, batch.tokens, t, batch.editable)
@@ -90,4 +92,22 @@ def uniform_ce(*, least: float = 1e-3):
     return objective
 
 
-__all__ = ["FAMILIES", "VOCAB", "chats", "checkpoint", "config", "dataclasses", "tokenizer", "uniform_ce"]
+def recipe(family: str, base: Path, chats: Path, out: Path, rank: int = 0, **changes) -> TrainConfig:
+    """Forty steps of SFT, in full or with adapters, as the packaged recipe of the family has it."""
+    gemma, qwen = family == "DiffusionGemma", family == "Qwen3"
+    made = TrainConfig(
+        name="tuned", objective=uniform_ce() if gemma else llada(), init=str(base), chats=str(chats), out=str(out),
+        model=InitModel(pattern="block_causal", block=4, predicts_next=False) if qwen else InitModel(),
+        noise=NoiseConfig(kind="uniform" if gemma else "absorbing"), lora=LoraConfig(rank=rank),
+        optim=OptimConfig(lr=1e-2 if rank else 3e-3, warmup=2, decay="constant", weight_decay=0.0),
+        steps=40, batch=8, row=128, ema=0.0, eval_every=0, sample_every=0, log_every=1, save_every=40,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def losses(out: Path) -> tuple[float, float]:
+    """The mean loss of the first and of the last five steps of a run that logs every step."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    values = [row["loss"] for row in rows if row.get("kind", "train") == "train" and "loss" in row]
+    mean = lambda some: sum(some) / len(some)
+    return mean(values[:5]), mean(values[-5:])
