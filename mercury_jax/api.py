@@ -19,7 +19,7 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, lora, loop
+from mercury_jax.train import data as pipelines, loop, lora
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -188,7 +188,7 @@ def _preview(
     """Answers to the recipe's prompts, as text for the log."""
     if not config.sample_every or not config.sample_prompts:
         return None
-    rules = lora.adapted_shardings(config.lora, model) if config.lora.rank else model.shardings
+    rules = lora.adapted_shardings(config.lora, config.freeze, model) if config.lora.rank else model.shardings
     prompts = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
 
     def preview(params: Params) -> str:

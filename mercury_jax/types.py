@@ -39,9 +39,7 @@ def accumulation_dtype(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclass(frozen=True)
 class LoraWeight:
     """A matrix base + scale * a b that is never formed (LoRA, arXiv 2106.09685): x base + scale * (x a) b.

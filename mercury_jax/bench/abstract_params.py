@@ -160,7 +160,9 @@ def _found(name: str) -> ModelSource:
     path = Path(name)
     if path.suffix == ".py":
         recipe = load_recipe(path)
-        return ModelSource(recipe.name, recipe.model_config, recipe.noise, jnp.dtype("float32"), recipe=recipe)
+        return ModelSource(
+            recipe.name, recipe.model_config, recipe.noise, jnp.dtype("float32"), recipe=recipe
+        )
     if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
         preset = find_preset(name)
         return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)

@@ -20,6 +20,6 @@ from mercury_jax.hub.family import register
 from mercury_jax.hub.load import NANO, config_of, folder_of, info, is_native, load, takes_mask, tokenizer_of
 
 __all__ = [
-    "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_adapter", "save_hf",
-    "takes_mask", "tokenizer_of",
+    "NANO", "config_of", "convert", "folder_of", "info", "is_native", "load", "register", "save", "save_adapter",
+    "save_hf", "takes_mask", "tokenizer_of",
 ]  # fmt: skip

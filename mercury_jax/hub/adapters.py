@@ -181,7 +181,9 @@ def save_adapter(
         for alias in (modules[tensor], *(family.aliases(modules[tensor]) if family else ())):
             for part, array in (("A", f.a), ("B", f.b)):
                 name = f"{PREFIX}{alias}.lora_{part}.weight"
-                arrays.append(LazyTensor(name, array.shape, array.dtype, functools.partial(np.asarray, array)))
+                arrays.append(
+                    LazyTensor(name, array.shape, array.dtype, functools.partial(np.asarray, array))
+                )
     if family:
         for key in ("target_modules", "target_parameters"):
             about[key] = sorted({*about[key], *(x for name in about[key] for x in family.aliases(name))})
@@ -354,7 +356,9 @@ class Adapter(NamedTuple):
             stacked = 0 if source.per_expert else source.experts
             theirs = source.shapes(shapes[path].shape)
             change = lambda name: (
-                self._read(modules[name]).product(stacked) if name in modules else np.zeros(theirs[name], np.float32)
+                self._read(modules[name]).product(stacked)
+                if name in modules
+                else np.zeros(theirs[name], np.float32)
             )
             added = to_ours(source, shapes[path].shape, change)
             return (host.astype(np.float32) + added).astype(host.dtype)
@@ -396,7 +400,9 @@ class Adapter(NamedTuple):
             first, *others = (self._tensor(f"{PREFIX}{name}.lora_{part}.weight") for name in copies)
             if any(not np.array_equal(first, other) for other in others):
                 names = " and ".join(copies)
-                raise refuse(f"{self.path}: adapters of {names}", "different", "equal ones: their weight is one")
+                raise refuse(
+                    f"{self.path}: adapters of {names}", "different", "equal ones: their weight is one"
+                )
 
     def _tensor(self, name: str) -> np.ndarray:
         if name not in self.entries:
@@ -443,7 +449,12 @@ def open_adapter(folder: str | Path) -> Adapter:
             raise refuse(f"{path / CONFIG}: {key}", value, " or ".join(map(repr, allowed)))
     rank, alpha = about.get("r"), about.get("lora_alpha")
     for key, value in (("r", rank), ("lora_alpha", alpha)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise refuse(f"{path / CONFIG}: {key}", value, "a number above 0")
     record = manifest.read_json(path / RECORD) if (path / RECORD).is_file() else None
     if record is not None and record.get("sha256") != manifest.sha256(path / WEIGHTS):

@@ -479,8 +479,8 @@ class Family(NamedTuple):
         licence: Of its published models.
         decoding: How its authors sample, by the keys of `hub.generation`; generation_config.json overrides it. A
             function of (config.json, generation_config.json) reads that file itself.
-        aliases: Names of other modules that share the weight of one in the reference's classes. An adapter of the weight
-            is an adapter of each of them.
+        aliases: Names of other modules that share the weight of one in the reference's classes; an adapter of the
+            weight is an adapter of each of them.
         rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
             architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
     """

@@ -151,7 +151,7 @@ def grouped_or_tiled(
     if refuses(rows, gate_up, down, tile, device) is not None:
         return tiled(act, rows, sizes, gate_up, down, tile)
 
-    def product(x: Array, w: Stack) -> Array:
+    def product(x: Array, w: Any) -> Array:
         if isinstance(w, QuantisedWeight):
             return grouped_matmul(x, w.values, sizes, w.scale, tile=tile, device=device)
         return grouped_matmul(x, w.astype(x.dtype), sizes, tile=tile, device=device)
@@ -218,7 +218,7 @@ def ragged(
     if _quantised(gate_up) or _quantised(down):
         return tiled(act, rows, sizes, gate_up, down, tile)
 
-    def product(x: Array, w: Stack) -> Array:
+    def product(x: Array, w: Any) -> Array:
         if isinstance(w, LoraWeight):
             return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
         return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes)

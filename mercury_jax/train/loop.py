@@ -186,7 +186,7 @@ def _opened(
     stale = checkpoint.clean(folder)
     part = lora.partition(config.lora, config.freeze, model)
     if config.lora.rank:
-        model = model._replace(shardings=lora.adapted_shardings(config.lora, model))
+        model = model._replace(shardings=lora.adapted_shardings(config.lora, config.freeze, model))
     setup = steps.TrainSetup(
         model, config.objective, corruption, optim.optimizer(config.optim, config.steps),
         optim.schedule(config.optim, config.steps), config.accumulate, config.ema, part,
@@ -203,7 +203,11 @@ def _opened(
     else:
         found = checkpoint.restore(folder, steps.abstract_state(setup, mesh), at)
         if found.extra.get("base") != base:
-            raise refuse("init", config.init, "the model that the run to resume started from: this one has other values")
+            raise refuse(
+                "init",
+                config.init,
+                "the model that the run to resume started from: this one has other values",
+            )
         state, tokens = found.tree, found.extra["tokens"]
         data.set_state(found.extra["data"])
     del params, start  # nobody else may hold what the update donates
@@ -279,7 +283,12 @@ class _Loop:
         if stopped:
             self.report.say(f"{stopped}: saved step {self.step}; continue with --resume")
         return TrainResult(
-            self.combine(self.state.params, self.frozen), self.averaged, self.metrics, self.config.folder, self.step, stopped
+            self.combine(self.state.params, self.frozen),
+            self.averaged,
+            self.metrics,
+            self.config.folder,
+            self.step,
+            stopped,
         )
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,7 +88,8 @@ def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None
 
     Args:
         config: Adapters; with rank 0 there are none.
-        freeze: Without adapters, a regular expression that is searched in the paths of parameters; "" freezes none.
+        freeze: Regular expression that is searched in the paths of parameters; what it finds is not trained and gets
+            no adapter. "" finds nothing.
         model: The model.
 
     Returns:
@@ -98,12 +99,17 @@ def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None
         ValueError: Nothing would be trained, or an expression finds no parameter.
     """
     if config.rank:
-        return _adapters(config, model)
+        return _adapters(config, freeze, model)
     return _unfrozen(freeze, model) if freeze else None
 
 
 def _shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    return flatten_dict(jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0)), sep="/")
+    return _flat(jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0)))
+
+
+def _flat(tree: Params) -> dict[str, Any]:
+    """Leaves by path."""
+    return flatten_dict(tree, sep="/")
 
 
 # --- frozen leaves
@@ -117,12 +123,14 @@ def _unfrozen(freeze: str, model: Model) -> Partition:
         raise refuse("freeze", freeze, allowed)
 
     def split(params: Params) -> tuple[Params, Params]:
-        flat = flatten_dict(params, sep="/")
-        pick = lambda wanted: unflatten_dict({p: x for p, x in flat.items() if (p in frozen) == wanted}, sep="/")
+        flat = _flat(params)
+        pick = lambda wanted: unflatten_dict(
+            {p: x for p, x in flat.items() if (p in frozen) == wanted}, sep="/"
+        )
         return pick(False), pick(True)
 
     def combine(trained: Params, rest: Params) -> Params:
-        return unflatten_dict(flatten_dict(trained, sep="/") | flatten_dict(rest, sep="/"), sep="/")
+        return unflatten_dict(_flat(trained) | _flat(rest), sep="/")
 
     return Partition(lambda key: split(model.init(key))[0], split, combine)
 
@@ -136,11 +144,12 @@ def _some(paths: list[str]) -> str:
 # --- adapters
 
 
-def target_shapes(config: LoraConfig, model: Model) -> dict[str, tuple[int, ...]]:
+def target_shapes(config: LoraConfig, freeze: str, model: Model) -> dict[str, tuple[int, ...]]:
     """Finds the matrices that get an adapter.
 
     Args:
         config: Its `targets`.
+        freeze: As of `partition`.
         model: The model.
 
     Returns:
@@ -150,15 +159,20 @@ def target_shapes(config: LoraConfig, model: Model) -> dict[str, tuple[int, ...]
         ValueError: There is none.
     """
     matrices = {path: x.shape for path, x in _shapes(model).items() if matrix_axes(path) is not None}
-    found = {path: shape for path, shape in matrices.items() if re.search(config.targets, path)}
+    kept = re.compile(freeze) if freeze else None
+    found = {
+        path: shape
+        for path, shape in matrices.items()
+        if re.search(config.targets, path) and not (kept and kept.search(path))
+    }
     if not found:
         allowed = f"an expression that finds a matrix: {_some(list(matrices))}"
         raise refuse("lora.targets", config.targets, allowed)
     return found
 
 
-def _adapters(config: LoraConfig, model: Model) -> Partition:
-    shapes = target_shapes(config, model)
+def _adapters(config: LoraConfig, freeze: str, model: Model) -> Partition:
+    shapes = target_shapes(config, freeze, model)
     dtype = accumulation_dtype(model.config.dtype)
 
     def init(key: Key) -> Params:
@@ -171,7 +185,7 @@ def _adapters(config: LoraConfig, model: Model) -> Partition:
         return unflatten_dict(flat, sep="/")
 
     def combine(adapters: Params, base: Params) -> Params:
-        flat, factors = flatten_dict(base, sep="/"), flatten_dict(adapters, sep="/")
+        flat, factors = _flat(base), _flat(adapters)
         for path in shapes:
             flat[path] = LoraWeight(flat[path], factors[f"{path}/a"], factors[f"{path}/b"], config.scale)
         return unflatten_dict(flat, sep="/")
@@ -195,19 +209,22 @@ def axes_of(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
     return shape[: axes.batch], shape[axes.batch : stop], shape[stop:]
 
 
-def adapted_shardings(config: LoraConfig, model: Model) -> tuple[ShardingRule, ...]:
+def adapted_shardings(config: LoraConfig, freeze: str, model: Model) -> tuple[ShardingRule, ...]:
     """Sharding rules of a model with adapters: each factor lies as the axes that it shares with its matrix.
 
     Args:
         config: The adapters.
+        freeze: As of `partition`.
         model: The model.
 
     Returns:
         Rules for trees of factors, for what `Partition.combine` returns, and for the model's own parameters.
     """
     rules: dict[str, tuple[Any, ...]] = {}
-    for path, shape in target_shapes(config, model).items():
-        own = next((axes for pattern, axes in model.shardings if re.search(pattern, path)), (None,) * len(shape))
+    for path, shape in target_shapes(config, freeze, model).items():
+        own = next(
+            (axes for pattern, axes in model.shardings if re.search(pattern, path)), (None,) * len(shape)
+        )
         batch, inputs, _ = map(len, axes_of(path, shape))
         pattern = re.sub(r"\d+", r"\\d+", re.escape(path))
         rules[f"{pattern}/base$"] = own
@@ -243,9 +260,9 @@ def digest(params: Params) -> str:
     Returns:
         Hexadecimal digits.
     """
-    facts: Mapping[str, Any] = flatten_dict(params, sep="/")
+    leaves = _flat(params)
     found = hashlib.sha256()
-    for path in sorted(facts):
-        x = facts[path]
+    for path in sorted(leaves):
+        x = leaves[path]
         found.update(f"{path} {x.dtype} {x.shape} {gather(_sums(x)).tolist()}\n".encode())
     return found.hexdigest()[:32]

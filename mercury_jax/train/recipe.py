@@ -108,12 +108,16 @@ class TrainConfig:
     model: ModelConfig | InitModel
     objective: Objective
     data: Mixture | DataSource | None = None
-    chats: str = ""  # glob of JSONL files of conversations, in the place of `data`; the last answer of each is learnt
+    chats: str = (
+        ""  # glob of JSONL files of conversations, in the place of `data`; the last answer of each is learnt
+    )
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
-    freeze: str = ""  # regular expression over the paths of parameters that stay as in `init`, such as "router"
+    freeze: str = (
+        ""  # regular expression over the paths of parameters that stay as in `init`: "router"; "": none
+    )
     steps: int = 1000
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
@@ -138,7 +142,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self, skip=("data", "model"))
         if not isinstance(self.model, ModelConfig | InitModel):
-            raise refuse("model", self.model, "a ModelConfig, or InitModel() for that of the checkpoint in init")
+            raise refuse(
+                "model", self.model, "a ModelConfig, or InitModel() for that of the checkpoint in init"
+            )
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
         self._check_values()
@@ -148,10 +154,10 @@ class TrainConfig:
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
         check_pattern("freeze", self.freeze)
-        if self.lora.rank and self.freeze:
-            raise refuse("freeze", self.freeze, '"" with lora.rank: beside adapters every parameter is frozen')
         if self.lora.rank and self.optim.optimizer == "muon":
-            raise refuse("optim.optimizer", "muon", "adamw for adapters: their factors are no hidden matrices")
+            raise refuse(
+                "optim.optimizer", "muon", "adamw for adapters: their factors are no hidden matrices"
+            )
         if self.batch % self.accumulate:
             raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
         if not 0 <= self.ema < 1:
@@ -186,7 +192,9 @@ class TrainConfig:
         if self.chats:
             return mixture((Chat(self.chats), 1.0))
         if not isinstance(self.data, Mixture):
-            raise refuse("chats", self.chats, "a glob of JSONL files with conversations: this recipe has no other data")
+            raise refuse(
+                "chats", self.chats, "a glob of JSONL files with conversations: this recipe has no other data"
+            )
         return self.data
 
     @property

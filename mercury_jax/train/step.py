@@ -138,8 +138,9 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
         key: For the parameters and for the noise of all updates.
         setup: Gives shapes, shardings, and parameters if there are none.
         mesh: The mesh.
-        params: Start from these instead of fresh ones; with a partition, its trained tree. They are donated: their buffers are freed, or become
-            those of the state, which otherwise would be held beside them for the whole run.
+        params: Start from these instead of fresh ones; with a partition, its trained tree. They are donated: their
+            buffers are freed, or become those of the state, which otherwise would be held beside them for the whole
+            run.
 
     Returns:
         The state.

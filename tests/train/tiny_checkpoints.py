@@ -34,7 +34,9 @@ def tokenizer(family: str) -> HFTokenizer:
     files = dict(byte_level("llada" if family == "LLaDA" else "chatml"))
     if family == "Qwen3":  # its tokenizer has no mask
         about = json.loads(files["tokenizer_config.json"])
-        files["tokenizer_config.json"] = json.dumps({k: v for k, v in about.items() if k != "mask_token"}).encode()
+        files["tokenizer_config.json"] = json.dumps(
+            {k: v for k, v in about.items() if k != "mask_token"}
+        ).encode()
     return HFTokenizer.of(files, vocab=VOCAB)
 
 
@@ -61,7 +63,9 @@ def checkpoint(folder: Path, family: str) -> Path:
     model = models.build(c)
     params = jax.jit(model.init)(jax.random.key(1))
     # Norms and scalars of a checkpoint are not the ones of a fresh model.
-    params = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if x.ndim < 2 else x, params)
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if x.ndim < 2 else x, params
+    )
     lm = types.LM(model, params, tok, noise.uniform(VOCAB))
     return hub.save_hf(folder, lm, family=family)
 

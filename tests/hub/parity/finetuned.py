@@ -1,9 +1,10 @@
 """What was fine-tuned is what transformers and PEFT load: `python tests/hub/parity/finetuned.py [families...]`.
 
 A random checkpoint of each family is tuned on chats for 40 steps, in full and with LoRA. The tuned model is written in
-Hugging Face's layout and read by the family's class; the adapter is loaded onto the base by PEFT, where it is installed.
-Both must give our logits. LLaDA's class is not in transformers: `LLADA=FOLDER` names a folder with its modeling_llada.py
-and configuration_llada.py. The class of the diffusion model that Qwen3 becomes is Qwen3's with another mask.
+Hugging Face's layout and read by the family's class; where PEFT is installed, it loads the adapter onto the base, and
+we load the file that it writes. All must give the same logits. LLaDA's class is not in transformers: `LLADA=FOLDER`
+names a folder with its modeling_llada.py and configuration_llada.py. The class of the diffusion model that Qwen3
+becomes is Qwen3's with another mask.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def reference(family: str, folder: Path, out: Path) -> Any:
         out.mkdir()
         for path in folder.iterdir():
             (out / path.name).write_bytes(path.read_bytes())
-        about = json.loads((out / "config.json").read_text()) | {"model_type": "qwen3", "architectures": [kind]}
+        about = json.loads((out / "config.json").read_text()) | {
+            "model_type": "qwen3",
+            "architectures": [kind],
+        }
         (out / "config.json").write_text(json.dumps({k: v for k, v in about.items() if k != "auto_map"}))
         folder = out
     model, info = getattr(transformers, kind).from_pretrained(
@@ -108,9 +112,19 @@ def run(family: str, rank: int, folder: Path) -> None:
     if rank and importlib.util.find_spec("peft") is not None:
         import peft  # pyright: ignore[reportMissingImports]
 
-        model = peft.PeftModel.from_pretrained(reference(family, base, folder / "base_named"), str(adapter)).eval()
+        model = peft.PeftModel.from_pretrained(
+            reference(family, base, folder / "base_named"), str(adapter)
+        ).eval()
         found["by PEFT"] = np.abs(their_logits(family, model, tokens, block) - ours).max()
-    print(line + f"; base unchanged; logits moved {moved:.2g}; " + ", ".join(f"{k} {v:.1e}" for k, v in found.items()))
+        model.save_pretrained(folder / "theirs")  # without our record: the base's own config
+        again = mj.load(base, adapter=folder / "theirs")
+        theirs = their_logits(family, model, tokens, again.model.config.block)
+        found["PEFT's file by us"] = np.abs(our_logits(family, again, tokens) - theirs).max()
+    print(
+        line
+        + f"; base unchanged; logits moved {moved:.2g}; "
+        + ", ".join(f"{k} {v:.1e}" for k, v in found.items())
+    )
     assert max(found.values()) <= LIMIT < moved and last <= 0.7 * first
 
 
