@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
         rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
     )  # fmt: skip
     result = loop.run(
-        config, model, corruption, batches,
+        config, models.build(c, config.remat), corruption, batches,
         evaluate=_evaluator(config, model, corruption, tokenizer),
         preview=_preview(config, model, corruption, tokenizer),
         params=params,

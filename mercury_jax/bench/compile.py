@@ -34,7 +34,7 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
-from mercury_jax.config import NoiseConfig, at_least, refuse
+from mercury_jax.config import NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
@@ -90,6 +90,7 @@ class CompileRequest(NamedTuple):
         quantise: "int8" or "fp8" for weight matrices in 8 bits.
         dtype: Of parameters and arithmetic. Default: the model's.
         mesh: As `chips.mesh_sizes` takes it. Default: experts or heads over the devices of a host.
+        remat: Of a training step, what each layer keeps for its backward pass. Default: the recipe's, else "none".
     """
 
     model: str
@@ -100,6 +101,7 @@ class CompileRequest(NamedTuple):
     quantise: str | None = None
     dtype: str | None = None
     mesh: str | None = None
+    remat: str | None = None
 
 
 # --- the parent
@@ -138,6 +140,12 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
     if request.quantise is not None and request.what == "train":
         allowed = "no value with --what train: parameters are trained in fp32"
         raise refuse("--quantise", request.quantise, allowed)
+    if request.remat is not None:
+        one_of(RematPolicy, **{"--remat": request.remat})
+        if request.what != "train":
+            raise refuse(
+                "--remat", request.remat, "with --what train only: other programs have no backward pass"
+            )
     chips.check_plugin(target.chip)
     record, printed = _child("program", json.dumps(request._asdict()), request.target, stage)
     if "kernels" not in record:
@@ -267,7 +275,7 @@ def _lower_train(
         allowed = f"a multiple of {sharding.row_shards(mesh)}, the mesh's data * fsdp"
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
     c = recipe.model_config
-    model = models.build(c)
+    model = models.build(c, recipe.remat)
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
     setup = steps.TrainSetup(
@@ -293,6 +301,7 @@ def _recipe(request: CompileRequest, found: ModelSource, count: int, given: dict
     changes: dict[str, Any] = {"mesh": MeshConfig(**given)} if given else {}
     changes |= {"row": request.context} if request.context else {}
     changes |= {"batch": request.batch} if request.batch else {}
+    changes |= {"remat": request.remat} if request.remat else {}
     if found.recipe is not None:
         return dataclasses.replace(found.recipe, model=found.config, **changes)
     if found.config.mask is None:

@@ -24,6 +24,7 @@ from mercury_jax.config import (
     ModelConfig,
     NoiseConfig,
     Pattern,
+    RematPolicy,
     at_least,
     check_types,
     nearest,
@@ -122,6 +123,9 @@ class TrainConfig:
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
     accumulate: int = 1  # microbatches of an update
+    remat: RematPolicy = (
+        "none"  # kept of a layer for the backward pass: all (none), products (dots), its input (full)
+    )
     ema: float = 0.999  # decay of the parameters' moving average; 0: none
     seed: int = 0
     log_every: int = 10
@@ -153,6 +157,7 @@ class TrainConfig:
         at_least(
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
+        one_of(RematPolicy, remat=self.remat)
         check_pattern("freeze", self.freeze)
         if self.lora.rank and self.optim.optimizer == "muon":
             raise refuse(
