@@ -27,6 +27,7 @@ def config() -> TrainConfig:
         steps=2000,
         batch=32,
         row=2048,
+        remat="dots",
         ema=0.0,
         eval_every=0,
         sample_every=0,

@@ -31,6 +31,7 @@ def config() -> TrainConfig:
         steps=2000,
         batch=8,
         row=2048,
+        remat="full",
         ema=0.0,
         eval_every=0,
         sample_every=0,

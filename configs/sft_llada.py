@@ -26,6 +26,7 @@ def config() -> TrainConfig:
         steps=1000,
         batch=32,
         row=2048,
+        remat="dots",
         ema=0.0,
         eval_every=0,
         sample_every=0,

@@ -40,9 +40,9 @@ from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.train import data, objectives, optim, step as steps
+from mercury_jax.train import data, lora, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
-from mercury_jax.types import Batch, Device
+from mercury_jax.types import Batch, Device, Model, Params
 
 PROGRAMS = ("sample", "train", "prefill")
 CONTEXT = {"sample": 32768, "prefill": 32768, "train": 2048}  # at most, where the request does not say
@@ -277,10 +277,14 @@ def _lower_train(
     c = recipe.model_config
     model = models.build(c, recipe.remat)
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
+    part = lora.partition(recipe.lora, recipe.freeze, model)
+    frozen = () if part is None else _abstract_frozen(recipe, part, model, mesh)
+    if recipe.lora.rank:
+        model = model._replace(shardings=lora.adapted_shardings(recipe.lora, recipe.freeze, model))
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
     setup = steps.TrainSetup(
         model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps),
-        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema,
+        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema, part,
     )  # fmt: skip
     state = steps.abstract_state(setup, mesh)
     rows = sharding.row_sharding(mesh)
@@ -292,8 +296,16 @@ def _lower_train(
         canvas=like(jnp.int32),
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch)
+        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch, frozen)
     return LoweredProgram(lowered, mesh, recipe.row, recipe.batch, "update")
+
+
+def _abstract_frozen(recipe: TrainConfig, part: lora.Partition, model: Model, mesh: Mesh) -> Params:
+    """The parameters that are not trained: in the dtype of the arithmetic beside adapters, else in fp32."""
+    shapes = jax.eval_shape(lambda key: part.split(model.init(key))[1], jax.eval_shape(jax.random.key, 0))
+    where = sharding.shardings(shapes, model.shardings, mesh)
+    dtype = jnp.dtype(model.config.dtype) if recipe.lora.rank else jnp.dtype(jnp.float32)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at), shapes, where)
 
 
 def _recipe(request: CompileRequest, found: ModelSource, count: int, given: dict[str, int]) -> TrainConfig:
