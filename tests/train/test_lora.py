@@ -23,6 +23,7 @@ from mercury_jax.types import LoraWeight
 from tests.marks import slow_except
 from tests.tiny import tiny
 from tests.train import tiny_training
+from tests.train.test_distributed import begin, finish
 from tests.train.tiny_checkpoints import chats, checkpoint, losses, recipe
 
 KEY = jax.random.key(0)
@@ -348,3 +349,28 @@ def test_adapters_train_on_a_mesh_and_show_samples(tmp_path):
         assert "red fox" in (tmp_path / name / "samples.txt").read_text()
     first, last = losses(tmp_path / "four")
     assert last < 0.7 * first and abs(losses(tmp_path / "rows")[1] - last) < 0.05
+
+
+SEVERAL = """
+from pathlib import Path
+from tests.train.tiny_checkpoints import recipe
+
+def config():
+    root = Path("ROOT")
+    shown = dict(sample_every=3, sample_prompts=("red fox 1",), sample_chat=True)
+    return recipe("LLaDA", root / "base", root / "chats.jsonl", root / "run", 4, steps=3, save_every=3, **shown)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_adapter_of_one(tmp_path):
+    checkpoint(tmp_path / "base", "LLaDA")
+    chats(tmp_path / "chats.jsonl")
+    (tmp_path / "recipe.py").write_text(SEVERAL.replace("ROOT", str(tmp_path)))
+    finish([*begin(tmp_path, 1, "one"), *begin(tmp_path, 2, "two", "--mesh.fsdp", "2", "--mesh.data", "1")])
+    one, two = (mj.load(tmp_path / "base", adapter=tmp_path / out / "adapter") for out in ("one", "two"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), one.params, two.params)
+    assert "red fox" in (tmp_path / "two" / "samples.txt").read_text()
+    finish(
+        begin(tmp_path, 1, "two", "--steps", "4", "--resume")
+    )  # another number of processes, the same base
