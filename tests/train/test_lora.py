@@ -63,16 +63,15 @@ def test_a_product_is_that_of_the_merged_matrix(shape, inputs):
 def test_experts_and_their_gradients_are_those_of_the_merged_stacks(run):
     up, down = weight((3, 4, 10), 1, 1)[0], weight((3, 5, 4), 1, 1)[0]
     rows, sizes = jax.random.normal(KEY, (9, 4)), jnp.array([4, 0, 5])
+    expert = jnp.repeat(jnp.arange(3), sizes, total_repeat_length=9)
 
     def loss(x, factors, merged):
-        if merged:
-            found = [
-                w.base + w.scale * jnp.einsum("eir,ero->eio", *f)
-                for w, f in zip((up, down), factors, strict=True)
-            ]
-        else:
-            found = [dataclasses.replace(w, a=f[0], b=f[1]) for w, f in zip((up, down), factors, strict=True)]
-        return jnp.sin(run(jax.nn.silu, x, sizes, *found)).sum()
+        found = [dataclasses.replace(w, a=f[0], b=f[1]) for w, f in zip((up, down), factors, strict=True)]
+        if not merged:
+            return jnp.sin(run(jax.nn.silu, x, sizes, *found, tile=2)).sum()
+        w, v = (x.base + x.scale * jnp.einsum("eir,ero->eio", x.a, x.b) for x in found)
+        hidden = moe.gated(jax.nn.silu, jnp.einsum("mi,mio->mo", x, w[expert]))
+        return jnp.sin(jnp.einsum("mi,mio->mo", hidden, v[expert])).sum()
 
     factors = [(w.a, w.b) for w in (up, down)]
     ours, merged = (jax.value_and_grad(loss, (0, 1))(rows, factors, flag) for flag in (False, True))
@@ -314,7 +313,9 @@ def test_files_hold_the_product_of_every_kind_of_matrix(tmp_path, family):
     base = hub.save(tmp_path / "base", lm, NoiseConfig())
     part = lora.partition(LoraConfig(rank=2, alpha=3.0), "", model)
     assert part is not None
-    factors = jax.tree.map(lambda x: jax.random.normal(KEY, x.shape), part.init(KEY))
+    leaves, tree = jax.tree.flatten(part.init(KEY))
+    drawn = [jax.random.normal(jax.random.fold_in(KEY, i), x.shape) for i, x in enumerate(leaves)]
+    factors = tree.unflatten(drawn)
     params = part.combine(factors, lm.params)
     folder = hub.save_adapter(
         tmp_path / "adapter", dataclasses.replace(lm, params=params), NoiseConfig(), str(base)
