@@ -35,6 +35,7 @@ parity: $(VENV)/.parity  ## make the golden checkpoints again that transformers 
 	$(BIN)/python tests/hub/parity/released.py $(ARGS)
 	$(BIN)/python tests/hub/parity/written.py $(ARGS)
 	$(if $(ARGS),,$(BIN)/python tests/hub/parity/mutated.py)
+	$(if $(ARGS),,$(BIN)/python tests/hub/parity/finetuned.py)
 
 notebooks: $(VENV)/.dev  ## execute colab/*.ipynb
 	@set -- colab/*.ipynb; \

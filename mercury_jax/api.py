@@ -19,17 +19,19 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, loop
-from mercury_jax.train.recipe import TrainConfig
+from mercury_jax.train import data as pipelines, loop, lora
+from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
 
-TOKENIZER = "tokenizer.model"
+TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # in the run's folder
 TOKENIZER_BYTES = 3_000_000  # of text that a new tokenizer is trained on
 
 
 def train(config: TrainConfig) -> loop.TrainResult:
     """Trains as the recipe says, and leaves a model that `load` reads in `<out>/model`.
+
+    With `lora.rank` it leaves the adapters alone, in `<out>/adapter`: `load(init, adapter=...)` merges them.
 
     Args:
         config: The recipe. A run of the same recipe that was interrupted continues from its last checkpoint.
@@ -39,14 +41,18 @@ def train(config: TrainConfig) -> loop.TrainResult:
 
     Raises:
         ValueError: Before any compute: data that cannot be read, a tokenizer that does not fit, an objective that
-            cannot score the noise, or a folder that holds another run.
+            cannot score the noise, a folder that holds another run, or adapters without a checkpoint in `init`.
     """
     compilation.prepare()
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
     if config.distributed:
         loop.join()
-    at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model
+    partial = bool(config.lora.rank or config.freeze)
+    if partial and not config.init:
+        raise refuse("init", "", "a checkpoint, for lora.rank and freeze: what is frozen is read from it")
+    config = _with_model(config)
+    at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
     model = models.build(c)
     if not isinstance(config.data, pipelines.BatchSource):
@@ -57,18 +63,18 @@ def train(config: TrainConfig) -> loop.TrainResult:
             config.batch // config.accumulate,
             config.row,
         )
+    lora.partition(config.lora, config.freeze, model)  # what it refuses is refused before anything is loaded
     first = _first(config, on)
     tokenizer = first.tokenizer if first is not None else _tokenizer(config)
     pipelines.check_fit(tokenizer, c)
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
-    start = {} if first is None else first.params
-    lm = LM(model, start, tokenizer, corruption, config.name, {}, decoding)
+    lm = LM(model, {}, tokenizer, corruption, config.name, {}, decoding)
     if isinstance(config.data, pipelines.BatchSource):
         if jax.process_count() > 1:
-            raise refuse(
-                "data", type(config.data).__name__, "documents: with several processes no model decodes yet"
-            )
-        batches, evaluate = config.data.batches(config, lm, on), config.data.evaluator(config, lm)
+            allowed = "documents: with several processes no model decodes yet"
+            raise refuse("data", type(config.data).__name__, allowed)
+        start = lm if first is None else dataclasses.replace(lm, params=first.params)
+        batches, evaluate = config.data.batches(config, start, on), config.data.evaluator(config, lm)
     else:
         index, count = sharding.process_share(on)
         batches = pipelines.build(
@@ -76,33 +82,66 @@ def train(config: TrainConfig) -> loop.TrainResult:
             rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
         )  # fmt: skip
         evaluate = _evaluator(config, model, corruption, tokenizer)
-    # The run takes over the parameters; a resumed run reads its own from the checkpoint.
-    params = None if first is None or at is not None else first.params
+    # The run takes over the parameters; a resumed run reads from the checkpoint what is trained.
+    params = None if first is None or (at is not None and not partial) else first.params
     first = None if first is None else dataclasses.replace(first, params={})
     result = loop.run(
-        config, model, corruption, batches,
+        config, models.build(c, config.remat), corruption, batches,
         evaluate=evaluate if config.eval_every and config.eval_batches else None,
         preview=_preview(config, model, corruption, tokenizer),
         params=params,
     )  # fmt: skip
     made_by = {"recipe": config.name, "seed": config.seed, "steps": result.step}
     card = made_by if first is None else {**first.card, **made_by, "init": config.init}
-    trained = dataclasses.replace(lm, params=result.ema, card=card)
-    hub.save(config.folder / "model", trained, config.noise)
+    if first is not None and not decoding and not config.sampler and _same_use(first.model.config, c):
+        decoding = first.decoding
+    trained = dataclasses.replace(lm, params=result.ema, card=card, decoding=decoding)
+    if config.lora.rank:
+        hub.save_adapter(config.folder / ADAPTER, trained, config.noise, config.init)
+    else:
+        hub.save(config.folder / MODEL, trained, config.noise)
     return result
 
 
 # What says how parameters are used, not what they are: an autoregressive model becomes a diffusion model so.
-FREE = ("context", "dtype", "predicts_next", "pattern", "block", "alignment", "mask")
+FREE = tuple(field.name for field in dataclasses.fields(InitModel))
+
+
+def _with_model(config: TrainConfig) -> TrainConfig:
+    """The recipe with the config of the checkpoint in `init`, where it takes its model from there."""
+    if not isinstance(config.model, InitModel):
+        return config
+    if not config.init:
+        allowed = "a checkpoint: this recipe takes its model from it (--init FOLDER)"
+        raise refuse("init", config.init, allowed)
+    changes = config.model.changes
+    found = hub.config_of(config.init, **changes)
+    if found.mask is None and config.noise.kind != "uniform":
+        mask = hub.tokenizer_of(config.init).vocab_size
+        if mask >= found.vocab:
+            allowed = f"an id: {config.init} has no mask, and its tokenizer names all {found.vocab} ids"
+            raise refuse("model.mask", None, allowed)
+        found = dataclasses.replace(found, mask=mask)
+    return dataclasses.replace(config, model=found)
+
+
+def _same_use(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models of the same parameters are decoded in the same way."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("pattern", "block", "alignment"))
 
 
 def _first(config: TrainConfig, on: Mesh) -> LM | None:
-    """The model that the run starts from, on the mesh, in fp32 at least; None for fresh parameters."""
+    """The model that the run starts from, on the mesh, in fp32 at least; None for fresh parameters.
+
+    The base of adapters has the dtype of the checkpoint.
+    """
     if not config.init:
         return None
-    mask = config.model.mask
+    mask = config.model_config.mask
     _check_init(config, hub.config_of(config.init, mask=mask))
-    dtype = "float64" if config.model.dtype == "float64" else "float32"
+    dtype = "float64" if config.model_config.dtype == "float64" else "float32"
+    if config.lora.rank and dtype == "float32":
+        dtype = None  # what is never updated needs no more digits than the checkpoint has
     own_mask = mask if mask is not None and hub.takes_mask(config.init, mask) else None
     first = hub.load(config.init, dtype=dtype, mask=own_mask, mesh=on)
     # The tokenizer of an autoregressive checkpoint has no mask: it gets the recipe's.
@@ -111,10 +150,10 @@ def _first(config: TrainConfig, on: Mesh) -> LM | None:
 
 def _check_init(config: TrainConfig, found: ModelConfig) -> None:
     """Whether the parameters of `init` fit the recipe's model: what changes none of them may differ."""
-    kinds = models.kind(config.model), models.kind(found)
+    kinds = models.kind(config.model_config), models.kind(found)
     if kinds[0] != kinds[1]:
         raise refuse("model", kinds[0], f"{kinds[1]}, as in init = {config.init!r}; hub.config_of() reads it")
-    have, want = to_dict(found), to_dict(config.model)
+    have, want = to_dict(found), to_dict(config.model_config)
     for name, value in want.items():
         if name not in FREE and have[name] != value:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
@@ -129,7 +168,7 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
         texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
         try:
-            Tokenizer.train(texts, config.model.vocab).save(path)
+            Tokenizer.train(texts, config.model_config.vocab).save(path)
         except ValueError as error:
             raise ValueError(f"model.vocab: {error}") from error
     if jax.process_count() > 1:
@@ -159,11 +198,12 @@ def _preview(
     """Answers to the recipe's prompts, as text for the log."""
     if not config.sample_every or not config.sample_prompts:
         return None
+    rules = lora.adapted_shardings(config.lora, config.freeze, model) if config.lora.rank else model.shardings
     prompts = [[{"role": "user", "content": p}] if config.sample_chat else p for p in config.sample_prompts]
 
     def preview(params: Params) -> str:
         # Of several processes the first one samples, on its own devices: `sample` knows no other process's.
-        local = sharding.to_first_process(params, model.shardings)
+        local = sharding.to_first_process(params, rules)
         if local is None:
             return ""
         lm = LM(model, local, tokenizer, corruption, config.name)

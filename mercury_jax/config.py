@@ -27,6 +27,9 @@ RopeKind = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
 RouterScore = Literal["softmax", "sigmoid"]
 NoiseKind = Literal["absorbing", "uniform", "hybrid"]
 ScheduleName = Literal["linear", "cosine", "polynomial"]
+# What a training step keeps of each layer for its backward pass: everything; the outputs of products with matrices; or
+# the layer's input alone, from which the rest is computed again.
+RematPolicy = Literal["none", "dots", "full"]
 
 
 # --- checks

@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
 
+MATRICES = ("w", "gate_up", "down")  # last names of the parameters that multiply activations
 ShardedAxis = str | tuple[str, ...] | None  # mesh axes of one dimension of an array
 ShardingRule = tuple[str, tuple[ShardedAxis, ...]]  # (regular expression of a path, axes of each dimension)
 
@@ -127,6 +128,33 @@ def model_parallel_mesh(params: Params) -> Mesh | None:
 def path_name(path: Sequence[Any]) -> str:
     """A leaf's path as names joined by "/": `block_0/attention/q/w`, `opt/1/mu/embed`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+class MatrixAxes(NamedTuple):
+    """How the axes [batch..., inputs..., outputs...] of a parameter that multiplies activations are divided.
+
+    Attributes:
+        inputs: Number of contracted axes.
+        batch: Number of axes before them: 1 for stacked experts.
+    """
+
+    inputs: int
+    batch: int
+
+
+def matrix_axes(name: str) -> MatrixAxes | None:
+    """The axes of an attention, feed-forward or expert matrix.
+
+    Args:
+        name: `path_name` of a parameter.
+
+    Returns:
+        Its axes; None for embeddings, heads, vectors, and routers, which are sensitive to rounding.
+    """
+    *stems, last = name.split("/")
+    if last not in MATRICES or "router" in stems:
+        return None
+    return MatrixAxes(1, 1) if last != "w" else MatrixAxes(2 if stems[-1] == "o" else 1, 0)
 
 
 def partition_spec(

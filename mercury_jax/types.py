@@ -10,6 +10,7 @@ Shape legend, used in every signature of the package:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -36,6 +37,32 @@ Hidden = Any  # hidden states as `Model.head` reads them, leaves [B, T, ...]
 def accumulation_dtype(dtype: Any) -> jnp.dtype:
     """The dtype in which to normalise, exponentiate and sum: fp32, or fp64 if `dtype` is fp64."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
+@dataclass(frozen=True)
+class LoraWeight:
+    """A matrix base + scale * a b that is never formed (LoRA, arXiv 2106.09685): x base + scale * (x a) b.
+
+    It stands in a tree of parameters where its base stood. `train.lora` makes and trains it, `models.ops` and
+    `models.moe` multiply by it, `hub.adapters` writes and reads its factors.
+
+    Attributes:
+        base: [batch..., inputs..., outputs...]; the batch axes are the experts.
+        a: [batch..., inputs..., rank].
+        b: [batch..., rank, outputs...].
+        scale: Factor of the product, alpha / rank.
+    """
+
+    base: Any
+    a: Array
+    b: Array
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.base.shape
 
 
 class Batch(NamedTuple):

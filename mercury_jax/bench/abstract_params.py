@@ -29,11 +29,11 @@ from mercury_jax.config import (
     refuse,
 )
 from mercury_jax.hub.load import WIDE, open_checkpoint
-from mercury_jax.hub.params import quantised_axes, shapes_of
+from mercury_jax.hub.params import shapes_of
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models.gemma import GemmaConfig
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
-from mercury_jax.sharding import partition_spec
+from mercury_jax.sharding import matrix_axes, partition_spec
 from mercury_jax.train.recipe import TrainConfig, load_recipe
 from mercury_jax.types import LM, Model
 
@@ -160,7 +160,9 @@ def _found(name: str) -> ModelSource:
     path = Path(name)
     if path.suffix == ".py":
         recipe = load_recipe(path)
-        return ModelSource(recipe.name, recipe.model, recipe.noise, jnp.dtype("float32"), recipe=recipe)
+        return ModelSource(
+            recipe.name, recipe.model_config, recipe.noise, jnp.dtype("float32"), recipe=recipe
+        )
     if not path.is_file() and not path.is_dir() and name != hub.NANO.name:
         preset = find_preset(name)
         return ModelSource(name, preset.config, preset.noise, jnp.dtype(preset.config.dtype), preset.decoding)
@@ -210,7 +212,7 @@ def abstract_params(model: Model, mesh: Mesh, dtype: Any, quantise: str | None =
     replicated = NamedSharding(mesh, PartitionSpec())
     for path, like in shapes_of(model).items():
         where = NamedSharding(mesh, partition_spec(path, like.shape, model.shardings, mesh))
-        axes = None if quantise is None else quantised_axes(path)
+        axes = None if quantise is None else matrix_axes(path)
         if quantise is None or axes is None:
             value: Any = jax.ShapeDtypeStruct(like.shape, dtype, sharding=where)
         else:

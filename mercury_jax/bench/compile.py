@@ -34,15 +34,15 @@ from mercury_jax import models, noise, sharding
 from mercury_jax.bench import abstract_params, chips, hlo
 from mercury_jax.bench.abstract_params import ModelSource
 from mercury_jax.bench.chips import GPUS_PER_HOST, Chip, Target, datasheet_roofline, mesh_sizes
-from mercury_jax.config import NoiseConfig, at_least, refuse
+from mercury_jax.config import NoiseConfig, RematPolicy, at_least, one_of, refuse
 from mercury_jax.decode.sample import abstract_session, lower_prefill, lower_run
 from mercury_jax.kernels import attend, device as kernel_device
 from mercury_jax.kernels.attention import attend_paged
 from mercury_jax.kernels.attention_inputs import quantise_int8
 from mercury_jax.kernels.grouped_matmul import grouped_matmul
-from mercury_jax.train import data, objectives, optim, step as steps
+from mercury_jax.train import data, lora, objectives, optim, step as steps
 from mercury_jax.train.recipe import MeshConfig, TrainConfig
-from mercury_jax.types import Batch, Device
+from mercury_jax.types import Batch, Device, Model, Params
 
 PROGRAMS = ("sample", "train", "prefill")
 CONTEXT = {"sample": 32768, "prefill": 32768, "train": 2048}  # at most, where the request does not say
@@ -90,6 +90,7 @@ class CompileRequest(NamedTuple):
         quantise: "int8" or "fp8" for weight matrices in 8 bits.
         dtype: Of parameters and arithmetic. Default: the model's.
         mesh: As `chips.mesh_sizes` takes it. Default: experts or heads over the devices of a host.
+        remat: Of a training step, what each layer keeps for its backward pass. Default: the recipe's, else "none".
     """
 
     model: str
@@ -100,6 +101,7 @@ class CompileRequest(NamedTuple):
     quantise: str | None = None
     dtype: str | None = None
     mesh: str | None = None
+    remat: str | None = None
 
 
 # --- the parent
@@ -138,6 +140,12 @@ def compile_for(request: CompileRequest, stage: Stage = lambda text: None) -> di
     if request.quantise is not None and request.what == "train":
         allowed = "no value with --what train: parameters are trained in fp32"
         raise refuse("--quantise", request.quantise, allowed)
+    if request.remat is not None:
+        one_of(RematPolicy, **{"--remat": request.remat})
+        if request.what != "train":
+            raise refuse(
+                "--remat", request.remat, "with --what train only: other programs have no backward pass"
+            )
     chips.check_plugin(target.chip)
     record, printed = _child("program", json.dumps(request._asdict()), request.target, stage)
     if "kernels" not in record:
@@ -266,12 +274,17 @@ def _lower_train(
     if recipe.batch // recipe.accumulate % sharding.row_shards(mesh):
         allowed = f"a multiple of {sharding.row_shards(mesh)}, the mesh's data * fsdp"
         raise refuse("batch / accumulate", recipe.batch // recipe.accumulate, allowed)
-    model, c = models.build(recipe.model), recipe.model
+    c = recipe.model_config
+    model = models.build(c, recipe.remat)
     corruption = noise.build(recipe.noise, c.vocab, c.mask)
+    part = lora.partition(recipe.lora, recipe.freeze, model)
+    frozen = () if part is None else _abstract_frozen(recipe, part, model, mesh)
+    if recipe.lora.rank:
+        model = model._replace(shardings=lora.adapted_shardings(recipe.lora, recipe.freeze, model))
     model = sharding.with_training_mesh(sharding.with_device(model, target.device), mesh)
     setup = steps.TrainSetup(
         model, recipe.objective, corruption, optim.optimizer(recipe.optim, recipe.steps),
-        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema,
+        optim.schedule(recipe.optim, recipe.steps), recipe.accumulate, recipe.ema, part,
     )  # fmt: skip
     state = steps.abstract_state(setup, mesh)
     rows = sharding.row_sharding(mesh)
@@ -283,8 +296,16 @@ def _lower_train(
         canvas=like(jnp.int32),
     )  # fmt: skip
     with jax.set_mesh(mesh):
-        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch)
+        lowered = steps.jit_update(steps.make_update(setup), state).lower(state, batch, frozen)
     return LoweredProgram(lowered, mesh, recipe.row, recipe.batch, "update")
+
+
+def _abstract_frozen(recipe: TrainConfig, part: lora.Partition, model: Model, mesh: Mesh) -> Params:
+    """The parameters that are not trained: in the dtype of the arithmetic beside adapters, else in fp32."""
+    shapes = jax.eval_shape(lambda key: part.split(model.init(key))[1], jax.eval_shape(jax.random.key, 0))
+    where = sharding.shardings(shapes, model.shardings, mesh)
+    dtype = jnp.dtype(model.config.dtype) if recipe.lora.rank else jnp.dtype(jnp.float32)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at), shapes, where)
 
 
 def _recipe(request: CompileRequest, found: ModelSource, count: int, given: dict[str, int]) -> TrainConfig:
@@ -292,6 +313,7 @@ def _recipe(request: CompileRequest, found: ModelSource, count: int, given: dict
     changes: dict[str, Any] = {"mesh": MeshConfig(**given)} if given else {}
     changes |= {"row": request.context} if request.context else {}
     changes |= {"batch": request.batch} if request.batch else {}
+    changes |= {"remat": request.remat} if request.remat else {}
     if found.recipe is not None:
         return dataclasses.replace(found.recipe, model=found.config, **changes)
     if found.config.mask is None:

@@ -313,10 +313,12 @@ class Loading:
     """KV cache as int8, 4bit or 3bit: a quarter, an eighth, a tenth of fp32."""
     mask: OptionalInt = None
     """Id of the mask token, where the checkpoint does not name it."""
+    adapter: Annotated[str | None, option("FOLDER")] = None
+    """LoRA adapter of the model, which is merged: runs/NAME/adapter, or one that PEFT wrote."""
 
     def load(self, **more: Any) -> LM:
         """The model. `more`: further arguments of `mercury_jax.load`."""
-        given = {name: getattr(self, name) for name in ("dtype", "quantise", "kv", "mask")}
+        given = {name: getattr(self, name) for name in ("dtype", "quantise", "kv", "mask", "adapter")}
         return show.load(self.model, **{name: x for name, x in given.items() if x is not None}, **more)
 
 

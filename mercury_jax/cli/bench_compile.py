@@ -22,6 +22,7 @@ class BenchCompile:
       mercury bench compile diffusiongemma-26b-a4b --for h200x8 \\
           --mesh tensor=2,expert=4
       mercury bench compile mercury-1b --for v5p:8x8x8 --what train
+      mercury bench compile llada-8b --for h200x8 --what train --remat full
       mercury bench compile runs/mine/model --for v5e:4x4 --what prefill --json
       mercury bench compile kernels --for h200
 
@@ -67,6 +68,8 @@ class BenchCompile:
     """int8 or fp8: weight matrices in 8 bits."""
     mesh: Annotated[str | None, option("AXIS=N,...")] = None
     """data, fsdp, tensor, expert. Default: experts or heads over the devices of a host."""
+    remat: Annotated[str | None, option("POLICY")] = None
+    """With --what train: none, dots or full, what a layer keeps for its backward pass. Default: the recipe's."""
     out: Annotated[str | None, option("FILE.jsonl")] = None
     """Write the record, too."""
     json: Flag = False
@@ -84,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     from mercury_jax.bench import compile as bench_compile
 
     kernels = args.model == "kernels"
-    for name in ("context", "batch", "dtype", "quantise", "mesh") if kernels else ():
+    for name in ("context", "batch", "dtype", "quantise", "mesh", "remat") if kernels else ():
         if getattr(args, name) is not None:
             allowed = "nothing with `kernels`, which are compiled in every form"
             raise refuse(f"--{name}", getattr(args, name), allowed)

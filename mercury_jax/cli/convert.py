@@ -22,6 +22,7 @@ class Convert:
       mercury convert Qwen/Qwen3-0.6B runs/qwen3         to train on or to serve
       mercury convert runs/mine/model out --to hf        for transformers, vLLM
       mercury convert runs/mine/model out --to hf --family sdar --dtype bfloat16
+      mercury convert BASE out --adapter runs/mine/adapter      merge an adapter
     """
 
     source: Annotated[Positional[str], option("MODEL")]
@@ -36,6 +37,8 @@ class Convert:
     """Type of the parameters: float32, bfloat16, float16. Default: as they are."""
     mask: OptionalInt = None
     """Id of the mask token, where the checkpoint does not name it."""
+    adapter: Annotated[str | None, option("FOLDER")] = None
+    """LoRA adapter of the model, which is merged."""
     json: Flag = False
     """Print one JSON object that describes the model."""
 
@@ -61,9 +64,9 @@ def run(argv: Sequence[str]) -> int:
     with show.progress("bytes", f"loading {args.source}") as update:
         hub.convert(
             args.source, out, to=args.to, family=args.family, dtype=args.dtype, mask=args.mask,
-            progress=lambda read: update(advance=read),
+            adapter=args.adapter, progress=lambda read: update(advance=read),
         )  # fmt: skip
-    record = hub.info(out, mask=args.mask)
+    record = hub.info(out, mask=args.mask if args.adapter is None else None)
     if args.json:
         show.emit(record)
     else:

@@ -32,11 +32,12 @@ class Train:
       mercury train my_recipe.py --optim.lr 1e-3 --model.width 256
       mercury train my_recipe.py --resume       continue from the last checkpoint
       mercury train my_recipe.py --distributed  one of several processes (SLURM)
+      mercury train sft_llada --init FOLDER --chats chats.jsonl --lora.rank 8
       mercury train my_recipe.py --help         every field, with its value
 
     A recipe is a Python file with `def config() -> TrainConfig`. The run writes
     its `out` folder: metrics.jsonl, checkpoints, and at the end a model/ for
-    `mercury sample --model`. SIGTERM and Ctrl-C save a checkpoint and stop.
+    `mercury sample --model`, or with --lora.rank an adapter/. SIGTERM and Ctrl-C save a checkpoint and stop.
     Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is
     full.
     """
@@ -118,17 +119,19 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
 
     if jax.process_index():
         return
-    model = result.out / "model"
+    kind = "adapter" if config.lora.rank else "model"
+    written = result.out / kind
     if as_json:
         show.emit({
             "name": config.name, "step": result.step, "steps": config.steps, "stopped": result.stopped,
-            "out": str(result.out), "model": str(model), "metrics": result.metrics,
+            "out": str(result.out), kind: str(written), "metrics": result.metrics,
         })  # fmt: skip
         return
     if result.stopped:
         show.say(f"stopped by {result.stopped} at step {result.step} of {config.steps}; --resume continues")
-    print(f"{model}")
-    show.say(f'try: mercury sample --model {model} "..."')
+    print(written)
+    where = f"{config.init} --adapter {written}" if config.lora.rank else str(written)
+    show.say(f'try: mercury sample --model {where} "..."')
 
 
 # --- mercury init

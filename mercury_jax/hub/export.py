@@ -24,7 +24,8 @@ from mercury_jax import checkpoint, models
 from mercury_jax.checkpoint import manifest, tensors
 from mercury_jax.checkpoint.tensors import LazyTensor
 from mercury_jax.config import ModelConfig, NoiseConfig, refuse, to_dict
-from mercury_jax.hub.family import Family, families
+from mercury_jax.hub.adapters import open_adapter
+from mercury_jax.hub.family import Family, named_family, plain_build, writers
 from mercury_jax.hub.folder import CONFIG, INDEX, SINGLE, Folder, find, read_json
 from mercury_jax.hub.load import HEAD, Opened, check_mask, load_opened, open_checkpoint
 from mercury_jax.hub.params import TensorSource, to_theirs
@@ -51,6 +52,7 @@ def convert(
     family: str | None = None,
     dtype: str | None = None,
     mask: int | None = None,
+    adapter: str | Path | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
     """Writes a model in the other layout.
@@ -66,6 +68,7 @@ def convert(
         family: With "hf", the family to write. Default: the source's own, or the first that can hold the model.
         dtype: Of the stored parameters. Default: as they are.
         mask: The mask id, where the checkpoint does not name it.
+        adapter: A folder with a LoRA adapter of this model, which is merged.
         progress: Called with the number of bytes of each parameter that was loaded.
 
     Returns:
@@ -76,12 +79,15 @@ def convert(
     """
     if to not in ("ours", "hf"):
         raise refuse("to", to, "ours, hf")
-    opened = open_checkpoint(source, mask=mask, verify=True)
+    stored = opened = open_checkpoint(source, mask=mask, verify=True)
+    found = None if adapter is None else open_adapter(adapter)
+    opened = opened if found is None else found.config_for(opened, None)
     check_mask(opened, mask)
-    lm = load_opened(opened, progress=progress)
+    lm = load_opened(opened, adapter=found, progress=progress)
     if to == "ours":
         return save(out, lm, opened.noise, dtype=dtype, overwrite=False)
-    if opened.family is not None and (family is None or named_family(family) is opened.family):
+    again = opened.family is not None and (family is None or named_family(family) is opened.family)
+    if again and dataclasses.replace(opened.config, dtype=stored.config.dtype) == stored.config:
         return _save_again(out, lm, opened, dtype)
     return save_hf(out, lm, family=family, dtype=dtype)
 
@@ -152,7 +158,7 @@ def save_hf(
         ValueError: No family can hold the model, or its parameters are quantised.
     """
     check_not_quantised(lm.params)
-    config, params = _multiplied_out(lm.model.config, lm.params)
+    config, params = plain_build(lm.model.config), _multiplied_out(lm.model.config, lm.params)
     chosen = _chosen_family(config, family, lm.card.get("family"))
     assert chosen.export is not None
     arrays = lazy_tensors(chosen.names(config), params, dtype)
@@ -191,34 +197,6 @@ def _tokenizer_files(lm: LM) -> dict[str, bytes]:
     return dict(own_files(tok) if isinstance(tok, Tokenizer) else tok.files)
 
 
-def named_family(name: str) -> Family:
-    """Finds a family by its name or an architecture, whatever the capitals, spaces and dashes.
-
-    Raises:
-        ValueError: There is no such family; the message lists all.
-    """
-    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())
-    for family in families():
-        if plain(name) in map(plain, (family.name, *family.architectures)):
-            return family
-    raise refuse("family", name, ", ".join(family.name for family in families()))
-
-
-def writers(config: ModelConfig) -> list[Family]:
-    """Returns the families whose config.json can say all that our config does."""
-    able = []
-    # The block size of a bidirectional model is not part of its config.json.
-    free = {"block": config.block} if config.pattern == "bidirectional" else {}
-    for family in families():
-        try:
-            if family.export is not None:
-                again = family.read(family.export(config))
-                able += [family] if dataclasses.replace(again, **free) == config else []
-        except (ValueError, AssertionError, TypeError):
-            continue
-    return able
-
-
 def _chosen_family(config: ModelConfig, wanted: str | None, own: str | None) -> Family:
     """The family that is wanted, else that of the model's card if it can hold the model, else the first that can."""
     able = writers(config)
@@ -237,10 +215,10 @@ def _chosen_family(config: ModelConfig, wanted: str | None, own: str | None) -> 
     return next((f for f in able if f.name == own), able[0])
 
 
-def _multiplied_out(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-    """Our own build as other libraries have it, with the same logits: norms scale by `scale`, embeddings by 1."""
-    if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
-        return config, params
+def _multiplied_out(config: ModelConfig, params: Params) -> Params:
+    """The parameters for `plain_build`."""
+    if plain_build(config) == config:
+        return params
     flat: dict[str, Any] = flatten_dict(params, sep="/")
     if config.scale_embed:
         if config.tied:
@@ -248,9 +226,7 @@ def _multiplied_out(config: ModelConfig, params: Params) -> tuple[ModelConfig, P
         flat["embed"] = flat["embed"] * config.width**0.5
     if config.zero_centred:
         flat = {path: 1.0 + leaf if path.endswith("/scale") else leaf for path, leaf in flat.items()}
-    tied = config.tied and not config.scale_embed
-    config = dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied)
-    return config, unflatten_dict(flat, sep="/")
+    return unflatten_dict(flat, sep="/")
 
 
 def lazy_tensors(

@@ -14,6 +14,7 @@ are made; `families/qwen_llama.py` writes such a config.json.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -478,6 +479,8 @@ class Family(NamedTuple):
         licence: Of its published models.
         decoding: How its authors sample, by the keys of `hub.generation`; generation_config.json overrides it. A
             function of (config.json, generation_config.json) reads that file itself.
+        aliases: Names of other modules that share the weight of one in the reference's classes; an adapter of the
+            weight is an adapter of each of them.
         rank: Families of rank 0 are tried first, for reading and for writing. 1: a conversion of another model, whose
             architecture or layout a family of rank 0 or 2 has, too. 2: an autoregressive model.
     """
@@ -496,6 +499,7 @@ class Family(NamedTuple):
     export: Callable[[ModelConfig], dict[str, Any]] | None = None
     licence: str = "see the checkpoint"
     decoding: Mapping[str, Any] | Callable[[Json, Json], Mapping[str, Any]] = {}
+    aliases: Callable[[str], tuple[str, ...]] = lambda module: ()
     rank: int = 0
 
     def read(self, config: Json, file: str = "config.json") -> ModelConfig:
@@ -585,3 +589,47 @@ def family_of(config: Json) -> tuple[Family, list[str]]:
         for other in able
         if other is not found and other.fits({**config, "mask_token_id": 0}) and not other.fits(config)
     ]
+
+
+def named_family(name: str) -> Family:
+    """Finds a family by its name or an architecture, whatever the capitals, spaces and dashes.
+
+    Raises:
+        ValueError: There is no such family; the message lists all.
+    """
+    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())
+    for family in families():
+        if plain(name) in map(plain, (family.name, *family.architectures)):
+            return family
+    raise refuse("family", name, ", ".join(family.name for family in families()))
+
+
+def writers(config: ModelConfig) -> list[Family]:
+    """Returns the families whose config.json can say all that our config does."""
+    able = []
+    # The block size of a bidirectional model is not part of its config.json, nor is whether an encoder was trained.
+    named = {"bidirectional": ("block",), "causal_encoder": ("predicts_next",)}.get(config.pattern, ())
+    free = {name: getattr(config, name) for name in named}
+    for family in families():
+        try:
+            if family.export is not None:
+                again = family.read(family.export(config))
+                able += [family] if dataclasses.replace(again, **free) == config else []
+        except (ValueError, AssertionError, TypeError):
+            continue
+    return able
+
+
+def plain_build(config: ModelConfig) -> ModelConfig:
+    """Our own build as other libraries have it: norms scale by `scale`, embeddings by 1.
+
+    Args:
+        config: Of a model.
+
+    Returns:
+        The config of a model with the same logits; its parameters are those with the two factors multiplied out.
+    """
+    if type(config) is not ModelConfig or not (config.zero_centred or config.scale_embed):
+        return config
+    tied = config.tied and not config.scale_embed
+    return dataclasses.replace(config, zero_centred=False, scale_embed=False, tied=tied)

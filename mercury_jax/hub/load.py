@@ -28,6 +28,7 @@ from mercury_jax.checkpoint import CheckpointError, Exported, manifest
 from mercury_jax.checkpoint.export import PARAMS
 from mercury_jax.config import ComputeType, ModelConfig, NoiseConfig, from_dict, one_of, refuse, to_dict
 from mercury_jax.hub import generation
+from mercury_jax.hub.adapters import Adapter, open_adapter
 from mercury_jax.hub.family import Family, family_of
 from mercury_jax.hub.folder import Folder, download, find, read_json, scan
 from mercury_jax.hub.params import (
@@ -61,6 +62,7 @@ def load(
     quantise: str | None = None,
     kv: str | None = None,
     mask: int | None = None,
+    adapter: str | Path | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
@@ -74,6 +76,8 @@ def load(
         quantise: "int8" or "fp8" stores each weight matrix so, with one scale per output. Default: not quantised.
         kv: "int8", "4bit" or "3bit" stores the KV cache so. Default: the dtype of the arithmetic.
         mask: The mask id of a masked diffusion model, where the checkpoint does not name it or names it wrongly.
+        adapter: A folder with a LoRA adapter of this model, as `mercury train --lora.rank` or PEFT writes it. It is
+            merged while the parameters are read, before they are quantised.
         mesh: The devices that hold the parameters, such as `mj.mesh(tensor=8)`. Default: the first device.
         progress: Called with the number of bytes of each parameter that was loaded.
 
@@ -82,7 +86,7 @@ def load(
 
     Raises:
         ValueError: The architecture is not supported, the model does not fit into memory, or it has no use for `mask`
-            (it is autoregressive, or its noise has none).
+            (it is autoregressive, or its noise has none), or the adapter belongs to another model.
         CheckpointError: A file or tensor is missing, damaged, or has another shape; the message names it.
 
     Example:
@@ -101,6 +105,8 @@ def load(
     if quantise is not None and quantise not in WEIGHT_KINDS:
         raise refuse("quantise", quantise, f"{', '.join(map(repr, WEIGHT_KINDS))}, or None")
     opened = open_checkpoint(NANO if source is None else source, dtype=dtype, mask=mask, verify=True)
+    found = None if adapter is None else open_adapter(adapter)
+    opened = opened if found is None else found.config_for(opened, dtype)
     check_mask(opened, mask)
     if opened.family is not None:
         kind = None if dtype is None else np.dtype(jnp.dtype(dtype))
@@ -109,7 +115,7 @@ def load(
         )
     else:
         kind = np.dtype(opened.config.dtype) if opened.config.dtype in WIDE else None
-    lm = load_opened(opened, dtype=kind, quantise=quantise, mesh=mesh, progress=progress)
+    lm = load_opened(opened, dtype=kind, quantise=quantise, adapter=found, mesh=mesh, progress=progress)
     return lm if kv is None else dataclasses.replace(lm, model=cache.with_kv_kind(lm.model, kv))
 
 
@@ -138,6 +144,26 @@ def config_of(source: str | Path, *, mask: int | None = None, **changes: Any) ->
         if name not in names:
             raise refuse("config", name, ", ".join(names))
     return dataclasses.replace(config, **({} if mask is None else {"mask": mask}), **changes)
+
+
+def tokenizer_of(source: str | Path) -> AnyTokenizer:
+    """Reads the tokenizer of a saved model; no parameter is read.
+
+    Args:
+        source: As of `load`.
+
+    Returns:
+        The tokenizer; ids alone if the checkpoint has none.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    opened = open_checkpoint(source)
+    if not isinstance(opened.folder, Exported):
+        return _folder_tokenizer(opened.path, opened.config)
+    if opened.folder.tokenizer is None:
+        raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
+    return unpack(opened.folder.tokenizer)
 
 
 def takes_mask(source: str | Path, mask: int) -> bool:
@@ -409,6 +435,7 @@ def load_opened(
     *,
     dtype: np.dtype | None = None,
     quantise: str | None = None,
+    adapter: Adapter | None = None,
     mesh: Mesh | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LM:
@@ -418,6 +445,7 @@ def load_opened(
         opened: From `open_checkpoint`.
         dtype: Of the parameters. Default: in our own layout as they are stored, else that of most of the bytes.
         quantise: As of `load`.
+        adapter: Merged into the parameters; `opened` has its config (`Adapter.config_for`).
         mesh: As of `load`.
         progress: As of `load`.
 
@@ -460,6 +488,9 @@ def load_opened(
         tokenizer = _folder_tokenizer(opened.path, config)
         sources, stored = opened.family.names(config), opened.folder.read
         read = lambda path: to_ours(sources[path], shapes[path].shape, stored)
+    if adapter is not None:
+        read = adapter.merged(opened, read)
+        forbidden = forbidden if adapter.forbidden is None else adapter.forbidden
     return LM(
         model=model,
         params=load_params(model, read, dtype=dtype, quantise=quantise, mesh=mesh, progress=progress),

@@ -23,10 +23,8 @@ from numpy.typing import DTypeLike
 
 from mercury_jax.config import refuse
 from mercury_jax.models.weight_quant import WEIGHT_KINDS, QuantisedWeight
-from mercury_jax.sharding import AXES, partition_spec
+from mercury_jax.sharding import AXES, matrix_axes, partition_spec
 from mercury_jax.types import Model, Params
-
-QUANTISED = ("w", "gate_up", "down")  # last names of the matrices that int8 and fp8 apply to
 
 
 @functools.lru_cache(maxsize=4)  # a trace of the whole model, which loading it needs more than once
@@ -171,7 +169,7 @@ def load_params(
     """
     params: dict[str, Any] = {}
     for path in shapes_of(model):
-        host, matrix = read(path), quantised_axes(path)
+        host, matrix = read(path), matrix_axes(path)
         if quantise is not None and matrix is not None:
             small = WEIGHT_KINDS[quantise](host, *matrix)
             # Scales are small: every device holds all of them.
@@ -186,14 +184,6 @@ def load_params(
         del host
         progress(sum(x.nbytes for x in jax.tree.leaves(value)))
     return unflatten_dict(params, sep="/")
-
-
-def quantised_axes(path: str) -> tuple[int, int] | None:
-    """Returns (contracted axes, axes of experts before them) of a matrix that may be quantised; None for others."""
-    *stems, last = path.split("/")
-    if last not in QUANTISED or "router" in stems:  # routing is sensitive to rounding
-        return None
-    return (1, 1) if last != "w" else (2 if stems[-1] == "o" else 1, 0)
 
 
 def _placed(host: np.ndarray | jax.Array, path: str, model: Model, mesh: Mesh | None) -> jax.Array:
@@ -240,7 +230,7 @@ def param_bytes(
         if mesh is not None:  # a dimension may be split along several axes
             spec = partition_spec(path, like.shape, model.shardings, mesh)
             size //= math.prod(mesh.shape[axis] for axis in jax.tree.leaves(tuple(spec)))
-        matrix = None if quantise is None else quantised_axes(path)
+        matrix = None if quantise is None else matrix_axes(path)
         if matrix is None:
             total += size * jnp.dtype(dtype).itemsize
         else:  # one byte each, and fp32 scales, all of them on every device

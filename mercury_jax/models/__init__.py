@@ -4,7 +4,7 @@ One file per architecture (`transformer`, `gemma`, `dit`); the others hold what 
 import this package: a `Model` is passed to them.
 """
 
-from mercury_jax.config import ModelConfig, refuse
+from mercury_jax.config import ModelConfig, RematPolicy, refuse
 from mercury_jax.models import dit, gemma, transformer
 from mercury_jax.types import Model
 
@@ -15,20 +15,21 @@ CONFIGS: dict[str, type[ModelConfig]] = {
 }
 
 
-def build(config: ModelConfig) -> Model:
+def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
     """Builds the model of a config.
 
     Args:
         config: A `ModelConfig`, `GemmaConfig` or `DiTConfig`; its type chooses the architecture.
+        remat: What a training step keeps of each layer; parameters and results do not depend on it.
 
     Returns:
         The model. Equal configs give models that compute the same.
     """
     if isinstance(config, dit.DiTConfig):
-        return dit.build(config)
+        return dit.build(config, remat)
     if isinstance(config, gemma.GemmaConfig):
-        return gemma.build(config)
-    return transformer.build(config)
+        return gemma.build(config, remat)
+    return transformer.build(config, remat)
 
 
 def kind(config: ModelConfig) -> str:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.config import ModelConfig, Pattern, at_least, one_of, refuse
+from mercury_jax.config import ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import Linear, rope, rope_frequencies
 from mercury_jax.models.masks import NetworkInputs
-from mercury_jax.models.network import model_of
+from mercury_jax.models.network import model_of, rematerialised
 from mercury_jax.models.ops import Ops
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, accumulation_dtype
 
@@ -201,13 +201,15 @@ class DiT(nn.Module):
 
     config: DiTConfig
     ops: Ops = Ops()
+    remat: RematPolicy = "none"
 
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
         self.condition = NoiseLevelEmbedding(c, self.ops, name="condition")
-        self.blocks = [DiTBlock(c, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        block = rematerialised(DiTBlock, self.remat)
+        self.blocks = [block(c, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.modulation = AdaLNModulation(c, 2, self.ops, name="modulation")
         self.norm = ModulatedLayerNorm(c.norm_eps, name="norm")
         self.last = Linear((c.width,), (c.vocab,), bias=True, ops=self.ops, name="head")
@@ -240,16 +242,17 @@ class DiT(nn.Module):
         return self.last(hidden).astype(accumulation_dtype(hidden.dtype))
 
 
-def build(config: DiTConfig) -> Model:
+def build(config: DiTConfig, remat: RematPolicy = "none") -> Model:
     """The DiT of a config as pure functions.
 
     Args:
         config: Sizes and noise level.
+        remat: What a training step keeps of each layer.
 
     Returns:
         The model. If config.timed its `forward` and `apply` need a time [B] or [B, T], otherwise they accept none.
     """
-    net = DiT(config)
+    net = DiT(config, remat=remat)
     # A pass that uses every parameter.
     whole = lambda net, inputs: net.head(net(inputs, jnp.zeros((1, 1)))[0])
     return model_of(

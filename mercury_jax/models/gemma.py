@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mercury_jax.config import Experts, ModelConfig, Pattern, at_least, one_of, refuse
+from mercury_jax.config import Experts, ModelConfig, Pattern, RematPolicy, at_least, one_of, refuse
 from mercury_jax.models import cache as kv_cache, masks
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -33,7 +33,7 @@ from mercury_jax.models.layers import (
     weight,
 )
 from mercury_jax.models.masks import NetworkInputs
-from mercury_jax.models.network import embed_mixture, lm_head, model_of
+from mercury_jax.models.network import embed_mixture, lm_head, model_of, rematerialised
 from mercury_jax.models.ops import Ops, Term
 from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, SelfCond, accumulation_dtype
 
@@ -412,12 +412,14 @@ class Gemma(nn.Module):
 
     config: GemmaConfig
     ops: Ops = Ops()
+    remat: RematPolicy = "none"
 
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.blocks = [GemmaBlock(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        block = rematerialised(GemmaBlock, self.remat)
+        self.blocks = [block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, False, name="norm")
         if c.per_layer_width:
             self.per_layer = PerLayerEmbeddings(c, self.ops, name="per_layer")
@@ -471,11 +473,12 @@ class Gemma(nn.Module):
 # --- the model as pure functions
 
 
-def build(config: GemmaConfig) -> Model:
+def build(config: GemmaConfig, remat: RematPolicy = "none") -> Model:
     """The Gemma model of a config as pure functions.
 
     Args:
         config: Sizes and features.
+        remat: What a training step keeps of each layer.
 
     Returns:
         The model. Equal configs give models that compute the same.
@@ -484,7 +487,7 @@ def build(config: GemmaConfig) -> Model:
     head = functools.partial(lm_head, softcap=config.softcap)
     return model_of(
         config,
-        Gemma(config),
+        Gemma(config, remat=remat),
         init=lambda net, key, inputs: net.init(key, inputs, jnp.zeros((1, 1), bool), inputs.tokens),
         apply=_apply,
         forward=_forward,

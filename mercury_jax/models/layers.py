@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import RopeScaling
 from mercury_jax.models.ops import Activation, Ops, Term, Weight
 from mercury_jax.models.weight_quant import QuantisedWeight
-from mercury_jax.types import accumulation_dtype
+from mercury_jax.types import LoraWeight, accumulation_dtype
 
 Init = nn.initializers.Initializer
 
@@ -41,7 +41,7 @@ def fan_in(axes: int = 1, scale: float = 1.0) -> Init:
 
 
 def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> Weight:
-    """A parameter that may have been loaded as int8 or fp8.
+    """A parameter that may have been loaded as int8 or fp8, or have a low-rank addition.
 
     Args:
         module: The module that owns it, inside a compact method.
@@ -50,11 +50,11 @@ def weight(module: nn.Module, name: str, init: Init, shape: tuple[int, ...]) -> 
         shape: Of the matrix.
 
     Returns:
-        The array, or the `QuantisedWeight` that takes its place in the parameters.
+        The array, or what takes its place in the parameters: a `QuantisedWeight` or a `LoraWeight`.
     """
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
-        if isinstance(found, QuantisedWeight):
+        if isinstance(found, QuantisedWeight | LoraWeight):
             return found
     return module.param(name, init, shape)
 

@@ -7,6 +7,7 @@ rows elsewhere. `ops.experts` and `tensor_parallel.experts` call `apply_experts`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,10 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import Experts
 from mercury_jax.kernels.grouped_matmul import grouped_matmul, refuses as grouped_refuses, tile_rows, tiles_of
 from mercury_jax.models.weight_quant import QuantisedWeight
-from mercury_jax.types import Device, accumulation_dtype
+from mercury_jax.types import Device, LoraWeight, accumulation_dtype
 
 Activation = Callable[[Array], Array]
-Stack = Array | QuantisedWeight  # [E, in, out], one matrix per expert
+Stack = Array | QuantisedWeight | LoraWeight  # [E, in, out], one matrix per expert
 
 
 def route(
@@ -150,7 +151,7 @@ def grouped_or_tiled(
     if refuses(rows, gate_up, down, tile, device) is not None:
         return tiled(act, rows, sizes, gate_up, down, tile)
 
-    def product(x: Array, w: Stack) -> Array:
+    def product(x: Array, w: Any) -> Array:
         if isinstance(w, QuantisedWeight):
             return grouped_matmul(x, w.values, sizes, w.scale, tile=tile, device=device)
         return grouped_matmul(x, w.astype(x.dtype), sizes, tile=tile, device=device)
@@ -178,6 +179,8 @@ def refuses(
         The reason in words; None: it takes both products.
     """
     for w in (gate_up, down):
+        if isinstance(w, LoraWeight):
+            return "experts with a low-rank addition: its inner axis is narrower than a tile of the kernel"
         x = jax.ShapeDtypeStruct((rows.shape[0], w.shape[1]), rows.dtype)
         quantised = isinstance(w, QuantisedWeight)
         values, scale = (
@@ -212,10 +215,15 @@ def ragged(
     Returns:
         [M, D].
     """
-    if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
+    if _quantised(gate_up) or _quantised(down):
         return tiled(act, rows, sizes, gate_up, down, tile)
-    hidden = gated(act, jax.lax.ragged_dot(rows, gate_up.astype(rows.dtype), sizes))
-    return jax.lax.ragged_dot(hidden, down.astype(rows.dtype), sizes)
+
+    def product(x: Array, w: Any) -> Array:
+        if isinstance(w, LoraWeight):
+            return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
+        return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes)
+
+    return product(gated(act, product(rows, gate_up)), down)
 
 
 def tiled(
@@ -240,20 +248,29 @@ def tiled(
         [M, D].
     """
     tile = tile or tile_rows(len(rows), len(sizes))
-    if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
+    if _quantised(gate_up) or _quantised(down):
         return _tiled(act, tile, rows, sizes, gate_up, down)
     return _tiled_differentiable(act, tile, rows, sizes, gate_up, down)
 
 
-def _one_expert(
-    act: Activation, x: Float[Array, "t D"], gate_up: Stack, down: Stack, e: Array
-) -> Float[Array, "t D"]:
-    """A tile through expert e; only this expert's matrices are cast."""
+def _quantised(w: Stack) -> bool:
+    return isinstance(w.base if isinstance(w, LoraWeight) else w, QuantisedWeight)
 
-    def product(x: Array, w: Stack) -> Array:
+
+def _of_expert(w: Stack, e: Array) -> Any:
+    """The matrices of expert e."""
+    return jax.tree.map(lambda x: x[e], w)
+
+
+def _one_expert(act: Activation, x: Float[Array, "t D"], gate_up: Any, down: Any) -> Float[Array, "t D"]:
+    """A tile through one expert, whose matrices alone are cast."""
+
+    def product(x: Array, w: Any) -> Array:
+        if isinstance(w, LoraWeight):
+            return product(x, w.base) + jnp.asarray(w.scale, x.dtype) * product(product(x, w.a), w.b)
         if isinstance(w, QuantisedWeight):
-            return (x @ w.values[e].astype(x.dtype)) * w.scale[e].astype(x.dtype)
-        return x @ w[e].astype(x.dtype)
+            return (x @ w.values.astype(x.dtype)) * w.scale.astype(x.dtype)
+        return x @ w.astype(x.dtype)
 
     return product(gated(act, product(x, gate_up)), down)
 
@@ -264,31 +281,48 @@ def _tiled(act: Activation, tile: int, rows: Array, sizes: Array, gate_up: Stack
 
     def step(i: Array, out: Array) -> Array:
         x = jax.lax.dynamic_slice_in_dim(padded, tiles.start[i], tile)
-        y = _one_expert(act, x, gate_up, down, tiles.expert[i])
+        e = tiles.expert[i]
+        y = _one_expert(act, x, _of_expert(gate_up, e), _of_expert(down, e))
         return jax.lax.dynamic_update_slice_in_dim(out, y, tiles.start[i], 0)
 
     return jax.lax.fori_loop(0, tiles.count, step, jnp.zeros_like(padded))[: len(rows)]
 
 
 def _tiled_backward(act: Activation, tile: int, saved: Any, dy: Float[Array, "M D"]) -> tuple[Any, ...]:
-    """The same loop: hidden rows are computed again, and each expert's gradients are summed in place."""
+    """The same loop: hidden rows are computed again, and each expert's gradients are summed in place.
+
+    Of a stack with a low-rank addition only the two factors have a gradient; its base is frozen.
+    """
     rows, sizes, gate_up, down = saved
     tiles = tiles_of(sizes, len(rows), tile)
     padded_rows, padded_dy = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, dy))
 
-    def step(i: Array, grads: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(i: Array, grads: tuple[Array, Any]) -> tuple[Array, Any]:
         e, start = tiles.expert[i], tiles.start[i]
         x_tile, dy_tile = (jax.lax.dynamic_slice_in_dim(x, start, tile) for x in (padded_rows, padded_dy))
-        forward = lambda x, w, v: _one_expert(act, x, w[None], v[None], jnp.asarray(0))
-        _, vjp = jax.vjp(forward, x_tile, gate_up[e], down[e])
+        stacks = _of_expert(gate_up, e), _of_expert(down, e)
+        forward = lambda x, *learnt: _one_expert(act, x, *map(_with_learnt, stacks, learnt))
+        _, vjp = jax.vjp(forward, x_tile, *map(_learnt, stacks))
         own = (start + jnp.arange(tile) < tiles.end[i])[:, None]  # not rows of the next expert
-        dx, dw, dv = vjp(jnp.where(own, dy_tile, 0))
+        dx, *dw = vjp(jnp.where(own, dy_tile, 0))
         all_dx = jax.lax.dynamic_update_slice_in_dim(grads[0], dx, start, 0)
-        return all_dx, grads[1].at[e].add(dw), grads[2].at[e].add(dv)
+        return all_dx, jax.tree.map(lambda total, part: total.at[e].add(part), grads[1], tuple(dw))
 
-    zeros = (jnp.zeros_like(padded_rows), jnp.zeros_like(gate_up), jnp.zeros_like(down))
-    dx, dw, dv = jax.lax.fori_loop(0, tiles.count, step, zeros)
+    zeros = jax.tree.map(jnp.zeros_like, (padded_rows, (_learnt(gate_up), _learnt(down))))
+    dx, (dw, dv) = jax.lax.fori_loop(0, tiles.count, step, zeros)
+    no_gradient = lambda w: jax.tree.map(jnp.zeros_like, w)  # of the frozen bases, which nobody reads
+    dw, dv = (_with_learnt(no_gradient(w), d) for w, d in ((gate_up, dw), (down, dv)))
     return dx[: len(rows)], np.zeros(sizes.shape, jax.dtypes.float0), dw, dv
+
+
+def _learnt(w: Any) -> Any:
+    """The part of a stack that has a gradient."""
+    return (w.a, w.b) if isinstance(w, LoraWeight) else w
+
+
+def _with_learnt(w: Any, learnt: Any) -> Any:
+    """A stack with other values of that part."""
+    return dataclasses.replace(w, a=learnt[0], b=learnt[1]) if isinstance(w, LoraWeight) else learnt
 
 
 _tiled_differentiable = jax.custom_vjp(_tiled, nondiff_argnums=(0, 1))

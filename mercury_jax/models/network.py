@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mercury_jax.config import ModelConfig
+from mercury_jax.config import ModelConfig, RematPolicy
 from mercury_jax.models import masks
 from mercury_jax.models.ops import INIT_OPS, device_ops
 from mercury_jax.models.tensor_parallel import cache_ops
@@ -25,6 +25,25 @@ from mercury_jax.sharding import ShardingRule
 from mercury_jax.types import Cache, Device, Hidden, Key, Model, PackedPass, Params, Pass, accumulation_dtype
 
 Net = TypeVar("Net", bound=nn.Module)
+
+
+BLOCK_POLICIES: dict[RematPolicy, Callable[..., bool]] = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def rematerialised(block: type[Net], policy: RematPolicy) -> type[Net]:
+    """A block whose intermediate values are computed again in the backward pass.
+
+    Args:
+        block: A module; its parameters keep their names.
+        policy: What is kept beside the block's input; "none" keeps everything.
+
+    Returns:
+        The module to build in its place.
+    """
+    return block if policy == "none" else nn.remat(block, policy=BLOCK_POLICIES[policy])
 
 
 def model_of(

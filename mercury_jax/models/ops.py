@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.sharding import constrain_rows
-from mercury_jax.types import Device
+from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
-Weight = Array | QuantisedWeight
+Weight = Array | QuantisedWeight | LoraWeight
 
 
 class Term(NamedTuple):
@@ -49,13 +50,16 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
 
     Args:
         x: Activations.
-        w: A matrix, possibly quantised; its scales multiply the result.
+        w: A matrix, possibly quantised, whose scales multiply the result, or one with a low-rank addition.
         count: Number of contracted axes.
         mesh: Of a training step: keeps the rows of x and of the result sharded (`sharding.constrain_rows`).
 
     Returns:
         The product, in the dtype of x.
     """
+    if isinstance(w, LoraWeight):
+        low_rank = dot(dot(x, w.a, count, mesh), w.b, 1, mesh)
+        return dot(x, w.base, count, mesh) + jnp.asarray(w.scale, x.dtype) * low_rank
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
     values = w.values if isinstance(w, QuantisedWeight) else w
     x = x if mesh is None else constrain_rows(x, mesh)

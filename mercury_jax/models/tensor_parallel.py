@@ -9,6 +9,7 @@ all-reduces per layer, after the attention and after the feed-forward (Megatron-
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.ops import Activation, Ops, Term, Weight, device_ops, dot
 from mercury_jax.models.weight_quant import QuantisedWeight
 from mercury_jax.sharding import dividing_axes
-from mercury_jax.types import Device
+from mercury_jax.types import Device, LoraWeight
 
 SUMMED = ("tensor", "expert")  # the axes whose devices may hold parts of a sum
 _on_each_device = functools.partial(jax.shard_map, check_vma=False)
@@ -60,7 +61,13 @@ def _row_axes(mesh: Mesh, x: Array) -> tuple[str, ...] | None:
 
 
 def _weight_spec(w: Weight, spec: P, scale: P) -> Any:
-    """The spec of a matrix, and of its scales if it is quantised."""
+    """The spec of a matrix, and of its scales if it is quantised, or its factors if it has a low-rank addition.
+
+    The first axis of `spec` is an axis of experts where `scale` has it too, else a contracted one: of the factors the
+    first has both, the second only the experts.
+    """
+    if isinstance(w, LoraWeight):
+        return dataclasses.replace(w, base=_weight_spec(w.base, spec, scale), a=spec, b=scale)
     specs: Any = (spec, scale)
     return QuantisedWeight(*specs) if isinstance(w, QuantisedWeight) else spec
 

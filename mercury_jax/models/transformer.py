@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mercury_jax.config import Experts, ModelConfig, refuse
+from mercury_jax.config import Experts, ModelConfig, RematPolicy, refuse
 from mercury_jax.models import cache as kv_cache, masks, shifted_logits
 from mercury_jax.models.layers import (
     GatedMLP,
@@ -30,7 +30,7 @@ from mercury_jax.models.layers import (
 )
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.moe import route
-from mercury_jax.models.network import lm_head, model_of
+from mercury_jax.models.network import lm_head, model_of, rematerialised
 from mercury_jax.models.ops import Ops
 from mercury_jax.types import (
     LM,
@@ -165,12 +165,14 @@ class Transformer(nn.Module):
 
     config: ModelConfig
     ops: Ops = Ops()
+    remat: RematPolicy = "none"
 
     def setup(self) -> None:
         """Creates the parameters and blocks."""
         c = self.config
         self.embed = self.param("embed", nn.initializers.normal(c.width**-0.5), (c.vocab, c.width))
-        self.blocks = [TransformerBlock(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
+        block = rematerialised(TransformerBlock, self.remat)
+        self.blocks = [block(c, i, self.ops, name=f"block_{i}") for i in range(c.layers)]
         self.norm = RMSNorm(c.norm_eps, c.zero_centred, name="norm")
         if not c.tied:
             self.param("head", nn.initializers.normal(c.width**-0.5), (c.width, c.vocab))
@@ -208,11 +210,12 @@ class Transformer(nn.Module):
         return self.norm(x), tuple(new_cache)
 
 
-def build(config: ModelConfig) -> Model:
+def build(config: ModelConfig, remat: RematPolicy = "none") -> Model:
     """The transformer of a config as pure functions.
 
     Args:
         config: Sizes, attention pattern and alignment.
+        remat: What a training step keeps of each layer.
 
     Returns:
         The model. Equal configs give models that compute the same.
@@ -220,7 +223,7 @@ def build(config: ModelConfig) -> Model:
     shifted = config.alignment == "shifted"
     return model_of(
         config,
-        Transformer(config),
+        Transformer(config, remat=remat),
         init=lambda net, key, inputs: net.init(key, inputs),
         apply=shifted_logits.apply if shifted else _apply,
         forward=shifted_logits.forward if shifted else _forward,

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8 as Byte
 
 from mercury_jax.config import refuse
-from mercury_jax.types import Params
+from mercury_jax.types import LoraWeight, Params
 
 FP8 = jnp.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa, no infinity
 
@@ -82,15 +82,18 @@ def _quantise(
 
 
 def check_not_quantised(params: Params) -> None:
-    """Checks that parameters can be saved, that is, that none was quantised when it was loaded.
+    """Checks that parameters can be saved: that none was quantised when it was loaded, or has a low-rank addition.
 
     Args:
         params: Parameters of a model.
 
     Raises:
-        ValueError: If a leaf is a `QuantisedWeight`.
+        ValueError: If a leaf is a `QuantisedWeight` or a `LoraWeight`.
     """
-    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedWeight)):
+    for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedWeight | LoraWeight)):
+        if isinstance(x, LoraWeight):
+            allowed = "merged parameters: save the adapter, and load(base, adapter=FOLDER) merges it"
+            raise refuse("params", "base and adapter", allowed)
         if isinstance(x, QuantisedWeight):
             kind = "int8" if x.values.dtype == jnp.int8 else "fp8"
             raise refuse("params", kind, "floating parameters: load the model without quantise")

@@ -123,7 +123,7 @@ class Rollouts:
             raise refuse("save_every", config.save_every, f"a multiple of updates = {self.updates}")
         if objective.kl and not config.init:
             raise refuse("kl", objective.kl, "0 without `init`, the policy from which it keeps the model")
-        reference = _copy(lm.params) if objective.kl else None
+        reference, lm = _copy(lm.params) if objective.kl else None, dataclasses.replace(lm, params={})
         make = functools.partial(self._draw, config, objective, lm, reference)
         return PolicyBatches(make, self.updates)
 

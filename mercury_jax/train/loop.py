@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from mercury_jax import checkpoint, sharding
 from mercury_jax.config import from_dict, refuse
 from mercury_jax.noise import Corruption
-from mercury_jax.train import optim, step as steps
+from mercury_jax.train import lora, optim, step as steps
 from mercury_jax.train.recipe import TrainConfig, resolved
 from mercury_jax.train.report import Reporter
 from mercury_jax.types import Batch, Model, Params
@@ -80,7 +80,7 @@ class TrainResult:
     """What a run leaves.
 
     Attributes:
-        params: The last parameters.
+        params: The last parameters, frozen ones included; with adapters a `LoraWeight` for each targeted matrix.
         ema: Their average; the parameters themselves if there is none.
         metrics: The last metrics.
         out: The run's folder.
@@ -115,14 +115,15 @@ def run(
         data: numpy batches of this process's rows, see `sharding.process_share`.
         evaluate: Called with the averaged parameters, which it must not keep; returns metrics.
         preview: Called with the averaged parameters; returns text for the log.
-        params: Start from these (fine-tuning); they are donated. None: from the model's init.
+        params: Start from these (fine-tuning); what is trained of them is donated. None: from the model's init. Frozen
+            parameters are not in checkpoints, so a resumed run needs them too.
 
     Returns:
         The last parameters and metrics.
 
     Raises:
         ValueError: Before any compute, when `out` already holds checkpoints and `resume` is False, or holds another
-            model's.
+            model's; or when frozen parameters are not those of the run to resume.
         Diverged: On NaN or Inf.
         checkpoint.SaveFailed: On a full disk.
     """
@@ -172,12 +173,14 @@ def resume_step(config: TrainConfig) -> int | None:
         allowed = f"a folder without checkpoints; {folder} holds step {newest}: resume it (--resume) or choose another"
         raise refuse("out", str(config.folder), allowed)
     saved, now = checkpoint.inspect(folder)[1]["config"], resolved(config)
-    for part in ("model", "noise"):
+    for part in ("model", "noise", "lora"):
         # A key that the checkpoint is too old to have stands at its default.
-        had = resolved(from_dict(type(getattr(config, part)), saved[part]))
+        had = resolved(from_dict(type(getattr(config, part)), saved.get(part, {})))
         for name, value in now[part].items():
             if had[name] != value:
                 raise refuse(f"{part}.{name}", value, f"{had[name]!r}, as in the checkpoint to resume")
+    if (had := saved.get("freeze", "")) != config.freeze:
+        raise refuse("freeze", config.freeze, f"{had!r}, as in the checkpoint to resume")
     return newest
 
 
@@ -190,19 +193,34 @@ def _opened(
     at = resume_step(config)
     folder = config.folder / CHECKPOINTS
     stale = checkpoint.clean(folder)
+    part = lora.partition(config.lora, config.freeze, model)
+    if config.lora.rank:
+        model = model._replace(shardings=lora.adapted_shardings(config.lora, config.freeze, model))
     setup = steps.TrainSetup(
         model, config.objective, corruption, optim.optimizer(config.optim, config.steps),
-        optim.schedule(config.optim, config.steps), config.accumulate, config.ema,
+        optim.schedule(config.optim, config.steps), config.accumulate, config.ema, part,
     )  # fmt: skip
-    tokens = 0
-    # In a resumed run the checkpoint takes the place of `params`.
+    tokens, start, frozen = 0, params, ()
+    if part is not None:
+        if params is None:
+            raise refuse("params", None, "the parameters of a model, of which lora or freeze keeps a part")
+        start, frozen = part.split(params)
+    base = None if part is None else lora.digest(frozen)
+    # In a resumed run the checkpoint takes the place of what is trained.
     if at is None:
-        state = steps.init_state(jax.random.key(config.seed), setup, mesh, params)
+        state = steps.init_state(jax.random.key(config.seed), setup, mesh, start)
     else:
         found = checkpoint.restore(folder, steps.abstract_state(setup, mesh), at)
+        if found.extra.get("base") != base:
+            raise refuse(
+                "init",
+                config.init,
+                "the model that the run to resume started from: this one has other values",
+            )
         state, tokens = found.tree, found.extra["tokens"]
         data.set_state(found.extra["data"])
-    loop = _Loop(config, setup, mesh, data, state, at or 0, tokens)
+    del params, start  # nobody else may hold what the update donates
+    loop = _Loop(config, setup, mesh, data, state, at or 0, tokens, frozen, base)
     try:
         if stale:
             loop.report.say(f"removed what an interrupted save left: {', '.join(stale)}")
@@ -221,9 +239,11 @@ class _Loop:
 
     def __init__(
         self, config: TrainConfig, setup: steps.TrainSetup, mesh: Mesh, data: Batches, state: steps.TrainState,
-        step: int, tokens: int,
+        step: int, tokens: int, frozen: Params, base: str | None,
     ) -> None:  # fmt: skip
         self.config, self.mesh, self.data = config, mesh, data
+        self.frozen, self.base = frozen, base  # parameters that are not trained, and their digest
+        self.combine = (lambda trained, _: trained) if setup.partition is None else setup.partition.combine
         self.state, self.step, self.tokens = state, step, tokens
         self.update = steps.sharded_update(setup, mesh)
         self.resolved = resolved(config)
@@ -241,14 +261,14 @@ class _Loop:
     def advance(self) -> None:
         """Dispatches one update, then reads the report of the one before."""
         if isinstance(self.data, PolicyData):
-            self.data.observe(self.state.params)
+            self.data.observe(self.combine(self.state.params, self.frozen))
         try:
             batch = next(self.data)
         except StopIteration:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
         # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
-        self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh))
+        self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh), self.frozen)
         self.step += 1
         self._read((self.step, report))
         self.saver.check()
@@ -265,6 +285,7 @@ class _Loop:
         self._read()
         self._saved = self.step
         extra = {"data": gather_data_state(self.data.get_state()), "tokens": self.tokens}
+        extra |= {} if self.base is None else {"base": self.base}
         self.saver.save(self.step, self.state, self.resolved, extra)
 
     def finish(self, stopped: str | None) -> TrainResult:
@@ -273,12 +294,17 @@ class _Loop:
         if stopped:
             self.report.say(f"{stopped}: saved step {self.step}; continue with --resume")
         return TrainResult(
-            self.state.params, self.averaged, self.metrics, self.config.folder, self.step, stopped
+            self.combine(self.state.params, self.frozen),
+            self.averaged,
+            self.metrics,
+            self.config.folder,
+            self.step,
+            stopped,
         )
 
     @property
     def averaged(self) -> Params:
-        return self.state.ema if self.config.ema else self.state.params
+        return self.combine(self.state.ema if self.config.ema else self.state.params, self.frozen)
 
     def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
         """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.

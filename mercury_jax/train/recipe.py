@@ -18,9 +18,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mercury_jax.config import ModelConfig, NoiseConfig, at_least, check_types, nearest, refuse
+from mercury_jax.config import (
+    Alignment,
+    ComputeType,
+    ModelConfig,
+    NoiseConfig,
+    Pattern,
+    RematPolicy,
+    at_least,
+    check_types,
+    nearest,
+    one_of,
+    refuse,
+)
 from mercury_jax.train import find_recipe
-from mercury_jax.train.data.sources import BatchSource, DataSource, Mixture, mixture
+from mercury_jax.train.data.sources import BatchSource, Chat, DataSource, Mixture, mixture
+from mercury_jax.train.lora import LoraConfig, check_pattern
 from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.train.optim import OptimConfig
 
@@ -50,26 +63,69 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitModel:
+    """The model of the checkpoint in `init`, for a recipe that fits several sizes of a family.
+
+    Its fields say how parameters are used, not what they are; None leaves a field as the checkpoint has it. Where the
+    noise needs a mask and the checkpoint has none, the mask is `mask`, or the first id behind the tokenizer's last:
+    published models round their vocabulary up.
+    """
+
+    pattern: Pattern | None = None
+    block: int | None = None
+    alignment: Alignment | None = None
+    predicts_next: bool | None = None
+    context: int | None = None
+    dtype: ComputeType | None = None  # of the arithmetic
+    mask: int | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {"pattern": Pattern, "alignment": Alignment, "dtype": ComputeType}
+        for name, choices in kinds.items():
+            if getattr(self, name) is not None:
+                one_of(choices, **{f"model.{name}": getattr(self, name)})
+        for name in ("block", "context"):
+            if getattr(self, name) is not None:
+                at_least(1, **{f"model.{name}": getattr(self, name)})
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {f.name: x for f in dataclasses.fields(self) if (x := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`.
 
-    A single source as `data` stands for the mixture of that source alone. Fields are checked here, before any compute.
+    A single source as `data` stands for the mixture of that source alone. A recipe for fine-tuning may leave `data` to
+    `chats`, and its model to the checkpoint in `init` (`InitModel`). Fields are checked here, before any compute.
 
     Raises:
         ValueError: A field is out of range.
     """
 
     name: str
-    model: ModelConfig
+    model: ModelConfig | InitModel
     objective: Objective
-    data: Mixture | DataSource | BatchSource
+    data: Mixture | DataSource | BatchSource | None = None
+    chats: str = (
+        ""  # glob of JSONL files of conversations, in the place of `data`; the last answer of each is learnt
+    )
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
+    freeze: str = (
+        ""  # regular expression over the paths of parameters that stay as in `init`: "router"; "": none
+    )
     steps: int = 1000
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
     accumulate: int = 1  # microbatches of an update
+    remat: RematPolicy = (
+        "none"  # kept of a layer for the backward pass: all (none), products (dots), its input (full)
+    )
     ema: float = 0.999  # decay of the parameters' moving average; 0: none
     seed: int = 0
     log_every: int = 10
@@ -88,7 +144,11 @@ class TrainConfig:
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
 
     def __post_init__(self) -> None:
-        check_types(self, skip=("data",))
+        check_types(self, skip=("data", "model"))
+        if not isinstance(self.model, ModelConfig | InitModel):
+            raise refuse(
+                "model", self.model, "a ModelConfig, or InitModel() for that of the checkpoint in init"
+            )
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
         self._check_values()
@@ -97,6 +157,12 @@ class TrainConfig:
         at_least(
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
+        one_of(RematPolicy, remat=self.remat)
+        check_pattern("freeze", self.freeze)
+        if self.lora.rank and self.optim.optimizer == "muon":
+            raise refuse(
+                "optim.optimizer", "muon", "adamw for adapters: their factors are no hidden matrices"
+            )
         if self.batch % self.accumulate:
             raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
         if not 0 <= self.ema < 1:
@@ -114,7 +180,9 @@ class TrainConfig:
             name = getattr(self.objective, "__name__", "it")
             allowed = f"a function of (key, model, params, batch, corruption). Call it: {name}()"
             raise refuse("objective", self.objective, allowed) from None
-        if isinstance(self.data, Mixture | BatchSource):
+        if isinstance(self.data, BatchSource) and self.chats:
+            raise refuse("chats", self.chats, f"none beside data = {type(self.data).__name__}")
+        if self.data is None or isinstance(self.data, Mixture | BatchSource):
             return
         if not isinstance(self.data, DataSource):
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
@@ -123,10 +191,32 @@ class TrainConfig:
 
     @property
     def mixture(self) -> Mixture:
-        """The documents; a source alone has become a mixture of one."""
-        if not isinstance(self.data, Mixture):
+        """The documents, or the conversations of `chats`; a source alone has become a mixture of one.
+
+        Raises:
+            ValueError: There are neither.
+        """
+        if self.chats:
+            return mixture((Chat(self.chats), 1.0))
+        if isinstance(self.data, BatchSource):
             raise refuse("data", type(self.data).__name__, "documents: a mixture, or a source of train.data")
+        if not isinstance(self.data, Mixture):
+            raise refuse(
+                "chats", self.chats, "a glob of JSONL files with conversations: this recipe has no other data"
+            )
         return self.data
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's config.
+
+        Raises:
+            ValueError: It is that of the checkpoint in `init`, which was not read.
+        """
+        if isinstance(self.model, InitModel):
+            allowed = "a checkpoint: this recipe takes its model from it (--init FOLDER)"
+            raise refuse("init", self.init, allowed)
+        return self.model
 
     @property
     def folder(self) -> Path:
@@ -195,7 +285,7 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
             raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
     # tyro sees a class without the values of Python, with the recipe's fields as defaults.
     names = [f.name for f in dataclasses.fields(config) if f.name not in VALUES]
-    plain = _without_values(type(config))
+    plain = _without_values(type(config), type(config.model))
     default = plain(**{name: getattr(config, name) for name in names})
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
         new = tyro.cli(
@@ -205,14 +295,15 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
 
 
 @functools.cache
-def _without_values(kind: type[TrainConfig]) -> type[TrainConfig]:
+def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
     """The config without its values of Python, for tyro: it makes options, or subcommands, of every dataclass in one.
 
-    What stands in their place has no type that tyro knows, so it is left as it is.
+    What stands in their place has no type that tyro knows, so it is left as it is. Of the two kinds of models the
+    recipe's own has options.
     """
     return dataclasses.make_dataclass(
         kind.__name__,
-        [(name, Any, field(default=object())) for name in VALUES],
+        [*((name, Any, field(default=object())) for name in VALUES), ("model", model)],
         bases=(kind,),
         namespace={
             "__doc__": kind.__doc__,

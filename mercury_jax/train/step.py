@@ -11,7 +11,7 @@ update and saved whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
@@ -24,6 +24,7 @@ from mercury_jax import sharding
 from mercury_jax.config import refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import optim
+from mercury_jax.train.lora import Partition
 from mercury_jax.train.objectives.objective import Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
@@ -42,6 +43,7 @@ class TrainSetup(NamedTuple):
         accumulate: Microbatches of a batch. Numerators and weights are summed and divided once, so the gradient is that
             of the whole batch, however the scored tokens are spread.
         ema: Decay of the parameters' moving average; 0: none.
+        partition: Which parameters are trained; None: all.
     """
 
     model: Model
@@ -51,13 +53,14 @@ class TrainSetup(NamedTuple):
     lr: optax.Schedule
     accumulate: int = 1
     ema: float = 0.0
+    partition: Partition | None = None
 
 
 class TrainState(NamedTuple):
     """What an update changes.
 
     Attributes:
-        params: The parameters.
+        params: The trained parameters; with a `Partition` the frozen ones are an argument of the update.
         ema: Their moving average in fp32; () without one.
         opt: State of the optimizer.
         key: Never changes: each step folds its number in.
@@ -83,7 +86,21 @@ class StepReport(NamedTuple):
     values: Mapping[str, Array]
 
 
-Update = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
+class Update(Protocol):
+    """(state, batch) -> (state, report); the state is donated."""
+
+    def __call__(self, state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
+        """Makes an update.
+
+        Args:
+            state: Before; its buffers are freed.
+            batch: Packed rows.
+            frozen: The parameters that are not trained, which stay as they are; () without a `Partition`.
+
+        Returns:
+            The state after, and scalars.
+        """
+        ...
 
 
 # --- the state
@@ -91,7 +108,8 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 
 def _new_state(key: Key, setup: TrainSetup, params: Params | None) -> TrainState:
     init_key, noise_key = jax.random.split(key)
-    start = setup.model.init(init_key) if params is None else params
+    init = setup.model.init if setup.partition is None else setup.partition.init
+    start = init(init_key) if params is None else params
     # An update's results are never weakly typed. Where the first state is, the second update would compile again.
     start = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), start)
     average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if setup.ema else ()
@@ -120,8 +138,9 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
         key: For the parameters and for the noise of all updates.
         setup: Gives shapes, shardings, and parameters if there are none.
         mesh: The mesh.
-        params: Start from these instead of the model's init. They are donated: their buffers are freed, or become
-            those of the state, which otherwise would be held beside them for the whole run.
+        params: Start from these instead of fresh ones; with a partition, its trained tree. They are donated: their
+            buffers are freed, or become those of the state, which otherwise would be held beside them for the whole
+            run.
 
     Returns:
         The state.
@@ -138,12 +157,12 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
 
 
 def make_update(setup: TrainSetup) -> Update:
-    """Makes the update (state, batch) -> (state, report) as a plain function, to be jitted by `jit_update`."""
+    """Makes the update as a plain function, to be jitted by `jit_update`."""
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    def update(state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
         # 1. The gradient of the whole batch, with noise that depends on the step alone.
         key = jax.random.fold_in(state.key, state.step)
-        (numerator, weight, metrics), grads = _gradients(setup, key, state.params, batch)
+        (numerator, weight, metrics), grads = _gradients(setup, key, state.params, frozen, batch)
         loss, norm = _ratio(numerator, weight), optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # 2. The optimizer and the average.
@@ -168,7 +187,7 @@ def jit_update(update: Update, state: TrainState) -> Any:
         state: Arrays, or `abstract_state`.
 
     Returns:
-        The jitted function; the state is donated.
+        The jitted function; the state is donated, the frozen parameters are not.
     """
     # The new state has exactly the shardings of the old one, so that resuming compiles the same program.
     where = (jax.tree.map(lambda x: x.sharding, state), None)
@@ -183,43 +202,50 @@ def sharded_update(setup: TrainSetup, mesh: Mesh) -> Update:
         mesh: The mesh of the state and the batches.
 
     Returns:
-        (state, batch) -> (state, report). It compiles at its first call.
+        The update. It compiles at its first call.
     """
     update = make_update(setup._replace(model=sharding.with_training_mesh(setup.model, mesh)))
     compiled: list[Update] = []
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    def run(state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
         if not compiled:
             compiled.append(jit_update(update, state))
         with jax.set_mesh(mesh):
-            return compiled[0](state, batch)
+            return compiled[0](state, batch, frozen)
 
     return run
 
 
-def _gradients(setup: TrainSetup, key: Key, params: Params, batch: Batch) -> tuple[LossSums, Params]:
+def _gradients(
+    setup: TrainSetup, key: Key, trained: Params, frozen: Params, batch: Batch
+) -> tuple[LossSums, Params]:
     """(sums of the batch's loss, gradient of numerator / weight), over `setup.accumulate` microbatches.
+
+    Only the trained parameters are differentiated: of the frozen ones no gradient is computed.
 
     Microbatch i takes the rows i, i + A, i + 2A, ...: on a mesh every device keeps its own rows.
     """
 
-    def numerator(params: Params, key: Key, batch: Batch) -> tuple[Array, LossSums]:
+    combine = (lambda trained, _: trained) if setup.partition is None else setup.partition.combine
+
+    def numerator(trained: Params, key: Key, batch: Batch) -> tuple[Array, LossSums]:
+        params = combine(trained, frozen)
         loss = _loss(setup.objective, key, setup.model, params, batch, setup.corruption)
         sums = (loss.per_example.sum(), loss.weight.sum(), dict(loss.metrics))
         return sums[0], sums
 
     gradient = jax.grad(numerator, has_aux=True)
     if setup.accumulate == 1:
-        grads, sums = gradient(params, key, batch)
+        grads, sums = gradient(trained, key, batch)
     else:
         # The sums of the parts are added in a loop and divided once at its end.
         split = lambda x: x.reshape(-1, setup.accumulate, *x.shape[1:]).swapaxes(0, 1)  # [A, B / A, ...]
         parts = jax.random.split(key, setup.accumulate), jax.tree.map(split, batch)
 
         def add(carry: tuple[Params, LossSums], part: tuple[Key, Batch]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(params, *part)), None
+            return jax.tree.map(jnp.add, carry, gradient(trained, *part)), None
 
-        shapes = jax.eval_shape(gradient, params, *jax.tree.map(lambda x: x[0], parts))
+        shapes = jax.eval_shape(gradient, trained, *jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         (grads, sums), _ = jax.lax.scan(add, zeros, parts)
     return sums, jax.tree.map(lambda g: _ratio(g, sums[1]), grads)

@@ -55,13 +55,23 @@ def forward(model, params, given):
 
 def logits_of(g: Golden, tokens: np.ndarray) -> np.ndarray:
     """Our logits of whole rows: clean text for models that encode, one canvas for bidirectional ones."""
-    model, (rows, length) = g.opened.model, tokens.shape
+    return logits_of_model(g.opened.model, g.params, tokens)
+
+
+def logits_of_model(model, params, tokens: np.ndarray, canvas: int = 0) -> np.ndarray:
+    """The same of any model; with `canvas`, of that many last tokens as a canvas behind the others."""
+    rows, known = len(tokens), tokens.shape[1] - canvas
     full = lambda x: jnp.full((rows,), x, jnp.int32)
     encoding = jnp.full((rows,), model.config.pattern != "bidirectional")
-    cache = model.empty_cache(rows, length)
-    given = Pass(jnp.asarray(tokens), cache, full(0), full(length), full(length), encoding)
-    out, _ = forward(model, g.params, given)
+    cache = model.empty_cache(rows, known + canvas)
+    given = Pass(jnp.asarray(tokens[:, :known]), cache, full(0), full(known), full(known), encoding)
+    out, cache = forward(model, params, given)
+    if canvas:
+        ends = full(known), full(canvas), full(known + canvas)
+        out, _ = forward(model, params, Pass(jnp.asarray(tokens[:, known:]), cache, *ends, ~encoding))
     return np.asarray(out)
 
 
-__all__ = ["GOLDENS", "NAMES", "Golden", "forward", "golden", "limit", "logits_of", "read_all"]
+__all__ = [
+    "GOLDENS", "NAMES", "Golden", "forward", "golden", "limit", "logits_of", "logits_of_model", "read_all",
+]  # fmt: skip

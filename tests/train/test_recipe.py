@@ -94,6 +94,7 @@ def test_the_command_line_overrides_fields_and_keeps_functions_and_data():
     base = tiny.config("x", objective=objectives.masked_elbo())
     argv = "--optim.lr 3e-4 --model.no-qk-norm --resume --sample_prompts a b --mesh.fsdp=2 --mesh.data 3 --save-every 5"
     found = recipe.override(base, argv.split())
+    assert isinstance(found.model, ModelConfig)
     assert (found.optim.lr, found.model.qk_norm, found.resume, found.save_every) == (3e-4, False, True, 5)
     assert found.sample_prompts == ("a", "b") and (found.mesh.fsdp, found.mesh.data) == (2, 3)
     assert found.objective is base.objective and found.data is base.data

@@ -20,6 +20,7 @@ class Bytes:
 
     special = SPECIAL
     mask, pad, eos, vocab_size = SPECIAL.mask, SPECIAL.pad, SPECIAL.eos, FIRST + 256
+    end_turn, ends = SPECIAL.end_turn, (SPECIAL.eos,)
 
     def encode(self, text: str) -> list[int]:
         return [FIRST + byte for byte in text.encode()]

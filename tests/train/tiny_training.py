@@ -8,6 +8,7 @@ import numpy as np
 
 from mercury_jax import noise
 from mercury_jax.config import ModelConfig
+from mercury_jax.models.ops import dot
 from mercury_jax.train import data, recipe
 from mercury_jax.train.optim import OptimConfig
 from mercury_jax.types import Batch, Loss, Model, PackedPass
@@ -30,7 +31,7 @@ def model(width: int = 8) -> Model:
 
     def apply(params, given, *, mesh=None, device=None):
         x = params["embed"][given.tokens] * params["norm"]["scale"]
-        return jnp.tanh(x @ params["hidden"]["w"])
+        return jnp.tanh(dot(x, params["hidden"]["w"], 1))
 
     rules = ((r"embed$", (None, "fsdp")), (r"w$", ("fsdp", "tensor")), (r"head$", ("fsdp", None)))
 

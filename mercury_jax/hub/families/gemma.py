@@ -262,6 +262,12 @@ def _diffusion_names(c: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
+def _encoder_module(module: str) -> tuple[str, ...]:
+    """The encoder's module that shares the weight of one in the decoder."""
+    decoder, encoder = "model.decoder.layers.", "model.encoder.language_model.layers."
+    return (module.replace(decoder, encoder, 1),) if module.startswith(decoder) else ()
+
+
 def _ignored(c: ModelConfig) -> tuple[str, ...]:
     """Other modalities, and keys and values that are stored for layers which use another layer's."""
     assert isinstance(c, GemmaConfig)
@@ -361,6 +367,7 @@ DIFFUSION_GEMMA = Family(
     export=export_diffusion,
     licence="Apache-2.0",
     decoding=_decoding,
+    aliases=_encoder_module,
 )
 
 GEMMA4 = Family(

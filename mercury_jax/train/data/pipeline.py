@@ -261,6 +261,7 @@ def check_fit(tokenizer: AnyTokenizer, config: ModelConfig) -> None:
     """
     if tokenizer.vocab_size > config.vocab:
         raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")
-    for name in ("pad", "eos") if config.autoregressive else ("mask", "pad", "eos"):
+    # Gemma's tokenizer names a mask; a model without masks never emits it.
+    for name in ("pad", "eos") if config.mask is None else ("mask", "pad", "eos"):
         if getattr(tokenizer, name) != getattr(config, name):
             raise refuse(name, getattr(config, name), f"{getattr(tokenizer, name)}, as in the tokenizer")

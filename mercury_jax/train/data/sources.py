@@ -333,12 +333,14 @@ class Chat:
             ValueError: A conversation cannot be rendered or does not fit a row; names the file and the line.
         """
         tok, laid = settings.tokenizer, list[LaidOutDocument]()
+        # An answer ends as the chat template ends it, where that is an end for the decoder.
+        end = tok.end_turn if tok.end_turn in (*tok.ends, tok.pad) else tok.eos
         for place, messages in self.conversations(settings.split):
             try:
                 prompt = tok.render(messages[:-1])
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
-            ids = np.array([*prompt, *tok.encode(messages[-1]["content"]), tok.eos], np.int32)
+            ids = np.array([*prompt, *tok.encode(messages[-1]["content"]), end], np.int32)
             laid.append(packing.lay_out(settings, Example(ids, len(prompt), True), place))
         n = len(laid)
         order = functools.lru_cache(2)(

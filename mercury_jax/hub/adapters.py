@@ -1,0 +1,462 @@
+"""LoRA adapters in the file format of PEFT: written by `save_adapter`, merged into their base by `load(adapter=)`.
+
+    adapter_config.json        rank, alpha and the targeted modules, as PEFT writes them
+    adapter_model.safetensors  base_model.model.MODULE.lora_A.weight [rank, in] and lora_B.weight [out, rank]
+    mercury.json               our config of the trained model, its noise, and the checksum of the tensors
+
+MODULE is named as in the checkpoints of the model's family, so transformers and PEFT load the adapter onto the base in
+Hugging Face's layout. A model that no family can hold gets our own names (block_0.attention.q), which only we read.
+An adapter that PEFT wrote has no mercury.json: then the base's config stands.
+
+Stacked experts are one parameter [E, out, in] of a module. PEFT stores A as [E rank, in] and B as [out, rank E], and
+where two parameters of a module are targeted, the first under MODULE.base_layer. Where our matrices are rows of a
+fused one (LLaDA2's queries, keys and values), their factors are one adapter of a larger rank, B in diagonal blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
+
+from mercury_jax import models
+from mercury_jax.checkpoint import CheckpointError, manifest, tensors
+from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
+from mercury_jax.config import ModelConfig, NoiseConfig, from_dict, refuse, to_dict
+from mercury_jax.hub.family import Family, named_family, plain_build, writers
+from mercury_jax.hub.params import TensorSource, shapes_of, to_ours
+from mercury_jax.sharding import gather, matrix_axes
+from mercury_jax.types import LM, LoraWeight
+
+if TYPE_CHECKING:
+    from mercury_jax.hub.load import Opened
+
+CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "mercury.json"
+PREFIX = "base_model.model."
+FORMAT = 1
+# Keys of adapter_config.json that change the arithmetic, and the values under which it is the one above.
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False, None), "use_dora": (False, None),
+    "use_rslora": (False, None), "lora_bias": (False, None), "modules_to_save": (None, []),
+    "layer_replication": (None, []), "trainable_token_indices": (None, [], {}),
+}  # fmt: skip
+
+
+class Factors(NamedTuple):
+    """One adapter of PEFT: the change of a tensor is scale * b @ a, of each expert with its own part.
+
+    Attributes:
+        a: [E rank, in], or [rank, in] without experts.
+        b: [out, rank E].
+        scale: alpha / rank.
+        rank: Of each expert.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+    rank: int
+
+    def product(self, experts: int) -> np.ndarray:
+        """The change in fp32: [out, in], or [E, out, in] for a stack of `experts`."""
+        a, b = self.a.astype(np.float32), self.b.astype(np.float32)
+        if not experts:
+            return np.float32(self.scale) * (b @ a)
+        a, b = a.reshape(experts, self.rank, -1), b.reshape(len(b), self.rank, experts)
+        return np.float32(self.scale) * np.einsum("ore,eri->eoi", b, a)
+
+
+# --- names
+
+
+def module_of(tensor: str) -> tuple[str, str]:
+    """(module, parameter) of a tensor's name: a Linear's weight, or a parameter of its own."""
+    module, _, parameter = tensor.rpartition(".")
+    return module, parameter
+
+
+def own_names(model_shapes: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Names for a model that no family can hold: our paths with dots, matrices [out, in].
+
+    Args:
+        model_shapes: Of the parameters, by path.
+
+    Returns:
+        Where each matrix is, by path.
+    """
+    found = {}
+    for path, like in model_shapes.items():
+        if (axes := matrix_axes(path)) is not None:
+            stem, _, last = path.replace("/", ".").rpartition(".")
+            name = f"{stem}.weight" if last == "w" else f"{stem}.{last}"
+            found[path] = TensorSource(name, axes.inputs, like.shape[0] if axes.batch else 0)
+    return found
+
+
+def family_for(config: ModelConfig, own: object) -> Family | None:
+    """The family whose names an adapter gets.
+
+    Args:
+        config: Of the trained model.
+        own: Name of the family that the base was loaded from, if it was.
+
+    Returns:
+        That family, or the first that can hold the model; None if there is none.
+    """
+    if isinstance(own, str):
+        return named_family(own)
+    return next(iter(writers(plain_build(config))), None)
+
+
+def _sources(family: Family | None, config: ModelConfig) -> Mapping[str, TensorSource]:
+    if family is None:
+        return own_names(shapes_of(models.build(config)))
+    return family.names(plain_build(config))
+
+
+def _keys(sources: Mapping[str, TensorSource], targets: set[str]) -> dict[str, str]:
+    """Tensor of the checkpoint -> MODULE as the adapter's keys have it, for all targeted parameters."""
+    found: dict[str, str] = {}
+    inside: dict[str, list[str]] = {}  # stacked parameters of a module, in the order of the model
+    for path, source in sources.items():
+        if path in targets:
+            for tensor in source.names:
+                module, parameter = module_of(tensor)
+                if parameter == "weight":
+                    found[tensor] = module
+                else:
+                    inside.setdefault(module, []).append(tensor)
+    for module, stacked in inside.items():
+        for i, tensor in enumerate(stacked):
+            found[tensor] = module + ".base_layer" * (len(stacked) - 1 - i)
+    return found
+
+
+# --- writing
+
+
+def save_adapter(
+    folder: str | Path, lm: LM, noise_config: NoiseConfig | None, base: str, *, overwrite: bool = True
+) -> Path:
+    """Writes the adapters of a model.
+
+    Args:
+        folder: Where to.
+        lm: The model; targeted matrices are `LoraWeight`s. All processes must call this.
+        noise_config: The noise that it was trained with.
+        base: The checkpoint that the adapters belong to, as `load` takes it.
+        overwrite: Replace an earlier adapter in that folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The model has no adapters, or the folder holds something else.
+    """
+    folder, config = Path(folder), lm.model.config
+    flat: dict[str, Any] = flatten_dict(lm.params, sep="/")
+    weights = {path: x for path, x in flat.items() if isinstance(x, LoraWeight)}
+    if not weights:
+        raise refuse("params", "no adapters", "a model that was trained with lora.rank above 0")
+    if folder.exists() and any(folder.iterdir()) and not (overwrite and (folder / CONFIG).is_file()):
+        raise refuse("folder", str(folder), "a new or empty folder, or one with an adapter")
+    family = family_for(config, lm.card.get("family"))
+    sources = _sources(family, config)
+    found = _factors(sources, {path: _on_host(x) for path, x in weights.items()})
+    modules = _keys(sources, set(weights))
+    about = _peft_config(found, modules, base)
+    arrays: list[LazyTensor] = []
+    for tensor, f in found.items():
+        for alias in (modules[tensor], *(family.aliases(modules[tensor]) if family else ())):
+            for part, array in (("A", f.a), ("B", f.b)):
+                name = f"{PREFIX}{alias}.lora_{part}.weight"
+                arrays.append(
+                    LazyTensor(name, array.shape, array.dtype, functools.partial(np.asarray, array))
+                )
+    if family:
+        for key in ("target_modules", "target_parameters"):
+            about[key] = sorted({*about[key], *(x for name in about[key] for x in family.aliases(name))})
+    if jax.process_index() == 0:
+        _write(folder, about, arrays, _record(lm, noise_config, base, family))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("adapter")
+    return folder
+
+
+def _on_host(w: LoraWeight) -> LoraWeight:
+    return dataclasses.replace(w, base=None, a=gather(w.a), b=gather(w.b))
+
+
+def _factors(sources: Mapping[str, TensorSource], weights: Mapping[str, LoraWeight]) -> dict[str, Factors]:
+    """The adapters by tensor of the checkpoint."""
+    found: dict[str, Factors] = {}
+    fused: dict[str, list[tuple[tuple[int, int, int], Factors]]] = {}
+    for path, w in weights.items():
+        source, rank = sources[path], w.a.shape[-1]
+        if not source.inputs:
+            raise refuse("lora.targets", path, "matrices that the family stores as torch does, [out, in]")
+        count = w.a.shape[0] if source.experts else 1
+        a = np.swapaxes(np.reshape(w.a, (count, -1, rank)), 1, 2)  # [E, rank, in]
+        b = np.swapaxes(np.reshape(w.b, (count, rank, -1)), 1, 2)  # [E, out, rank]
+        for i, part in enumerate(np.split(b, source.parts, axis=1)):  # gate and up share A
+            if source.per_expert:
+                for e, name in enumerate(source.names[i * count : (i + 1) * count]):
+                    found[name] = Factors(a[e], part[e], w.scale, rank)
+                continue
+            stacked = np.moveaxis(part, 0, 2).reshape(part.shape[1], rank * count)  # [out, rank E]
+            one = Factors(a.reshape(count * rank, -1), stacked, w.scale, rank)
+            if source.rows is None:
+                found[source.names[i]] = one
+            else:
+                fused.setdefault(source.names[i], []).append((source.rows, one))
+    for name, parts in fused.items():
+        rank = sum(f.rank for _, f in parts)
+        b, at = np.zeros((parts[0][0][2], rank), parts[0][1].b.dtype), 0
+        for (first, last, _), f in parts:
+            b[first:last, at : at + f.rank] = f.b
+            at += f.rank
+        found[name] = Factors(np.concatenate([f.a for _, f in parts]), b, parts[0][1].scale, rank)
+    return found
+
+
+def _peft_config(found: Mapping[str, Factors], modules: Mapping[str, str], base: str) -> dict[str, Any]:
+    """adapter_config.json. Modules have their full names, so that nothing else of the model is targeted."""
+    linear = [tensor for tensor in found if module_of(tensor)[1] == "weight"]
+    ranks = [f.rank for f in found.values()]
+    rank = min(ranks)
+    scale = next(iter(found.values())).scale
+    wide = {modules[tensor]: found[tensor].rank for tensor in found if found[tensor].rank != rank}
+    return {
+        "peft_type": "LORA", "base_model_name_or_path": base, "revision": None, "task_type": None,
+        "inference_mode": True, "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "use_dora": False, "use_rslora": False, "init_lora_weights": True,
+        "modules_to_save": None, "target_modules": [modules[tensor] for tensor in linear],
+        "target_parameters": [tensor for tensor in found if tensor not in linear],
+        "rank_pattern": {re.escape(name): r for name, r in wide.items()},
+        "alpha_pattern": {re.escape(name): scale * r for name, r in wide.items()},
+    }  # fmt: skip
+
+
+def _record(lm: LM, noise_config: NoiseConfig | None, base: str, family: Family | None) -> dict[str, Any]:
+    config = lm.model.config
+    return {
+        "format": FORMAT, "base": base, "names": None if family is None else family.name, "name": lm.name,
+        "architecture": models.kind(config), "model": to_dict(config),
+        "noise": None if noise_config is None or config.autoregressive else to_dict(noise_config),
+        "forbidden": list(lm.corruption.forbidden), "card": dict(lm.card), "decoding": dict(lm.decoding),
+    }  # fmt: skip
+
+
+def _write(
+    folder: Path, about: Mapping[str, Any], arrays: list[LazyTensor], record: Mapping[str, Any]
+) -> None:
+    """The three files; an earlier adapter is replaced when they are complete."""
+    work = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    tensors.write(work / WEIGHTS, arrays, {"format": "pt"})
+    manifest.write_synced(work / CONFIG, (json.dumps(about, indent=2, sort_keys=True) + "\n").encode())
+    manifest.write_json(work / RECORD, {**record, "sha256": manifest.sha256(work / WEIGHTS)})
+    manifest.sync_folder(work)
+    shutil.rmtree(folder, ignore_errors=True)
+    work.rename(folder)
+
+
+# --- reading
+
+
+class Adapter(NamedTuple):
+    """An adapter that was opened; no tensor is read yet.
+
+    Attributes:
+        path: The folder.
+        about: adapter_config.json.
+        entries: Its tensors.
+        record: mercury.json; None for an adapter that PEFT wrote.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    entries: Mapping[str, TensorEntry]
+    record: Mapping[str, Any] | None
+
+    def config_for(self, opened: Opened, dtype: str | None) -> Opened:
+        """The base as the adapter was trained: its config, noise and decoding, where the adapter says them.
+
+        Args:
+            opened: The base.
+            dtype: Of the arithmetic, where the caller names one.
+
+        Returns:
+            The base with the adapter's config.
+
+        Raises:
+            ValueError: The adapter belongs to a model of other parameters.
+        """
+        r = self.record
+        if r is None:
+            return opened
+        if r.get("format") != FORMAT or r.get("architecture") not in models.CONFIGS:
+            raise refuse(f"{self.path / RECORD}: format", r.get("format"), f"{FORMAT}, by this version")
+        config = from_dict(models.CONFIGS[r["architecture"]], r["model"])
+        config = config if dtype is None else dataclasses.replace(config, dtype=dtype)  # pyright: ignore
+        model = models.build(config)
+        sizes = lambda m: {path: x.shape for path, x in shapes_of(m).items()}
+        if sizes(model) != sizes(opened.model):
+            allowed = f"an adapter of {opened.path}; this one belongs to {r['base']}"
+            raise refuse("adapter", str(self.path), allowed)
+        noise_config = None if r["noise"] is None else from_dict(NoiseConfig, r["noise"])
+        return dataclasses.replace(
+            opened, config=config, model=model, noise=noise_config, name=r["name"],
+            card={**opened.card, **r["card"]}, decoding=r["decoding"],
+        )  # fmt: skip
+
+    @property
+    def forbidden(self) -> tuple[int, ...] | None:
+        """Ids that the trained model never emits; None where the adapter does not say."""
+        return None if self.record is None else tuple(self.record["forbidden"])
+
+    def merged(self, opened: Opened, read: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
+        """Adds the adapter to what is read of the base.
+
+        Args:
+            opened: The base, with the adapter's config.
+            read: Returns a parameter of the base by its path.
+
+        Returns:
+            The same, with scale * a b added to targeted matrices, in fp32 and rounded to the dtype of the base.
+
+        Raises:
+            CheckpointError: The adapter has tensors that belong to no parameter of the base.
+        """
+        family = opened.family
+        if self.record is not None:
+            family = None if self.record["names"] is None else named_family(self.record["names"])
+        elif family is None:
+            family = family_for(opened.config, opened.card.get("family"))
+        sources, shapes = _sources(family, opened.config), shapes_of(opened.model)
+        modules = self._modules(sources, family)
+
+        def merge(path: str) -> np.ndarray:
+            host = read(path)
+            source = sources.get(path)
+            if source is None or not any(name in modules for name in source.names):
+                return host
+            stacked = 0 if source.per_expert else source.experts
+            theirs = source.shapes(shapes[path].shape)
+            change = lambda name: (
+                self._read(modules[name]).product(stacked)
+                if name in modules
+                else np.zeros(theirs[name], np.float32)
+            )
+            added = to_ours(source, shapes[path].shape, change)
+            return (host.astype(np.float32) + added).astype(host.dtype)
+
+        return merge
+
+    def _modules(self, sources: Mapping[str, TensorSource], family: Family | None) -> dict[str, str]:
+        """Tensor of the checkpoint -> module of the adapter; every tensor of the adapter has one."""
+        parameters = set(self.about.get("target_parameters") or ())
+        targeted = {
+            path
+            for path, source in sources.items()
+            if any(
+                f"{PREFIX}{module_of(name)[0]}.lora_A.weight" in self.entries
+                if module_of(name)[1] == "weight"
+                else any(name == p or name.endswith(f".{p}") for p in parameters)
+                for name in source.names
+            )
+        }
+        found = {
+            tensor: module
+            for tensor, module in _keys(sources, targeted).items()
+            if f"{PREFIX}{module}.lora_A.weight" in self.entries
+        }
+        known = set()
+        for module in found.values():
+            copies = [module, *(family.aliases(module) if family else ())]
+            known |= {f"{PREFIX}{name}.lora_{part}.weight" for name in copies for part in "AB"}
+            self._check_equal(copies)
+        if missing := sorted(known - set(self.entries)):
+            raise CheckpointError(f"{self.path / WEIGHTS}: tensor {missing[0]!r} is missing")
+        if surplus := sorted(set(self.entries) - known):
+            raise CheckpointError(f"{self.path / WEIGHTS}: tensor {surplus[0]!r} has no place in the base")
+        return found
+
+    def _check_equal(self, copies: list[str]) -> None:
+        """Modules that share a weight in the reference have one adapter here."""
+        for part in "AB" if len(copies) > 1 else "":
+            first, *others = (self._tensor(f"{PREFIX}{name}.lora_{part}.weight") for name in copies)
+            if any(not np.array_equal(first, other) for other in others):
+                names = " and ".join(copies)
+                raise refuse(
+                    f"{self.path}: adapters of {names}", "different", "equal ones: their weight is one"
+                )
+
+    def _tensor(self, name: str) -> np.ndarray:
+        if name not in self.entries:
+            raise CheckpointError(f"{self.path / WEIGHTS}: tensor {name!r} is missing")
+        return tensors.read(self.path / WEIGHTS, self.entries[name])
+
+    def _read(self, module: str) -> Factors:
+        a, b = (self._tensor(f"{PREFIX}{module}.lora_{part}.weight") for part in "AB")
+        rank = self._pattern("rank_pattern", module, self.about["r"])
+        alpha = self._pattern("alpha_pattern", module, self.about["lora_alpha"])
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] % rank:
+            allowed = f"[{rank}, in] and [out, {rank}]"
+            raise CheckpointError(str(refuse(f"{self.path}: {module}", (a.shape, b.shape), allowed)))
+        return Factors(a, b, alpha / rank, rank)
+
+    def _pattern(self, table: str, module: str, default: float) -> Any:
+        """PEFT's exceptions: the first expression that is the end of the module's name."""
+        for pattern, value in (self.about.get(table) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        return default
+
+
+def open_adapter(folder: str | Path) -> Adapter:
+    """Opens an adapter: reads its configuration and the header of its tensors.
+
+    Args:
+        folder: With adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ValueError: It is of a kind that we do not merge (DoRA, biases, layers of their own).
+    """
+    path = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / name} is missing: the folder holds no adapter in PEFT's format")
+    about = manifest.read_json(path / CONFIG)
+    for key, allowed in PLAIN.items():
+        if (value := about.get(key)) not in allowed and not (key not in about and key != "peft_type"):
+            raise refuse(f"{path / CONFIG}: {key}", value, " or ".join(map(repr, allowed)))
+    rank, alpha = about.get("r"), about.get("lora_alpha")
+    for key, value in (("r", rank), ("lora_alpha", alpha)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
+            raise refuse(f"{path / CONFIG}: {key}", value, "a number above 0")
+    record = manifest.read_json(path / RECORD) if (path / RECORD).is_file() else None
+    if record is not None and record.get("sha256") != manifest.sha256(path / WEIGHTS):
+        raise CheckpointError(f"{path / WEIGHTS} is damaged: its SHA-256 differs from {RECORD}")
+    return Adapter(path, about, tensors.header(path / WEIGHTS), record)

@@ -1,0 +1,268 @@
+"""Training a part of the parameters: low-rank adapters (LoRA, arXiv 2106.09685), or the leaves that are not frozen.
+
+A `Partition` divides the parameters into a trained and a frozen tree. `step` differentiates, optimises, averages and
+saves the trained tree alone; the frozen one is an argument of every update that is never written, and
+`Partition.combine` makes of both what the model reads. With LoRA that is a `LoraWeight` in the place of each targeted
+matrix, so that neither base + a b nor the gradient of the base is ever computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from mercury_jax.config import at_least, check_types, refuse
+from mercury_jax.sharding import ShardingRule, gather, matrix_axes
+from mercury_jax.types import Key, LoraWeight, Model, Params, accumulation_dtype
+
+TARGETS = r"(attention|mlp|moe)/"  # matrices of attention, of feed-forwards and of experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: W + (alpha / rank) A B for each targeted matrix W, which is frozen. B starts at zero.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    rank: int = 0  # columns of A; 0: no adapters, all parameters are trained
+    alpha: float | None = None  # None: the rank, so that the factor is 1
+    targets: str = TARGETS  # regular expression, searched in the paths of matrices: block_0/attention/q/w
+
+    def __post_init__(self) -> None:
+        check_types(self, "lora.")
+        at_least(0, **{"lora.rank": self.rank})
+        if self.alpha is not None and not self.alpha > 0:
+            raise refuse("lora.alpha", self.alpha, "more than 0, or None")
+        check_pattern("lora.targets", self.targets)
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+def check_pattern(name: str, pattern: str) -> None:
+    """Checks that a field is a regular expression.
+
+    Args:
+        name: Of the field.
+        pattern: Its value.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise refuse(name, pattern, f"a regular expression over paths of parameters: {error}") from None
+
+
+class Partition(NamedTuple):
+    """Which parameters are trained.
+
+    Attributes:
+        init: init(key) -> a fresh trained tree.
+        split: split(params) -> (trained tree to start from, or None where `init` makes it; frozen tree). No array is
+            copied.
+        combine: combine(trained, frozen) -> parameters as the model reads them.
+    """
+
+    init: Callable[[Key], Params]
+    split: Callable[[Params], tuple[Params | None, Params]]
+    combine: Callable[[Params, Params], Params]
+
+
+def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None:
+    """Divides the parameters of a model as a recipe says.
+
+    Args:
+        config: Adapters; with rank 0 there are none.
+        freeze: Regular expression that is searched in the paths of parameters; what it finds is not trained and gets
+            no adapter. "" finds nothing.
+        model: The model.
+
+    Returns:
+        The partition; None where all parameters are trained.
+
+    Raises:
+        ValueError: Nothing would be trained, or an expression finds no parameter.
+    """
+    if config.rank:
+        return _adapters(config, freeze, model)
+    return _unfrozen(freeze, model) if freeze else None
+
+
+def _shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
+    return _flat(jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0)))
+
+
+def _flat(tree: Params) -> dict[str, Any]:
+    """Leaves by path."""
+    return flatten_dict(tree, sep="/")
+
+
+# --- frozen leaves
+
+
+def _unfrozen(freeze: str, model: Model) -> Partition:
+    paths = list(_shapes(model))
+    frozen = {path for path in paths if re.search(freeze, path)}
+    if not frozen or len(frozen) == len(paths):
+        allowed = f"an expression that finds some of the paths and not all: {_some(paths)}"
+        raise refuse("freeze", freeze, allowed)
+
+    def split(params: Params) -> tuple[Params, Params]:
+        flat = _flat(params)
+        pick = lambda wanted: unflatten_dict(
+            {p: x for p, x in flat.items() if (p in frozen) == wanted}, sep="/"
+        )
+        return pick(False), pick(True)
+
+    def combine(trained: Params, rest: Params) -> Params:
+        return unflatten_dict(_flat(trained) | _flat(rest), sep="/")
+
+    return Partition(lambda key: split(model.init(key))[0], split, combine)
+
+
+def _some(paths: list[str]) -> str:
+    """Some paths for a message, each kind once."""
+    kinds = dict.fromkeys(re.sub(r"block_\d+", "block_0", path) for path in paths)
+    return ", ".join(list(kinds)[:20])
+
+
+# --- adapters
+
+
+def target_shapes(config: LoraConfig, freeze: str, model: Model) -> dict[str, tuple[int, ...]]:
+    """Finds the matrices that get an adapter.
+
+    Args:
+        config: Its `targets`.
+        freeze: As of `partition`.
+        model: The model.
+
+    Returns:
+        Their shapes by path.
+
+    Raises:
+        ValueError: There is none.
+    """
+    matrices = {path: x.shape for path, x in _shapes(model).items() if matrix_axes(path) is not None}
+    kept = re.compile(freeze) if freeze else None
+    found = {
+        path: shape
+        for path, shape in matrices.items()
+        if re.search(config.targets, path) and not (kept and kept.search(path))
+    }
+    if not found:
+        allowed = f"an expression that finds a matrix: {_some(list(matrices))}"
+        raise refuse("lora.targets", config.targets, allowed)
+    return found
+
+
+def _adapters(config: LoraConfig, freeze: str, model: Model) -> Partition:
+    shapes = target_shapes(config, freeze, model)
+    dtype = accumulation_dtype(model.config.dtype)
+
+    def init(key: Key) -> Params:
+        flat: dict[str, Array] = {}
+        for i, (path, shape) in enumerate(shapes.items()):
+            batch, inputs, outputs = axes_of(path, shape)
+            a = jax.random.normal(jax.random.fold_in(key, i), (*batch, *inputs, config.rank), dtype)
+            flat[f"{path}/a"] = a * math.prod(inputs) ** -0.5
+            flat[f"{path}/b"] = jnp.zeros((*batch, config.rank, *outputs), dtype)
+        return unflatten_dict(flat, sep="/")
+
+    def combine(adapters: Params, base: Params) -> Params:
+        flat, factors = _flat(base), _flat(adapters)
+        for path in shapes:
+            flat[path] = LoraWeight(flat[path], factors[f"{path}/a"], factors[f"{path}/b"], config.scale)
+        return unflatten_dict(flat, sep="/")
+
+    return Partition(init, lambda params: (None, params), combine)
+
+
+def axes_of(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Divides the shape of a matrix.
+
+    Args:
+        path: Of the matrix.
+        shape: Its shape.
+
+    Returns:
+        Sizes of the axes of experts, of the contracted axes, and of the outputs.
+    """
+    axes = matrix_axes(path)
+    assert axes is not None
+    stop = axes.batch + axes.inputs
+    return shape[: axes.batch], shape[axes.batch : stop], shape[stop:]
+
+
+def adapted_shardings(config: LoraConfig, freeze: str, model: Model) -> tuple[ShardingRule, ...]:
+    """Sharding rules of a model with adapters: each factor lies as the axes that it shares with its matrix.
+
+    Args:
+        config: The adapters.
+        freeze: As of `partition`.
+        model: The model.
+
+    Returns:
+        Rules for trees of factors, for what `Partition.combine` returns, and for the model's own parameters.
+    """
+    rules: dict[str, tuple[Any, ...]] = {}
+    for path, shape in target_shapes(config, freeze, model).items():
+        own = next(
+            (axes for pattern, axes in model.shardings if re.search(pattern, path)), (None,) * len(shape)
+        )
+        batch, inputs, _ = map(len, axes_of(path, shape))
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(path))
+        rules[f"{pattern}/base$"] = own
+        rules[f"{pattern}/a$"] = (*own[: batch + inputs], None)
+        rules[f"{pattern}/b$"] = (*own[:batch], None, *own[batch + inputs :])
+    return (*rules.items(), *model.shardings)
+
+
+# --- the frozen tree is the same
+
+
+@jax.jit
+def _sums(x: Array) -> Array:
+    """Two sums over the bits of an array, modulo 2**32: as they are, and weighed by position."""
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)  # float64: one more axis, of two words
+    position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+    for axis in reversed(range(bits.ndim)):
+        position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= bits.shape[axis]
+    weight = (position * jnp.uint32(2654435761)) | jnp.uint32(1)
+    return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weight).sum(dtype=jnp.uint32)])
+
+
+def digest(params: Params) -> str:
+    """Fingerprint of the values of all arrays, the same on any mesh; the arrays stay on their devices.
+
+    It finds every change of one element and tells checkpoints apart. It is no protection against an attacker.
+
+    Args:
+        params: Nested dict of arrays.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    leaves = _flat(params)
+    found = hashlib.sha256()
+    for path in sorted(leaves):
+        x = leaves[path]
+        found.update(f"{path} {x.dtype} {x.shape} {gather(_sums(x)).tolist()}\n".encode())
+    return found.hexdigest()[:32]

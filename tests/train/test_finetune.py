@@ -1,0 +1,201 @@
+"""Fine-tuning of open checkpoints: what recipes take from the checkpoint, learn, keep and write."""
+
+import dataclasses
+import gc
+import hashlib
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import mercury_jax as mj
+from mercury_jax import api, cli, hub
+from mercury_jax.train import data
+from mercury_jax.train.data.packing import StreamSettings
+from mercury_jax.train.objectives import masked_elbo
+from mercury_jax.train.recipe import MeshConfig
+from mercury_jax.types import LaidOutDocument, LoraWeight
+from tests.marks import slow_except
+from tests.train.tiny_checkpoints import (
+    FAMILIES,
+    VOCAB,
+    chats,
+    checkpoint,
+    losses,
+    recipe,
+    tokenizer,
+)
+
+RECIPES = {"LLaDA": "sft_llada", "Qwen3": "adapt_qwen3", "DiffusionGemma": "sft_diffusion_gemma"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """family -> a random checkpoint, and a file of chats beside them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    chats(folder / "chats.jsonl")
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = checkpoint(folder / family, family)
+        return made[family], folder / "chats.jsonl"
+
+    return of
+
+
+def sums(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "family, rank",
+    slow_except([(f, r) for f in FAMILIES for r in (0, 4)], ("LLaDA", 4)),
+)
+def test_forty_steps_on_chats_lower_the_loss_and_leave_the_base_as_it_is(base, tmp_path, family, rank):
+    folder, lines = base(family)
+    before, params = sums(folder), mj.load(folder).params
+    result = mj.train(recipe(family, folder, lines, tmp_path, rank))
+    first, last = losses(tmp_path)
+    assert last < 0.7 * first
+    assert sums(folder) == before
+    if rank:
+        bases = jax.tree.map(
+            lambda x: getattr(x, "base", x), result.params, is_leaf=lambda x: hasattr(x, "base")
+        )
+        jax.tree.map(np.testing.assert_array_equal, bases, params)
+    # Merged or not: in both layouts the same model, that knows its chats, its noise and its ids.
+    source, adapter = (folder, tmp_path / "adapter") if rank else (tmp_path / "model", None)
+    lm = mj.load(source, adapter=adapter)
+    written = hub.convert(source, tmp_path / "hf", to="hf", adapter=adapter)
+    again = mj.load(written)
+    trained = dataclasses.replace(again.model.config, predicts_next=lm.model.config.predicts_next)
+    assert lm.model.config == trained and lm.model.config.mask in (None, lm.tokenizer.mask)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), lm.params, again.params)
+    assert set(range(lm.tokenizer.vocab_size, VOCAB)) <= set(lm.corruption.forbidden)
+
+
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "LLaDA"))
+def test_a_packaged_recipe_runs_on_a_folder_and_a_file(base, tmp_path, family, capsys):
+    folder, lines = base(family)
+    argv = [
+        "train",
+        RECIPES[family],
+        "--init",
+        str(folder),
+        "--chats",
+        str(lines),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    argv += [
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--row",
+        "128",
+        "--mesh.fsdp",
+        "1",
+        "--mesh.data",
+        "-1",
+        "--json",
+    ]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    said = json.loads(capsys.readouterr().out)
+    lm, first = mj.load(said["model"]), hub.config_of(folder)
+    c = lm.model.config
+    assert (c.width, c.vocab, c.dtype) == (first.width, VOCAB, first.dtype) and lm.card["init"] == str(folder)
+    if family == "Qwen3":  # the first id behind the tokenizer's last
+        assert (c.mask, c.pattern, c.block, c.predicts_next) == (
+            tokenizer(family).vocab_size, "block_causal", 16, False
+        )  # fmt: skip
+        assert hub.info(hub.convert(said["model"], tmp_path / "hf", to="hf"))["family"] == "SDAR, TraDo"
+    else:
+        assert (
+            c == dataclasses.replace(first, predicts_next=c.predicts_next)
+            and lm.decoding == mj.load(folder).decoding
+        )
+
+
+@pytest.mark.slow
+def test_an_adapter_is_an_option_of_the_commands(base, tmp_path, capsys):
+    folder, lines = base("LLaDA")
+    result = mj.train(recipe("LLaDA", folder, lines, tmp_path / "run", 2, steps=1, save_every=1))
+    adapter = ["--adapter", str(result.out / "adapter")]
+    argv = ["sample", "red fox 1", "--chat", "--model", str(folder), *adapter, "--max-tokens", "8", "--json"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["forwards"] > 0
+    assert cli.main(["convert", str(folder), str(tmp_path / "merged"), *adapter]) == 0
+    want, got = mj.load(folder, adapter=adapter[1]).params, mj.load(tmp_path / "merged").params
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_chats_are_rendered_by_the_checkpoints_template_and_end_as_it_ends_an_answer(tmp_path):
+    for family in FAMILIES:
+        tok, seen = tokenizer(family), []
+
+        def keep(ids, prompt, fill=None, all_clean=None, seen=seen):
+            seen.append((list(ids), prompt))
+            zeros = np.zeros(len(ids), np.int32)
+            return LaidOutDocument(ids, zeros, np.zeros((len(ids), 2, 2), np.int32), zeros > 0, zeros)
+
+        data.chat(str(chats(tmp_path / "c.jsonl"))).open(StreamSettings(tok, keep, 512, (0,), "train"))
+        ids, prompt = seen[0]
+        question, answer = tok.example("red fox 0", "the quick red model")
+        assert ids == question + answer and prompt == len(question)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(init=""), "init is ''; allowed: a checkpoint: this recipe takes its model from it"),
+        (dict(chats=""), "chats is ''; allowed: a glob of JSONL files with conversations"),
+        (dict(chats="nothing/*.jsonl"), "glob is 'nothing/"),
+    ],
+)
+def test_what_a_recipe_lacks_is_refused_before_anything_is_loaded(base, tmp_path, monkeypatch, fields, words):
+    folder, lines = base("LLaDA")
+    made = dataclasses.replace(recipe("LLaDA", folder, lines, tmp_path), **fields)
+    if "init" in fields:
+        monkeypatch.setattr(hub, "load", lambda *args, **more: pytest.fail("the checkpoint was loaded"))
+    with pytest.raises(ValueError, match=words):
+        mj.train(made)
+
+
+def test_a_mask_is_added_only_where_an_id_is_free(base, tmp_path):
+    folder, lines = base("Qwen3")
+    made = recipe("Qwen3", folder, lines, tmp_path)
+    assert api._with_model(made).model.mask == tokenizer("Qwen3").vocab_size
+    own = dataclasses.replace(made, model=dataclasses.replace(made.model, mask=400))
+    assert api._with_model(own).model.mask == 400
+    assert api._with_model(own).model.pattern == "block_causal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_loaders_copy_is_freed_and_the_base_is_there_once(base, tmp_path, rank):
+    """Bytes of live arrays on four devices, when the first update is traced: the state, the batch and nothing else."""
+    folder, lines = base("LLaDA")
+    found = []
+    held = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+    alive = lambda: held([x for x in jax.live_arrays() if not x.is_deleted()])
+
+    def objective(*args):
+        gc.collect()
+        found.append(alive())
+        return masked_elbo()(*args)
+
+    config = recipe(
+        "LLaDA", folder, lines, tmp_path, rank, objective=objective, steps=1, save_every=1, ema=0.0,
+        mesh=MeshConfig(data=1, fsdp=4),
+    )  # fmt: skip
+    gc.collect()
+    before = alive()
+    params = mj.train(config).params
+    flat = flatten_dict(params, sep="/")
+    trained = [(w.a, w.b) for w in flat.values() if isinstance(w, LoraWeight)] if rank else params
+    expected = held(params) + 2 * held(trained)  # two moments
+    assert expected <= found[-1] - before < expected + 0.25 * held(params)  # the batch, a third of a copy
