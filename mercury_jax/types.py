@@ -295,6 +295,81 @@ class Layout(Protocol):
         ...
 
 
+class RowPieces(NamedTuple):
+    """Pieces of running text that fill training rows, in the order of rows and positions; all int64 [P].
+
+    Attributes:
+        row: The row of each piece; every row has one at least.
+        start: Its first token in the array of tokens.
+        length: Its tokens.
+        prompt: The first `prompt` of them are never noised.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    prompt: np.ndarray
+
+
+class PieceSizes(NamedTuple):
+    """How many positions the parts of each piece take, its last canvas completed; all [P].
+
+    Attributes:
+        first: Position in the document at which the first canvas starts.
+        canvases: Canvases, of `block` tokens each; in a bidirectional model parts of its one canvas.
+        clean: Clean positions before the canvases.
+        slots: All positions.
+    """
+
+    first: np.ndarray
+    canvases: np.ndarray
+    clean: np.ndarray
+    slots: np.ndarray
+
+
+class Spans(Protocol):
+    """Narrows what may be noised in each of C canvases, as infilling does."""
+
+    def __call__(self, piece: np.ndarray, editable: np.ndarray) -> np.ndarray:
+        """The piece of each canvas [C] and its editable positions [C, 2], from and to -> narrower ones [C, 2]."""
+        ...
+
+
+@runtime_checkable
+class RowLayout(Layout, Protocol):
+    """A `Layout` that lays out many rows at once, as sources that fill whole rows need it: `models.row_layout`."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a canvas."""
+        ...
+
+    def first_canvas(self, prompts: np.ndarray) -> np.ndarray:
+        """Where the first canvas of each document starts: the prompts [P] -> positions [P]."""
+        ...
+
+    def sizes(self, lengths: np.ndarray, prompts: np.ndarray) -> PieceSizes:
+        """The positions that pieces of so many tokens take, with whole canvases [P]."""
+        ...
+
+    def fitting(self, room: int, prompt: int) -> int:
+        """The most tokens of a piece that fits into so many positions with whole canvases, 0 for none."""
+        ...
+
+    def rows(
+        self,
+        tokens: np.ndarray,
+        pieces: RowPieces,
+        shape: tuple[int, int],
+        *,
+        fill: int,
+        pad: int,
+        spans: Spans | None = None,
+    ) -> Batch:
+        """Lays out B rows of T positions; see `models.row_layout`."""
+        ...
+
+
 class SoftMasking(NamedTuple):
     """Numbers of soft masking; see `mercury_jax.soft_masking`, which checks them."""
 
