@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mercury_jax.cli import arguments, show
-from mercury_jax.cli.arguments import Flag, Float, Int, OptionalFloat, OptionalInt, Positional, Repeated, option
+from mercury_jax.cli.arguments import (
+    Flag,
+    Float,
+    Int,
+    OptionalFloat,
+    OptionalInt,
+    Positional,
+    Repeated,
+    option,
+)
 from mercury_jax.config import at_least, refuse
 
 if TYPE_CHECKING:
@@ -126,7 +135,9 @@ def _reader(args: DataPack) -> DocumentReader:
     }  # fmt: skip
     given = [name for name, there in kinds.items() if there]
     if len(given) != 1:
-        allowed = "one of SOURCE, --hf, --chats and --generated; pack each into a folder of its own, and mix them"
+        allowed = (
+            "one of SOURCE, --hf, --chats and --generated; pack each into a folder of its own, and mix them"
+        )
         raise refuse("SOURCE", " ".join(given), allowed)
     belongs = {
         "part": ("--hf",), "field": ("SOURCE", "--hf"), "count": ("--generated",), "thinking": ("--generated",),
@@ -215,13 +226,20 @@ def run_info(argv: Sequence[str]) -> int:
 
 
 def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
-    files = {name: h for side in ("train", "test") for s in manifest[side]["shards"] for name, h in s["files"].items()}
+    files = {
+        name: h
+        for side in ("train", "test")
+        for s in manifest[side]["shards"]
+        for name, h in s["files"].items()
+    }
     with show.progress("count", "verifying", total=len(files)) as update:
         for name, expected in files.items():
             with (folder / name).open("rb") as file:
                 found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
             if found != expected:
-                raise refuse(f"hash of {folder / name}", found, f"{expected}, as in manifest.json: it is damaged")
+                raise refuse(
+                    f"hash of {folder / name}", found, f"{expected}, as in manifest.json: it is damaged"
+                )
             update(advance=1)
 
 
@@ -238,17 +256,23 @@ def _summary(folder: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lines(record: Mapping[str, Any]) -> list[str]:
     """A summary for people."""
-    lines = [f"{'folder':10} {record['folder']}: {record['kind']}, {record['dtype']}, {record['shards']} shards"]
+    lines = [
+        f"{'folder':10} {record['folder']}: {record['kind']}, {record['dtype']}, {record['shards']} shards"
+    ]
     for side in ("train", "test"):
         counts = record[side]
         lines.append(f"{side:10} {counts['tokens']:,} tokens of {counts['documents']:,} documents")
     packed = record["tokenizer"]
     lines.append(f"{'tokenizer':10} {packed['vocab_size']:,} ids, SHA-256 {packed['fingerprint'][:16]}...")
-    lines.append(f"{'source':10} {', '.join(f'{k}={v}' for k, v in record['source'].items() if k != 'files_digest')}")
+    lines.append(
+        f"{'source':10} {', '.join(f'{k}={v}' for k, v in record['source'].items() if k != 'files_digest')}"
+    )
     if "seconds" in record:
         tokens = sum(record[side]["tokens"] for side in ("train", "test"))
         speed = tokens / max(record["seconds"], 1e-9)
-        lines.append(f"{'packed':10} in {record['seconds']:.1f} s, {speed:,.0f} tokens/s, workers: {record['workers']}")
+        lines.append(
+            f"{'packed':10} in {record['seconds']:.1f} s, {speed:,.0f} tokens/s, workers: {record['workers']}"
+        )
     if record.get("verified"):
         lines.append(f"{'verified':10} all files have the hashes of the manifest")
     return lines

@@ -1,7 +1,7 @@
 """`Model.layout`: how documents stand in training rows, one at a time or many rows at once.
 
-Calling a `DocumentLayout` lays out one document (`masks.layout`). Its other methods are the same arithmetic for arrays of
-pieces of running text, which `train.data` fills whole rows with: a row of pieces costs a few numpy calls, not a call
+Calling a `DocumentLayout` lays out one document (`masks.layout`). Its other methods are the same arithmetic for arrays
+of pieces of running text, which `train.data` fills whole rows with: a row of pieces costs a few numpy calls, not a call
 for each piece. Here every piece has whole canvases; the last one of a text that ends is completed with `fill`.
 """
 
@@ -154,8 +154,12 @@ class DocumentLayout:
         flat = pieces.row[segments.piece] * length + segments.slot
         positions = slots + every((segments.position - flat).astype(np.int32))
         starts = every(pieces.start[segments.piece].astype(np.int32))
-        found = tokens.take(positions + starts, mode="clip")  # what completes a canvas may lie behind the last one
-        editable = (positions >= every(segments.editable[:, 0])) & (positions < every(segments.editable[:, 1]))
+        found = tokens.take(
+            positions + starts, mode="clip"
+        )  # what completes a canvas may lie behind the last one
+        editable = (positions >= every(segments.editable[:, 0])) & (
+            positions < every(segments.editable[:, 1])
+        )
         ranges, canvas = every(segments.ranges), every(segments.canvas)
         if segments.causal is not None:
             own = slots % length + 1

@@ -7,12 +7,13 @@
     FOLDER/train-00000.prompts     tokens of each document that are never noised: little-endian int32 [D]; chats only
     FOLDER/test-00000. ...         the same for documents that training never sees
 
-Files are mapped into memory at the first use, so a corpus of any size opens at once. Running text is read in windows of
-consecutive tokens. An epoch shifts the windows of every file by a number of tokens of its own and shuffles them
-(`shuffle.permuted`). The documents in a window become pieces for `filling.RowFiller`. A document that crosses a window's
-edge is cut between canvases: the canvas belongs to the window that its first token is in, so in every epoch each token is
-in exactly one piece. Chats are never cut: document by document, shuffled too, they are packed like those of other
-sources.
+Files are mapped into memory at the first use, so a corpus of any size opens at once. Running text is read in windows
+of consecutive tokens. An epoch shifts the windows of every file by a number of tokens of its own and shuffles them
+(`shuffle.permuted`). The documents in a window become pieces for `filling.RowFiller`. A document that crosses the edge
+of a window is cut between canvases, and the canvas on the edge belongs to the window of its first token: in every epoch
+each token is in exactly one piece. The one exception is a part of a long text (`documents.LONGEST_TEXT`) that does not
+end it: what is left of it behind its last whole canvas, at most block - 1 tokens, is not used, as sampling has no short
+canvases. Chats are never cut: document by document, shuffled too, they are packed like those of other sources.
 """
 
 from __future__ import annotations
@@ -182,17 +183,21 @@ class Shards:
         corpus = open_corpus(self.where, settings.split)
         packed, given = corpus.manifest["tokenizer"], settings.tokenizer
         if packed["fingerprint"] != getattr(given, "fingerprint", ""):
-            allowed = f"{packed['fingerprint']}, with which {self.where} was packed; pack the corpus again with this one"
+            allowed = f"{packed['fingerprint']}, with which {self.where} was packed; or pack the corpus again"
             raise refuse("tokenizer", getattr(given, "fingerprint", ""), allowed)
         if not corpus.shards:
             return None
-        return self._documents(corpus, settings) if corpus.manifest["prompts"] else self._rows(corpus, settings)
+        return (
+            self._documents(corpus, settings) if corpus.manifest["prompts"] else self._rows(corpus, settings)
+        )
 
     def _rows(self, corpus: Corpus, settings: StreamSettings) -> RowStream:
         """Running text, in windows."""
         layout, row = settings.layout, settings.row
         if not isinstance(layout, RowLayout):
-            raise refuse("layout", layout, "`Model.layout`, which lays out whole rows, for a source of shards")
+            raise refuse(
+                "layout", layout, "`Model.layout`, which lays out whole rows, for a source of shards"
+            )
         block = layout.block
         least = int(layout.sizes(np.array([2 * block - 1]), np.array([block - 1])).slots[0])
         if least > row:
@@ -212,7 +217,9 @@ class Shards:
         """Chats, whole."""
         for name in ("chunk", "infill"):
             if getattr(self, name) is not None:
-                raise refuse(name, getattr(self, name), f"None: {self.where} holds chats, which are never cut")
+                raise refuse(
+                    name, getattr(self, name), f"None: {self.where} holds chats, which are never cut"
+                )
         _check_longest(corpus, settings)
         bases = [0, *accumulate(shard.documents for shard in corpus.shards)]
         mapped = functools.lru_cache(OPEN_SHARDS)(corpus.map)
@@ -251,7 +258,9 @@ class Shards:
         """
         proto = self.tokenizer()
         if proto[:2] == b"PK":
-            raise refuse("shards", self.where, "a corpus packed with a SentencePiece tokenizer, to read its texts")
+            raise refuse(
+                "shards", self.where, "a corpus packed with a SentencePiece tokenizer, to read its texts"
+            )
         return (text for _, text in sample_documents(self.where, Tokenizer(proto), "train", key_of(*seed)))
 
 
@@ -359,7 +368,9 @@ class TextWindows:
         final[-1] |= reaches
         length = stop - start
         if not final.all():  # part of a long text, which does not end here: whole canvases only
-            length = np.where(final, length, offset + (length - offset) // self._layout.block * self._layout.block)
+            length = np.where(
+                final, length, offset + (length - offset) // self._layout.block * self._layout.block
+            )
         kept = np.flatnonzero(length > prompt)
         start, length, prompt = start[kept], length[kept], prompt[kept]
         base = int(start[0]) if len(start) else 0

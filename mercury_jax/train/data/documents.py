@@ -28,7 +28,14 @@ from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks.task import parse_json_line
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data.packing import DataSplit, Example
-from mercury_jax.train.data.sources import Generated, encode_turns, find_paths, read_string, read_turns, side_of
+from mercury_jax.train.data.sources import (
+    Generated,
+    encode_turns,
+    find_paths,
+    read_string,
+    read_turns,
+    side_of,
+)
 
 LONGEST_TEXT = 2**20  # characters: what is longer is cut behind a line, each part a document of its own
 LONGEST_LINE = 2**26  # bytes of a line of JSONL
@@ -131,7 +138,9 @@ class Files:
         with _open(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
                 if len(line) > LONGEST_LINE:
-                    raise refuse(f"{path}:{number}", f"{len(line):,} bytes or more", f"lines up to {LONGEST_LINE:,}")
+                    raise refuse(
+                        f"{path}:{number}", f"{len(line):,} bytes or more", f"lines up to {LONGEST_LINE:,}"
+                    )
                 if line.strip():
                     yield Record("chat" if self.chats else "json", f"{path}:{number}", line)
 
@@ -139,7 +148,9 @@ class Files:
         parquet = _package("pyarrow.parquet", path)
         with parquet.ParquetFile(path) as file:
             if self.field not in file.schema_arrow.names:
-                raise refuse("field", self.field, ", ".join(file.schema_arrow.names) + f", the columns of {path}")
+                raise refuse(
+                    "field", self.field, ", ".join(file.schema_arrow.names) + f", the columns of {path}"
+                )
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=[self.field]):
                 for value in batch.column(0):
@@ -259,7 +270,10 @@ def encode_record(
     for text in texts:
         assert isinstance(text.value, str)
         ids = tokenizer.encode(text.value)
-        yield side_of(text.value, held_out), Example(np.array([*ids, *[tokenizer.eos] * text.ends]), 0, text.ends)
+        yield (
+            side_of(text.value, held_out),
+            Example(np.array([*ids, *[tokenizer.eos] * text.ends]), 0, text.ends),
+        )
 
 
 def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Record]:
@@ -304,8 +318,8 @@ def _open(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")  # pyright: ignore[reportReturnType]
     if path.endswith(".zst"):
-        stream = _package("zstandard", path).ZstdDecompressor().stream_reader(open(path, "rb"), closefd=True)
-        return io.BufferedReader(stream, 2**20)
+        file = open(path, "rb")  # noqa: SIM115  closed by the reader
+        return io.BufferedReader(_package("zstandard", path).ZstdDecompressor().stream_reader(file), 2**20)
     return open(path, "rb")
 
 

@@ -34,7 +34,13 @@ class Window:
     """
 
     def __init__(
-        self, tokens: np.ndarray, start: np.ndarray, stop: np.ndarray, prompt: np.ndarray, key: int, first: int
+        self,
+        tokens: np.ndarray,
+        start: np.ndarray,
+        stop: np.ndarray,
+        prompt: np.ndarray,
+        key: int,
+        first: int,
     ) -> None:
         """Holds the fields."""
         self.tokens, self.start, self.stop, self.prompt = tokens, start, stop, prompt

@@ -151,7 +151,8 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         if len(parts) == 1:
             return parts[0][1]
         numbers = np.argsort([b for places, _ in parts for b in places])
-        return Batch(*(np.concatenate(arrays)[numbers] for arrays in zip(*(part for _, part in parts))))
+        arrays = (np.concatenate(arrays)[numbers] for arrays in zip(*(part for _, part in parts)))
+        return Batch(*arrays)  # pyright: ignore[reportArgumentType]
 
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Where each of this process's rows is."""

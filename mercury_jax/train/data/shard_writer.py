@@ -156,7 +156,9 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any]:
     """Writes the manifest of complete shards, and removes what only an unfinished pack needs."""
     manifest: dict[str, Any] = {"format": corpus.FORMAT, **plan}
-    manifest["split"] = "test where the first 48 bits of BLAKE2b of the document's text, as a share, are below held_out"
+    manifest["split"] = (
+        "test where the first 48 bits of BLAKE2b of the document's text, as a share, are below held_out"
+    )
     if "generated" in plan["source"]:
         manifest["split"] = "the sides of the task"
     for side in SIDES:
@@ -263,7 +265,12 @@ class _ShardWriter:
         for side, files in self.files.items():
             digests = {file.path.name: file.close() for file in files.values()}
             name = f"{side}-{self.number:05}"
-            record[side] = {"name": name, **self.counts[side], "files": digests, "longest": self.longest[side]}
+            record[side] = {
+                "name": name,
+                **self.counts[side],
+                "files": digests,
+                "longest": self.longest[side],
+            }
         _write(self.folder / _progress(self.number), json.dumps(record).encode())
         self.number += 1
         self._start()
@@ -290,9 +297,11 @@ def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]
         yield group
 
 
-def _encode(group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer) -> dict[DataSplit, Encoded]:
+def _encode(
+    group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer
+) -> dict[DataSplit, Encoded]:
     """Tokenises a group."""
-    found = {side: list[tuple[np.ndarray, int]]() for side in SIDES}
+    found: dict[DataSplit, list[tuple[np.ndarray, int]]] = {side: [] for side in SIDES}
     for record in group:
         for side, example in encode_record(record, settings.reader, tokenizer, settings.held_out):
             if example.ids.max() > np.iinfo(settings.dtype).max:
@@ -340,7 +349,9 @@ def _encoder(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[EncodeSettings, AnyTokenizer] | None = None  # of a worker process, which has one task in its life
+_worker: tuple[EncodeSettings, AnyTokenizer] | None = (
+    None  # of a worker process, which has one task in its life
+)
 
 
 def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[bytes], AnyTokenizer]) -> None:

@@ -450,7 +450,7 @@ def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
     """The side of each text."""
     if not texts:
         raise refuse("glob", where, "files with at least one document; these are empty")
-    sides = [side_of(text, held_out) for text in texts]
+    sides: list[DataSplit] = [side_of(text, held_out) for text in texts]
     if "train" not in sides:
         raise refuse("held_out", held_out, f"a share that leaves some of {where!r} to train on")
     return sides
