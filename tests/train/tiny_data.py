@@ -7,6 +7,7 @@ import numpy as np
 
 from mercury_jax.config import ModelConfig, Pattern
 from mercury_jax.models import masks
+from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from mercury_jax.train import data
 from mercury_jax.train.data import packing
@@ -36,6 +37,23 @@ class Runs(Bytes):
     def encode(self, text: str) -> list[int]:
         name, n = map(int, text.split())
         return [FIRST + name] * n
+
+
+class Numbers(Bytes):
+    """A text is its ids: "21 22". What shards need of a tokenizer is there too."""
+
+    vocab_size, fingerprint, proto, end_turn = 50_000, "numbers", b"numbers", SPECIAL.end_turn
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, skip_special=True) -> str:
+        return " ".join(str(i) for i in ids if i >= FIRST)
+
+
+def row_layout(pattern: Pattern = "causal_encoder"):
+    """As a model lays out rows; `layout` lays out documents alone."""
+    return DocumentLayout(ModelConfig(vocab=Numbers.vocab_size, block=BLOCK, pattern=pattern))
 
 
 def layout(pattern: Pattern = "causal_encoder"):
