@@ -171,10 +171,20 @@ def test_the_seed_decides_and_epochs_differ(texts):
     total = sum(LENGTHS)
     first, same, other = (first_epoch(texts, total, seed=seed)[1] for seed in (3, 3, 4))
     assert first == same and first != other
-    run, seen = rows_of(texts, rows=1), []
+    run, seen = rows_of(texts, rows=1, chunk=32), []
     while len(seen) < 2 * total + 200:
         seen += new_ids(next(run))
-    assert seen[:total] != seen[total : 2 * total]
+    places = [np.argsort(seen[:total]), np.argsort(seen[total : 2 * total])]
+    assert abs(np.corrcoef(*places)[0, 1]) < 0.3  # another order, not only other cuts
+
+
+def test_rows_take_different_windows(texts):
+    size = data.shards(texts, chunk=32).open(settings(100, Numbers(), row_layout())).size
+    run, seen = rows_of(texts, rows=4, chunk=32), []
+    while max(row["next"][0] for row in run.get_state()["rows"].values()) < size // 4 - 10:
+        batch = next(run)
+        seen += [int(i) for tokens in batch.tokens for i in np.unique(tokens[tokens >= FIRST])]
+    assert len(seen) == len(set(seen)) > sum(LENGTHS) / 2
 
 
 def test_any_number_of_processes_makes_the_rows_of_one(texts):
@@ -518,8 +528,8 @@ def test_chats_are_neither_cut_nor_infilled_nor_too_long_for_a_row(chats):
         data.shards(chats).open(settings(longest - 1))
 
 
-def settings(row):
-    return packing.StreamSettings(tokenizer(), layout(), row, (0, 0), "train")
+def settings(row, tok=None, laid_out_by=None):
+    return packing.StreamSettings(tok or tokenizer(), laid_out_by or layout(), row, (0, 0), "train")
 
 
 def test_a_layout_of_single_documents_is_refused(texts):

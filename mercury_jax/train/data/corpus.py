@@ -359,13 +359,11 @@ class TextWindows:
         prompt = (hashes % np.minimum(self._layout.block, length).astype(np.uint64)).astype(np.int64)
         offset = self._layout.first_canvas(prompt)
         cuts = [self._cut(int(start[k] + offset[k]), x) for k, x in ((0, begin), (-1, end))]
-        reaches = stop[-1] > max(end, cuts[1])
-        if reaches:
-            stop[-1] = cuts[1]
+        if stop[-1] > end:
+            stop[-1] = min(cuts[1], int(stop[-1]))
         if start[0] < begin:
             start[0], prompt[0], offset[0] = min(cuts[0], int(stop[0])), 0, 0
         final = shard.tokens[stop - 1] == self._eos
-        final[-1] |= reaches
         length = stop - start
         if not final.all():  # part of a long text, which does not end here: whole canvases only
             length = np.where(
