@@ -36,6 +36,7 @@ from mercury_jax.train.data.packing import DataSplit
 BATCH = 2**20  # bytes of text that a worker tokenises at once
 SHARD_TOKENS = 2**27  # of both sides; 256 MB of uint16
 PLAN = "plan.json"  # what an unfinished pack was asked for
+PART = ".part"  # end of the name of a file that is being written
 SIDES: tuple[DataSplit, ...] = ("train", "test")
 
 Pairs = list[list[int]]  # (prompt, answer) in tokens
@@ -131,7 +132,7 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Prepares the folder; returns the records of the complete shards of an interrupted pack."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
-        if any(folder.iterdir()):
+        if any(path.suffix != PART for path in folder.iterdir()):
             allowed = "a new or empty folder, or one with an unfinished pack of the same corpus"
             raise refuse("out", str(folder), allowed)
         _write(folder / PLAN, json.dumps(plan, indent=1).encode())
@@ -144,12 +145,6 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     done: list[dict[str, Any]] = []
     while (path := folder / _progress(len(done))).exists():
         done.append(json.loads(path.read_text(encoding="utf-8")))
-    # What belongs to no complete shard was being written.
-    known = {PLAN, corpus.TOKENIZER, *map(_progress, range(len(done)))}
-    known |= {name for record in done for side in SIDES for name in (record[side] or {"files": {}})["files"]}
-    for path in folder.iterdir():
-        if path.name not in known:
-            path.unlink()
     return done
 
 
@@ -176,7 +171,7 @@ def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> d
     content = [manifest[k] for k in ("tokenizer", "dtype", "prompts", *SIDES)]
     manifest["digest"] = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     _write(folder / corpus.MANIFEST, json.dumps(manifest, indent=1).encode())
-    for name in (*map(_progress, range(len(done))), PLAN):
+    for name in (PLAN, *map(_progress, range(len(done)))):
         (folder / name).unlink()
     return manifest
 
@@ -187,7 +182,7 @@ def _progress(number: int) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     """Writes a file that is either whole or not there."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}{PART}")
     with part.open("wb") as file:
         file.write(content)
         file.flush()
@@ -208,7 +203,7 @@ class _ShardFile:
     """A file under a temporary name, with the hash of what was written."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.part = path, path.with_name(f"{path.name}.part")
+        self.path, self.part = path, path.with_name(f"{path.name}{PART}")
         self.file: IO[bytes] = self.part.open("wb")
         self.hash = hashlib.blake2b(digest_size=16)
 
