@@ -349,11 +349,27 @@ class RowLayout(Layout, Protocol):
         ...
 
     def sizes(self, lengths: np.ndarray, prompts: np.ndarray) -> PieceSizes:
-        """The positions that pieces of so many tokens take, with whole canvases [P]."""
+        """Counts the positions of pieces whose last canvas is completed.
+
+        Args:
+            lengths: Tokens of each piece [P].
+            prompts: Tokens at its start that are never noised [P].
+
+        Returns:
+            The sizes.
+        """
         ...
 
     def fitting(self, room: int, prompt: int) -> int:
-        """The most tokens of a piece that fits into so many positions with whole canvases, 0 for none."""
+        """Counts the tokens of the longest piece that fits into so many positions with whole canvases.
+
+        Args:
+            room: Positions.
+            prompt: Tokens at the piece's start that are never noised.
+
+        Returns:
+            Tokens; 0 where not one canvas fits.
+        """
         ...
 
     def rows(
@@ -366,7 +382,19 @@ class RowLayout(Layout, Protocol):
         pad: int,
         spans: Spans | None = None,
     ) -> Batch:
-        """Lays out B rows of T positions; see `models.row_layout`."""
+        """Lays out rows of pieces.
+
+        Args:
+            tokens: The pieces' tokens, int32 [N].
+            pieces: The pieces, which fit their rows; each row has one at least.
+            shape: Rows B and positions T.
+            fill: Id that completes a last canvas.
+            pad: Id that fills the rest of a row.
+            spans: Narrows what is editable in each canvas; None keeps all of it.
+
+        Returns:
+            numpy arrays [B, T], equal to those of the pieces laid out one by one and packed.
+        """
         ...
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train.data import packing
-from mercury_jax.train.data.filling import RowStream, Window
+from mercury_jax.train.data.filling import RowStream, TextWindow
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.train.data.shuffle import key_of, mix, permuted
 from mercury_jax.train.data.sources import Stream
@@ -82,7 +82,11 @@ class Corpus(NamedTuple):
     shards: tuple[ShardFiles, ...]
 
     def map(self, number: int) -> Shard:
-        """Maps the files of one shard; ValueError where index and tokens do not belong together."""
+        """Maps the files of one shard, by its number.
+
+        Raises:
+            ValueError: Index and tokens do not belong together.
+        """
         files, has_prompts = self.shards[number], self.manifest["prompts"]
         path = self.folder / files.name
         read = lambda end, dtype: np.asarray(np.memmap(f"{path}{end}", dtype, mode="r"))
@@ -337,7 +341,7 @@ class TextWindows:
         self._map = functools.lru_cache(OPEN_SHARDS)(corpus.map)
         self.count = self._bases[-1]
 
-    def at(self, index: int) -> Window:
+    def at(self, index: int) -> TextWindow:
         """Finds the pieces of a window: a pure function of the key and the index."""
         epoch, i = divmod(index, self.count)
         key = mix(self._key + epoch)
@@ -348,7 +352,7 @@ class TextWindows:
         begin, end = max(0, end - self._size), min(end, len(shard.tokens))
         if begin >= end:
             none = np.zeros(0, np.int64)
-            return Window(shard.tokens[:0], none, none, none, key, 0)
+            return TextWindow(shard.tokens[:0], none, none, none, key, 0)
         # The documents with a token in [begin, end), whose first and last may reach beyond.
         first = int(shard.index.searchsorted(begin, "right")) - 1
         bounds = np.array(shard.index[first : int(shard.index.searchsorted(end, "left")) + 1])
@@ -374,7 +378,7 @@ class TextWindows:
         base = int(start[0]) if len(start) else 0
         stop = start + length
         tokens = shard.tokens[base : int(stop[-1]) if len(stop) else 0]
-        return Window(tokens, start - base, stop - base, prompt, key, self._first[number] + base)
+        return TextWindow(tokens, start - base, stop - base, prompt, key, self._first[number] + base)
 
     def _cut(self, canvas: int, place: int) -> int:
         """The first place from `place` on between two canvases, of which the first starts at `canvas`."""

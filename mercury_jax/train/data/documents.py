@@ -102,7 +102,11 @@ class Files:
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files, sorted within each glob."""
+        """The files, sorted within each glob.
+
+        Raises:
+            ValueError: There is none, or one that cannot hold conversations.
+        """
         found = list(dict.fromkeys(path for pattern in self.globs for path in find_paths(pattern)))
         for path in found:
             if self.chats and _format(path) != "json":
@@ -125,7 +129,11 @@ class Files:
         return sum(os.path.getsize(path) for path in self.paths)
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Implements `DocumentReader`."""
+        """Implements `DocumentReader`.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
         read = {"text": _read_text, "json": self._read_lines, "parquet": self._read_table}
         for path in self.paths:
             try:
@@ -184,7 +192,11 @@ class HubStream:
         return None
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Implements `DocumentReader`."""
+        """Implements `DocumentReader`.
+
+        Raises:
+            ValueError: The package is missing, or the dataset has no such column.
+        """
         datasets = _package("datasets", f"--hf {self.name}")
         name, _, config = self.name.partition(":")
         rows = datasets.load_dataset(name, config or None, split=self.part, streaming=True)

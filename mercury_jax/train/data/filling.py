@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from mercury_jax.train.data.shuffle import mix, uniform
 from mercury_jax.types import Batch, RowLayout, RowPieces, Spans
 
 
-class Window:
+@dataclass(eq=False)
+class TextWindow:
     """Consecutive tokens of a corpus and the pieces of text in them.
 
     Attributes:
@@ -33,18 +35,12 @@ class Window:
         first: Number of the first token in the corpus.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        start: np.ndarray,
-        stop: np.ndarray,
-        prompt: np.ndarray,
-        key: int,
-        first: int,
-    ) -> None:
-        """Holds the fields."""
-        self.tokens, self.start, self.stop, self.prompt = tokens, start, stop, prompt
-        self.key, self.first = key, first
+    tokens: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    prompt: np.ndarray
+    key: int
+    first: int
 
     @cached_property
     def stops(self) -> list[int]:
@@ -64,7 +60,7 @@ class RowStream(NamedTuple):
         identity: Tells corpora apart: a state of one does not continue another.
     """
 
-    window: Callable[[int], Window]
+    window: Callable[[int], TextWindow]
     size: int
     layout: RowLayout
     eos: int
@@ -83,7 +79,7 @@ class RowPart(NamedTuple):
         stop: One after the last token.
     """
 
-    window: Window
+    window: TextWindow
     begin: int
     end: int
     start: int
@@ -113,10 +109,14 @@ class RowFiller:
         self.set_state(0, 0)
 
     def set_state(self, taken: int, offset: int) -> None:
-        """Continues where `taken` and `offset` were read."""
-        self.taken = taken  # windows of which nothing is left
-        self.offset = offset  # tokens of the next window that were taken
-        self._window: Window | None = None
+        """Continues where the two numbers were read.
+
+        Args:
+            taken: Windows of which nothing is left.
+            offset: Tokens of the next window that were taken.
+        """
+        self.taken, self.offset = taken, offset
+        self._window: TextWindow | None = None
 
     def next_row(self) -> FilledRow:
         """Takes pieces until the row is full."""
@@ -153,7 +153,7 @@ class RowFiller:
                 break
         return FilledRow(parts, self._row - room)
 
-    def _open_window(self) -> Window:
+    def _open_window(self) -> TextWindow:
         # Window b, b + B, b + 2B, ... of the epochs one after the other: no other row has them.
         self._window = window = self._stream.window(self._number + self._rows * self.taken)
         slots = self._stream.layout.sizes(window.stop - window.start, window.prompt).slots

@@ -441,7 +441,15 @@ generated = Generated
 
 
 def side_of(text: str, held_out: float) -> DataSplit:
-    """The side of a document, by a hash of its text, so that equal documents stay together."""
+    """Chooses the side of a document by a hash of its text, so that equal documents stay together.
+
+    Args:
+        text: The whole text; of a conversation its turns as JSON.
+        held_out: Share of the test side.
+
+    Returns:
+        "train" or "test".
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return "test" if int.from_bytes(digest) / 2**48 < held_out else "train"
 
