@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mercury_jax.noise import Corruption
     from mercury_jax.tokenizer import AnyTokenizer
 
+Count = TypeVar("Count", int, np.ndarray)  # of one piece, or of each
 Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a nested dict of arrays
@@ -311,8 +312,8 @@ class RowPieces(NamedTuple):
     prompt: np.ndarray
 
 
-class PieceSizes(NamedTuple):
-    """How many positions the parts of each piece take, its last canvas completed; all [P].
+class PieceSizes(NamedTuple, Generic[Count]):
+    """How many positions the parts of each piece take, its last canvas completed; all [P], or of one piece.
 
     Attributes:
         first: Position in the document at which the first canvas starts.
@@ -321,10 +322,10 @@ class PieceSizes(NamedTuple):
         slots: All positions.
     """
 
-    first: np.ndarray
-    canvases: np.ndarray
-    clean: np.ndarray
-    slots: np.ndarray
+    first: Count
+    canvases: Count
+    clean: Count
+    slots: Count
 
 
 class Spans(Protocol):
@@ -344,15 +345,15 @@ class RowLayout(Layout, Protocol):
         """Tokens of a canvas."""
         ...
 
-    def first_canvas(self, prompts: np.ndarray) -> np.ndarray:
-        """Where the first canvas of each document starts: the prompts [P] -> positions [P]."""
+    def first_canvas(self, prompts: Count) -> Count:
+        """Where the first canvas of each document starts: the prompts [P] -> positions [P]; or of one document."""
         ...
 
-    def sizes(self, lengths: np.ndarray, prompts: np.ndarray) -> PieceSizes:
+    def sizes(self, lengths: Count, prompts: Count) -> PieceSizes[Count]:
         """Counts the positions of pieces whose last canvas is completed.
 
         Args:
-            lengths: Tokens of each piece [P].
+            lengths: Tokens of each piece [P]; or of one.
             prompts: Tokens at its start that are never noised [P].
 
         Returns:

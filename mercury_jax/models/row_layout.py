@@ -14,7 +14,7 @@ import numpy as np
 
 from mercury_jax.config import ModelConfig
 from mercury_jax.models import masks
-from mercury_jax.types import Batch, LaidOutDocument, PieceSizes, RowPieces, Spans
+from mercury_jax.types import Batch, Count, LaidOutDocument, PieceSizes, RowPieces, Spans
 
 
 class Segments(NamedTuple):
@@ -65,19 +65,19 @@ class DocumentLayout:
         """Tokens of a canvas; those of a bidirectional model's one canvas are a multiple of it."""
         return self.config.block
 
-    def first_canvas(self, prompts: np.ndarray) -> np.ndarray:
-        """Finds where the first canvas of each document starts: the prompts [P] -> positions [P]."""
+    def first_canvas(self, prompts: Count) -> Count:
+        """Finds where the first canvas of each document starts: the prompts [P] -> positions [P]; or of one."""
         if self.config.pattern == "causal_encoder":
             return prompts
         if self.config.pattern == "block_causal":
             return prompts // self.block * self.block
-        return np.zeros_like(prompts)
+        return prompts * 0
 
-    def sizes(self, lengths: np.ndarray, prompts: np.ndarray) -> PieceSizes:
+    def sizes(self, lengths: Count, prompts: Count) -> PieceSizes[Count]:
         """Counts the positions of pieces whose last canvas is completed.
 
         Args:
-            lengths: Tokens of each piece [P].
+            lengths: Tokens of each piece [P]; or of one, whose sizes Python counts faster than numpy.
             prompts: Tokens at its start that are never noised [P].
 
         Returns:
@@ -86,7 +86,7 @@ class DocumentLayout:
         first = self.first_canvas(prompts)
         canvases = -((first - lengths) // self.block)
         if self.config.pattern == "bidirectional":
-            clean = np.zeros_like(lengths)
+            clean = lengths * 0
         else:
             clean = lengths if self.config.predicts_next else first + (canvases - 1) * self.block
         return PieceSizes(first, canvases, clean, clean + canvases * self.block)
@@ -101,7 +101,7 @@ class DocumentLayout:
         Returns:
             Tokens; 0 where not one canvas fits.
         """
-        first = int(self.first_canvas(np.array([prompt]))[0])
+        first = self.first_canvas(prompt)
         if self.config.pattern == "bidirectional":
             canvases = room // self.block
         elif self.config.predicts_next:  # first + canvases * block clean positions, and the canvases
@@ -178,7 +178,7 @@ class DocumentLayout:
         return Batch(found, positions, ranges, editable, canvas)  # pyright: ignore[reportArgumentType]
 
     def _segments(
-        self, pieces: RowPieces, sizes: PieceSizes, begin: np.ndarray, firsts: np.ndarray
+        self, pieces: RowPieces, sizes: PieceSizes[np.ndarray], begin: np.ndarray, firsts: np.ndarray
     ) -> Segments:
         """Cuts pieces, which begin at the slots `begin` [P] of their rows, into segments."""
         block, number = self.block, np.arange(len(begin))

@@ -203,7 +203,7 @@ class Shards:
                 "layout", layout, "`Model.layout`, which lays out whole rows, for a source of shards"
             )
         block = layout.block
-        least = int(layout.sizes(np.array([2 * block - 1]), np.array([block - 1])).slots[0])
+        least = layout.sizes(2 * block - 1, block - 1).slots
         if least > row:
             raise refuse("row", row, f"{least} or more: one canvas and its prompt need as much")
         longest = layout.fitting(row, 0)

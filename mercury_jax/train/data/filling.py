@@ -132,7 +132,7 @@ class RowFiller:
             prompt = int(window.prompt[begin])
             if self.offset > start:
                 start, prompt = self.offset, 0
-                slots = _slots(layout, window.stops[begin] - start, 0)
+                slots = layout.sizes(window.stops[begin] - start, 0).slots
             first, before = start, self._ends[begin] - slots
             stop, end = start, bisect_right(self._ends, before + room, lo=begin)
             if end > begin:
@@ -145,7 +145,7 @@ class RowFiller:
                 taken = layout.fitting(room, prompt)
                 if taken:
                     end, stop = end + 1, start + taken
-                    room -= _slots(layout, taken, prompt)
+                    room -= layout.sizes(taken, prompt).slots
             if end > begin:
                 parts.append(RowPart(window, begin, end, first, stop))
                 self.offset = stop
@@ -160,11 +160,6 @@ class RowFiller:
         self._slots: list[int] = slots.tolist()
         self._ends: list[int] = np.cumsum(slots).tolist()
         return window
-
-
-def _slots(layout: RowLayout, length: int, prompt: int) -> int:
-    """The positions of one piece."""
-    return int(layout.sizes(np.array([length]), np.array([prompt])).slots[0])
 
 
 def lay_out_rows(stream: RowStream, filled: Sequence[FilledRow], row: int, pad: int) -> Batch:
