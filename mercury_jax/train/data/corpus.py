@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -42,6 +43,7 @@ FORMAT, VERSION = "mercury_jax shards", 1
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.bin"
 TOKENS, INDEX, PROMPTS = ".tokens", ".index", ".prompts"  # ends of file names
 OPEN_SHARDS = 128  # mapped at a time: each holds up to three file descriptors
+LOCATED = 16_384  # windows that were read ahead and not used yet
 WINDOW = 1024  # least tokens of a window: fewer would read a page of the disk for each
 INFILL = 0.3
 
@@ -61,11 +63,12 @@ class ShardFiles(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The mapped files of one shard: ids [N], starts of documents [D + 1], prompts [D] or None."""
+    """The mapped files of one shard: ids [N], starts of documents [D + 1], prompts [D] or None; the map of the ids."""
 
     tokens: np.ndarray
     index: np.ndarray
     prompts: np.ndarray | None
+    pages: mmap.mmap
 
 
 class Corpus(NamedTuple):
@@ -87,15 +90,23 @@ class Corpus(NamedTuple):
         Raises:
             ValueError: Index and tokens do not belong together.
         """
-        files, has_prompts = self.shards[number], self.manifest["prompts"]
+        files = self.shards[number]
         path = self.folder / files.name
-        read = lambda end, dtype: np.asarray(np.memmap(f"{path}{end}", dtype, mode="r"))
-        index = read(INDEX, "<i8")
+
+        def open_map(end: str) -> mmap.mmap:
+            with open(f"{path}{end}", "rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+        index = np.frombuffer(open_map(INDEX), "<i8")
         if index[0] != 0 or index[-1] != files.tokens:
             allowed = f"0 and {files.tokens}, the tokens of manifest.json: the shard is damaged"
             raise refuse(f"{path}{INDEX}: first and last", [int(index[0]), int(index[-1])], allowed)
-        prompts = read(PROMPTS, "<i4") if has_prompts else None
-        return Shard(read(TOKENS, self.manifest["dtype"]), index, prompts)
+        prompts = np.frombuffer(open_map(PROMPTS), "<i4") if self.manifest["prompts"] else None
+        pages = open_map(TOKENS)
+        if hasattr(mmap, "MADV_RANDOM"):
+            # Else the kernel reads 128 KB around every page that is touched, of which a window needs a few.
+            pages.madvise(mmap.MADV_RANDOM)
+        return Shard(np.frombuffer(pages, self.manifest["dtype"]), index, prompts, pages)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
@@ -215,7 +226,8 @@ class Shards:
         # The test side is never infilled, so that its loss is a bound on whole canvases.
         share = (INFILL if self.infill is None else self.infill) if settings.split == "train" else 0.0
         identity = corpus.manifest["digest"]
-        return RowStream(windows.at, windows.count, layout, settings.tokenizer.eos, share, identity)
+        eos, ahead = settings.tokenizer.eos, windows.read_ahead
+        return RowStream(windows.at, ahead, windows.count, layout, eos, share, identity)
 
     def _documents(self, corpus: Corpus, settings: StreamSettings) -> Stream:
         """Chats, whole."""
@@ -234,7 +246,7 @@ class Shards:
             i = permuted(i, size, mix(key + epoch))
             number = bisect_right(bases, i) - 1
             shard, d = mapped(number), i - bases[number]
-            assert shard.prompts is not None
+            assert shard.prompts is not None  # `manifest["prompts"]` says so
             ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
             place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
             return packing.lay_out(settings, Example(ids, int(shard.prompts[d]), True), place)
@@ -302,8 +314,8 @@ def sample_documents(
     for i in range(bases[-1]):
         place = permuted(i, bases[-1], key)
         number = bisect_right(bases, place) - 1
-        tokens, index, _ = mapped(number)
-        ids = tokens[index[place - bases[number]] : index[place - bases[number] + 1]]
+        shard, d = mapped(number), place - bases[number]
+        ids = shard.tokens[shard.index[d] : shard.index[d + 1]]
         yield len(ids), tokenizer.decode(ids.tolist())
 
 
@@ -339,17 +351,30 @@ class TextWindows:
         self._bases = [0, *accumulate(counts)]
         self._first = [0, *accumulate(shard.tokens for shard in corpus.shards)]
         self._map = functools.lru_cache(OPEN_SHARDS)(corpus.map)
+        self._locate = functools.lru_cache(LOCATED)(self._find)
         self.count = self._bases[-1]
 
-    def at(self, index: int) -> TextWindow:
-        """Finds the pieces of a window: a pure function of the key and the index."""
+    def _find(self, index: int) -> tuple[int, int, int, int]:
+        """The key of the epoch, the number of the shard, and the tokens [begin, end) of it: none if begin >= end."""
         epoch, i = divmod(index, self.count)
         key = mix(self._key + epoch)
         i = permuted(i, self.count, key)
         number = bisect_right(self._bases, i) - 1
-        shard = self._map(number)
         end = (i - self._bases[number] + 1) * self._size - mix(key + number) % self._size
-        begin, end = max(0, end - self._size), min(end, len(shard.tokens))
+        return key, number, max(0, end - self._size), min(end, self._corpus.shards[number].tokens)
+
+    def read_ahead(self, index: int) -> None:
+        """Asks the kernel to read a window from the disk, and does not wait."""
+        _, number, begin, end = self._locate(index)
+        if begin < end and hasattr(mmap, "MADV_WILLNEED"):
+            shard = self._map(number)
+            first = begin * shard.tokens.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            shard.pages.madvise(mmap.MADV_WILLNEED, first, end * shard.tokens.itemsize - first)
+
+    def at(self, index: int) -> TextWindow:
+        """Finds the pieces of a window: a pure function of the key and the index."""
+        key, number, begin, end = self._locate(index)
+        shard = self._map(number)
         if begin >= end:
             none = np.zeros(0, np.int64)
             return TextWindow(shard.tokens[:0], none, none, none, key, 0)

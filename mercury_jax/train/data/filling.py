@@ -21,6 +21,8 @@ import numpy as np
 from mercury_jax.train.data.shuffle import mix, uniform
 from mercury_jax.types import Batch, RowLayout, RowPieces, Spans
 
+AHEAD = 8  # windows that a row asks the kernel to read before it needs them
+
 
 @dataclass(eq=False)
 class TextWindow:
@@ -53,6 +55,7 @@ class RowStream(NamedTuple):
 
     Attributes:
         window: window(index) finds the pieces of window index mod `size` of epoch index // `size`.
+        read_ahead: read_ahead(index) asks the kernel to read a window that will be needed.
         size: Windows of an epoch.
         layout: Lays out rows.
         eos: Id that completes the last canvas of a text.
@@ -61,6 +64,7 @@ class RowStream(NamedTuple):
     """
 
     window: Callable[[int], TextWindow]
+    read_ahead: Callable[[int], None]
     size: int
     layout: RowLayout
     eos: int
@@ -117,6 +121,7 @@ class RowFiller:
         """
         self.taken, self.offset = taken, offset
         self._window: TextWindow | None = None
+        self._read_ahead = taken  # windows that the kernel was asked for
 
     def next_row(self) -> FilledRow:
         """Takes pieces until the row is full."""
@@ -125,7 +130,7 @@ class RowFiller:
             window = self._window or self._open_window()
             begin, count = bisect_right(window.stops, self.offset), len(window.stops)
             if begin == count:
-                self.set_state(self.taken + 1, 0)
+                self.taken, self.offset, self._window = self.taken + 1, 0, None
                 continue
             # 1. Whole pieces, from `begin` on; of the first one the start may be gone, with its prompt.
             start, slots = int(window.start[begin]), self._slots[begin]
@@ -155,7 +160,11 @@ class RowFiller:
 
     def _open_window(self) -> TextWindow:
         # Window b, b + B, b + 2B, ... of the epochs one after the other: no other row has them.
-        self._window = window = self._stream.window(self._number + self._rows * self.taken)
+        index = lambda taken: self._number + self._rows * taken
+        for taken in range(self._read_ahead, self.taken + AHEAD):
+            self._stream.read_ahead(index(taken))
+        self._read_ahead = self.taken + AHEAD
+        self._window = window = self._stream.window(index(self.taken))
         slots = self._stream.layout.sizes(window.stop - window.start, window.prompt).slots
         self._slots: list[int] = slots.tolist()
         self._ends: list[int] = np.cumsum(slots).tolist()
