@@ -8,5 +8,6 @@ cache       KV cache reuse in a bidirectional model, against no cache
 quantise    weights and KV cache in few bits: what that costs in quality
 search      sequential Monte Carlo against best-of-n at equal passes
 effort      what a reasoning effort changes: accuracy, forward passes, tokens
+pipeline    batches from shards: tokens per second, start and resume, memory
 structure   counts of files, functions and documentation of the package
 """

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import types
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mercury_jax.tasks import TASKS
 from mercury_jax.tokenizer import SPECIAL
 from mercury_jax.train import data
 from mercury_jax.train.data import corpus, documents, packing, shard_writer
-from mercury_jax.train.data.documents import Files, Problems
+from mercury_jax.train.data.documents import Files, HubStream, Problems
 from mercury_jax.train.data.shuffle import permuted
 from tests.tiny import tokenizer
 from tests.train.tiny_data import BLOCK, FIRST, Numbers, assert_same, conversation, layout, row_layout, take
@@ -338,6 +339,24 @@ def test_files_that_need_a_package_are_read_or_refused_by_its_name(tmp_path, pac
         ValueError, match=rf"x{end}'; allowed: any, once the package `{package}` is installed.*data"
     ):
         pack(tmp_path / "refused", Files((str(path),)), tokenizer())
+
+
+def test_a_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch):
+    calls = []
+
+    def load_dataset(*words, **more):
+        calls.append((words, more))
+        return ({"body": f"value {i}"} for i in range(5))
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    folder = pack(tmp_path / "packed", HubStream("org/set:small", "half", "body"), tokenizer())
+    assert calls == [(("org/set", "small"), {"split": "half", "streaming": True})]
+    found = {text for _, text in corpus.sample_documents(folder, tokenizer(), "train")}
+    assert found == {f"value {i}" for i in range(5)}
+    with pytest.raises(ValueError, match="field is 'text'; allowed: body"):
+        pack(tmp_path / "refused", HubStream("org/set"), tokenizer())
 
 
 def test_a_long_text_is_cut_behind_lines_and_ends_once(tmp_path, monkeypatch):
