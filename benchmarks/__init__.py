@@ -9,5 +9,6 @@ quantise    weights and KV cache in few bits: what that costs in quality
 objectives  kinds of noise at equal tokens: bits per byte of books
 search      sequential Monte Carlo against best-of-n at equal passes
 effort      what a reasoning effort changes: accuracy, forward passes, tokens
+pipeline    batches from shards: tokens per second, start and resume, memory
 structure   counts of files, functions and documentation of the package
 """

@@ -18,8 +18,10 @@ from mercury_jax import compilation, hub, models, noise, sharding
 from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
+from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
 from mercury_jax.train import data as pipelines, loop, lora
+from mercury_jax.train.data.corpus import Shards
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -159,10 +161,15 @@ def _check_init(config: TrainConfig, found: ModelConfig) -> None:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
 
 
-def _tokenizer(config: TrainConfig) -> Tokenizer:
-    """The recipe's tokenizer, the run's own from before, or a new one trained on the data."""
+def _tokenizer(config: TrainConfig) -> AnyTokenizer:
+    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data."""
     if config.tokenizer:
         return Tokenizer.load(config.tokenizer)
+    packed = {s.where: s.tokenizer() for s, _ in config.mixture.sources if isinstance(s, Shards)}
+    if len(set(packed.values())) > 1:
+        raise refuse("data", ", ".join(packed), "shards that were packed with one tokenizer")
+    if packed:
+        return unpack(next(iter(packed.values())))
     path = config.folder / TOKENIZER
     if not path.exists() and jax.process_index() == 0:
         texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)

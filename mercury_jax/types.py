@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mercury_jax.noise import Corruption
     from mercury_jax.tokenizer import AnyTokenizer
 
+Count = TypeVar("Count", int, np.ndarray)  # of one piece, or of each
 Tokens = Int[Array, "*shape"]
 Key = PRNGKeyArray
 Params = Any  # a nested dict of arrays
@@ -319,6 +320,109 @@ class Layout(Protocol):
         self, ids: np.ndarray, prompt: int, fill: int | None = None, all_clean: bool | None = None
     ) -> LaidOutDocument:
         """See `models.masks.layout`: ids [n], the first `prompt` of them are never noised."""
+        ...
+
+
+class RowPieces(NamedTuple):
+    """Pieces of running text that fill training rows, in the order of rows and positions; all int64 [P].
+
+    Attributes:
+        row: The row of each piece; every row has one at least.
+        start: Its first token in the array of tokens.
+        length: Its tokens.
+        prompt: The first `prompt` of them are never noised.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    prompt: np.ndarray
+
+
+class PieceSizes(NamedTuple, Generic[Count]):
+    """How many positions the parts of each piece take, its last canvas completed; all [P], or of one piece.
+
+    Attributes:
+        first: Position in the document at which the first canvas starts.
+        canvases: Canvases, of `block` tokens each; in a bidirectional model parts of its one canvas.
+        clean: Clean positions before the canvases.
+        slots: All positions.
+    """
+
+    first: Count
+    canvases: Count
+    clean: Count
+    slots: Count
+
+
+class Spans(Protocol):
+    """Narrows what may be noised in each of C canvases, as infilling does."""
+
+    def __call__(self, piece: np.ndarray, editable: np.ndarray) -> np.ndarray:
+        """The piece of each canvas [C] and its editable positions [C, 2], from and to -> narrower ones [C, 2]."""
+        ...
+
+
+@runtime_checkable
+class RowLayout(Layout, Protocol):
+    """A `Layout` that lays out many rows at once, as sources that fill whole rows need it: `models.row_layout`."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a canvas."""
+        ...
+
+    def first_canvas(self, prompts: Count) -> Count:
+        """Where the first canvas of each document starts: the prompts [P] -> positions [P]; or of one document."""
+        ...
+
+    def sizes(self, lengths: Count, prompts: Count) -> PieceSizes[Count]:
+        """Counts the positions of pieces whose last canvas is completed.
+
+        Args:
+            lengths: Tokens of each piece [P]; or of one.
+            prompts: Tokens at its start that are never noised [P].
+
+        Returns:
+            The sizes.
+        """
+        ...
+
+    def fitting(self, room: int, prompt: int) -> int:
+        """Counts the tokens of the longest piece that fits into so many positions with whole canvases.
+
+        Args:
+            room: Positions.
+            prompt: Tokens at the piece's start that are never noised.
+
+        Returns:
+            Tokens; 0 where not one canvas fits.
+        """
+        ...
+
+    def rows(
+        self,
+        tokens: np.ndarray,
+        pieces: RowPieces,
+        shape: tuple[int, int],
+        *,
+        fill: int,
+        pad: int,
+        spans: Spans | None = None,
+    ) -> Batch:
+        """Lays out rows of pieces.
+
+        Args:
+            tokens: The pieces' tokens, int32 [N].
+            pieces: The pieces, which fit their rows; each row has one at least.
+            shape: Rows B and positions T.
+            fill: Id that completes a last canvas.
+            pad: Id that fills the rest of a row.
+            spans: Narrows what is editable in each canvas; None keeps all of it.
+
+        Returns:
+            numpy arrays [B, T], equal to those of the pieces laid out one by one and packed.
+        """
         ...
 
 

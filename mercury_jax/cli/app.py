@@ -1,7 +1,7 @@
 """Entry point: finds the command, runs it, and turns errors into one line and an exit code.
 
-Each command is a function of a module, `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury`
-and `_bench` are the text of `mercury --help` and `mercury bench --help`, which need neither tyro nor JAX.
+Each command is a function of a module, `run(argv) -> exit code`, imported when it runs. The docstrings of `_mercury`,
+`_data` and `_bench` are the text of `mercury --help` and the like, which needs neither tyro nor JAX.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ COMMANDS = {
     "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
     "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
+    "data": ("data", "tokenise a corpus once, for training at scale; look into it"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
     "bench": ("bench", "measure decoding rules, servers, GPUs, and compiled programs"),
     "convert": ("convert", "convert a checkpoint from or to the Hugging Face layout"),
     "info": ("info", "describe a model, this machine, rules and tasks"),
+}
+DATA = {
+    "pack": ("data:run_pack", "tokenise texts, chats or problems into shards"),
+    "info": ("data:run_info", "describe shards, and show some of their documents"),
 }
 BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
@@ -125,6 +130,8 @@ def _mercury(words: list[str]) -> int:
     """
     if words[:1] == ["bench"]:
         return _bench(words[1:])
+    if words[:1] == ["data"]:
+        return _data(words[1:])
     if words[:1] == ["--version"]:
         from mercury_jax import __version__
 
@@ -150,6 +157,23 @@ def _bench(words: list[str]) -> int:
     `mercury bench WHAT --help` lists the options.
     """
     return _dispatch("bench", BENCHES, words, _bench.__doc__)
+
+
+def _data(words: list[str]) -> int:
+    """usage: mercury data WHAT [OPTIONS]
+
+    Corpora for training at scale: tokenised once, then mapped into memory.
+
+    {commands}
+
+    examples:
+      mercury data pack "books/**/*.txt" --tokenizer tokenizer.model --out packed
+      mercury data info packed
+
+    A recipe trains on the folder with data=data.shards("packed").
+    `mercury data WHAT --help` lists the options.
+    """
+    return _dispatch("data", DATA, words, _data.__doc__)
 
 
 def _dispatch(kind: str, commands: Mapping[str, tuple[str, str]], words: list[str], text: str | None) -> int:

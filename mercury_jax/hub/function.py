@@ -25,6 +25,7 @@ from mercury_jax import noise as noises
 from mercury_jax.config import Alignment, ModelConfig, NoiseConfig, NoiseKind, Pattern, one_of, refuse
 from mercury_jax.hub.tokenizer import IdTokenizer
 from mercury_jax.models import masks
+from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.types import LM, Cache, Device, Key, Model, PackedPass, Params, Pass, accumulation_dtype
 
 OPTIONAL = ("lengths", "attention_mask", "positions", "time")  # further arguments that `apply` may take
@@ -488,7 +489,7 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         condition=lambda params, logits: (),
         empty_cache=lambda batch, slots: (),
         encodable=functools.partial(masks.encodable, config),
-        layout=functools.partial(masks.layout, config),
+        layout=DocumentLayout(config),
         shardings=(),
         hides_padding=masked or "lengths" in config.takes,
         reuses_keys=False,

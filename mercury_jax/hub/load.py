@@ -459,18 +459,7 @@ def load_opened(
     config, model, shapes = opened.config, opened.model, shapes_of(opened.model)
     forbidden: tuple[int, ...] = ()
     if isinstance(opened.folder, Exported):
-        about = opened.folder.config
-        if opened.folder.tokenizer is None:
-            raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
-        tokenizer = unpack(opened.folder.tokenizer)
-        if tokenizer.vocab_size > config.vocab:  # a model may have ids without a text
-            allowed = f"at most {config.vocab}, the model's vocab"
-            raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
-        if tokenizer.fingerprint != about["tokenizer"]:
-            allowed = f"{about['tokenizer']}, the one it was trained with"
-            raise refuse("tokenizer", tokenizer.fingerprint, allowed)
-        if config.mask not in (None, about["model"].get("mask")):
-            tokenizer = tokenizer.with_mask(config.mask)
+        about, tokenizer = opened.folder.config, _opened_tokenizer(opened)
         check_memory(model, mesh, config.dtype, quantise, opened.name)
         for path, like in shapes.items():
             entry = opened.folder.tensors.get(path)
@@ -485,7 +474,7 @@ def load_opened(
         assert opened.family is not None
         dtype = opened.stored_dtype if dtype is None else dtype
         check_memory(model, mesh, dtype, quantise, opened.name)
-        tokenizer = _folder_tokenizer(opened.path, config)
+        tokenizer = _opened_tokenizer(opened)
         sources, stored = opened.family.names(config), opened.folder.read
         read = lambda path: to_ours(sources[path], shapes[path].shape, stored)
     if adapter is not None:
@@ -503,6 +492,43 @@ def load_opened(
         card=opened.card,
         decoding=opened.decoding,
     )
+
+
+def load_tokenizer(source: str | Path, *, mask: int | None = None) -> AnyTokenizer:
+    """Loads the tokenizer of a model, as `load` does; no parameter is read.
+
+    Args:
+        source: As of `load`.
+        mask: The mask id, where the checkpoint does not name it.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: The model is not supported.
+        CheckpointError: A file is missing or damaged.
+    """
+    return _opened_tokenizer(open_checkpoint(source, mask=mask))
+
+
+def _opened_tokenizer(opened: Opened) -> AnyTokenizer:
+    """The tokenizer of a checkpoint; checks that it belongs to the model."""
+    config = opened.config
+    if not isinstance(opened.folder, Exported):
+        return _folder_tokenizer(opened.path, config)
+    about = opened.folder.config
+    if opened.folder.tokenizer is None:
+        raise CheckpointError(f"{opened.path}: tokenizer.model is missing")
+    tokenizer = unpack(opened.folder.tokenizer)
+    if tokenizer.vocab_size > config.vocab:  # a model may have ids without a text
+        allowed = f"at most {config.vocab}, the model's vocab"
+        raise refuse("tokenizer.vocab_size", tokenizer.vocab_size, allowed)
+    if tokenizer.fingerprint != about["tokenizer"]:
+        allowed = f"{about['tokenizer']}, the one it was trained with"
+        raise refuse("tokenizer", tokenizer.fingerprint, allowed)
+    if config.mask not in (None, about["model"].get("mask")):
+        tokenizer = tokenizer.with_mask(config.mask)
+    return tokenizer
 
 
 def _folder_tokenizer(folder: Path, c: ModelConfig) -> AnyTokenizer:

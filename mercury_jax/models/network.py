@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from mercury_jax.config import ModelConfig, RematPolicy
 from mercury_jax.models import masks
 from mercury_jax.models.ops import INIT_OPS, device_ops
+from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.sharding import ShardingRule
 from mercury_jax.types import Cache, Device, Hidden, Key, Model, PackedPass, Params, Pass, accumulation_dtype
@@ -99,7 +100,7 @@ def model_of(
         forward=forward_on,
         empty_cache=empty_cache,
         encodable=functools.partial(masks.encodable, config),
-        layout=functools.partial(masks.layout, config),
+        layout=DocumentLayout(config),
         shardings=shardings,
         **fields,
     )

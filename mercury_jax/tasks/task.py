@@ -150,13 +150,29 @@ def read_json_lines(path: str | Path, argument: str) -> Iterator[tuple[str, dict
         if not line.strip():
             continue
         place = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: not JSON: {error}; allowed: one object on each line") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{place}: a {type(record).__name__}; allowed: one object on each line")
-        yield place, record
+        yield place, parse_json_line(place, line)
+
+
+def parse_json_line(place: str, line: str | bytes) -> dict[str, object]:
+    """Reads one line of JSONL.
+
+    Args:
+        place: Where it stands, path:line, for messages.
+        line: The text, or its bytes in UTF-8.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: The line is no object.
+    """
+    try:
+        record = json.loads(line.decode() if isinstance(line, bytes) else line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON: {error}; allowed: one object on each line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: a {type(record).__name__}; allowed: one object on each line")
+    return record
 
 
 def read_problems(path: str | Path, task: Task) -> list[Problem]:

@@ -87,7 +87,7 @@ def test_benchmarks_refuse_bad_input(run, argv, words, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["overhead", "peer", "prompt", "repair", "cache", "quantise"])
+@pytest.mark.parametrize("name", ["overhead", "peer", "pipeline", "prompt", "repair", "cache", "quantise"])
 def test_every_benchmark_explains_itself(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

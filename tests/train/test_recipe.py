@@ -6,6 +6,7 @@ import json
 import pytest
 
 import mercury_jax as mj
+from mercury_jax.config import ModelConfig
 from mercury_jax.train import data as sources, objectives, recipe
 from tests.train import tiny_training as tiny
 

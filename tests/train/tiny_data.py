@@ -7,6 +7,7 @@ import numpy as np
 
 from mercury_jax.config import ModelConfig, Pattern
 from mercury_jax.models import masks
+from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.tokenizer import SPECIAL, Tokenizer
 from mercury_jax.train import data
 from mercury_jax.train.data import packing
@@ -39,6 +40,23 @@ class Runs(Bytes):
         return [FIRST + name] * n
 
 
+class Numbers(Bytes):
+    """A text is its ids: "21 22". What shards need of a tokenizer is there too."""
+
+    vocab_size, fingerprint, proto, end_turn = 50_000, "numbers", b"numbers", SPECIAL.end_turn
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, skip_special=True) -> str:
+        return " ".join(str(i) for i in ids if i >= FIRST)
+
+
+def row_layout(pattern: Pattern = "causal_encoder"):
+    """As a model lays out rows; `layout` lays out documents alone."""
+    return DocumentLayout(ModelConfig(vocab=Numbers.vocab_size, block=BLOCK, pattern=pattern))
+
+
 def layout(pattern: Pattern = "causal_encoder"):
     return functools.partial(masks.layout, ModelConfig(vocab=FIRST + 1000, block=BLOCK, pattern=pattern))
 
@@ -68,7 +86,7 @@ def epoch(source, row=256, limit=4, pattern: Pattern = "causal_encoder", epoch=0
     """One epoch of a source, packed, its open rows flushed."""
     opened = source.open(packing.StreamSettings(Runs(), layout(pattern), row, (0, 0), "train"))
     assert opened is not None
-    at, size = opened
+    at, size, _ = opened
     open_rows, closed = [], []
     for i in range(size):
         done = packing.place(open_rows, (0, i), at(epoch * size + i), row, limit)

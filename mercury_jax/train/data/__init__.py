@@ -3,9 +3,14 @@
 mix = mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 batches = build(mix, tokenizer, model.layout, rows=16, row=512, seed=0)
 
-sources    what to train on: the values that a recipe holds, and how each is read
-packing    cutting, laying out and packing documents
-pipeline   the mixture of sources as batches; the only module that imports grain
+sources     what to train on: the values that a recipe holds, and how each is read
+corpus      a corpus that was tokenised once: its files, and the source that trains on them
+packing     cutting, laying out and packing documents
+filling     rows filled from the windows of a large corpus
+shuffle     permutations and random numbers as functions of a key and an index
+pipeline    the mixture of sources as batches; the only module that imports grain
+documents   reading texts from files and datasets, of any size
+shard_writer  tokenising texts into shards, in several processes
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mercury_jax.train.data.corpus import Shards, shards
 from mercury_jax.train.data.sources import (
     BatchSource,
     Chat,
@@ -33,8 +39,8 @@ if TYPE_CHECKING:
     from mercury_jax.train.data.pipeline import build, check_fit, texts
 
 __all__ = [
-    "BatchSource", "Chat", "DataSource", "Generated", "Mixture", "Text", "build", "chat", "check_fit", "generated",
-    "hf", "jsonl", "mixture", "stdlib", "text", "texts",
+    "BatchSource", "Chat", "DataSource", "Generated", "Mixture", "Shards", "Text", "build", "chat", "check_fit",
+    "generated", "hf", "jsonl", "mixture", "shards", "stdlib", "text", "texts",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """From a mixture to batches: streams, weights, packing, and a state from which a run continues exactly.
 
 Row b of every batch is packed by itself, from documents b, b + B, b + 2B, ... of each source. So a batch of B rows
-is the same on any number of processes, each of which makes only its own rows.
+is the same on any number of processes, each of which makes only its own rows. A source of shards fills whole rows
+(`filling.py`); all others share rows, document by document.
 
 This module alone imports grain, for the thread that makes batches ahead.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from mercury_jax.config import ModelConfig, at_least, one_of, refuse
 from mercury_jax.tokenizer import AnyTokenizer
+from mercury_jax.train.data.filling import FilledRow, RowFiller, RowStream, lay_out_rows
 from mercury_jax.train.data.packing import DataSplit, PackedRow, StreamSettings, pack, place
 from mercury_jax.train.data.sources import Mixture, Stream
 from mercury_jax.types import Batch, Layout
@@ -26,10 +28,14 @@ from mercury_jax.types import Batch, Layout
 OPEN_ROWS = 4  # half-filled rows that each row of the batch keeps; more pack tighter and make a larger state
 
 
+Streams = Sequence[Stream | RowStream]
+
+
 class RowState(TypedDict):
     """Where a `RowPacker` is, ready for JSON."""
 
-    next: list[int]  # of each source, how many documents were taken
+    next: list[int]  # of each source, how many documents or windows were taken
+    offset: list[int]  # of each source, how many tokens of the window after those
     positions: list[int]  # of each source, how many positions they used
     open: list[list[list[int]]]  # of each open row, [source, index] of its documents
 
@@ -45,7 +51,7 @@ class RowPacker:
     """Packs one row of every batch, taking documents from the sources by weight."""
 
     def __init__(
-        self, streams: Sequence[Stream], weights: Sequence[float], rows: int, row: int, seed: int, number: int
+        self, streams: Streams, weights: Sequence[float], rows: int, row: int, seed: int, number: int
     ) -> None:
         """Starts at the first document.
 
@@ -63,15 +69,25 @@ class RowPacker:
         phase = np.random.default_rng((seed, number)).random(len(streams))
         self._positions = [int(u * row * w / sum(weights)) for u, w in zip(phase, weights)]
         self._open: list[PackedRow] = []
+        self._fillers = {
+            s: RowFiller(stream, rows, row, number)
+            for s, stream in enumerate(streams)
+            if isinstance(stream, RowStream)
+        }
 
-    def next_row(self) -> PackedRow:
-        """Lays out documents until a row is full."""
+    def next_row(self) -> PackedRow | tuple[int, FilledRow]:
+        """Takes documents until a row is full, or a whole row of one source, with the number of that source."""
         while True:
             # The source that is furthest behind its share of the positions, which are what training costs.
             s = min(range(len(self._streams)), key=lambda s: self._positions[s] / self._weights[s])
+            stream = self._streams[s]
+            if isinstance(stream, RowStream):
+                filled = self._fillers[s].next_row()
+                self._positions[s] += filled.used
+                return s, filled
             # Row b takes the documents b, b + B, b + 2B, ... of each source: no other row has them.
             ref = (s, self._number + self._rows * self._next[s])
-            laid = self._streams[s].at(ref[1])
+            laid = stream.at(ref[1])
             self._next[s] += 1
             self._positions[s] += len(laid.tokens)
             if closed := place(self._open, ref, laid, self._row, OPEN_ROWS):
@@ -79,36 +95,64 @@ class RowPacker:
 
     def get_state(self) -> RowState:
         """How far each source is, and which documents the open rows hold."""
+        taken, offset = [*self._next], [0] * len(self._next)
+        for s, filler in self._fillers.items():
+            taken[s], offset[s] = filler.taken, filler.offset
         rows = [[list(ref) for ref in row.refs] for row in self._open]
-        return {"next": [*self._next], "positions": [*self._positions], "open": rows}
+        return {"next": taken, "offset": offset, "positions": [*self._positions], "open": rows}
 
     def set_state(self, state: RowState) -> None:
         """Continues where `state` was taken; the documents of open rows are made again."""
         self._next, self._positions, self._open = list(state["next"]), list(state["positions"]), []
+        for s, filler in self._fillers.items():
+            filler.set_state(state["next"][s], state["offset"][s])
         # A document is a function of its source and index, so that the state need not hold tokens.
         for refs in state["open"]:
             self._open.append(PackedRow())
             for s, index in refs:
-                self._open[-1].add((s, index), self._streams[s].at(index))
+                stream = self._streams[s]
+                assert isinstance(stream, Stream)  # no row of a source that fills rows is open
+                self._open[-1].add((s, index), stream.at(index))
 
 
 class PackedIterator(grain.DatasetIterator[Batch]):
     """This process's rows of every batch, without end."""
 
-    def __init__(self, packers: Mapping[int, RowPacker], row: int, pad: int, digest: str) -> None:
+    def __init__(
+        self, packers: Mapping[int, RowPacker], streams: Streams, row: int, pad: int, digest: str
+    ) -> None:
         """Starts at the first batch.
 
         Args:
             packers: Of each of this process's rows, under its number in the batch.
+            streams: The open sources.
             row: Positions T of a row.
             pad: Id that fills rows up.
             digest: Tells mixtures and settings apart.
         """
         super().__init__()
-        self._packers, self._row, self._pad, self._digest = packers, row, pad, digest
+        self._packers, self._streams = packers, streams
+        self._row, self._pad, self._digest = row, pad, digest
 
     def __next__(self) -> Batch:
-        return pack([packer.next_row() for packer in self._packers.values()], self._row, self._pad)
+        packed, filled = dict[int, PackedRow](), dict[int, dict[int, FilledRow]]()
+        for b, packer in enumerate(self._packers.values()):
+            row = packer.next_row()
+            if isinstance(row, PackedRow):
+                packed[b] = row
+            else:
+                filled.setdefault(row[0], {})[b] = row[1]
+        # Rows of one source are laid out at once; then each takes its place in the batch.
+        parts = [(list(packed), pack(list(packed.values()), self._row, self._pad))] if packed else []
+        for s, rows in filled.items():
+            stream = self._streams[s]
+            assert isinstance(stream, RowStream)
+            parts.append((list(rows), lay_out_rows(stream, list(rows.values()), self._row, self._pad)))
+        if len(parts) == 1:
+            return parts[0][1]
+        numbers = np.argsort([b for places, _ in parts for b in places])
+        arrays = (np.concatenate(arrays)[numbers] for arrays in zip(*(part for _, part in parts)))
+        return Batch(*arrays)  # pyright: ignore[reportArgumentType]
 
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Where each of this process's rows is."""
@@ -183,7 +227,7 @@ def build(
         raise refuse("index", index, f"0..{count - 1}, one of {count} processes")
     if rows % count:
         raise refuse("rows", rows, f"a multiple of {count}, the processes that share a batch")
-    streams, weights = list[Stream](), list[float]()
+    streams, weights = list[Stream | RowStream](), list[float]()
     for number, (source, weight) in enumerate(mixture.sources):
         opened = source.open(StreamSettings(tokenizer, layout, row, (seed, number), split))
         if opened is not None:
@@ -195,13 +239,15 @@ def build(
     laid = layout(np.zeros(100, np.int32), 1, 0)
     probe = [tokenizer.vocab_size, getattr(tokenizer, "fingerprint", "")]
     probe += [len(laid.tokens), int(laid.positions.max()), int(laid.ranges.sum())]
-    facts = (dataclasses.asdict(mixture), [s.size for s in streams], probe, rows, row, seed, split)
+    sizes = [[s.size, s.identity] if s.identity else s.size for s in streams]
+    facts = (dataclasses.asdict(mixture), sizes, probe, rows, row, seed, split)
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     own = range(index * rows // count, (index + 1) * rows // count)
 
     data = PackedDataset(
         lambda: PackedIterator(
             {number: RowPacker(streams, weights, rows, row, seed, number) for number in own},
+            streams,
             row,
             tokenizer.pad,
             digest,

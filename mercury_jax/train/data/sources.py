@@ -30,7 +30,9 @@ from jax.sharding import Mesh
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks import TASKS, Problem, Task, draw
 from mercury_jax.tasks.task import read_json_lines, read_text
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data import packing
+from mercury_jax.train.data.filling import RowStream
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LM, LaidOutDocument, Params
 
@@ -45,18 +47,23 @@ class Stream(NamedTuple):
     Attributes:
         at: at(index) lays out the example of any index >= 0.
         size: Examples of an epoch, 0 if they never repeat.
+        identity: Tells sources apart that are equal in all else, such as folders of the same name.
     """
 
     at: Callable[[int], LaidOutDocument]
     size: int
+    identity: str = ""
 
 
 @runtime_checkable
 class DataSource(Protocol):
     """What a mixture needs of a source. Implementations are frozen dataclasses of plain values."""
 
-    def open(self, settings: StreamSettings) -> Stream | None:
-        """Reads, tokenises and checks the source; None if it has nothing on the test side."""
+    def open(self, settings: StreamSettings) -> Stream | RowStream | None:
+        """Reads, tokenises and checks the source; None if it has nothing on the test side.
+
+        A `RowStream` fills whole rows by itself, which no other source's documents share.
+        """
         ...
 
     def texts(self, seed: Seed) -> Iterator[str]:
@@ -152,10 +159,10 @@ class Text:
         if self.kind == "stdlib":
             return stdlib_files(split)
         if self.kind == "text":
-            found = [(path, read_text(path, "glob")) for path in _paths(self.where)]
+            found = [(path, read_text(path, "glob")) for path in find_paths(self.where)]
         else:
             if self.kind == "jsonl":
-                lines = (line for path in _paths(self.where) for line in read_json_lines(path, "glob"))
+                lines = (line for path in find_paths(self.where) for line in read_json_lines(path, "glob"))
                 values = ((place, record.get(self.field)) for place, record in lines)
             else:
                 try:
@@ -167,7 +174,7 @@ class Text:
                 if self.field not in table.column_names:
                     raise refuse("field", self.field, ", ".join(table.column_names))
                 values = ((f"{self.where}:{i}", value) for i, value in enumerate(table[self.field]))
-            found = [(place, _string(f"{place}: {self.field}", value)) for place, value in values]
+            found = [(place, read_string(f"{place}: {self.field}", value)) for place, value in values]
         found = [(place, text) for place, text in found if text]
         sides = _sides(self.where, self.held_out, [text for _, text in found])
         return [document for document, side in zip(found, sides) if side == split]
@@ -310,19 +317,8 @@ class Chat:
         Raises:
             ValueError: A line is no such conversation; names the file and the line.
         """
-        found: list[tuple[str, Messages]] = []
-        lines = (line for path in _paths(self.where) for line in read_json_lines(path, "glob"))
-        for place, record in lines:
-            given = record.get("messages")
-            if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
-                raise refuse(f"{place}: messages", given, "a list of objects with role and content")
-            # Of each turn only role and content; what follows the last assistant turn cannot be learnt.
-            turns = [{k: _string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in given]
-            while turns and turns[-1]["role"] != "assistant":
-                turns.pop()
-            if len(turns) < 2:
-                raise refuse(f"{place}: messages", given, "an assistant turn that follows another turn")
-            found.append((place, turns))
+        lines = (line for path in find_paths(self.where) for line in read_json_lines(path, "glob"))
+        found = [(place, read_turns(place, record)) for place, record in lines]
         sides = _sides(self.where, self.held_out, [json.dumps(messages) for _, messages in found])
         return [conversation for conversation, side in zip(found, sides) if side == split]
 
@@ -332,16 +328,10 @@ class Chat:
         Raises:
             ValueError: A conversation cannot be rendered or does not fit a row; names the file and the line.
         """
-        tok, laid = settings.tokenizer, list[LaidOutDocument]()
-        # An answer ends as the chat template ends it, where that is an end for the decoder.
-        end = tok.end_turn if tok.end_turn in (*tok.ends, tok.pad) else tok.eos
-        for place, messages in self.conversations(settings.split):
-            try:
-                prompt = tok.render(messages[:-1])
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-            ids = np.array([*prompt, *tok.encode(messages[-1]["content"]), end], np.int32)
-            laid.append(packing.lay_out(settings, Example(ids, len(prompt), True), place))
+        laid = [
+            packing.lay_out(settings, encode_turns(settings.tokenizer, place, messages), place)
+            for place, messages in self.conversations(settings.split)
+        ]
         n = len(laid)
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
@@ -411,6 +401,38 @@ class Generated:
             index %= self.distinct
         return draw(self.task, np.random.default_rng((*seed, index)), split)
 
+    def example(self, tokenizer: AnyTokenizer, index: int, seed: Seed, split: DataSplit) -> Example:
+        """Encodes one problem as a chat.
+
+        Args:
+            tokenizer: Writes the turns.
+            index: Number of the problem.
+            seed: Decides problems and prefills.
+            split: "train" or "test".
+
+        Returns:
+            Its ids; the question is the prompt, and where it is prefilled the start of the answer too.
+
+        Raises:
+            ValueError: It is prefilled and the tokenizer has no tokens around thinking.
+        """
+        problem = self.problem(index, seed, split)
+        thinking = problem.thinking if self.thinking else None
+        rng = np.random.default_rng((*seed, 2, index))
+        # Never on the test side, so that its losses stay comparable.
+        prefill = split == "train" and rng.random() < self.prefill
+        if prefill and thinking is None:
+            thinking = ""
+        prompt, response = tokenizer.example(problem.input, problem.output, thinking)
+        given = len(prompt)
+        if prefill:
+            marks = tokenizer.thinking
+            if marks is None:
+                raise refuse("prefill", self.prefill, "0: the tokenizer has no tokens around thinking")
+            opening = rng.random() < 0.5  # the prompt opens the thinking, or holds all of it
+            given += len(marks.opening) if opening else response.index(marks.close) + 1
+        return Example(np.array(prompt + response, np.int32), given, True)
+
     def open(self, settings: StreamSettings) -> Stream:
         """Implements `DataSource.open`.
 
@@ -419,23 +441,7 @@ class Generated:
         """
 
         def at(index: int) -> LaidOutDocument:
-            problem = self.problem(index, settings.seed, settings.split)
-            thinking = problem.thinking if self.thinking else None
-            rng = np.random.default_rng((*settings.seed, 2, index))
-            # Never on the test side, so that its losses stay comparable.
-            prefill = settings.split == "train" and rng.random() < self.prefill
-            if prefill and thinking is None:
-                thinking = ""
-            prompt, response = settings.tokenizer.example(problem.input, problem.output, thinking)
-            given = len(prompt)
-            if prefill:
-                marks = settings.tokenizer.thinking
-                if marks is None:
-                    allowed = "0: the tokenizer has no tokens around thinking"
-                    raise refuse("prefill", self.prefill, allowed)
-                opening = rng.random() < 0.5  # the prompt opens the thinking, or holds all of it
-                given += len(marks.opening) if opening else response.index(marks.close) + 1
-            example = Example(np.array(prompt + response, np.int32), given, True)
+            example = self.example(settings.tokenizer, index, settings.seed, settings.split)
             return packing.lay_out(settings, example, f"a problem of {self.name}")
 
         at(0)  # a row that is too short for this task is refused now, not hours later
@@ -457,29 +463,104 @@ generated = Generated
 # --- reading files
 
 
+def side_of(text: str, held_out: float) -> DataSplit:
+    """Chooses the side of a document by a hash of its text, so that equal documents stay together.
+
+    Args:
+        text: The whole text; of a conversation its turns as JSON.
+        held_out: Share of the test side.
+
+    Returns:
+        "train" or "test".
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return "test" if int.from_bytes(digest) / 2**48 < held_out else "train"
+
+
 def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
-    """The side of each text, by a hash of its content, so that equal documents stay together."""
+    """The side of each text."""
     if not texts:
         raise refuse("glob", where, "files with at least one document; these are empty")
-    digests = [hashlib.blake2b(text.encode(), digest_size=6).digest() for text in texts]
-    sides: list[DataSplit] = [
-        "test" if int.from_bytes(digest) / 2**48 < held_out else "train" for digest in digests
-    ]
+    sides: list[DataSplit] = [side_of(text, held_out) for text in texts]
     if "train" not in sides:
         raise refuse("held_out", held_out, f"a share that leaves some of {where!r} to train on")
     return sides
 
 
-def _paths(pattern: str) -> list[str]:
-    """The files that a glob finds, sorted; `**` finds folders too, which are left out."""
+def find_paths(pattern: str) -> list[str]:
+    """The files that a glob finds, sorted; `**` finds folders too, which are left out.
+
+    Raises:
+        ValueError: It finds none.
+    """
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
     if not paths:
         raise refuse("glob", pattern, "a glob that finds at least one file")
     return paths
 
 
-def _string(name: str, value: object) -> str:
-    """A text that UTF-8 can write: JSON may spell half of a surrogate pair."""
+def read_turns(place: str, record: Mapping[str, object]) -> Messages:
+    """Reads a conversation up to the last assistant turn, which is learnt.
+
+    Args:
+        place: Where the record was read, for messages.
+        record: With `messages`, a list of objects with role and content.
+
+    Returns:
+        Role and content of each turn; what follows the last assistant turn cannot be learnt and is left out.
+
+    Raises:
+        ValueError: It is no conversation, or has no assistant turn that follows another one.
+    """
+    given = record.get("messages")
+    if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
+        raise refuse(f"{place}: messages", given, "a list of objects with role and content")
+    turns = [{k: read_string(f"{place}: {k}", m.get(k)) for k in ("role", "content")} for m in given]
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    if len(turns) < 2:
+        raise refuse(f"{place}: messages", given, "an assistant turn that follows another turn")
+    return turns
+
+
+def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Example:
+    """Encodes a conversation whose last turn is learnt.
+
+    Args:
+        tokenizer: Writes the turns.
+        place: Where they were read, for messages.
+        turns: Of `read_turns`.
+
+    Returns:
+        Ids, with all turns but the last one as the prompt.
+
+    Raises:
+        ValueError: The tokenizer cannot write a turn.
+    """
+    try:
+        prompt = tokenizer.render(turns[:-1])
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    # An answer ends as the chat template ends it, where that is an end for the decoder.
+    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
+    end = tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
+    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end]
+    return Example(np.array(ids, np.int32), len(prompt), True)
+
+
+def read_string(name: str, value: object) -> str:
+    """Checks that a value is a text that UTF-8 can write: JSON may spell half of a surrogate pair.
+
+    Args:
+        name: What messages call it.
+        value: The value.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: It is none.
+    """
     if not isinstance(value, str):
         raise refuse(name, value, "a string")
     try:
