@@ -93,15 +93,25 @@ def execute(command: Command, argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `mercury ... | head`: the reader has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("mercury: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _leave(error, INTERRUPTED)
     except Exception as error:
         if debug:
             traceback.print_exc()
         else:
             print(f"mercury: {_message(error)}", file=sys.stderr)
-        return exit_code(error)
+        return _leave(error, exit_code(error))
+
+
+def _leave(error: BaseException, code: int) -> int:
+    """Returns the exit code, or ends the process with it: of several, one that fails must not wait for the others."""
+    if getattr(error, "leave_at_once", False):  # set by `train.distributed.joined`
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _mercury(words: list[str]) -> int:

@@ -86,6 +86,8 @@ class TrainConfig:
     out: str = ""  # folder of the run; "": runs/<name>
     resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
+    join_timeout: int = 300  # seconds in which all processes must have started
+    heartbeat: int = 60  # seconds without a sign of life after which a process counts as dead, and all end
 
     def __post_init__(self) -> None:
         check_types(self, skip=("data",))
@@ -94,6 +96,7 @@ class TrainConfig:
         self._check_values()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
+        at_least(1, join_timeout=self.join_timeout, heartbeat=self.heartbeat)
         at_least(
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )

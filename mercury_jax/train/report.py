@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from mercury_jax.checkpoint import manifest
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"  # in the run's folder
 
@@ -83,6 +87,7 @@ class Reporter:
         if quiet:
             return
         _drop_rows_after(out / METRICS, start)
+        _drop_samples_after(out / SAMPLES, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
         try:
             # The writer of the package `tensorboard` itself, its event and its summary.
@@ -162,6 +167,11 @@ class Reporter:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def sync(self) -> None:
+        """Flushes the rows to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Closes the files and the bar."""
         if self._bar is not None:
@@ -178,13 +188,22 @@ def _drop_rows_after(path: Path, start: int) -> None:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= start:
+            if line.endswith("\n") and json.loads(line)["step"] <= start:
                 rows.append(line)
         except (ValueError, KeyError):
             continue  # half a line, from the moment of the kill
-    work = path.with_suffix(".tmp")
-    work.write_text("".join(rows), encoding="utf-8")
-    work.replace(path)
+    manifest.replace(path, "".join(rows).encode())
+
+
+def _drop_samples_after(path: Path, start: int) -> None:
+    if not path.exists():
+        return
+    # Each sample begins with a line "=== step N"; the text before the first one is nobody's.
+    parts = re.split(
+        r"^=== step (\d+)\n", path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
+    )
+    kept = (f"=== step {step}\n{text}" for step, text in zip(parts[1::2], parts[2::2]) if int(step) <= start)
+    manifest.replace(path, "".join(kept).encode())
 
 
 def _progress_bar(name: str, steps: int, start: int) -> Any:
