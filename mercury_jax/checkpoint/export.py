@@ -32,6 +32,7 @@ from mercury_jax.sharding import gather, path_name, spans_processes
 
 FORMAT = 1
 CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
+MAX_ERROR = 500  # bytes of an error that process 0 reports to the others
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,14 @@ def export(
             error = found
     for tensor in left:
         tensor.make()
-    failed = multihost_utils.broadcast_one_to_all(jnp.int32(error is not None))
+    # The error as bytes of a fixed length: collectives need arrays of one shape.
+    text = f"{type(error).__name__}: {error}" if error else ""
+    sent = np.frombuffer(text.encode()[:MAX_ERROR].ljust(MAX_ERROR), np.uint8)
+    told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
     if error is not None:
         raise error
-    if int(failed):
-        raise SaveFailed(f"{folder} was not written: process 0 reports why")
+    if told:
+        raise SaveFailed(f"process 0 has not written {folder}: {told}")
     return folder
 
 

@@ -128,16 +128,20 @@ class Watch:
         self._store, self.index, self.count, self.heartbeat = store, index, count, heartbeat
         self._over, self._failing = threading.Event(), False
         self._seen: dict[int, tuple[str, float]] = {}  # last number of each process, and when it was new
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         """Begins to watch."""
         self._store.key_value_set(f"{WHO}{self.index}", f"host {socket.gethostname()}, pid {os.getpid()}")
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        self._thread.start()
 
     def leave(self) -> None:
         """This process has finished: it is not missed any more, and does not watch."""
         self._over.set()
-        self._store.key_value_set(f"{ALIVE}{self.index}", LEFT, allow_overwrite=True)
+        if self._thread is not threading.current_thread():
+            self._thread.join(20 * POLL)  # Python must not end while a thread of it waits in C++
+        with suppress(Exception):  # the store may be gone
+            self._store.key_value_set(f"{ALIVE}{self.index}", LEFT, allow_overwrite=True)
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process ends by `error`, and waits a moment until they have read it.
@@ -156,11 +160,8 @@ class Watch:
         if not isinstance(error, ValueError):
             text = f"{type(error).__name__}: {text}"
         self._publish(self.index, f"ended by an error: {text}", _exit_code(error))
-        # The store goes with process 0, so that it leaves last.
-        until = time.monotonic() + 10
-        while self.index == 0 and time.monotonic() < until and not self._all_left():
-            time.sleep(POLL)
-        self._over.set()
+        self.leave()
+        self._leave_last(besides=self.index)
 
     def _run(self) -> None:
         number = 0
@@ -178,7 +179,9 @@ class Watch:
             if self._over.is_set() or self._failing:
                 return
             self.leave()
+            self._leave_last(besides=about["process"])
             _end(f"{about['message']}; process {self.index} ends with it", about["code"])
+            return
 
     def _find_silent(self) -> None:
         """On process 0: publishes a process whose number has not changed for `heartbeat` seconds."""
@@ -201,9 +204,16 @@ class Watch:
         with suppress(Exception):
             self._store.key_value_set(ENDED, json.dumps(about))
 
-    def _all_left(self) -> bool:
-        found = dict(self._store.key_value_dir_get(ALIVE))
-        return all(found.get(f"{ALIVE}{index}") == LEFT for index in range(1, self.count))
+    def _leave_last(self, besides: int) -> None:
+        """On process 0, with which the store ends: waits until the others have left, all but one that may be dead."""
+        until = time.monotonic() + 20 * POLL
+        others = set(range(1, self.count)) - {besides} if self.index == 0 else set()
+        with suppress(Exception):
+            while time.monotonic() < until:
+                found = dict(self._store.key_value_dir_get(ALIVE))
+                if all(found.get(f"{ALIVE}{index}") == LEFT for index in others):
+                    return
+                time.sleep(POLL / 10)
 
 
 def _exit_code(error: BaseException) -> int:
