@@ -21,7 +21,7 @@ from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, distributed, loop
+from mercury_jax.train import data as pipelines, distributed, loop, report
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
 from mercury_jax.types import LM, Model, Params
@@ -46,6 +46,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
     compilation.prepare()
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
+    report.check_wandb(config.wandb)
     # An error of one process ends all of them: the others would wait for it in a collective.
     several = (
         distributed.joined(config.join_timeout, config.heartbeat) if config.distributed else nullcontext()

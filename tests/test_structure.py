@@ -30,6 +30,7 @@ SAME_NAME = {
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
     "masked.py": {"decode/rules", "train/objectives"},
+    "report.py": {"cli", "train"},
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},
     "sample.py": {"cli", "decode"},

@@ -28,6 +28,7 @@ COMMANDS = {
     "edit": ("infill:run_edit", "rewrite spans of a text, or let the model choose what to change"),
     "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
+    "report": ("report", "draw the curves of training runs"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
     "bench": ("bench", "measure decoding rules, servers, GPUs, and compiled programs"),
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words behind the program's name. Default: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
+        The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died,
+        1 anything else.
     """
     return execute(_mercury, sys.argv[1:] if argv is None else argv)
 
@@ -131,7 +133,8 @@ def _mercury(words: list[str]) -> int:
     Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an
     error. Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it
     is empty.
-    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
+    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died, 1
+    anything else.
     """
     if words[:1] == ["bench"]:
         return _bench(words[1:])

@@ -26,9 +26,10 @@ from mercury_jax.train import optim, step as steps
 from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
 from mercury_jax.train.recipe import TrainConfig, resolved
 from mercury_jax.train.report import Reporter
+from mercury_jax.train.throughput import flops_per_position, peak_flops
 from mercury_jax.types import Batch, Model, Params
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in the run's folder
+CONFIG, CHECKPOINTS, PROFILE = "config.json", "checkpoints", "profile"  # in the run's folder
 
 T = TypeVar("T")
 Evaluate = Callable[[Params], Mapping[str, float]]
@@ -197,6 +198,7 @@ def _opened(
         yield loop
     finally:
         try:
+            loop.end_trace(wait=False)  # its steps may never end
             loop.saver.join()  # after an error too: a save that has begun is worth completing
         finally:
             loop.report.close()
@@ -222,7 +224,11 @@ class _Loop:
         if first:
             manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
-        self.report = Reporter(config.folder, config.name, config.steps, step, quiet=not first)
+        self.report = Reporter(
+            config.folder, config.name, config.steps, step, quiet=not first,
+            peak_share=self._peak_share(), wandb=config.wandb, config=self.resolved,
+        )  # fmt: skip
+        self.tracing = False
         self._saved = step or -1  # a fresh state is not saved yet
         self._pending: tuple[int, steps.StepReport] | None = None
 
@@ -233,11 +239,25 @@ class _Loop:
         except StopIteration:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
+        if self.step + 1 == self.config.profile[0]:
+            self._read()  # so that the trace begins with its first step
+            jax.profiler.start_trace(str(self.config.folder / PROFILE / f"process_{jax.process_index()}"))
+            self.tracing = True
         # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         self.step += 1
         self._read((self.step, report))
         self.saver.check()
+        if self.step == self.config.profile[1]:
+            self.end_trace()
+
+    def end_trace(self, wait: bool = True) -> None:
+        """Writes the trace, if one has begun; with `wait`, when all of its steps are done."""
+        if self.tracing:
+            self.tracing = False
+            if wait:
+                jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()
 
     def call(self, function: Callable[[Params], T]) -> T:
         """Calls a function of the averaged parameters, which does not count as training time."""
@@ -269,6 +289,12 @@ class _Loop:
     @property
     def averaged(self) -> Params:
         return self.state.ema if self.config.ema else self.state.params
+
+    def _peak_share(self) -> float:
+        """The MFU of one step a second; 0 where the peak of these devices is not known."""
+        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
+        work = self.config.batch * self.config.row * flops_per_position(self.config.model, self.state.params)
+        return work / (peak * self.mesh.size) if peak else 0.0
 
     def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
         """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.

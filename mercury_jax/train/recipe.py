@@ -81,6 +81,11 @@ class TrainConfig:
     sample_chat: bool = False  # they are user turns; else raw text to continue
     save_every: int = 200  # steps; the last one is always saved
     keep: int = 2  # newest checkpoints that stay
+    profile: tuple[int, int] = (
+        0,
+        0,
+    )  # first and last step of a jax.profiler trace in <out>/profile; 0 0: none
+    wandb: str = ""  # project of Weights & Biases that the metrics go to as well; "": none
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
     init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
     out: str = ""  # folder of the run; "": runs/<name>
@@ -100,6 +105,10 @@ class TrainConfig:
         at_least(
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
+        if self.profile != (0, 0) and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            raise refuse(
+                "profile", self.profile, f"first and last step, 1 <= first <= last <= steps = {self.steps}"
+            )
         if self.batch % self.accumulate:
             raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")
         if not 0 <= self.ema < 1:

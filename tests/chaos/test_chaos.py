@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("MERCURY_CHAOS", "6"))
 ROUND = 20  # kills of a run; then it is completed and compared, and another one begins
-STEPS = 120
+STEPS, EVERY = 420, 15  # of the run, and of its checkpoints: most of the time none is being written
 KINDS = (
     "save",
     "steps",
@@ -46,8 +46,8 @@ def config():
     return TrainConfig(
         name="chaos", objective=masked_elbo(), data=data.text("TEXT", held_out=0.2),
         model=ModelConfig(vocab=340, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, block=8),
-        steps=STEPS, batch=2, row=64, log_every=3, eval_every=40, eval_batches=1, save_every=5, keep=2,
-        sample_every=60, sample_prompts=("7 plus",),
+        steps=STEPS, batch=2, row=64, log_every=4, eval_every=140, eval_batches=1, save_every=EVERY, keep=2,
+        sample_every=210, sample_prompts=("7 plus",),
     )
 """
 
@@ -62,7 +62,11 @@ def root(tmp_path_factory) -> Path:
             f"{n} plus {m} is {n + m}, and twice that is {2 * (n + m)}." for m in range(n, n + 12)
         )
         (root / "text" / f"{n}.txt").write_text(lines)
-    text = RECIPE.replace("TEXT", str(root / "text" / "*.txt")).replace("STEPS", str(STEPS))
+    text = (
+        RECIPE.replace("TEXT", str(root / "text" / "*.txt"))
+        .replace("STEPS", str(STEPS))
+        .replace("EVERY", str(EVERY))
+    )
     (root / "recipe.py").write_text(text)
     jobs.finish(root, "whole", [begin(root, "whole")])
     return root
@@ -103,9 +107,9 @@ def kill(root: Path, out: str, kind: str, draw: random.Random, startup: float) -
     # "starts at step", "resumed at step": by then the leavings of the kill before are gone, but for those of an export.
     said = lambda: log.read_text(errors="replace").count("s at step ") + log.read_text().count("d at step ")
     exported = lambda: {(p.name, p.stat().st_mtime_ns) for p in folder.glob("model*")}
-    at, target = jobs.reached(folder), (checkpoint.latest(saves) or 0) + 5 * draw.randint(1, 2)
+    at, target = jobs.reached(folder), (checkpoint.latest(saves) or 0) + EVERY * draw.randint(1, 2)
     before, old, begun, started = said() if log.exists() else 0, exported(), time.monotonic(), False
-    wait, steps = startup * draw.uniform(0.05, 1.0), 3 * draw.randint(1, 3)
+    wait, steps = startup * draw.uniform(0.05, 1.0), 4 * draw.randint(1, 5)
     run = begin(root, out)
     while run.poll() is None:
         started = started or said() > before
@@ -146,7 +150,7 @@ def assert_same(found: Path, want: Path) -> None:
     assert (
         checkpoint.steps(found / "checkpoints")
         == checkpoint.steps(want / "checkpoints")
-        == [STEPS - 5, STEPS]
+        == [STEPS - EVERY, STEPS]
     )
     assert arrays(found) == arrays(want)
     left, right = (checkpoint.inspect(out / "checkpoints")[1]["extra"] for out in (found, want))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mercury_jax.train.report import RATES
 from tests.tiny import tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +128,7 @@ def rows(out: Path) -> list[dict]:
         return []
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in found]
+    return [{k: v for k, v in row.items() if k not in RATES} for row in found]
 
 
 def reached(out: Path) -> int:
