@@ -12,6 +12,7 @@ JAX's own heartbeat stays on as well, with a longer timeout, for the case that P
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -217,10 +218,12 @@ class Watch:
 
 
 def _exit_code(error: BaseException) -> int:
-    """As the command line has it: an error's own, 2 for bad input, 130 for Ctrl-C, 1 for anything else."""
+    """As the command line has it: an error's own, 4 for a full disk, 2 for bad input, 130 for Ctrl-C, 1 for all else."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return 4
     return (
         130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError | OSError) else 1
     )

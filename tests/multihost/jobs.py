@@ -67,7 +67,8 @@ def environment(root: Path) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(root / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return os.environ | cache | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | cache | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": path}
 
 
 def begin(root: Path, processes: int, out: str, *more: str, only: Sequence[int] | None = None) -> list:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from mercury_jax.train import distributed
 from tests.multihost import jobs
 
 pytestmark = pytest.mark.slow
@@ -24,9 +25,7 @@ def test_a_killed_process_ends_the_others_within_the_heartbeat(root):
     workers[1].kill()
     begin = time.monotonic()
     assert jobs.codes(workers, 60) == [5, -9, 5]
-    assert (
-        time.monotonic() - begin < 4 + 6
-    )  # the heartbeat, and time for three Pythons to end on a busy machine
+    assert time.monotonic() - begin < 4 + distributed.BACKSTOP / 2  # it was our heartbeat, not JAX's
     for log in (jobs.said(root, "killed")[0], jobs.said(root, "killed")[2]):
         assert f"process 1 of 3 (host {jobs.socket.gethostname()}, pid {workers[1].pid})" in log
         assert "gave no sign of life for 4 s" in log

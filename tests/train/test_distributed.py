@@ -59,12 +59,12 @@ def wait_for(found, count):
 
 
 def test_a_silent_process_ends_all_that_live_and_is_named(store, ended):
-    watches = [Watch(store, index, 4, heartbeat=0.3) for index in range(4)]
+    watches = [Watch(store, index, 4, heartbeat=1.5) for index in range(4)]
     for watch in watches[:3]:  # 3 never says anything
         watch.start()
     wait_for(ended, 3)
     assert {code for _, code in ended} == {5}
-    assert all("process 3 of 4 (never heard of) gave no sign of life for 0.3 s" in text for text, _ in ended)
+    assert all("process 3 of 4 (never heard of) gave no sign of life for 1.5 s" in text for text, _ in ended)
 
 
 def test_a_process_that_has_finished_is_not_missed(store, ended):
