@@ -162,7 +162,7 @@ class Watch:
             text = f"{type(error).__name__}: {text}"
         self._publish(self.index, f"ended by an error: {text}", _exit_code(error))
         self.leave()
-        self._leave_last(besides=self.index)
+        self._leave_last()
 
     def _run(self) -> None:
         number = 0
@@ -180,7 +180,7 @@ class Watch:
             if self._over.is_set() or self._failing:
                 return
             self.leave()
-            self._leave_last(besides=about["process"])
+            self._leave_last(dead=about["process"] if about["code"] == LOST else None)
             _end(f"{about['message']}; process {self.index} ends with it", about["code"])
             return
 
@@ -205,20 +205,23 @@ class Watch:
         with suppress(Exception):
             self._store.key_value_set(ENDED, json.dumps(about))
 
-    def _leave_last(self, besides: int) -> None:
-        """On process 0, with which the store ends: waits until the others have left, all but one that may be dead."""
+    def _leave_last(self, dead: int | None = None) -> None:
+        """On process 0, with which the store ends: waits until the others have left, and gives them time to exit."""
+        if self.index:
+            return
         until = time.monotonic() + 20 * POLL
-        others = set(range(1, self.count)) - {besides} if self.index == 0 else set()
+        others = set(range(1, self.count)) - {dead}
         with suppress(Exception):
             while time.monotonic() < until:
                 found = dict(self._store.key_value_dir_get(ALIVE))
                 if all(found.get(f"{ALIVE}{index}") == LEFT for index in others):
-                    return
+                    break
                 time.sleep(POLL / 10)
+        time.sleep(2 * POLL)
 
 
 def _exit_code(error: BaseException) -> int:
-    """As the command line has it: an error's own, 4 for a full disk, 2 for bad input, 130 for Ctrl-C, 1 for all else."""
+    """As the command line has it: an error's own, 4 for a full disk, 2 for bad input, 130 for Ctrl-C, otherwise 1."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own
