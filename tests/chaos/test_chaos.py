@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("MERCURY_CHAOS", "6"))
 ROUND = 20  # kills of a run; then it is completed and compared, and another one begins
-STEPS, EVERY = 420, 15  # of the run, and of its checkpoints: most of the time none is being written
+STEPS, EVERY = 1000, 40  # of the run, and of its checkpoints; a save takes as long as 15 to 35 steps
 KINDS = (
     "save",
     "steps",
@@ -46,8 +46,8 @@ def config():
     return TrainConfig(
         name="chaos", objective=masked_elbo(), data=data.text("TEXT", held_out=0.2),
         model=ModelConfig(vocab=340, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, block=8),
-        steps=STEPS, batch=2, row=64, log_every=4, eval_every=140, eval_batches=1, save_every=EVERY, keep=2,
-        sample_every=210, sample_prompts=("7 plus",),
+        steps=STEPS, batch=4, row=96, log_every=7, eval_every=250, eval_batches=1, save_every=EVERY, keep=2,
+        sample_every=500, sample_prompts=("7 plus",),
     )
 """
 
@@ -109,13 +109,14 @@ def kill(root: Path, out: str, kind: str, draw: random.Random, startup: float) -
     exported = lambda: {(p.name, p.stat().st_mtime_ns) for p in folder.glob("model*")}
     at, target = jobs.reached(folder), (checkpoint.latest(saves) or 0) + EVERY * draw.randint(1, 2)
     before, old, begun, started = said() if log.exists() else 0, exported(), time.monotonic(), False
-    wait, steps = startup * draw.uniform(0.05, 1.0), 4 * draw.randint(1, 5)
+    wait, steps = startup * draw.uniform(0.05, 1.0), 7 * draw.randint(1, 8)
     run = begin(root, out)
     while run.poll() is None:
         started = started or said() > before
         if kind == "start" and time.monotonic() > begun + wait:
             break
-        if kind == "steps" and jobs.reached(folder) >= at + steps:
+        saving = any(saves.glob("*.tmp"))
+        if kind == "steps" and started and not saving and jobs.reached(folder) >= at + steps:
             break
         if kind == "save" and started and any(int(p.name[:8]) >= target for p in saves.glob("*.tmp")):
             break
@@ -123,7 +124,7 @@ def kill(root: Path, out: str, kind: str, draw: random.Random, startup: float) -
             if kind == "export" and started and exported() != old:
                 break
         time.sleep(0.002 if kind in ("start", "steps") or not started else 0)
-    time.sleep(draw.uniform(0, 0.02 if kind != "export" else 0.004))
+    time.sleep(draw.uniform(0, 0.02 if kind in ("start", "save") else 0.004))
     run.kill()
     if run.wait() != -9:
         assert run.returncode == 0, jobs.said(root, out)
