@@ -119,7 +119,10 @@ def wait_until(ready: Callable[[], bool], workers: list[subprocess.Popen], secon
     """Waits for a moment of a run; fails where a process has ended before."""
     until = time.monotonic() + seconds
     while not ready():
-        assert time.monotonic() < until and all(worker.poll() is None for worker in workers), "never came"
+        if time.monotonic() > until or any(worker.poll() is not None for worker in workers):
+            for worker in workers:
+                worker.kill()
+            raise AssertionError("the moment never came")
         time.sleep(0.02)
 
 

@@ -125,13 +125,13 @@ def test_a_full_disk_half_way_in_an_export_fails_on_all_processes_and_none_waits
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", EXPORT, address, str(index), str(root / "full")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jobs.environment(root),
+            stdout=(root / f"full.{index}.log").open("w"), stderr=subprocess.STDOUT, env=jobs.environment(root),
         )
         for index in (0, 1)
     ]  # fmt: skip
-    texts = [worker.communicate(timeout=60) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], texts
-    assert all("failed:" in text and "could not be written: File too large" in text for text, _ in texts)
-    assert "process 0 has not written" in texts[1][0]
-    assert all(text.endswith("wrote\n") for text, _ in texts)
+    assert jobs.codes(workers, 60) == [0, 0], jobs.said(root, "full")
+    texts = jobs.said(root, "full")
+    assert all("failed:" in text and "could not be written: File too large" in text for text in texts)
+    assert "process 0 has not written" in texts[1]
+    assert all("wrote\n" in text for text in texts)
     assert not (root / "full").exists()
