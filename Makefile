@@ -10,7 +10,7 @@ BIN         := $(VENV)/bin
 INSTALL      = $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint types notebooks parity browser clients load fuzz deviceless setup clean
+.PHONY: help demo test test-all lint types notebooks parity browser clients load fuzz chaos deviceless setup clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -27,6 +27,7 @@ test-all: $(VENV)/.test  ## run the slow tests too
 lint: $(VENV)/.dev  ## formatting and lint, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck .ci/run launch/slurm/*.sbatch launch/tpu/*.sh
 
 types: $(VENV)/.dev  ## the type checker
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -56,6 +57,10 @@ FUZZ ?= 1000
 fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## so many hostile requests of each kind (FUZZ=40 for a short form)
 	MERCURY_FUZZ=$(FUZZ) MERCURY_SCHEMATHESIS=$(abspath $(CLIENTS))/fuzz/bin/schemathesis \
 	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+KILLS ?= 100
+chaos: $(VENV)/.test  ## kill a training run so many times, also inside of saves and exports, and compare how it ends
+	MERCURY_CHAOS=$(KILLS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
 deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that are not here; ARGS="-k h200"
 	MERCURY_DEVICELESS=$${MERCURY_DEVICELESS:-1} $(DEVICELESS)/bin/python -m pytest tests/deviceless $(ARGS)

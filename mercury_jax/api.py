@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mercury_jax import compilation, hub, models, noise, sharding
+from mercury_jax.checkpoint import manifest
 from mercury_jax.config import ModelConfig, refuse, to_dict
 from mercury_jax.decode.defaults import rule_settings
 from mercury_jax.decode.sample import sample
 from mercury_jax.hub.tokenizer import unpack
 from mercury_jax.tokenizer import AnyTokenizer, Tokenizer
-from mercury_jax.train import data as pipelines, loop, lora
+from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
@@ -48,12 +50,21 @@ def train(config: TrainConfig) -> loop.TrainResult:
     compilation.prepare()
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
-    if config.distributed:
-        loop.join()
     partial = bool(config.lora.rank or config.freeze)
     if partial and not config.init:
         raise refuse("init", "", "a checkpoint, for lora.rank and freeze: what is frozen is read from it")
-    config = _with_model(config)
+    report.check_wandb(config.wandb)
+    # An error of one process ends all of them: the others would wait for it in a collective.
+    several = (
+        distributed.joined(config.join_timeout, config.heartbeat) if config.distributed else nullcontext()
+    )
+    with several:
+        return _train(config)
+
+
+def _train(config: TrainConfig) -> loop.TrainResult:
+    """`train` among the processes of its job."""
+    partial, config = bool(config.lora.rank or config.freeze), _with_model(config)
     at, on, c = loop.resume_step(config), loop.mesh_of(config), config.model_config
     decoding = rule_settings(config.sampler)
     model = models.build(c)
@@ -175,9 +186,10 @@ def _tokenizer(config: TrainConfig) -> AnyTokenizer:
         texts = pipelines.texts(config.mixture, TOKENIZER_BYTES, config.seed)
         config.folder.mkdir(parents=True, exist_ok=True)
         try:
-            Tokenizer.train(texts, config.model_config.vocab).save(path)
+            made = Tokenizer.train(texts, config.model_config.vocab)
         except ValueError as error:
             raise ValueError(f"model.vocab: {error}") from error
+        manifest.replace(path, made.proto)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("tokenizer")
     return Tokenizer.load(path)

@@ -30,12 +30,14 @@ SAME_NAME = {
     "grouped_matmul.py": {"kernels", "kernels/hopper"},
     "infill.py": {"cli", "decode"},
     "masked.py": {"decode/rules", "train/objectives"},
+    "report.py": {"cli", "train"},
     "request.py": {"decode", "serve/engine"},
     "runner.py": {"bench/gpu", "evaluate"},
     "sample.py": {"cli", "decode"},
     "search.py": {"decode", "decode/grammar"},
     "serve.py": {"bench", "cli"},
     "tokenizer.py": {"", "hub"},
+    "uniform.py": {"decode/rules", "train/objectives"},
 }
 
 # Names of earlier versions that meant nothing outside of this package: folder -> modules.

@@ -5,8 +5,8 @@ raises `CheckpointError`, which names the file.
 """
 
 from mercury_jax.checkpoint.export import Exported, export, load_exported
-from mercury_jax.checkpoint.manifest import CheckpointError, verify
-from mercury_jax.checkpoint.saver import SaveFailed, Saver, clean, inspect, latest, path_of, restore, steps
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed, verify
+from mercury_jax.checkpoint.saver import Saver, clean, inspect, latest, path_of, restore, steps
 
 __all__ = [
     "CheckpointError", "Exported", "SaveFailed", "Saver", "clean", "export", "inspect", "latest",

@@ -11,7 +11,8 @@ It needs neither Orbax nor pickle; any reader of safetensors reads it. Arrays ar
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,14 @@ from jax.experimental import multihost_utils
 from numpy.typing import DTypeLike
 
 from mercury_jax.checkpoint import manifest, tensors
-from mercury_jax.checkpoint.manifest import CheckpointError
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed
 from mercury_jax.checkpoint.tensors import LazyTensor, TensorEntry
 from mercury_jax.config import refuse
 from mercury_jax.sharding import gather, path_name, spans_processes
 
 FORMAT = 1
 CONFIG, PARAMS, TOKENIZER = "config.json", "params.safetensors", "tokenizer.model"
+MAX_ERROR = 500  # bytes of an error that process 0 reports to the others
 
 
 @dataclass(frozen=True)
@@ -112,36 +114,76 @@ def export(
 
     Raises:
         ValueError: The folder is not empty, and not an export that may be replaced.
+        SaveFailed: The disk is full, or permission is missing; an earlier export is unchanged. With several processes
+            each of them raises, if process 0 cannot write.
     """
     folder = Path(folder)
-    shared = spans_processes(params)
-    if shared and jax.process_index():
-        for tensor in tensors.in_order(_lazy_tensors(params, dtype)):
-            tensor.make()  # takes part in gathering it
-    else:
-        if folder.exists() and any(folder.iterdir()):
-            if not overwrite:
-                raise refuse("folder", str(folder), "a new or empty folder, or overwrite=True")
-            if not (folder / manifest.NAME).is_file() or not (folder / PARAMS).is_file():
-                raise refuse("folder", str(folder), "a folder that an earlier export made, to overwrite it")
-        work = folder.with_name(folder.name + ".tmp")
+    ordered = tensors.in_order(_lazy_tensors(params, dtype))
+    if not spans_processes(params):
+        _write(folder, ordered, config, tokenizer, overwrite)
+        return folder
+    # Gathering is a collective: where process 0 cannot write (a full disk), it takes part in gathering the rest all the
+    # same, and at the end all processes learn that it failed.
+    left, error = deque(ordered), None
+    if jax.process_index() == 0:
+        try:
+            _write(folder, [_removing(tensor, left) for tensor in ordered], config, tokenizer, overwrite)
+        except Exception as found:
+            error = found
+    for tensor in left:
+        tensor.make()
+    # The error as bytes of a fixed length: collectives need arrays of one shape.
+    text = f"{type(error).__name__}: {error}" if error else ""
+    sent = np.frombuffer(text.encode()[:MAX_ERROR].ljust(MAX_ERROR), np.uint8)
+    told = bytes(multihost_utils.broadcast_one_to_all(sent)).decode(errors="ignore").strip()
+    if error is not None:
+        raise error
+    if told:
+        raise SaveFailed(f"process 0 has not written {folder}: {told}")
+    return folder
+
+
+def _removing(tensor: LazyTensor, left: deque[LazyTensor]) -> LazyTensor:
+    """The first of the tensors that are left, which is taken from them when it is made."""
+
+    def make() -> object:
+        left.popleft()
+        return tensor.make()
+
+    return tensor._replace(make=make)
+
+
+def _write(
+    folder: Path,
+    arrays: Sequence[LazyTensor],
+    config: Mapping[str, Any],
+    tokenizer: bytes | None,
+    overwrite: bool,
+) -> None:
+    """`export` of tensors that this process can make, in their order."""
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise refuse("folder", str(folder), "a new or empty folder, or overwrite=True")
+        if not (folder / manifest.NAME).is_file() or not (folder / PARAMS).is_file():
+            raise refuse("folder", str(folder), "a folder that an earlier export made, to overwrite it")
+    work, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old.tmp")
+    try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         manifest.write_json(work / CONFIG, {"format": FORMAT, "config": config})
-        tensors.write(work / PARAMS, _lazy_tensors(params, dtype))
+        tensors.write(work / PARAMS, arrays)
         if tokenizer is not None:
             (work / TOKENIZER).write_bytes(tokenizer)
         manifest.write(work)
         # An earlier export is moved aside first and removed last, so that one of the two is always complete.
-        old = folder.with_name(folder.name + ".old.tmp")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         work.rename(folder)
+        manifest.sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-    if shared:
-        multihost_utils.sync_global_devices("export")
-    return folder
+    except OSError as error:
+        raise SaveFailed(f"{folder} could not be written: {error.strerror or error}") from error
 
 
 def load_exported(folder: str | Path, dtype: DTypeLike | None = None, *, verify: bool = True) -> Exported:

@@ -21,6 +21,12 @@ class CheckpointError(ValueError):
     """A checkpoint or a saved model is incomplete, damaged, or does not belong to the model that asks for it."""
 
 
+class SaveFailed(CheckpointError):
+    """A checkpoint or a model could not be written; earlier ones are unchanged."""
+
+    exit_code = 4
+
+
 def write(folder: Path) -> None:
     """Writes the manifest of all files below `folder` and flushes them to the disk.
 
@@ -148,6 +154,18 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file through a `.tmp` beside it: whenever the process is killed, the old file or the new one is whole.
+
+    Args:
+        path: The file.
+        data: Its contents.
+    """
+    work = path.with_name(path.name + ".tmp")
+    write_synced(work, data)
+    work.replace(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from mercury_jax.checkpoint import manifest
-from mercury_jax.checkpoint.manifest import CheckpointError
+from mercury_jax.checkpoint.manifest import CheckpointError, SaveFailed
 from mercury_jax.config import refuse
 from mercury_jax.sharding import path_name
 
@@ -34,12 +34,6 @@ FORMAT = 1
 STATE, ABOUT = "state", "checkpoint.json"
 # How Orbax and the system say that the disk is full.
 DISK_FULL = ("RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "No space", "File too large")
-
-
-class SaveFailed(CheckpointError):
-    """A checkpoint could not be written; earlier ones are unchanged."""
-
-    exit_code = 4
 
 
 def steps(folder: str | Path) -> list[int]:
@@ -164,12 +158,22 @@ class Saver:
             raise error
 
     def wait(self) -> None:
-        """Returns when no process is saving any more; raises as `check`."""
+        """Returns when no process is saving any more; raises as `check`. All processes must call it."""
         if self._thread is not None:
-            self._thread.join()
+            self.join()
             self._thread = None
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("mercury_jax.checkpoint")
+        self.check()
+
+    def join(self) -> None:
+        """Returns when this process is not saving any more, whatever the others do; for the way out after an error.
+
+        Raises:
+            SaveFailed: As `check`.
+        """
+        if self._thread is not None:
+            self._thread.join()
         self.check()
 
     def _finish(self, step: int, work: Path) -> None:

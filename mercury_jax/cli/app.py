@@ -29,6 +29,7 @@ COMMANDS = {
     "init": ("train:run_init", "write a recipe to start from"),
     "train": ("train", "train a model by a recipe"),
     "data": ("data", "tokenise a corpus once, for training at scale; look into it"),
+    "report": ("report", "draw the curves of training runs"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
     "bench": ("bench", "measure decoding rules, servers, GPUs, and compiled programs"),
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words behind the program's name. Default: those of this process.
 
     Returns:
-        The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
+        The exit code: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died,
+        1 anything else.
     """
     return execute(_mercury, sys.argv[1:] if argv is None else argv)
 
@@ -98,15 +100,25 @@ def execute(command: Command, argv: Sequence[str]) -> int:
     except BrokenPipeError:  # `mercury ... | head`: the reader has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("mercury: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _leave(error, INTERRUPTED)
     except Exception as error:
         if debug:
             traceback.print_exc()
         else:
             print(f"mercury: {_message(error)}", file=sys.stderr)
-        return exit_code(error)
+        return _leave(error, exit_code(error))
+
+
+def _leave(error: BaseException, code: int) -> int:
+    """Returns the exit code, or ends the process with it: of several, one that fails must not wait for the others."""
+    if getattr(error, "leave_at_once", False):  # set by `train.distributed.joined`
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    return code
 
 
 def _mercury(words: list[str]) -> int:
@@ -126,7 +138,8 @@ def _mercury(words: list[str]) -> int:
     Every command has --help. --json prints one JSON object a line, for programs; --debug shows the traceback of an
     error. Compiled programs are cached in ~/.cache/mercury_jax; MERCURY_CACHE names another folder, or none where it
     is empty.
-    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 1 anything else.
+    Exit codes: 0 done, 2 bad input, 3 training diverged, 4 the disk is full, 5 another process of the run died, 1
+    anything else.
     """
     if words[:1] == ["bench"]:
         return _bench(words[1:])

@@ -39,7 +39,7 @@ class Train:
     its `out` folder: metrics.jsonl, checkpoints, and at the end a model/ for
     `mercury sample --model`, or with --lora.rank an adapter/. SIGTERM and Ctrl-C save a checkpoint and stop.
     Exit codes: 0 done, 2 bad input, 3 the loss is NaN or infinite, 4 the disk is
-    full.
+    full, 5 another process of the run died.
     """
 
     recipe: Annotated[Positional[str], option("RECIPE")]

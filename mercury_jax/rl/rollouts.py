@@ -111,6 +111,14 @@ class Rollouts:
     def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches:
         """Implements `BatchSource`.
 
+        Args:
+            config: The recipe.
+            lm: The model that the run starts from; with `kl` its parameters are the reference policy.
+            mesh: Unused: the parameters carry their shardings.
+
+        Returns:
+            The batches.
+
         Raises:
             ValueError: The objective is not `GRPO`, or the batch is no multiple of n.
         """
@@ -156,7 +164,15 @@ class Rollouts:
         return found
 
     def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
-        """Implements `BatchSource`: accuracy on validation problems, decoded as `sample` does by default."""
+        """Implements `BatchSource`.
+
+        Args:
+            config: The recipe: seed and number of problems.
+            lm: The model.
+
+        Returns:
+            params -> accuracy on validation problems as `sample` decodes by default, and forward passes of an answer.
+        """
         return functools.partial(_accuracy, self.tasks, self.max_tokens, config, lm)
 
 
@@ -184,6 +200,14 @@ class Trajectories:
     def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches:
         """Implements `BatchSource`.
 
+        Args:
+            config: The recipe.
+            lm: The model that the run starts from, which is the teacher.
+            mesh: Unused: the parameters carry their shardings.
+
+        Returns:
+            The batches.
+
         Raises:
             ValueError: The objective is not `FewSteps`, or there is no model to start from.
         """
@@ -208,7 +232,15 @@ class Trajectories:
         return [PolicyBatch(_answers(lm, drawn, config.row), rewards, np.zeros_like(rewards), seed)]
 
     def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
-        """Implements `BatchSource`: accuracy on validation problems, and forward passes of an answer."""
+        """Implements `BatchSource`.
+
+        Args:
+            config: The recipe: seed and number of problems.
+            lm: The model.
+
+        Returns:
+            params -> accuracy on validation problems as `sample` decodes by default, and forward passes of an answer.
+        """
         return functools.partial(_accuracy, self.tasks, self.max_tokens, config, lm)
 
 

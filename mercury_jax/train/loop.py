@@ -1,17 +1,14 @@
 """The training loop: train, log, evaluate, show samples, save, resume.
 
 Everything that the next update depends on is in `TrainState` and in the state of the data; both are in a checkpoint,
-so a resumed run ends equal bit for bit to one without an interruption. With several processes, `join` joins a job,
-`gather_data_state` shares the state of the data, and `watch_signals` stops all of them at the same step.
+so a resumed run ends equal bit for bit to one without an interruption. What several processes share is in
+`distributed.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,22 +16,22 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from mercury_jax import checkpoint, sharding
+from mercury_jax.checkpoint import manifest
 from mercury_jax.config import from_dict, refuse
 from mercury_jax.noise import Corruption
 from mercury_jax.train import lora, optim, step as steps
+from mercury_jax.train.distributed import DataState, gather_data_state, watch_signals
 from mercury_jax.train.recipe import TrainConfig, resolved
 from mercury_jax.train.report import Reporter
+from mercury_jax.train.throughput import flops_per_position, peak_flops
 from mercury_jax.types import Batch, Model, Params
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in the run's folder
+CONFIG, CHECKPOINTS, PROFILE = "config.json", "checkpoints", "profile"  # in the run's folder
 
 T = TypeVar("T")
-DataState = dict[str, Any]  # JSON, see `Batches`
 Evaluate = Callable[[Params], Mapping[str, float]]
 Preview = Callable[[Params], str]
 
@@ -200,7 +197,7 @@ def _opened(
         model, config.objective, corruption, optim.optimizer(config.optim, config.steps),
         optim.schedule(config.optim, config.steps), config.accumulate, config.ema, part,
     )  # fmt: skip
-    tokens, start, frozen = 0, params, ()
+    start, frozen = params, ()
     if part is not None:
         if params is None:
             raise refuse("params", None, "the parameters of a model, of which lora or freeze keeps a part")
@@ -208,19 +205,16 @@ def _opened(
     base = None if part is None else lora.digest(frozen)
     # In a resumed run the checkpoint takes the place of what is trained.
     if at is None:
-        state = steps.init_state(jax.random.key(config.seed), setup, mesh, start)
+        state, counted = steps.init_state(jax.random.key(config.seed), setup, mesh, start), {}
     else:
         found = checkpoint.restore(folder, steps.abstract_state(setup, mesh), at)
         if found.extra.get("base") != base:
-            raise refuse(
-                "init",
-                config.init,
-                "the model that the run to resume started from: this one has other values",
-            )
-        state, tokens = found.tree, found.extra["tokens"]
-        data.set_state(found.extra["data"])
+            allowed = "the model that the run to resume started from: this one has other values"
+            raise refuse("init", config.init, allowed)
+        state, counted = found.tree, found.extra
+        data.set_state(counted["data"])
     del params, start  # nobody else may hold what the update donates
-    loop = _Loop(config, setup, mesh, data, state, at or 0, tokens, frozen, base)
+    loop = _Loop(config, setup, mesh, data, state, at or 0, counted, frozen, base)
     try:
         if stale:
             loop.report.say(f"removed what an interrupted save left: {', '.join(stale)}")
@@ -229,7 +223,8 @@ def _opened(
         yield loop
     finally:
         try:
-            loop.saver.wait()  # after an error too: a save that has begun is worth completing
+            loop.end_trace(wait=False)  # its steps may never end
+            loop.saver.join()  # after an error too: a save that has begun is worth completing
         finally:
             loop.report.close()
 
@@ -239,24 +234,30 @@ class _Loop:
 
     def __init__(
         self, config: TrainConfig, setup: steps.TrainSetup, mesh: Mesh, data: Batches, state: steps.TrainState,
-        step: int, tokens: int, frozen: Params, base: str | None,
+        step: int, counted: Mapping[str, Any], frozen: Params, base: str | None,
     ) -> None:  # fmt: skip
         self.config, self.mesh, self.data = config, mesh, data
         self.frozen, self.base = frozen, base  # parameters that are not trained, and their digest
         self.combine = (lambda trained, _: trained) if setup.partition is None else setup.partition.combine
-        self.state, self.step, self.tokens = state, step, tokens
+        self.state, self.step = state, step
+        # What a checkpoint carries for the rows of metrics: these do not depend on where a run was resumed either.
+        self.tokens: int = counted.get("tokens", 0)
+        self.metrics: dict[str, float] = dict(counted.get("metrics", {}))
+        self._window: list[dict[str, float]] = list(counted.get("window", []))
         self.update = steps.sharded_update(setup, mesh)
         self.resolved = resolved(config)
         config.folder.mkdir(parents=True, exist_ok=True)
         first = jax.process_index() == 0
         if first:
-            (config.folder / CONFIG).write_text(json.dumps(self.resolved, indent=1), encoding="utf-8")
+            manifest.replace(config.folder / CONFIG, json.dumps(self.resolved, indent=1).encode())
         self.saver = checkpoint.Saver(config.folder / CHECKPOINTS, config.keep)
-        self.report = Reporter(config.folder, config.name, config.steps, step, quiet=not first)
-        self.metrics: dict[str, float] = {}
+        self.report = Reporter(
+            config.folder, config.name, config.steps, step, quiet=not first,
+            peak_share=self._peak_share(), wandb=config.wandb, config=self.resolved,
+        )  # fmt: skip
+        self.tracing = False
         self._saved = step or -1  # a fresh state is not saved yet
         self._pending: tuple[int, steps.StepReport] | None = None
-        self._window: list[dict[str, float]] = []
 
     def advance(self) -> None:
         """Dispatches one update, then reads the report of the one before."""
@@ -267,11 +268,25 @@ class _Loop:
         except StopIteration:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
+        if self.step + 1 == self.config.profile[0]:
+            self._read()  # so that the trace begins with its first step
+            jax.profiler.start_trace(str(self.config.folder / PROFILE / f"process_{jax.process_index()}"))
+            self.tracing = True
         # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh), self.frozen)
         self.step += 1
         self._read((self.step, report))
         self.saver.check()
+        if self.step == self.config.profile[1]:
+            self.end_trace()
+
+    def end_trace(self, wait: bool = True) -> None:
+        """Writes the trace, if one has begun; with `wait`, when all of its steps are done."""
+        if self.tracing:
+            self.tracing = False
+            if wait:
+                jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()
 
     def call(self, function: Callable[[Params], T]) -> T:
         """Calls a function of the averaged parameters, which does not count as training time."""
@@ -284,8 +299,12 @@ class _Loop:
             return
         self._read()
         self._saved = self.step
-        extra = {"data": gather_data_state(self.data.get_state()), "tokens": self.tokens}
+        extra = {
+            "data": gather_data_state(self.data.get_state()),
+            "tokens": self.tokens, "metrics": self.metrics, "window": self._window,
+        }  # fmt: skip
         extra |= {} if self.base is None else {"base": self.base}
+        self.report.sync()  # a checkpoint never survives a power failure without the rows before it
         self.saver.save(self.step, self.state, self.resolved, extra)
 
     def finish(self, stopped: str | None) -> TrainResult:
@@ -305,6 +324,16 @@ class _Loop:
     @property
     def averaged(self) -> Params:
         return self.combine(self.state.ema if self.config.ema else self.state.params, self.frozen)
+
+    def _peak_share(self) -> float:
+        """The MFU of one step a second; 0 where the peak of these devices is not known."""
+        peak = peak_flops(self.mesh.devices.flat[0].device_kind)
+        work = (
+            self.config.batch
+            * self.config.row
+            * flops_per_position(self.config.model_config, self.combine(self.state.params, self.frozen))
+        )
+        return work / (peak * self.mesh.size) if peak else 0.0
 
     def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
         """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.
@@ -338,95 +367,3 @@ class _Loop:
             self.metrics |= row
             self.report.metrics(step, "train", row)
             self._window = []
-
-
-# --- several processes, and signals
-
-
-def join() -> None:
-    """Joins the other processes of this job. Call it before anything touches a device.
-
-    JAX detects SLURM, GKE, Cloud TPU and MPI; elsewhere the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID describe the job.
-
-    Raises:
-        ValueError: There is no such job.
-    """
-    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
-    try:
-        jax.distributed.initialize(
-            num_processes=None if count is None else int(count),
-            process_id=None if index is None else int(index),
-        )
-    except (ValueError, RuntimeError) as error:
-        if "already" in str(error):
-            return
-        allowed = "a job of SLURM, GKE, Cloud TPU or MPI, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"
-        raise refuse("distributed", True, f"{allowed}; JAX says: {error}") from error
-
-
-def gather_data_state(state: DataState) -> DataState:
-    """Merges the states of all processes' data, so that any number of processes can continue from the result.
-
-    Args:
-        state: This process's; its `rows` are {number of the row: state of the row}.
-
-    Returns:
-        The state with the `rows` of every process, on each of them. A single process's state is returned as it is.
-    """
-    if jax.process_count() == 1:
-        return state
-    # JSON as bytes, padded to the longest: collectives need arrays of one shape.
-    own = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(own)))
-    padded = np.pad(own, (0, int(lengths.max()) - len(own)))
-    every = multihost_utils.process_allgather(padded)
-    states = [json.loads(bytes(row[:length])) for row, length in zip(every, lengths)]
-    return {**state, "rows": {number: row for one in states for number, row in one["rows"].items()}}
-
-
-@dataclass
-class StopSignal:
-    """The signal that ends a run early.
-
-    Attributes:
-        name: "SIGTERM" or "SIGINT"; None while there was none.
-    """
-
-    name: str | None = None
-
-    def arrived(self, step: int) -> bool:
-        """Whether to stop at this step: the same answer on every process, by JAX's preemption service."""
-        several = self.name is None and jax.process_count() > 1
-        if several and multihost_utils.reached_preemption_sync_point(step):
-            self.name = "SIGTERM"
-        return self.name is not None
-
-
-@contextmanager
-def watch_signals() -> Iterator[StopSignal]:
-    """Records SIGTERM and SIGINT instead of ending the process; a second SIGINT interrupts as usual.
-
-    With several processes JAX itself watches SIGTERM, and informs all of them. In a thread signals are left alone.
-
-    Yields:
-        What arrived.
-
-    Raises:
-        KeyboardInterrupt: At the second SIGINT.
-    """
-    stop = StopSignal()
-
-    def record(number: int, frame: object) -> None:
-        if number == signal.SIGINT and stop.name is not None:
-            raise KeyboardInterrupt
-        stop.name = signal.Signals(number).name
-
-    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-    watched = (signal.SIGTERM, signal.SIGINT) if alone else ()
-    before = {number: signal.signal(number, record) for number in watched}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -137,11 +137,18 @@ class TrainConfig:
     sample_chat: bool = False  # they are user turns; else raw text to continue
     save_every: int = 200  # steps; the last one is always saved
     keep: int = 2  # newest checkpoints that stay
+    profile: tuple[int, int] = (
+        0,
+        0,
+    )  # first and last step of a jax.profiler trace in <out>/profile; 0 0: none
+    wandb: str = ""  # project of Weights & Biases that the metrics go to as well; "": none
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
     init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
     out: str = ""  # folder of the run; "": runs/<name>
     resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
     distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
+    join_timeout: int = 300  # seconds in which all processes must have started
+    heartbeat: int = 60  # seconds without a sign of life after which a process counts as dead, and all end
 
     def __post_init__(self) -> None:
         check_types(self, skip=("data", "model"))
@@ -154,6 +161,7 @@ class TrainConfig:
         self._check_values()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
+        at_least(1, join_timeout=self.join_timeout, heartbeat=self.heartbeat)
         at_least(
             0, eval_every=self.eval_every, eval_batches=self.eval_batches, sample_every=self.sample_every
         )
@@ -162,6 +170,10 @@ class TrainConfig:
         if self.lora.rank and self.optim.optimizer == "muon":
             raise refuse(
                 "optim.optimizer", "muon", "adamw for adapters: their factors are no hidden matrices"
+            )
+        if self.profile != (0, 0) and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
+            raise refuse(
+                "profile", self.profile, f"first and last step, 1 <= first <= last <= steps = {self.steps}"
             )
         if self.batch % self.accumulate:
             raise refuse("accumulate", self.accumulate, f"a divisor of batch = {self.batch}")

@@ -1,9 +1,13 @@
-"""Progress of a run: a bar or plain lines, metrics as JSONL, TensorBoard if it is installed."""
+"""Progress of a run: a bar or plain lines, metrics as JSONL; TensorBoard if it is installed, W&B if it is asked for."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mercury_jax.checkpoint import manifest
+from mercury_jax.config import refuse
+from mercury_jax.train.throughput import memory
+
+Json = Any  # numbers, texts, None, and lists and dicts of them
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"  # in the run's folder
+# Fields of a row that are of the wall clock and of the machine; all others are the same in a resumed run.
+RATES = (
+    "tokens_per_second", "step_seconds", "mfu", "device_memory_gb", "device_memory_peak_gb", "host_memory_gb",
+)  # fmt: skip
 
 
 class Clock:
@@ -53,6 +66,12 @@ class Clock:
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
         return (n1 - n0) / max(t1 - t0, 1e-9)
 
+    def step_seconds(self) -> float:
+        """Mean seconds of a step over the last 50; NaN while unknown."""
+        if len(self._marks) < 2:
+            return math.nan
+        return (self._marks[-1][0] - self._marks[0][0]) / (len(self._marks) - 1)
+
     def left(self, step: int) -> float:
         """Seconds until the last step, evaluation and sampling included; NaN while unknown."""
         if self._begin is None or step <= self._begin[1]:
@@ -66,7 +85,10 @@ class Reporter:
     Tokens are editable positions, those that a batch scores; padding and clean copies do not count.
     """
 
-    def __init__(self, out: Path, name: str, steps: int, start: int, quiet: bool = False) -> None:
+    def __init__(
+        self, out: Path, name: str, steps: int, start: int, quiet: bool = False, *, peak_share: float = 0.0,
+        wandb: str = "", config: Json = None,
+    ) -> None:  # fmt: skip
         """Opens the files; rows of steps after `start`, from a run that was killed there, are dropped.
 
         Args:
@@ -75,14 +97,18 @@ class Reporter:
             steps: The last step.
             start: Steps that were taken before.
             quiet: Write nothing.
+            peak_share: MFU of a run that takes one step a second; 0: unknown.
+            wandb: Project of Weights & Biases that the rows go to as well; "": none.
+            config: The recipe as JSON, for Weights & Biases.
         """
         self.clock = Clock(steps)
         self.steps, self.quiet = steps, quiet
-        self._out = out
-        self._bar = self._file = self._board = None
+        self._out, self._peak_share = out, peak_share
+        self._bar = self._file = self._board = self._wandb = None
         if quiet:
             return
         _drop_rows_after(out / METRICS, start)
+        _drop_samples_after(out / SAMPLES, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
         try:
             # The writer of the package `tensorboard` itself, its event and its summary.
@@ -93,6 +119,8 @@ class Reporter:
         else:
             writer = event_file_writer.EventFileWriter(str(out / "tensorboard"))
             self._board = writer, event_pb2.Event, summary_pb2.Summary
+        if wandb:
+            self._wandb = _wandb_run(wandb, out, name, config)
         if sys.stderr.isatty():
             self._bar = _progress_bar(name, steps, start)
 
@@ -121,8 +149,12 @@ class Reporter:
             return
         row: dict[str, Any] = {"step": step, "kind": kind, **values}
         if kind == "train":
-            row["tokens_per_second"] = round(self.clock.speed(), 1)
+            row |= self._rates()
         self._file.write(json.dumps(row) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(
+                {f"{kind}/{key}": x for key, x in row.items() if key not in ("step", "kind")}, step=step
+            )
         if self._board is not None:
             writer, event, summary = self._board
             for name, value in values.items():
@@ -139,6 +171,15 @@ class Reporter:
                 ahead = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
             rate = _count(self.clock.speed())
             self.say(f"{step}/{self.steps}  {shown}  {rate} tokens/s  {ahead} left")
+
+    def _rates(self) -> dict[str, float]:
+        seconds = self.clock.step_seconds()
+        found = {"tokens_per_second": round(self.clock.speed(), 1)}
+        if math.isfinite(seconds):
+            found["step_seconds"] = round(seconds, 6)
+            if self._peak_share:
+                found["mfu"] = round(self._peak_share / max(seconds, 1e-9), 5)
+        return found | memory()
 
     def sample(self, step: int, text: str) -> None:
         """Writes text that the model generated, for people.
@@ -162,6 +203,11 @@ class Reporter:
         else:
             print(text, file=sys.stderr, flush=True)
 
+    def sync(self) -> None:
+        """Flushes the rows to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Closes the files and the bar."""
         if self._bar is not None:
@@ -170,6 +216,33 @@ class Reporter:
             self._file.close()
         if self._board is not None:
             self._board[0].close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def check_wandb(project: str) -> None:
+    """Refuses a project of Weights & Biases where its package is missing.
+
+    Args:
+        project: As in the recipe; "" is always allowed.
+
+    Raises:
+        ValueError: The package `wandb` is not installed.
+    """
+    if project and importlib.util.find_spec("wandb") is None:
+        raise refuse(
+            "wandb", project, "a project, once the package wandb is installed (pip install wandb); or none"
+        )
+
+
+def _wandb_run(project: str, out: Path, name: str, config: Json) -> Any:
+    """The run of Weights & Biases; a resumed run of ours continues it, as its id is that of the folder."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    digest = hashlib.blake2b(str(out.absolute()).encode(), digest_size=6).hexdigest()
+    return wandb.init(
+        project=project, name=name, id=f"{name}-{digest}", resume="allow", dir=str(out), config=config
+    )
 
 
 def _drop_rows_after(path: Path, start: int) -> None:
@@ -178,13 +251,22 @@ def _drop_rows_after(path: Path, start: int) -> None:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= start:
+            if line.endswith("\n") and json.loads(line)["step"] <= start:
                 rows.append(line)
         except (ValueError, KeyError):
             continue  # half a line, from the moment of the kill
-    work = path.with_suffix(".tmp")
-    work.write_text("".join(rows), encoding="utf-8")
-    work.replace(path)
+    manifest.replace(path, "".join(rows).encode())
+
+
+def _drop_samples_after(path: Path, start: int) -> None:
+    if not path.exists():
+        return
+    # Each sample begins with a line "=== step N"; the text before the first one is nobody's.
+    parts = re.split(
+        r"^=== step (\d+)\n", path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
+    )
+    kept = (f"=== step {step}\n{text}" for step, text in zip(parts[1::2], parts[2::2]) if int(step) <= start)
+    manifest.replace(path, "".join(kept).encode())
 
 
 def _progress_bar(name: str, steps: int, start: int) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from mercury_jax.checkpoint import manifest
 from mercury_jax.config import NoiseConfig
 from mercury_jax.train import loop
 from mercury_jax.train.optim import OptimConfig
+from mercury_jax.train.report import RATES
 from tests.train import tiny_training as tiny
 
 
@@ -31,9 +33,7 @@ def run(out, data=None, *, model=None, evaluate=None, preview=None, **fields):
 def rows(out, kind="train"):
     """The rows of metrics.jsonl that do not depend on the clock."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [
-        {k: v for k, v in row.items() if k != "tokens_per_second"} for row in lines if row["kind"] == kind
-    ]
+    return [{k: v for k, v in row.items() if k not in RATES} for row in lines if row["kind"] == kind]
 
 
 def saved(out):
@@ -237,3 +237,24 @@ def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
     thread.start()
     thread.join()
     assert found == [2]
+
+
+def test_a_trace_holds_the_chosen_steps_and_changes_nothing(whole, tmp_path):
+    found = run(tmp_path, profile=(3, 5))
+    chex.assert_trees_all_equal(found.params, whole.params)
+    (trace,) = (tmp_path / "profile" / "process_0").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
+    for wrong in ((0, 3), (5, 3), (1, 10_000)):
+        with pytest.raises(ValueError, match=r"profile is .*first and last step"):
+            tiny.config(tmp_path, profile=wrong)
+
+
+def test_rows_of_a_resumed_run_do_not_depend_on_where_it_was_stopped(tmp_path):
+    """The checkpoint of step 5 lies between the rows of steps 4 and 8."""
+    fields = {"steps": 10, "log_every": 4, "save_every": 5}
+    run(tmp_path / "whole", **fields)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "00000010")
+    result = run(tmp_path / "cut", resume=True, **fields)
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole") and len(rows(tmp_path / "cut")) == 3
+    assert result.metrics["tokens"] == rows(tmp_path / "whole")[-1]["tokens"]

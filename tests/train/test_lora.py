@@ -21,9 +21,9 @@ from mercury_jax.train.lora import LoraConfig
 from mercury_jax.train.recipe import MeshConfig
 from mercury_jax.types import LoraWeight
 from tests.marks import slow_except
+from tests.multihost.jobs import begin, codes
 from tests.tiny import tiny
 from tests.train import tiny_training
-from tests.train.test_distributed import begin, finish
 from tests.train.tiny_checkpoints import chats, checkpoint, losses, recipe
 
 KEY = jax.random.key(0)
@@ -368,10 +368,10 @@ def test_two_processes_train_the_adapter_of_one(tmp_path):
     checkpoint(tmp_path / "base", "LLaDA")
     chats(tmp_path / "chats.jsonl")
     (tmp_path / "recipe.py").write_text(SEVERAL.replace("ROOT", str(tmp_path)))
-    finish([*begin(tmp_path, 1, "one"), *begin(tmp_path, 2, "two", "--mesh.fsdp", "2", "--mesh.data", "1")])
+    workers = [*begin(tmp_path, 1, "one"), *begin(tmp_path, 2, "two", "--mesh.fsdp", "2", "--mesh.data", "1")]
+    assert codes(workers) == [0, 0, 0]
     one, two = (mj.load(tmp_path / "base", adapter=tmp_path / out / "adapter") for out in ("one", "two"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), one.params, two.params)
     assert "red fox" in (tmp_path / "two" / "samples.txt").read_text()
-    finish(
-        begin(tmp_path, 1, "two", "--steps", "4", "--resume")
-    )  # another number of processes, the same base
+    # Another number of processes, the same base.
+    assert codes(begin(tmp_path, 1, "two", "--steps", "4", "--resume")) == [0]

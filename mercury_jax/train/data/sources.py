@@ -89,7 +89,15 @@ class BatchSource(Protocol):
         ...
 
     def evaluator(self, config: Any, lm: LM, /) -> Callable[[Params], Mapping[str, float]]:
-        """Makes the function of the parameters that the run evaluates."""
+        """Makes the run's evaluation.
+
+        Args:
+            config: The recipe.
+            lm: The model without parameters.
+
+        Returns:
+            params -> metrics by name.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax import noise
-from mercury_jax.config import refuse
+from mercury_jax.config import one_of, refuse
 from mercury_jax.train.objectives import objective as parts
 from mercury_jax.train.objectives.objective import BOUND, NO_BOUND, Normalise, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
@@ -65,7 +65,7 @@ def masked_elbo(
         The objective. It refuses noise that is not absorbing: where visible tokens may be noise too, the bound has
         further terms.
     """
-    parts.check_normalise(normalise)
+    one_of(Normalise, normalise=normalise)
     parts.check_weight(clip, least, most)
     name = BOUND if clip is None and least <= BOUND_FROM and most == 1.0 else NO_BOUND
 
@@ -113,10 +113,13 @@ def cart(*, p: float = 0.3, normalise: Normalise = "token", least: float = 1e-3)
 
     Returns:
         The objective, for models that see whole documents (pattern "bidirectional").
+
+    Raises:
+        ValueError: An argument is out of range.
     """
     if not 0 < p <= 1:
         raise refuse("p", p, "0 < p <= 1")
-    parts.check_normalise(normalise)
+    one_of(Normalise, normalise=normalise)
     parts.check_weight(None, least)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
@@ -178,7 +181,7 @@ def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Obj
     Returns:
         The objective.
     """
-    parts.check_normalise(normalise)
+    one_of(Normalise, normalise=normalise)
     parts.check_weight(None, least)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
@@ -272,6 +275,9 @@ def range_variances(
 
     Returns:
         The variance over batches of the loss per token, for each range.
+
+    Raises:
+        ValueError: There are fewer than two batches, or a range is none.
     """
     if len(batches) < 2:
         raise refuse("batches", len(batches), "2 or more, whose losses vary")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from mercury_jax import noise
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import at_least, one_of, refuse
 from mercury_jax.train.objectives import objective as parts
 from mercury_jax.train.objectives.objective import BOUND, Normalise, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
@@ -33,7 +33,7 @@ def next_token(*, normalise: Normalise = "token", prompt: float = 0.0) -> Object
     """
     if normalise == "canvas":
         raise refuse("normalise", normalise, "token or answer: next tokens stand outside of canvases")
-    parts.check_normalise(normalise)
+    one_of(Normalise, normalise=normalise)
     at_least(0, prompt=prompt)
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
@@ -73,6 +73,13 @@ def next_tokens(model: Model, batch: Batch) -> NextTokens:
     as its clean tokens at positions 0, 1, ... and its canvases at positions first, first + 1, ... in the slots behind.
     The token at p + 1 >= first is read from the canvases, which hold it even where the clean part ends; before that it
     stands in the next slot.
+
+    Args:
+        model: Tells whether documents have canvases.
+        batch: Packed rows.
+
+    Returns:
+        The targets of all slots.
     """
     slots = batch.tokens.shape[1]
     index = jnp.arange(slots)[None]

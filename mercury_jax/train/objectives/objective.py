@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mercury_jax import noise, sharding
-from mercury_jax.config import one_of, refuse
+from mercury_jax.config import refuse
 from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Params, SelfCond
 
 Normalise = Literal["token", "answer", "canvas"]
@@ -127,7 +127,15 @@ def documents(batch: Batch) -> Int[Array, "B T"]:
 
 
 def sums_by(index: Int[Array, "B T"], values: Shaped[Array, "B T"]) -> Float[Array, "B T"]:
-    """Sums values over the positions of each row with the same index, at each position; negative indices are 0."""
+    """Sums values over the positions of each row with the same index.
+
+    Args:
+        index: Below T.
+        values: To be summed.
+
+    Returns:
+        The sum of its index at each position; 0 where the index is negative.
+    """
 
     def row(index: Array, values: Array) -> Array:
         at = jnp.where(index < 0, len(index) + 1, index)
@@ -174,11 +182,6 @@ def normalised(
     """
     share = shares(batch, batch.editable, normalise)
     return Loss((values * share).sum(1), share.sum(1), metrics)
-
-
-def check_normalise(normalise: Normalise) -> None:
-    """Refuses unknown names; see `shares`."""
-    one_of(Normalise, normalise=normalise)
 
 
 def masked_mean(value: Float[Array, "B T"], where: Bool[Array, "B T"]) -> tuple[Array, Array]:
@@ -271,7 +274,17 @@ def cross_entropy(
 def token_cross_entropy(
     mask: int | None, params: Params, logits: Float[Array, "B T V"], target: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """-log p(target) in nats, and 1.0 where it is the most probable id; a `Reduce` once `mask` is bound."""
+    """Scores positions; a `Reduce` once `mask` is bound.
+
+    Args:
+        mask: An id that counts as impossible, or None.
+        params: Unused.
+        logits: Of each position.
+        target: The ids.
+
+    Returns:
+        -log p(target) in nats, and 1.0 where it is the most probable id.
+    """
     del params
     logits = without(mask, logits)
     chosen = logit_of(logits, target)
@@ -279,7 +292,15 @@ def token_cross_entropy(
 
 
 def without(mask: int | None, logits: Float[Array, "*s V"]) -> Float[Array, "*s V"]:
-    """The logits without the mask, which is never data: the SUBS parameterisation of MDLM (arXiv 2406.07524)."""
+    """Makes the mask impossible, which is never data: the SUBS parameterisation of MDLM (arXiv 2406.07524).
+
+    Args:
+        mask: Its id; None leaves all as they are.
+        logits: Of each position.
+
+    Returns:
+        The logits without the mask.
+    """
     if mask is None:
         return logits
     # A sum, because of a choice a loop over parts keeps both sides, in the logits' shape.

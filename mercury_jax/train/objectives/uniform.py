@@ -73,7 +73,7 @@ def _elbo(
     clip: float | None,
     posterior: bool,
 ) -> Objective:
-    parts.check_normalise(normalise)
+    one_of(Normalise, normalise=normalise)
     parts.check_weight(clip, 0.5)
     is_bound = clip is None and weights == "elbo"
 

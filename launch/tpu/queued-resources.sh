@@ -1,0 +1,50 @@
+#!/bin/bash
+# launch/tpu/queued-resources.sh configs/RECIPE.py [overrides]     see launch/README.md
+# Asks for a TPU pod slice, waits until it is there, installs this clone on every host, and trains on all of them.
+#   NAME         name of the slice                      default: mercury
+#   ZONE         such as us-east5-a                     required
+#   TYPE         such as v5p-32 or v6e-64               required
+#   RUNTIME      version of the TPU software            default: v2-alpha-tpuv5 (v6e: v2-alpha-tpuv6e)
+#   NFS          HOST:/SHARE of a Filestore, for /runs  required
+#   SPOT=1       a slice that may be taken away
+#   KEEP=1       do not delete the slice at the end
+set -euo pipefail
+if [ $# -eq 0 ]; then
+  echo "usage: ZONE=... TYPE=... NFS=... launch/tpu/queued-resources.sh configs/RECIPE.py [overrides]" >&2
+  exit 2
+fi
+name=${NAME:-mercury}
+zone=${ZONE:?such as us-east5-a} type=${TYPE:?such as v5p-32} nfs=${NFS:?HOST:/SHARE of a Filestore}
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+flags=(--zone="$zone" --node-id="$name" --accelerator-type="$type" --runtime-version="${RUNTIME:-v2-alpha-tpuv5}")
+if [ "${SPOT:-}" = 1 ]; then flags+=(--spot); fi
+gcloud compute tpus queued-resources create "$name" "${flags[@]}"
+if [ "${KEEP:-}" != 1 ]; then
+  trap 'gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet' EXIT
+fi
+
+while true; do
+  state=$(gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format="value(state.state)")
+  case $state in
+    ACTIVE) break ;;
+    FAILED | SUSPENDING | SUSPENDED | DELETING) echo "$name is $state" >&2; exit 1 ;;
+  esac
+  echo "$name is $state; waiting" >&2
+  sleep "${POLL:-30}"
+done
+
+on_all_hosts() { # command
+  gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"
+}
+
+archive=$(mktemp)
+git archive --format=tar.gz --output="$archive" HEAD
+gcloud compute tpus tpu-vm scp "$archive" "$name":mercury.tar.gz --zone="$zone" --worker=all
+rm -f "$archive"
+on_all_hosts "sudo mkdir -p /runs && { mountpoint -q /runs || sudo mount -t nfs -o vers=3 '$nfs' /runs; }"
+on_all_hosts "mkdir -p mercury && tar -xzf mercury.tar.gz -C mercury && cd mercury && make setup &&
+  .venv/bin/pip install -q 'jax[tpu]' -c constraints.txt"
+
+# JAX finds the other hosts of the slice by itself. `printf %q` carries the words through the remote shell as they are.
+on_all_hosts "cd mercury && .venv/bin/mercury train $(printf '%q ' "$@") --distributed --resume"

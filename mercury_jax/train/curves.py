@@ -1,0 +1,209 @@
+"""Curves of one or several runs as a page or an image: what `mercury report` writes.
+
+It reads `metrics.jsonl` and `config.json` of the runs' folders, also while they are being written. The page is one HTML
+file without scripts: the curves as SVG, the last values, and the fields of the recipes that differ.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mercury_jax import install
+from mercury_jax.config import refuse
+from mercury_jax.train.report import METRICS
+
+KINDS = (".html", ".png", ".svg", ".pdf")  # what can be written
+FIRST = ("loss", "nats_per_token", "masked_accuracy", "masked_ce")  # panels that come first, in this order
+NO_PANEL = ("step", "kind", "tokens")
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """The metrics of a run.
+
+    Attributes:
+        name: Of the run: its folder's name, or more of its path where two runs share it.
+        curves: (kind, metric) -> (steps, values).
+        config: Field of the recipe -> value, with dots in the names; without `out` and `resume`.
+    """
+
+    name: str
+    curves: Mapping[tuple[str, str], tuple[list[int], list[float]]]
+    config: Mapping[str, Any]
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[RunCurves]:
+    """Reads the metrics of runs.
+
+    Args:
+        folders: Their folders, as `mercury train` writes them.
+
+    Returns:
+        The runs, in this order.
+
+    Raises:
+        ValueError: A folder has no metrics.
+    """
+    paths = [Path(folder) for folder in folders]
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _read(folder: Path, name: str) -> RunCurves:
+    curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [
+            json.loads(line) for line in lines if line.endswith("\n")
+        ]  # a run may be writing the last one
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        allowed = f"the folder of a run, with config.json and {METRICS} ({error})"
+        raise refuse("run", str(folder), allowed) from None
+    for row in rows:
+        for metric, value in row.items():
+            if metric not in NO_PANEL:
+                steps, values = curves.setdefault((row["kind"], metric), ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    if not curves:
+        raise refuse("run", str(folder), f"a run that has taken a step; {METRICS} has no row yet")
+    fields = dict(_fields(config))
+    return RunCurves(name, curves, {k: v for k, v in fields.items() if k not in ("out", "resume")})
+
+
+def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _fields(inner, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def write_report(runs: Sequence[RunCurves], path: str | Path, metrics: Sequence[str] = ()) -> Path:
+    """Writes a page, or an image of the curves alone.
+
+    Args:
+        runs: From `read_runs`.
+        path: The file; its ending says which: .html, .png, .svg or .pdf.
+        metrics: Draw only these. Default: all that any run has.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: Another ending, a metric that no run has, or matplotlib is missing.
+    """
+    path = Path(path)
+    if path.suffix not in KINDS:
+        raise refuse("out", str(path), f"a file that ends in {', '.join(KINDS)}")
+    if not path.absolute().parent.is_dir():
+        raise refuse("out", str(path), "a file in a folder that exists")
+    found = {metric for run in runs for _, metric in run.curves}
+    order = [m for m in FIRST if m in found] + sorted(found - set(FIRST))
+    for metric in metrics:
+        if metric not in found:
+            raise refuse("metrics", metric, ", ".join(order))
+    chosen = list(metrics) or order
+    if path.suffix != ".html":
+        path.write_bytes(_image(runs, chosen, path.suffix[1:]))
+    else:
+        path.write_text(_page(runs, chosen), encoding="utf-8")
+    return path
+
+
+def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> bytes:
+    """One panel a metric; training as a line, evaluation as dots on a line, a colour for each run."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        allowed = f"any, once matplotlib is installed: {install.command('plot')}"
+        raise refuse("mercury report", "without matplotlib", allowed) from None
+    columns = min(3, len(metrics))
+    lines = math.ceil(len(metrics) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: it would choose a window system
+    panels = [axes for line in figure.subplots(lines, columns, squeeze=False) for axes in line]
+    for axes in panels[len(metrics) :]:
+        axes.set_axis_off()
+    for axes, metric in zip(panels, metrics):
+        for number, run in enumerate(runs):
+            for kind_of_row, style in (("train", "-"), ("eval", "o--")):
+                steps, values = run.curves.get((kind_of_row, metric), ([], []))
+                if steps:
+                    label = run.name if kind_of_row == "train" else f"{run.name}, held out"
+                    axes.plot(
+                        steps,
+                        values,
+                        style,
+                        color=f"C{number % 10}",
+                        label=label,
+                        markersize=4,
+                        linewidth=1.2,
+                    )
+        axes.set(title=metric, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    sink = io.BytesIO()
+    # Text stays text, so that a page can be searched; a fixed salt makes equal runs equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mercury"}):
+        figure.savefig(sink, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
+    return sink.getvalue()
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; } svg { width: 100%; height: auto; }
+td, th { border-bottom: 1px solid #ddd; padding: 0.2rem 0.8rem; text-align: right; font-variant-numeric: tabular-nums; }
+td:first-child, th:first-child { text-align: left; }
+"""
+
+
+def _page(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
+    svg = _image(runs, metrics, "svg").decode()
+    title = ", ".join(run.name for run in runs)
+    last = [
+        [f"{metric}, held out" if kind == "eval" else metric, *(_last(run, kind, metric) for run in runs)]
+        for metric in metrics
+        for kind in ("train", "eval")
+        if any((kind, metric) in run.curves for run in runs)
+    ]
+    names = sorted({name for run in runs for name in run.config})
+    values = [[name, *(json.dumps(run.config.get(name)) for run in runs)] for name in names]
+    differ = [row for row in values if len(set(row[1:])) > 1]
+    head = ["", *(run.name for run in runs)]
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style><h1>{html.escape(title)}</h1>",
+        svg[svg.index("<svg") :],
+        "<h2>Last values</h2>", _table([["steps", *(str(_steps(run)) for run in runs)], *last], head),
+    ]  # fmt: skip
+    if differ:
+        parts += ["<h2>What differs in the recipes</h2>", _table(differ, head)]
+    parts += ["<h2>Recipe</h2>", _table(values, head)] if len(runs) == 1 else []
+    return "\n".join(parts) + "\n</html>\n"
+
+
+def _steps(run: RunCurves) -> int:
+    return max(steps[-1] for steps, _ in run.curves.values())
+
+
+def _last(run: RunCurves, kind: str, metric: str) -> str:
+    values = run.curves.get((kind, metric), ([], []))[1]
+    return f"{values[-1]:.6g}" if values else ""
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    cells = lambda row, tag: "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row) + "</tr>"
+    return "<table>" + cells(head, "th") + "".join(cells(row, "td") for row in rows) + "</table>"
