@@ -36,7 +36,10 @@ PAGES = [
     "CONTRIBUTING.md",
     *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 ]
-SHORTER = {"mercury train my_recipe.py": ["--steps", "2", "--sample-every", "0", "--eval-every", "0"]}
+SHORTER = {
+    "mercury train my_recipe.py": ["--steps", "2", "--sample-every", "0", "--eval-every", "0"],
+    "mercury train sft_nano --chats lines.jsonl": ["--steps", "2"],
+}
 FULL = os.environ.get("MERCURY_README") == "full"
 LONG = {"README.md", "CONTRIBUTING.md"}  # pages that take over ten seconds
 LONG |= {

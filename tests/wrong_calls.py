@@ -434,7 +434,7 @@ WRONG: dict[str, dict[str, tuple[Call, str]]] = {
         "samples 1.5": (lambda: score(samples=1.5), "samples is 1.5"),
         "samples as a text": (lambda: score(samples="3"), "samples is '3'"),
         "a seed of -1": (lambda: score(seed=-1), "seed is -1"),
-        "uniform noise": (lambda: score(lm=model(kind="uniform")), "corruption is 'uniform'"),
+        "a posterior of masks": (lambda: score(posterior=True), "posterior is True; allowed: False: masks"),
         "beyond the context": (lambda: score(long, [5]), "prompt and completion is '301 tokens'"),
         "a temperature": (lambda: score(temperature=1.0), "'temperature'"),
     },

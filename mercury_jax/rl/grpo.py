@@ -64,6 +64,8 @@ class GRPO:
         estimator: Of log-probabilities: "diffu_grpo" (d1, arXiv 2504.12216), "coupled_grpo" (DiffuCoder, arXiv
             2506.20639), "elbo", or "trajectory" (TraceRL, arXiv 2509.06949).
         samples: Estimates that are averaged; 0: the estimator's own number. Not for "trajectory".
+        mask_prompt: Of "diffu_grpo", the share of the prompt's tokens that are masked too. With 0 it is exact for
+            answers that are decoded in one pass.
         passes: Of "trajectory": passes into which the trajectory is merged.
         clip: How far below 1 the ratio of new and old probabilities may fall.
         clip_high: How far above 1 it may rise; None: as far.
@@ -76,6 +78,7 @@ class GRPO:
 
     estimator: str = "coupled_grpo"
     samples: int = 0
+    mask_prompt: float = 0.15
     passes: int = 4
     clip: float = 0.2
     clip_high: float | None = None
@@ -91,6 +94,8 @@ class GRPO:
         at_least(0, samples=self.samples, clip=self.clip, kl=self.kl)
         at_least(0, clip_high=self.clip if self.clip_high is None else self.clip_high)
         at_least(1, passes=self.passes)
+        if not 0 <= self.mask_prompt <= 1:
+            raise refuse("mask_prompt", self.mask_prompt, "a share, 0 to 1")
 
     def log_probs(self, lm: LM, params: Params, answers: AnswerBatch, seed: Array) -> Float[Array, "B S"]:
         """Estimates log-probabilities under the masks of a seed.
@@ -107,6 +112,7 @@ class GRPO:
         if self.estimator == "trajectory":
             return token_log_probs(lm, params, answers, estimator="trajectory", passes=self.passes)
         options: dict[str, Any] = {"samples": self.samples} if self.samples else {}
+        options |= {"mask_prompt": self.mask_prompt} if self.estimator == "diffu_grpo" else {}
         key = jax.random.key(jnp.asarray(seed)[0])
         return token_log_probs(lm, params, answers, key, estimator=self.estimator, **options)
 

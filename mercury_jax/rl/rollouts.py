@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mercury_jax.config import at_least, refuse
+from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers, rollout
 from mercury_jax.decode.sample import sample
 from mercury_jax.rl.distill import FewSteps
@@ -27,23 +27,37 @@ from mercury_jax.tasks import TASKS, Problem, Split, draw
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.types import LM, Params
 
+Keep = Callable[[Problem], bool]
+
 
 def problems_of(
-    tasks: Sequence[str], seed: Sequence[int], count: int, split: Split
+    tasks: Sequence[str], only: Keep | None, seed: Sequence[int], count: int, split: Split
 ) -> list[tuple[str, Problem]]:
     """Draws problems of several tasks in turn.
 
     Args:
         tasks: Their names.
+        only: Which problems to keep; None: all.
         seed: Equal seeds give equal problems.
         count: How many.
         split: The side of each task.
 
     Returns:
         (name of the task, problem).
+
+    Raises:
+        ValueError: `only` keeps none of a thousand problems.
     """
-    rng = np.random.default_rng(tuple(seed))
-    return [(name, draw(TASKS[name], rng, split)) for name in (tasks[i % len(tasks)] for i in range(count))]
+    rng, found = np.random.default_rng(tuple(seed)), list[tuple[str, Problem]]()
+    for name in (tasks[i % len(tasks)] for i in range(count)):
+        drawn = (draw(TASKS[name], rng, split) for _ in range(1000))
+        problem = next((p for p in drawn if only is None or only(p)), None)
+        if problem is None:
+            raise refuse(
+                "only", only, f"a function that keeps some problems of {name}; it kept none of 1,000"
+            )
+        found.append((name, problem))
+    return found
 
 
 def chats(problems: Sequence[tuple[str, Problem]]) -> list[list[dict[str, str]]]:
@@ -79,9 +93,11 @@ class Rollouts:
 
     Attributes:
         tasks: Names of tasks, in turn; see `mercury info`.
+        only: only(problem) tells which problems to keep; None: all.
         n: Answers of each problem.
         temperature: Of drawn tokens.
         sampler: A rule or `Sampler`; None: the model's own.
+        plan: Block and steps; None: the model's own.
         max_tokens: Of an answer.
         updates: Updates of the model on each draw (GRPO's mu).
         scale: Whether advantages are divided by the standard deviation of their group (GRPO) or not (Dr. GRPO, arXiv
@@ -93,9 +109,11 @@ class Rollouts:
     """
 
     tasks: tuple[str, ...]
+    only: Keep | None = None
     n: int = 8
     temperature: float = 1.0
     sampler: Any = None
+    plan: Plan | None = None
     max_tokens: int = 64
     updates: int = 1
     scale: bool = True
@@ -140,10 +158,12 @@ class Rollouts:
     ) -> list[PolicyBatch]:
         """The batches of draw `number`: the same answers, under the masks of each update."""
         lm = dataclasses.replace(lm, params=params)
-        problems = problems_of(self.tasks, (config.seed, 11, number), config.batch // self.n, "train")
+        problems = problems_of(
+            self.tasks, self.only, (config.seed, 11, number), config.batch // self.n, "train"
+        )
         drawn = rollout(
             lm, chats(problems), n=self.n, reward=self.reward or task_reward(problems), max_tokens=self.max_tokens,
-            seed=_seed(config.seed, number), sampler=self.sampler, temperature=self.temperature,
+            seed=_seed(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=self.temperature,
         )  # fmt: skip
         assert drawn.rewards is not None
         grouped = drawn.rewards.reshape(-1, self.n)
@@ -171,9 +191,10 @@ class Rollouts:
             lm: The model.
 
         Returns:
-            params -> accuracy on validation problems as `sample` decodes by default, and forward passes of an answer.
+            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
+            forward passes of an answer.
         """
-        return functools.partial(_accuracy, self.tasks, self.max_tokens, config, lm)
+        return functools.partial(_accuracy, self, config, lm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +203,9 @@ class Trajectories:
 
     Attributes:
         tasks: Names of tasks, in turn.
+        only: only(problem) tells which problems to keep; None: all.
         sampler: How the teacher decodes: a rule or `Sampler`; None: the model's own.
+        plan: Block and steps of the teacher; None: the model's own.
         max_tokens: Of an answer.
 
     Raises:
@@ -190,7 +213,9 @@ class Trajectories:
     """
 
     tasks: tuple[str, ...]
+    only: Keep | None = None
     sampler: Any = None
+    plan: Plan | None = None
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -222,10 +247,10 @@ class Trajectories:
 
     def _draw(self, config: TrainConfig, lm: LM, number: int, params: Params) -> list[PolicyBatch]:
         del params  # the teacher's stay
-        problems = problems_of(self.tasks, (config.seed, 12, number), config.batch, "train")
+        problems = problems_of(self.tasks, self.only, (config.seed, 12, number), config.batch, "train")
         drawn = rollout(
             lm, chats(problems), reward=task_reward(problems), max_tokens=self.max_tokens,
-            seed=_seed(config.seed, number), sampler=self.sampler, temperature=0.0,
+            seed=_seed(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=0.0,
         )  # fmt: skip
         assert drawn.rewards is not None
         rewards, seed = drawn.rewards.astype(np.float32), np.zeros(config.batch, np.uint32)
@@ -239,9 +264,10 @@ class Trajectories:
             lm: The model.
 
         Returns:
-            params -> accuracy on validation problems as `sample` decodes by default, and forward passes of an answer.
+            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
+            forward passes of an answer.
         """
-        return functools.partial(_accuracy, self.tasks, self.max_tokens, config, lm)
+        return functools.partial(_accuracy, self, config, lm)
 
 
 class PolicyBatches:
@@ -298,12 +324,11 @@ def _log_probs(objective: GRPO, lm: LM, answers: AnswerBatch, seed: Any, params:
 
 
 def _accuracy(
-    tasks: tuple[str, ...], max_tokens: int, config: TrainConfig, lm: LM, params: Params
+    source: Rollouts | Trajectories, config: TrainConfig, lm: LM, params: Params
 ) -> Mapping[str, float]:
-    problems = problems_of(tasks, (config.seed, 13), config.eval_batches * config.batch, "validation")
-    out = sample(dataclasses.replace(lm, params=params), chats(problems), max_tokens=max_tokens)
+    count = config.eval_batches * config.batch
+    problems = problems_of(source.tasks, source.only, (config.seed, 13), count, "validation")
+    lm, how = dataclasses.replace(lm, params=params), dict(sampler=source.sampler, plan=source.plan)
+    out = sample(lm, chats(problems), max_tokens=source.max_tokens, temperature=0.0, **how)
     right = np.asarray(task_reward(problems)(chats(problems), out.texts))
-    return {
-        "accuracy": float(right.mean()),
-        "forwards": float(np.mean(out.forwards)),
-    }
+    return {"accuracy": float(right.mean()), "forwards": float(np.mean(out.forwards))}

@@ -291,13 +291,12 @@ def test_the_decoder_of_a_function_is_a_function_too(apply):
             decoder.init(lm.params, jnp.array([PROMPT]), max_tokens=5, key=jax.random.key(0))
 
 
-def test_uniform_noise_needs_no_mask_and_refuses_what_counts_masks():
+def test_uniform_noise_needs_no_mask_and_is_scored_without_one():
     lm = own(padded, mask=None, noise="uniform")
     out = mj.sample(lm, [PROMPT, [1]], max_tokens=6)
     assert all(((t >= 0) & (t < VOCAB)).all() for t in out.tokens)
     assert mj.edit(lm, [1, 2, 3]).tokens[0].shape == (3,)
-    with pytest.raises(ValueError, match="counts masks"):
-        mj.score(lm, [1], [2])
+    assert mj.score(lm, [1], [2]).log_p < 0.0
 
 
 def test_every_id_but_the_mask_and_what_is_forbidden_can_be_emitted():

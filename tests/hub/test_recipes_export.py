@@ -8,6 +8,7 @@ import pytest
 
 import mercury_jax as mj
 from mercury_jax.cli import main
+from mercury_jax.config import ModelConfig
 from mercury_jax.train import data
 from mercury_jax.train.recipe import load_recipe
 
@@ -23,6 +24,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_trained_recipe_of_each_target_converts_without_changing_logits(name, tmp_path, capsys):
     recipe = load_recipe(name)
+    assert isinstance(recipe.model, ModelConfig)
     small = dataclasses.replace(recipe.model, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32)
     mj.train(
         dataclasses.replace(

@@ -62,6 +62,7 @@ def test_padded_answers_have_the_same_log_probs_and_a_short_row_is_refused():
 
 def batch(**more) -> PolicyBatch:
     _, r, answers = drawn()
+    assert r.rewards is not None
     rng = np.random.default_rng(0)
     given = dict(
         answers=answers, rewards=r.rewards.astype(np.float32), advantages=rng.normal(size=8).astype(np.float32),

@@ -308,7 +308,15 @@ def without(mask: int | None, logits: Float[Array, "*s V"]) -> Float[Array, "*s 
 
 
 def logit_of(logits: Float[Array, "*s V"], ids: Int[Array, "*s"]) -> Float[Array, "*s"]:
-    """The logit of one id at each position."""
+    """Picks the logit of one id at each position.
+
+    Args:
+        logits: Of each position.
+        ids: The ids.
+
+    Returns:
+        Their logits.
+    """
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
     return jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == ids[..., None], logits, 0.0), axis=-1)
 

@@ -124,6 +124,9 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
 
     Returns:
         The objective, for uniform noise.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
     at_least(0, encoder=encoder, self_condition=self_condition)
     if self_condition > 1:
