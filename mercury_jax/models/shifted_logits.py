@@ -57,10 +57,11 @@ def apply(net: nn.Module, params: Params, given: PackedPass) -> Array:
     inputs = masks.NetworkInputs(given.tokens, positions, given.ranges)
     hidden = net.apply({"params": params}, inputs)[0]
     slot = jnp.arange(given.tokens.shape[1])
-    previous = jnp.maximum(slot - 1, 0)
-    follows = positions[:, previous] == positions - 1
-    # A canvas's first token follows the last of the clean tokens that it attends to, the end of its first range.
-    source = jnp.where(follows, previous, jnp.maximum(given.ranges[:, :, 0, 1] - 1, 0))
+    # A canvas's first token follows the last of the clean tokens that it attends to, the end of its first range: the
+    # slot before it may hold the noised end of another canvas.
+    own = given.ranges[:, :, 1]  # of a canvas after clean tokens; empty elsewhere
+    first = (own[..., 0] == slot) & (own[..., 0] < own[..., 1])
+    source = jnp.where(first, jnp.maximum(given.ranges[:, :, 0, 1] - 1, 0), jnp.maximum(slot - 1, 0))
     source = jnp.where(positions == 0, slot, source)
     return jnp.take_along_axis(hidden, source[..., None], axis=1)
 
