@@ -1,6 +1,5 @@
 """Training on what the model decodes: the gradients of both objectives, exact resumes, rising rewards, refusals."""
 
-import dataclasses
 import json
 import shutil
 
@@ -18,15 +17,6 @@ from mercury_jax.train.recipe import TrainConfig
 from tests.tiny import tiny
 
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A tiny model as a folder that runs start from."""
-    folder = tmp_path_factory.mktemp("start") / "model"
-    lm = tiny()
-    mj.hub.save(folder, dataclasses.replace(lm, name="tiny"), mj.NoiseConfig())
-    return str(folder)
 
 
 def vowels(prompts, texts):

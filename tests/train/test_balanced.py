@@ -159,6 +159,7 @@ def test_a_mesh_of_four_devices_measures_the_same(mesh):
             assert b[name] == pytest.approx(a[name], rel=1e-3), name
 
 
+@pytest.mark.slow
 def test_a_first_pass_for_self_conditioning_is_not_counted():
     config = dataclasses.replace(CONFIGS["gemma"], self_conditioning=True, predicts_next=True, mask=None)
     model = models.build(config)

@@ -179,7 +179,7 @@ def test_blocks_of_one_token_and_shifted_logits_cost_what_next_tokens_cost():
         xt = np.where(batch.editable, MODEL.mask, batch.tokens) if masked else batch.tokens
         following = np.roll(batch.tokens, -1, axis=1)
         target = batch.tokens if masked else following
-        ce, _ = cross_entropy(model, params, batch, xt, target)
+        ce, _ = jax.jit(functools.partial(cross_entropy, model))(params, batch, xt, target)
         return np.asarray(ce[batch.editable] if masked else ce[0, :-1])
 
     single = models.build(config)
@@ -222,11 +222,6 @@ def test_a_run_compiles_once_resumes_exactly_and_leaves_the_model_of_its_last_bl
     again = mj.train(recipe(tmp_path, out=str(tmp_path / "cut"), resume=True))
     chex.clear_trace_counter()
     chex.assert_trees_all_equal(again.params, params)
-    # With blocks of 8 from the start the run is another one, from the same first parameters.
-    other = mj.train(recipe(tmp_path, out=str(tmp_path / "other"), blocks=()))
-    chex.clear_trace_counter()
-    with pytest.raises(AssertionError, match="not equal"):
-        chex.assert_trees_all_equal(other.params, params)
 
 
 REFUSED = {

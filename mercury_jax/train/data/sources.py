@@ -567,11 +567,14 @@ def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Exampl
         prompt = tokenizer.render(turns[:-1])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    # An answer ends as the chat template ends it, where that is an end for the decoder.
-    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
-    end = tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
-    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end]
+    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end_of_answer(tokenizer)]
     return Example(np.array(ids, np.int32), len(prompt), True)
+
+
+def end_of_answer(tokenizer: AnyTokenizer) -> int:
+    """The id that ends an answer to a chat: the template's where the decoder ends there too, else the end of text."""
+    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
+    return tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
 
 
 def read_string(name: str, value: object) -> str:
