@@ -6,6 +6,7 @@
 Qwen3 has no mask: the first id behind the tokenizer's last becomes it (151,669, as in SDAR). Blocks of 16 tokens see
 themselves and what is before them, and position i predicts its own token. `--model.alignment shifted` lets position
 i - 1 predict token i, as Qwen3 did and as Fast-dLLM v2 (arXiv 2509.26328) keeps it, which is made of Qwen2.5.
+`--blocks 0 1 200 4 600 16` lets the block grow, from single tokens to the model's 16 (LLaDA2, arXiv 2512.15745).
 
 Each line of a file is a conversation, {"messages": [{"role", "content"}, ...]}, whose last answer is learnt. A model
 that keeps its knowledge needs as much text as its authors used (SDAR 50B tokens, Fast-dLLM v2 1B): add

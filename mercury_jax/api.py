@@ -90,8 +90,10 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         batches, evaluate = config.data.batches(config, start, on), config.data.evaluator(config, lm)
     else:
         index, count = sharding.process_share(on)
+        # The block is in the layout of the rows alone: all stages of a run share one compiled update.
+        stages = [(n, models.build(dataclasses.replace(c, block=b)).layout) for n, b in config.blocks]
         batches = pipelines.build(
-            config.mixture, tokenizer, model.layout,
+            config.mixture, tokenizer, stages or model.layout,
             rows=config.batch, row=config.row, seed=config.seed, index=index, count=count,
         )  # fmt: skip
         evaluate = _evaluator(config, model, corruption, tokenizer)

@@ -246,6 +246,18 @@ class PackedPass(NamedTuple):
     time: Float[Array, "B"] | Float[Array, "B T"] | None = None
 
 
+class Routing(NamedTuple):
+    """What the router of one layer with experts made of a packed pass.
+
+    Attributes:
+        scores: Softmax or sigmoid of its logits.
+        experts: Ids of the `Experts.active` experts of each token.
+    """
+
+    scores: Float[Array, "B T E"]
+    experts: Int[Array, "B T k"]
+
+
 @runtime_checkable
 class Forward(Protocol):
     """`Model.forward`: one pass over a KV cache."""
@@ -274,7 +286,13 @@ class Apply(Protocol):
     """`Model.apply`: one pass without a cache, for training and scoring. Differentiable."""
 
     def __call__(
-        self, params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+        self,
+        params: Params,
+        given: PackedPass,
+        *,
+        mesh: Mesh | None = None,
+        device: Device | None = None,
+        routing: bool = False,
     ) -> Hidden:
         """Hidden states of packed rows.
 
@@ -284,9 +302,12 @@ class Apply(Protocol):
             mesh: Over whose axes `data` and `fsdp` the rows are sharded (`sharding.with_training_mesh`); None: by XLA's
                 partitioner.
             device: To compile kernels for; None: the device of this machine.
+            routing: Also return what the routers did, for objectives that balance experts. Models without experts need
+                not take it.
 
         Returns:
-            Opaque hidden states for `Model.head`, leaves [B, T, ...].
+            Opaque hidden states for `Model.head`, leaves [B, T, ...]. With `routing`: (hidden states, a `Routing` of
+            each layer with experts).
         """
         ...
 

@@ -279,9 +279,9 @@ def _times(config: DiTConfig, time: Array | None) -> Float[Array, "#B #T"]:
     return time[:, None] if time.ndim == 1 else time
 
 
-def _apply(net: DiT, params: Params, given: PackedPass) -> Array:
+def _apply(net: DiT, given: PackedPass) -> Array:
     inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
-    return net.apply({"params": params}, inputs, _times(net.config, given.time))[0]
+    return net(inputs, _times(net.config, given.time))[0]
 
 
 def _forward(net: DiT, params: Params, given: Pass) -> tuple[Array, Cache]:

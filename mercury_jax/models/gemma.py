@@ -35,7 +35,7 @@ from mercury_jax.models.layers import (
 from mercury_jax.models.masks import NetworkInputs
 from mercury_jax.models.network import embed_mixture, lm_head, model_of, rematerialised
 from mercury_jax.models.ops import Ops, Term
-from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, SelfCond, accumulation_dtype
+from mercury_jax.types import Cache, Model, PackedPass, Params, Pass, Routing, SelfCond, accumulation_dtype
 
 GemmaActivation = Literal["gelu_tanh", "gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -260,7 +260,9 @@ class GemmaRouter(nn.Module):
         x_normed = rms_normalise(x, c.norm_eps).astype(x.dtype) * scale.astype(x.dtype) * c.width**-0.5
         logits = self.ops.dot(x_normed, w, 1).astype(accumulation_dtype(x.dtype))  # [B, T, E]
         top_k = functools.partial(jax.lax.top_k, k=c.experts.active)
-        weights, ids = self.ops.map_rows(top_k, jax.nn.softmax(logits, axis=-1))
+        scores = jax.nn.softmax(logits, axis=-1)
+        weights, ids = self.ops.map_rows(top_k, scores)
+        self.sow("routing", "routed", Routing(scores, ids))
         weights = weights / weights.sum(axis=-1, keepdims=True)
         return ids, weights * expert_scale[ids].astype(weights.dtype)
 
@@ -516,7 +518,7 @@ def _condition(config: GemmaConfig, params: Params | None, logits: Float[Array, 
     return embed_mixture(params, weights, 0, config.dtype, scale=config.width**0.5)
 
 
-def _apply(net: Gemma, params: Params, given: PackedPass) -> Array:
+def _apply(net: Gemma, given: PackedPass) -> Array:
     inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
     # Which tokens are clean, and the lowest slot that each attends to in a sliding layer, follow from the ranges of
     # `masks.layout`: a clean token's first range ends with the token itself and its second is empty; a canvas token's
@@ -525,7 +527,7 @@ def _apply(net: Gemma, params: Params, given: PackedPass) -> Array:
     ranges, c = given.ranges, net.config
     clean = ranges[:, :, 1, 1] <= ranges[:, :, 1, 0]
     lowest = ranges[:, :, 0, 1] - jnp.where(clean, c.window, c.tail)
-    return net.apply({"params": params}, inputs, clean, lowest, given.self_cond)[0]
+    return net(inputs, clean, lowest, given.self_cond)[0]
 
 
 def _forward(net: Gemma, params: Params, given: Pass) -> tuple[Array, Cache]:

@@ -23,7 +23,18 @@ from mercury_jax.models.ops import INIT_OPS, device_ops
 from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.sharding import ShardingRule
-from mercury_jax.types import Cache, Device, Hidden, Key, Model, PackedPass, Params, Pass, accumulation_dtype
+from mercury_jax.types import (
+    Cache,
+    Device,
+    Hidden,
+    Key,
+    Model,
+    PackedPass,
+    Params,
+    Pass,
+    Routing,
+    accumulation_dtype,
+)
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -52,7 +63,7 @@ def model_of(
     net: Net,
     *,
     init: Callable[[Net, Key, masks.NetworkInputs], Any],
-    apply: Callable[[Net, Params, PackedPass], Hidden],
+    apply: Callable[[Net, PackedPass], Hidden],
     forward: Callable[[Net, Params, Pass], tuple[Hidden, Cache]],
     empty_cache: Callable[[int, int], Cache],
     shardings: tuple[ShardingRule, ...],
@@ -65,7 +76,7 @@ def model_of(
         config: Sizes and attention pattern.
         net: The network. For each pass a copy of it gets the operations of that pass.
         init: init(net, key, inputs of one token) -> Flax variables.
-        apply: A pass without a cache.
+        apply: A pass without a cache, of a network that is bound to its parameters.
         forward: A pass over a KV cache.
         empty_cache: empty_cache(batch, slots) -> cache.
         shardings: Path rules of the parameters.
@@ -82,9 +93,22 @@ def model_of(
         return init(net.clone(ops=INIT_OPS), key, one_token)["params"]
 
     def apply_on(
-        params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+        params: Params,
+        given: PackedPass,
+        *,
+        mesh: Mesh | None = None,
+        device: Device | None = None,
+        routing: bool = False,
     ) -> Hidden:
-        return apply(net.clone(ops=device_ops(device, mesh)), params, given)
+        # A collection of Flax that layers write to only where it is asked for; it leaves rematerialised layers, too.
+        run = nn.apply(
+            apply, net.clone(ops=device_ops(device, mesh)), mutable=["routing"] if routing else False
+        )
+        if not routing:
+            return run({"params": params}, given)
+        hidden, written = run({"params": params}, given)
+        is_routing = lambda x: isinstance(x, Routing)
+        return hidden, tuple(filter(is_routing, jax.tree.leaves(written, is_leaf=is_routing)))
 
     def forward_on(
         params: Params, given: Pass, *, mesh: Mesh | None = None, device: Device | None = None

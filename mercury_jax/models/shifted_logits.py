@@ -42,12 +42,11 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> ShiftedCache:
     return ShiftedCache(kv, jnp.zeros((batch, slots), jnp.int32))
 
 
-def apply(net: nn.Module, params: Params, given: PackedPass) -> Array:
+def apply(net: nn.Module, given: PackedPass) -> Array:
     """A pass without a cache in which each position takes the hidden state of the position before it.
 
     Args:
-        net: The network, a `transformer.Transformer`.
-        params: Its parameters.
+        net: The network, a `transformer.Transformer` that is bound to its parameters.
         given: Packed rows.
 
     Returns:
@@ -55,12 +54,13 @@ def apply(net: nn.Module, params: Params, given: PackedPass) -> Array:
     """
     positions = given.positions
     inputs = masks.NetworkInputs(given.tokens, positions, given.ranges)
-    hidden = net.apply({"params": params}, inputs)[0]
+    hidden = net(inputs)[0]  # pyright: ignore[reportCallIssue]  # flax names no call of a module
     slot = jnp.arange(given.tokens.shape[1])
-    previous = jnp.maximum(slot - 1, 0)
-    follows = positions[:, previous] == positions - 1
-    # A canvas's first token follows the last of the clean tokens that it attends to, the end of its first range.
-    source = jnp.where(follows, previous, jnp.maximum(given.ranges[:, :, 0, 1] - 1, 0))
+    # A canvas's first token follows the last of the clean tokens that it attends to, the end of its first range: the
+    # slot before it may hold the noised end of another canvas.
+    own = given.ranges[:, :, 1]  # of a canvas after clean tokens; empty elsewhere
+    first = (own[..., 0] == slot) & (own[..., 0] < own[..., 1])
+    source = jnp.where(first, jnp.maximum(given.ranges[:, :, 0, 1] - 1, 0), jnp.maximum(slot - 1, 0))
     source = jnp.where(positions == 0, slot, source)
     return jnp.take_along_axis(hidden, source[..., None], axis=1)
 

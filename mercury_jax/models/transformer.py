@@ -39,6 +39,7 @@ from mercury_jax.types import (
     PackedPass,
     Params,
     Pass,
+    Routing,
     SoftMasking,
     accumulation_dtype,
 )
@@ -126,6 +127,7 @@ class MoELayer(nn.Module):
         scores = jax.nn.softmax(logits, axis=-1) if c.score == "softmax" else jax.nn.sigmoid(logits)
         correction = [self.param("correction", nn.initializers.zeros, (c.count,))] if c.correction else []
         ids, weights = self.ops.map_rows(functools.partial(route, c), scores, *correction)
+        self.sow("routing", "routed", Routing(scores, ids))
         each = lambda init: (
             lambda key, shape: jax.vmap(lambda k: init(k, shape[1:]))(jax.random.split(key, shape[0]))
         )
@@ -320,9 +322,8 @@ def _soft_input(
     return SoftInput((scale * mixture).astype(config.dtype), weight)
 
 
-def _apply(net: Transformer, params: Params, given: PackedPass) -> Array:
-    inputs = NetworkInputs(given.tokens, given.positions, given.ranges)
-    return net.apply({"params": params}, inputs)[0]
+def _apply(net: Transformer, given: PackedPass) -> Array:
+    return net(NetworkInputs(given.tokens, given.positions, given.ranges))[0]
 
 
 def _forward(net: Transformer, params: Params, given: Pass) -> tuple[Array, Cache]:

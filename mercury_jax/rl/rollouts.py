@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from mercury_jax.tasks import TASKS, Problem, Split, draw
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.types import LM, Params
 
+AnyBatch = TypeVar("AnyBatch")
 Keep = Callable[[Problem], bool]
 
 
@@ -126,7 +127,7 @@ class Rollouts:
         if not self.temperature > 0:
             raise refuse("temperature", self.temperature, "more than 0: equal answers have no advantage")
 
-    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches:
+    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.
 
         Args:
@@ -147,9 +148,12 @@ class Rollouts:
             raise refuse("batch", config.batch, f"a multiple of n = {self.n}")
         if config.save_every % self.updates:
             raise refuse("save_every", config.save_every, f"a multiple of updates = {self.updates}")
+        if config.accumulate > 1 and (self.updates > 1 or objective.kl):
+            allowed = "1 with several updates or a penalty: old log-probabilities are those of whole batches"
+            raise refuse("accumulate", config.accumulate, allowed)
         if objective.kl and not config.init:
             raise refuse("kl", objective.kl, "0 without `init`, the policy from which it keeps the model")
-        reference, lm = _copy(lm.params) if objective.kl else None, dataclasses.replace(lm, params={})
+        reference, lm = copy_params(lm.params) if objective.kl else None, dataclasses.replace(lm, params={})
         make = functools.partial(self._draw, config, objective, lm, reference)
         return PolicyBatches(make, self.updates)
 
@@ -163,7 +167,7 @@ class Rollouts:
         )
         drawn = rollout(
             lm, chats(problems), n=self.n, reward=self.reward or task_reward(problems), max_tokens=self.max_tokens,
-            seed=_seed(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=self.temperature,
+            seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=self.temperature,
         )  # fmt: skip
         assert drawn.rewards is not None
         grouped = drawn.rewards.reshape(-1, self.n)
@@ -173,7 +177,7 @@ class Rollouts:
         answers = _answers(lm, drawn, config.row)
         found = []
         for k in range(self.updates):
-            seed = np.full(len(drawn.rewards), _seed(config.seed, number, k), np.uint32)
+            seed = np.full(len(drawn.rewards), seed_of(config.seed, number, k), np.uint32)
             estimate = functools.partial(_log_probs, objective, lm, answers, seed)
             found.append(
                 PolicyBatch(
@@ -222,7 +226,7 @@ class Trajectories:
         _check_tasks(self.tasks)
         at_least(1, max_tokens=self.max_tokens)
 
-    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches:
+    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.
 
         Args:
@@ -242,7 +246,7 @@ class Trajectories:
             )
         if not config.init:
             raise refuse("init", config.init, "a model: it is the teacher, and the student starts from it")
-        teacher = dataclasses.replace(lm, params=_copy(lm.params))
+        teacher = dataclasses.replace(lm, params=copy_params(lm.params))
         return PolicyBatches(functools.partial(self._draw, config, teacher))
 
     def _draw(self, config: TrainConfig, lm: LM, number: int, params: Params) -> list[PolicyBatch]:
@@ -250,7 +254,7 @@ class Trajectories:
         problems = problems_of(self.tasks, self.only, (config.seed, 12, number), config.batch, "train")
         drawn = rollout(
             lm, chats(problems), reward=task_reward(problems), max_tokens=self.max_tokens,
-            seed=_seed(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=0.0,
+            seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=0.0,
         )  # fmt: skip
         assert drawn.rewards is not None
         rewards, seed = drawn.rewards.astype(np.float32), np.zeros(config.batch, np.uint32)
@@ -270,10 +274,10 @@ class Trajectories:
         return functools.partial(_accuracy, self, config, lm)
 
 
-class PolicyBatches:
+class PolicyBatches(Generic[AnyBatch]):
     """Batches without end that need the current parameters; implements `Batches`."""
 
-    def __init__(self, make: Callable[[int, Params], list[PolicyBatch]], updates: int = 1) -> None:
+    def __init__(self, make: Callable[[int, Params], list[AnyBatch]], updates: int = 1) -> None:
         """Starts at the first batch.
 
         Args:
@@ -281,14 +285,14 @@ class PolicyBatches:
             updates: Batches of a draw.
         """
         self._make, self._updates = make, updates
-        self._taken, self._ahead = 0, list[PolicyBatch]()
+        self._taken, self._ahead = 0, list[AnyBatch]()
         self._params: Params = None
 
     def observe(self, params: Params) -> None:
         """Receives the parameters before each batch; they are not kept beyond it."""
         self._params = params
 
-    def __next__(self) -> PolicyBatch:
+    def __next__(self) -> AnyBatch:
         if not self._ahead:
             self._ahead = self._make(self._taken // self._updates, self._params)
             del self._ahead[: self._taken % self._updates]
@@ -304,12 +308,13 @@ class PolicyBatches:
         self._taken, self._ahead = state["taken"], []
 
 
-def _copy(params: Params) -> Params:
+def copy_params(params: Params) -> Params:
     """A copy: the run's first update donates what it starts from."""
     return jax.tree.map(jnp.array, params)
 
 
-def _seed(*numbers: int) -> int:
+def seed_of(*numbers: int) -> int:
+    """A seed below 2**31 that is a function of the numbers."""
     return int(np.random.default_rng(numbers).integers(2**31))
 
 

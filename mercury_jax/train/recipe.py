@@ -32,6 +32,7 @@ from mercury_jax.config import (
     refuse,
 )
 from mercury_jax.train import find_recipe
+from mercury_jax.train.data.packing import check_blocks
 from mercury_jax.train.data.sources import BatchSource, Chat, DataSource, Mixture, mixture
 from mercury_jax.train.lora import LoraConfig, check_pattern
 from mercury_jax.train.objectives.objective import Objective
@@ -122,6 +123,9 @@ class TrainConfig:
     steps: int = 1000
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
+    blocks: tuple[
+        tuple[int, int], ...
+    ] = ()  # (first step, block), ... of a block that grows; (): the model's
     accumulate: int = 1  # microbatches of an update
     remat: RematPolicy = (
         "none"  # kept of a layer for the backward pass: all (none), products (dots), its input (full)
@@ -159,6 +163,7 @@ class TrainConfig:
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
         self._check_values()
+        self._check_blocks()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
         at_least(1, join_timeout=self.join_timeout, heartbeat=self.heartbeat)
@@ -200,6 +205,30 @@ class TrainConfig:
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
             raise refuse("data", self.data, allowed)
         object.__setattr__(self, "data", mixture((self.data, 1.0)))
+
+    def _check_blocks(self) -> None:
+        """Checks the blocks of the run against the model, which is saved and evaluated with the last of them."""
+        if not self.blocks:
+            return
+        check_blocks(self.blocks)
+        if self.blocks[-1][0] >= self.steps:
+            raise refuse("blocks", self.blocks, f"first steps below steps = {self.steps}")
+        if isinstance(self.data, BatchSource):
+            raise refuse("blocks", self.blocks, f"() for data = {type(self.data).__name__}, not documents")
+        model = self.model
+        if model.pattern == "bidirectional":
+            allowed = (
+                "() for the pattern bidirectional, which trains on whole documents whatever its block is"
+            )
+            raise refuse("blocks", self.blocks, allowed)
+        if isinstance(model, ModelConfig):
+            if model.autoregressive:
+                raise refuse(
+                    "blocks", self.blocks, "() for an autoregressive model: it has no mask to predict"
+                )
+            if self.blocks[-1][1] != model.block:
+                allowed = f"{model.block} as the last block, that of the model"
+                raise refuse("blocks", self.blocks, allowed)
 
     @property
     def mixture(self) -> Mixture:

@@ -72,11 +72,11 @@ def test_the_first_token_of_a_block_is_predicted_by_the_token_before_it():
 
 @pytest.mark.parametrize("pattern", ["bidirectional", "block_causal"])
 def test_training_and_decoding_have_the_same_logits(pattern):
-    """A packed row of two documents: each editable token gets the logits that a decoding pass gives it."""
+    """A packed row of two documents: each token of a noised canvas gets the logits that a decoding pass gives it."""
     model, _, params = pair(pattern)
     laid = [model.layout(TOKENS[i, : 10 + i], 3) for i in range(2)]
     at = len(laid[0].tokens)
-    tokens = np.concatenate([x.tokens for x in laid])[None]
+    tokens = np.concatenate([np.where(masked(x), model.config.mask, x.tokens) for x in laid])[None]
     positions = np.concatenate([x.positions for x in laid])[None]
     empty = laid[1].ranges[..., 1] <= laid[1].ranges[..., 0]
     moved = np.where(empty[..., None], 0, laid[1].ranges + at)
@@ -90,12 +90,20 @@ def test_training_and_decoding_have_the_same_logits(pattern):
         np.testing.assert_allclose(got[0, first + slots], want[one.positions[slots]], atol=1e-5)
 
 
+def masked(laid):
+    """Two of three positions of the canvases, among them the last of each block and the first of some."""
+    return laid.editable & (laid.positions % 3 != 1)
+
+
 def canvas(pattern, row, n, start):
     """Logits of a canvas of document `row` of n tokens, decoded behind what is encoded: the whole, or a block."""
     model, _, params = pair(pattern)
+    at = np.arange(n)
+    hidden = (at >= 3) & (at % 3 != 1)  # as `masked`: the documents have a prompt of 3
+    noised = np.where(hidden, model.config.mask, TOKENS[row, :n])[None].astype(np.int32)
     if pattern == "bidirectional":
-        return run(model, params, TOKENS[row : row + 1, :n], model.empty_cache(1, n), 0, n, False)[0][0]
+        return run(model, params, noised, model.empty_cache(1, n), 0, n, False)[0][0]
     cache, end = model.empty_cache(1, 16), min(start + 4, n)
     if start:
         _, cache = run(model, params, TOKENS[row : row + 1, :start], cache, 0, start, True)
-    return run(model, params, TOKENS[row : row + 1, start:end], cache, start, end, False)[0][0]
+    return run(model, params, noised[:, start:end], cache, start, end, False)[0][0]

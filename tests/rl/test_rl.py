@@ -1,6 +1,5 @@
 """Training on what the model decodes: the gradients of both objectives, exact resumes, rising rewards, refusals."""
 
-import dataclasses
 import json
 import shutil
 
@@ -18,15 +17,6 @@ from mercury_jax.train.recipe import TrainConfig
 from tests.tiny import tiny
 
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A tiny model as a folder that runs start from."""
-    folder = tmp_path_factory.mktemp("start") / "model"
-    lm = tiny()
-    mj.hub.save(folder, dataclasses.replace(lm, name="tiny"), mj.NoiseConfig())
-    return str(folder)
 
 
 def vowels(prompts, texts):
@@ -210,6 +200,10 @@ def test_fields_that_are_out_of_range_are_named(make, words):
         (
             dict(data=rl.Rollouts(tasks=("add2",), n=4, updates=3)),
             "save_every is 2; allowed: a multiple of updates = 3",
+        ),
+        (
+            dict(accumulate=2, objective=rl.GRPO(kl=0.1)),
+            "accumulate is 2; allowed: 1 with several updates or a penalty",
         ),
         (dict(init="", objective=rl.GRPO(kl=0.1)), "kl is 0.1; allowed: 0 without `init`"),
     ],

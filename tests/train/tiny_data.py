@@ -86,7 +86,7 @@ def epoch(source, row=256, limit=4, pattern: Pattern = "causal_encoder", epoch=0
     """One epoch of a source, packed, its open rows flushed."""
     opened = source.open(packing.StreamSettings(Runs(), layout(pattern), row, (0, 0), "train"))
     assert opened is not None
-    at, size, _ = opened
+    at, size = opened.at, opened.size
     open_rows, closed = [], []
     for i in range(size):
         done = packing.place(open_rows, (0, i), at(epoch * size + i), row, limit)

@@ -37,7 +37,7 @@ from mercury_jax.train.data.filling import RowStream, TextWindow
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.train.data.shuffle import key_of, mix, permuted
 from mercury_jax.train.data.sources import Stream
-from mercury_jax.types import LaidOutDocument, RowLayout
+from mercury_jax.types import LaidOutDocument, Layout, RowLayout
 
 FORMAT, VERSION = "mercury_jax shards", 1
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.bin"
@@ -209,7 +209,8 @@ class Shards:
     def _rows(self, corpus: Corpus, settings: StreamSettings) -> RowStream:
         """Running text, in windows."""
         layout, row = settings.layout, settings.row
-        if not isinstance(layout, RowLayout):
+        layouts = [x for x in settings.layouts or (layout,) if isinstance(x, RowLayout)]
+        if not isinstance(layout, RowLayout) or len(layouts) < len(settings.layouts):
             raise refuse(
                 "layout", layout, "`Model.layout`, which lays out whole rows, for a source of shards"
             )
@@ -217,7 +218,7 @@ class Shards:
         least = layout.sizes(2 * block - 1, block - 1).slots
         if least > row:
             raise refuse("row", row, f"{least} or more: one canvas and its prompt need as much")
-        longest = layout.fitting(row, 0)
+        longest = min(x.fitting(row, 0) for x in layouts)
         if self.chunk is not None and not 2 * block <= self.chunk <= max(longest, 2 * block):
             raise refuse("chunk", self.chunk, f"{2 * block}..{longest}: two canvases, to what a row holds")
         # A piece is at most block - 1 tokens longer than its window, whose last canvas it completes.
@@ -236,22 +237,27 @@ class Shards:
                 raise refuse(
                     name, getattr(self, name), f"None: {self.where} holds chats, which are never cut"
                 )
-        _check_longest(corpus, settings)
         bases = [0, *accumulate(shard.documents for shard in corpus.shards)]
         mapped = functools.lru_cache(OPEN_SHARDS)(corpus.map)
         size, key = bases[-1], key_of("shards", *settings.seed)
 
-        def at(index: int) -> LaidOutDocument:
-            epoch, i = divmod(index, size)
-            i = permuted(i, size, mix(key + epoch))
-            number = bisect_right(bases, i) - 1
-            shard, d = mapped(number), i - bases[number]
-            assert shard.prompts is not None  # `manifest["prompts"]` says so
-            ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
-            place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
-            return packing.lay_out(settings, Example(ids, int(shard.prompts[d]), True), place)
+        def in_layout(layout: Layout) -> Stream:
+            here = settings._replace(layout=layout)
+            _check_longest(corpus, here)
 
-        return Stream(at, size, corpus.manifest["digest"])
+            def at(index: int) -> LaidOutDocument:
+                epoch, i = divmod(index, size)
+                i = permuted(i, size, mix(key + epoch))
+                number = bisect_right(bases, i) - 1
+                shard, d = mapped(number), i - bases[number]
+                assert shard.prompts is not None  # `manifest["prompts"]` says so
+                ids = shard.tokens[shard.index[d] : shard.index[d + 1]].astype(np.int32)
+                place = f"document {d} of {corpus.folder / corpus.shards[number].name}"
+                return packing.lay_out(here, Example(ids, int(shard.prompts[d]), True), place)
+
+            return Stream(at, size, corpus.manifest["digest"], in_layout)
+
+        return in_layout(settings.layout)
 
     def tokenizer(self) -> bytes:
         """The tokenizer of the folder, as `AnyTokenizer.proto` wrote it.

@@ -6,13 +6,15 @@ A source that fills whole rows opens as a `RowStream`. Its epoch is a number of 
 shuffled order. Every row of the batch takes windows of its own, piece after piece, and goes on in the next row with the
 rest of a piece that the row could not hold. Cuts are always between canvases, so that nothing is lost and every canvas
 is whole. Where a row filler is, are two numbers: its window, and the first token of it that was not taken.
+
+Where the block changes during a run, the windows are those of the largest block, which all others divide.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -112,6 +114,10 @@ class RowFiller:
         self._stream, self._rows, self._row, self._number = stream, rows, row, number
         self.set_state(0, 0)
 
+    def use(self, stream: RowStream) -> None:
+        """Continues in another layout, at the next place between two of its canvases."""
+        self._stream, self._window = stream, None
+
     def set_state(self, taken: int, offset: int) -> None:
         """Continues where the two numbers were read.
 
@@ -164,8 +170,16 @@ class RowFiller:
         for taken in range(self._read_ahead, self.taken + AHEAD):
             self._stream.read_ahead(index(taken))
         self._read_ahead = self.taken + AHEAD
-        self._window = window = self._stream.window(index(self.taken))
-        slots = self._stream.layout.sizes(window.stop - window.start, window.prompt).slots
+        layout, window = self._stream.layout, self._stream.window(index(self.taken))
+        # Of a prompt of a larger block whole canvases are learnt. Their edges stay where they were.
+        window = self._window = replace(window, prompt=window.prompt % layout.block)
+        # A smaller block may have ended within a canvas: what is left of it, below a block, is not used.
+        cut = bisect_right(window.stops, self.offset)
+        if cut < len(window.stops) and self.offset > window.start[cut]:
+            canvas = int(window.start[cut]) + layout.first_canvas(int(window.prompt[cut]))
+            whole = self.offset + (canvas - self.offset) % layout.block
+            self.offset = min(whole, window.stops[cut])
+        slots = layout.sizes(window.stop - window.start, window.prompt).slots
         self._slots: list[int] = slots.tolist()
         self._ends: list[int] = np.cumsum(slots).tolist()
         return window

@@ -9,7 +9,9 @@ it is numpy; evaluation lays its chunks of text out with the same functions.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -44,6 +46,8 @@ class StreamSettings(NamedTuple):
         row: Positions T of a packed row.
         seed: Decides order, cuts and problems; a different one for each source of a mixture.
         split: "train", or "test" for what training never sees.
+        layouts: Every layout of a run whose block changes, so that a text is cut into pieces that fit all of them. The
+            block of `layout` is then the largest. (): `layout` alone.
     """
 
     tokenizer: AnyTokenizer
@@ -51,6 +55,7 @@ class StreamSettings(NamedTuple):
     row: int
     seed: tuple[int, ...]
     split: DataSplit
+    layouts: tuple[Layout, ...] = ()
 
 
 # --- laying documents out
@@ -126,7 +131,33 @@ def longest_piece(settings: StreamSettings, chunk: int | None) -> int:
     Raises:
         ValueError: `chunk` is longer than a row holds, or a row does not hold two tokens.
     """
-    layout, row, block = settings.layout, settings.row, block_size(settings.layout)
+    return min(_longest(layout, settings.row, chunk) for layout in settings.layouts or (settings.layout,))
+
+
+def check_blocks(blocks: Sequence[tuple[int, int]]) -> None:
+    """Checks the blocks of a run whose block changes.
+
+    Every block divides the largest, between whose canvases texts are cut: so they are cut between canvases of all.
+
+    Args:
+        blocks: Pairs (first batch, block), one at least.
+
+    Raises:
+        ValueError: They do not start at 0, do not rise, or a block does not divide the largest.
+    """
+    pairs = all(isinstance(pair, tuple) and list(map(type, pair)) == [int, int] for pair in blocks)
+    firsts = [first for first, _ in blocks] if pairs else []
+    if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
+        raise refuse("blocks", tuple(blocks), "pairs (first step, block) whose first steps rise, from 0 on")
+    largest = max(block for _, block in blocks)
+    for _, block in blocks:
+        if block < 1 or largest % block:
+            raise refuse("blocks", tuple(blocks), f"blocks that divide the largest, {largest}")
+
+
+def _longest(layout: Layout, row: int, chunk: int | None) -> int:
+    """`longest_piece` in one layout."""
+    block = block_size(layout)
 
     def lengths(n: int) -> list[int]:
         """What remains of a piece of n tokens in whole canvases, for each length of the prompt."""

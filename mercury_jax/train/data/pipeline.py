@@ -4,6 +4,9 @@ Row b of every batch is packed by itself, from documents b, b + B, b + 2B, ... o
 is the same on any number of processes, each of which makes only its own rows. A source of shards fills whole rows
 (`filling.py`); all others share rows, document by document.
 
+The layout may change from one batch to the next, in a run whose block grows: sources continue where they are, and the
+documents of half-filled rows are laid out again.
+
 This module alone imports grain, for the thread that makes batches ahead.
 """
 
@@ -21,9 +24,17 @@ import numpy as np
 from mercury_jax.config import ModelConfig, at_least, one_of, refuse
 from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data.filling import FilledRow, RowFiller, RowStream, lay_out_rows
-from mercury_jax.train.data.packing import DataSplit, PackedRow, StreamSettings, pack, place
-from mercury_jax.train.data.sources import Mixture, Stream
-from mercury_jax.types import Batch, Layout
+from mercury_jax.train.data.packing import (
+    DataSplit,
+    PackedRow,
+    StreamSettings,
+    block_size,
+    check_blocks,
+    pack,
+    place,
+)
+from mercury_jax.train.data.sources import DataSource, Mixture, Stream
+from mercury_jax.types import Batch, LaidOutDocument, Layout, RowLayout
 
 OPEN_ROWS = 4  # half-filled rows that each row of the batch keeps; more pack tighter and make a larger state
 
@@ -44,6 +55,7 @@ class DataState(TypedDict):
     """Where the data of a run are, ready for JSON."""
 
     data: str  # digest of the mixture and its settings
+    batches: int  # that were made
     rows: dict[str, RowState]  # under the row's number in the batch
 
 
@@ -74,6 +86,20 @@ class RowPacker:
             for s, stream in enumerate(streams)
             if isinstance(stream, RowStream)
         }
+
+    def use(self, streams: Streams) -> None:
+        """Continues in another layout, in which the documents of open rows are laid out and placed again."""
+        refs = [ref for row in self._open for ref in row.refs]
+        self._streams, self._open = streams, []
+        for s, index in refs:
+            laid = self._document(s, index)
+            # No row is closed here: a full one stays open until the next document needs its place.
+            if full := place(self._open, (s, index), laid, self._row, len(refs)):
+                self._open.append(full)
+        for s, filler in self._fillers.items():
+            stream = streams[s]
+            assert isinstance(stream, RowStream)
+            filler.use(stream)
 
     def next_row(self) -> PackedRow | tuple[int, FilledRow]:
         """Takes documents until a row is full, or a whole row of one source, with the number of that source."""
@@ -110,31 +136,49 @@ class RowPacker:
         for refs in state["open"]:
             self._open.append(PackedRow())
             for s, index in refs:
-                stream = self._streams[s]
-                assert isinstance(stream, Stream)  # no row of a source that fills rows is open
-                self._open[-1].add((s, index), stream.at(index))
+                self._open[-1].add((s, index), self._document(s, index))
+
+    def _document(self, s: int, index: int) -> LaidOutDocument:
+        stream = self._streams[s]
+        assert isinstance(stream, Stream)  # no row of a source that fills rows is open
+        return stream.at(index)
 
 
 class PackedIterator(grain.DatasetIterator[Batch]):
     """This process's rows of every batch, without end."""
 
     def __init__(
-        self, packers: Mapping[int, RowPacker], streams: Streams, row: int, pad: int, digest: str
+        self,
+        packers: Mapping[int, RowPacker],
+        stages: Sequence[tuple[int, Streams]],
+        row: int,
+        pad: int,
+        digest: str,
     ) -> None:
         """Starts at the first batch.
 
         Args:
-            packers: Of each of this process's rows, under its number in the batch.
-            streams: The open sources.
+            packers: Of each of this process's rows, under its number in the batch; in the layout of the first stage.
+            stages: (first batch, the open sources in the layout from there on).
             row: Positions T of a row.
             pad: Id that fills rows up.
             digest: Tells mixtures and settings apart.
         """
         super().__init__()
-        self._packers, self._streams = packers, streams
-        self._row, self._pad, self._digest = row, pad, digest
+        self._packers, self._stages, self._streams = packers, stages, stages[0][1]
+        self._row, self._pad, self._digest, self._batches = row, pad, digest, 0
+
+    def _enter_stage(self, batch: int) -> None:
+        """Takes the layout of a batch."""
+        streams = [streams for first, streams in self._stages if first <= batch][-1]
+        if streams is not self._streams:
+            self._streams = streams
+            for packer in self._packers.values():
+                packer.use(streams)
 
     def __next__(self) -> Batch:
+        self._enter_stage(self._batches)
+        self._batches += 1
         packed, filled = dict[int, PackedRow](), dict[int, dict[int, FilledRow]]()
         for b, packer in enumerate(self._packers.values()):
             row = packer.next_row()
@@ -157,7 +201,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Where each of this process's rows is."""
         rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
-        return {"data": self._digest, "rows": rows}
+        return {"data": self._digest, "batches": self._batches, "rows": rows}
 
     def set_state(self, state: DataState) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Continues where `state` was taken; it may hold the rows of other processes too.
@@ -166,11 +210,14 @@ class PackedIterator(grain.DatasetIterator[Batch]):
             ValueError: It was taken on other data or with other settings, or lacks a row of this process.
         """
         if state["data"] != self._digest:
-            raise refuse("state.data", state["data"], f"{self._digest}, same data, seed and rows")
+            raise refuse("state.data", state["data"], f"{self._digest}, same data, seed, rows and blocks")
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
             allowed = f"all of this process's, {missing} too"
             raise refuse("state.rows", sorted(map(int, state["rows"])), allowed)
+        # A state of an older version has no number of batches, and layouts did not change then.
+        self._batches = state.get("batches", 0)
+        self._enter_stage(max(0, self._batches - 1))  # the layout in which the open rows were filled
         for number, packer in self._packers.items():
             packer.set_state(state["rows"][str(number)])
 
@@ -190,7 +237,7 @@ class PackedDataset(grain.IterDataset[Batch]):
 def build(
     mixture: Mixture,
     tokenizer: AnyTokenizer,
-    layout: Layout,
+    layout: Layout | Sequence[tuple[int, Layout]],
     *,
     rows: int,
     row: int,
@@ -205,7 +252,8 @@ def build(
     Args:
         mixture: Sources and their weights.
         tokenizer: Encodes texts; its `pad` fills rows up.
-        layout: `Model.layout`, how a document stands in a row.
+        layout: `Model.layout`, how a document stands in a row. Where it changes during the run, pairs (first batch,
+            layout): batch n, from 0, has the layout of the last pair whose first batch is at most n.
         rows: Rows B of a batch, over all processes.
         row: Positions T of a row.
         seed: Decides order, cuts and problems, for any number of processes alike.
@@ -218,7 +266,8 @@ def build(
         An iterator of numpy batches [B / count, T].
 
     Raises:
-        ValueError: Before any batch, when a source cannot be read or does not fit a row.
+        ValueError: Before any batch, when a source cannot be read or does not fit a row; or when blocks do not fit each
+            other (`packing.check_blocks`).
     """
     at_least(0, seed=seed, index=index)
     at_least(1, rows=rows, row=row, count=count)
@@ -227,27 +276,36 @@ def build(
         raise refuse("index", index, f"0..{count - 1}, one of {count} processes")
     if rows % count:
         raise refuse("rows", rows, f"a multiple of {count}, the processes that share a batch")
-    streams, weights = list[Stream | RowStream](), list[float]()
+    stages = [(0, layout)] if isinstance(layout, Layout) else list(layout)
+    firsts, layouts = [first for first, _ in stages], tuple(layout for _, layout in stages)
+    check_blocks([(first, block_size(layout)) for first, layout in stages])
+    opened, weights = list[list[Stream | RowStream]](), list[float]()  # of each source, in each layout
     for number, (source, weight) in enumerate(mixture.sources):
-        opened = source.open(StreamSettings(tokenizer, layout, row, (seed, number), split))
-        if opened is not None:
-            streams.append(opened)
+        settings = StreamSettings(
+            tokenizer, max(layouts, key=block_size), row, (seed, number), split, layouts
+        )
+        if found := open_in_layouts(source, settings):
+            opened.append(found)
             weights.append(weight)
-    if not streams:
+    if not opened:
         raise refuse("split", split, "train: no source of this mixture holds anything out")
     # Resumed documents must be the same: tokenizers and layouts are told apart by what they make of an example.
-    laid = layout(np.zeros(100, np.int32), 1, 0)
-    probe = [tokenizer.vocab_size, getattr(tokenizer, "fingerprint", "")]
-    probe += [len(laid.tokens), int(laid.positions.max()), int(laid.ranges.sum())]
-    sizes = [[s.size, s.identity] if s.identity else s.size for s in streams]
+    probes = list[list[int]]()
+    for layout in layouts:
+        laid = layout(np.zeros(100, np.int32), 1, 0)
+        probes.append([len(laid.tokens), int(laid.positions.max()), int(laid.ranges.sum())])
+    probe = [tokenizer.vocab_size, getattr(tokenizer, "fingerprint", ""), *probes[0]]
+    sizes = [[s.size, s.identity] if s.identity else s.size for s, *_ in opened]
     facts = (dataclasses.asdict(mixture), sizes, probe, rows, row, seed, split)
+    facts += (firsts, probes) if len(stages) > 1 else ()
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     own = range(index * rows // count, (index + 1) * rows // count)
+    streams = list(zip(*opened))  # of each layout, those of all sources
 
     data = PackedDataset(
         lambda: PackedIterator(
-            {number: RowPacker(streams, weights, rows, row, seed, number) for number in own},
-            streams,
+            {number: RowPacker(streams[0], weights, rows, row, seed, number) for number in own},
+            list(zip(firsts, streams)),
             row,
             tokenizer.pad,
             digest,
@@ -256,6 +314,34 @@ def build(
     if not prefetch:
         return iter(data)
     return iter(grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch))
+
+
+def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:
+    """Opens a source in each of `settings.layouts`; an index means the same text in all of them.
+
+    Args:
+        source: One source of a mixture.
+        settings: Its `layout` is the one of the largest block.
+
+    Returns:
+        The streams; none where the source has nothing on this side.
+
+    Raises:
+        ValueError: The source cannot be read, does not fit a row, or has other examples in another layout.
+    """
+    layouts, opened = settings.layouts, source.open(settings)
+    if opened is None or len(layouts) == 1:
+        return [] if opened is None else [opened]
+    if isinstance(opened, RowStream):
+        return [opened._replace(layout=layout) for layout in layouts if isinstance(layout, RowLayout)]
+    if opened.in_layout is not None:
+        return [opened.in_layout(layout) for layout in layouts]
+    again = [source.open(settings._replace(layout=layout)) for layout in layouts]
+    same = [stream for stream in again if isinstance(stream, Stream) and stream.size == opened.size]
+    if len(same) < len(layouts):
+        allowed = "a source with the same examples in every block, for a run whose block changes"
+        raise refuse("data", type(source).__name__, allowed)
+    return [*same]
 
 
 def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:

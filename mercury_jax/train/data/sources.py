@@ -34,7 +34,7 @@ from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train.data import packing
 from mercury_jax.train.data.filling import RowStream
 from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
-from mercury_jax.types import LM, LaidOutDocument, Params
+from mercury_jax.types import LM, LaidOutDocument, Layout, Params
 
 Seed = tuple[int, ...]
 Messages = list[dict[str, str]]  # of a conversation: {"role", "content"}
@@ -48,11 +48,14 @@ class Stream(NamedTuple):
         at: at(index) lays out the example of any index >= 0.
         size: Examples of an epoch, 0 if they never repeat.
         identity: Tells sources apart that are equal in all else, such as folders of the same name.
+        in_layout: in_layout(layout) lays the same examples out in another way, for runs whose block changes; None: the
+            source is opened once for each layout.
     """
 
     at: Callable[[int], LaidOutDocument]
     size: int
     identity: str = ""
+    in_layout: Callable[[Layout], Stream] | None = None
 
 
 @runtime_checkable
@@ -197,26 +200,30 @@ class Text:
         # All tokens stay in memory, 4 bytes each: epochs can then cut anywhere.
         encoded = [np.array([*tok.encode(text), tok.eos], np.int32) for _, text in documents]
         tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded])
-        block = packing.block_size(settings.layout)
         epoch = functools.lru_cache(2)(
             lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
         # Every epoch has as many pieces; two epochs stay in memory, as rows of a batch may be in different ones.
         size = len(epoch(0).start)
 
-        def at(index: int) -> LaidOutDocument:
-            # A generator of its own for each example: what it draws does not depend on the order of calls.
-            rng = np.random.default_rng((*seed, 1, index))
-            pieces, k = epoch(index // size), index % size
-            ids = tokens[pieces.start[k] : pieces.stop[k]]
-            # Any length of the prompt, so that canvases start anywhere in a line, not only at multiples of a block.
-            prompt = int(rng.integers(min(block, len(ids))))
-            laid = packing.lay_out_piece(settings, Example(ids, prompt, bool(pieces.final[k])), self.where)
-            # The test side is never infilled, so that its loss is a bound on whole canvases.
-            infill = settings.split == "train" and rng.random() < self.infill
-            return packing.keep_spans(laid, rng) if infill else laid
+        def in_layout(layout: Layout) -> Stream:
+            here, block = settings._replace(layout=layout), packing.block_size(layout)
 
-        return Stream(at, size)
+            def at(index: int) -> LaidOutDocument:
+                # A generator of its own for each example: what it draws does not depend on the order of calls.
+                rng = np.random.default_rng((*seed, 1, index))
+                pieces, k = epoch(index // size), index % size
+                ids = tokens[pieces.start[k] : pieces.stop[k]]
+                # Any length of the prompt, so that canvases start anywhere in a line, not only at multiples of a block.
+                prompt = int(rng.integers(min(block, len(ids))))
+                laid = packing.lay_out_piece(here, Example(ids, prompt, bool(pieces.final[k])), self.where)
+                # The test side is never infilled, so that its loss is a bound on whole canvases.
+                infill = settings.split == "train" and rng.random() < self.infill
+                return packing.keep_spans(laid, rng) if infill else laid
+
+            return Stream(at, size, in_layout=in_layout)
+
+        return in_layout(settings.layout)
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""
@@ -336,15 +343,21 @@ class Chat:
         Raises:
             ValueError: A conversation cannot be rendered or does not fit a row; names the file and the line.
         """
-        laid = [
-            packing.lay_out(settings, encode_turns(settings.tokenizer, place, messages), place)
+        examples = [
+            (encode_turns(settings.tokenizer, place, messages), place)
             for place, messages in self.conversations(settings.split)
         ]
-        n = len(laid)
+        n = len(examples)
         order = functools.lru_cache(2)(
             lambda epoch: np.random.default_rng((*settings.seed, epoch)).permutation(n)
         )
-        return Stream(lambda i: laid[order(i // n)[i % n]], n) if laid else None
+
+        def in_layout(layout: Layout) -> Stream:
+            here = settings._replace(layout=layout)
+            laid = [packing.lay_out(here, *example) for example in examples]
+            return Stream(lambda i: laid[order(i // n)[i % n]], n, in_layout=in_layout)
+
+        return in_layout(settings.layout) if examples else None
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`."""
@@ -448,12 +461,17 @@ class Generated:
             ValueError: There is no such task, a row is too short for its problems, or the tokenizer has no thinking.
         """
 
-        def at(index: int) -> LaidOutDocument:
-            example = self.example(settings.tokenizer, index, settings.seed, settings.split)
-            return packing.lay_out(settings, example, f"a problem of {self.name}")
+        def in_layout(layout: Layout) -> Stream:
+            here = settings._replace(layout=layout)
 
-        at(0)  # a row that is too short for this task is refused now, not hours later
-        return Stream(at, 0)
+            def at(index: int) -> LaidOutDocument:
+                example = self.example(settings.tokenizer, index, settings.seed, settings.split)
+                return packing.lay_out(here, example, f"a problem of {self.name}")
+
+            at(0)  # a row that is too short for this task is refused now, not hours later
+            return Stream(at, 0, in_layout=in_layout)
+
+        return in_layout(settings.layout)
 
     def texts(self, seed: Seed) -> Iterator[str]:
         """Implements `DataSource.texts`: prompt, thinking and answer, a line each, without end."""
@@ -549,11 +567,14 @@ def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Exampl
         prompt = tokenizer.render(turns[:-1])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    # An answer ends as the chat template ends it, where that is an end for the decoder.
-    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
-    end = tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
-    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end]
+    ids = [*prompt, *tokenizer.encode(turns[-1]["content"]), end_of_answer(tokenizer)]
     return Example(np.array(ids, np.int32), len(prompt), True)
+
+
+def end_of_answer(tokenizer: AnyTokenizer) -> int:
+    """The id that ends an answer to a chat: the template's where the decoder ends there too, else the end of text."""
+    ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
+    return tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
 
 
 def read_string(name: str, value: object) -> str:
