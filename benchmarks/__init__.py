@@ -7,6 +7,7 @@ repair      which rules correct a wrong token
 cache       KV cache reuse in a bidirectional model, against no cache
 quantise    weights and KV cache in few bits: what that costs in quality
 objectives  kinds of noise at equal tokens: bits per byte of books
+rewards     accuracy and passes before and after GRPO or distillation
 search      sequential Monte Carlo against best-of-n at equal passes
 effort      what a reasoning effort changes: accuracy, forward passes, tokens
 pipeline    batches from shards: tokens per second, start and resume, memory

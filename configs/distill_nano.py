@@ -4,7 +4,9 @@
     mercury eval add3 --model runs/distill_nano/model
 
 The teacher is the embedded model. Its answers to Sudokus with few givens and to sums are decoded with their
-trajectories; those that are right become the targets of the student, from every canvas of the trajectory.
+trajectories; those that are right become the targets of the student, from every canvas of the trajectory. With
+threshold(0.99) the student takes 1.2 and 1.3 passes where the teacher takes 2.4 and 4.8, and all of 512 answers of each
+are right (docs/training.md).
 """
 
 import dataclasses
@@ -32,13 +34,13 @@ def config() -> TrainConfig:
             tasks=("sudoku4", "add3"), only=few_givens, sampler=rules.threshold(0.99), max_tokens=32
         ),
         optim=OptimConfig(optimizer="muon", lr=2e-3, warmup=20, decay="wsd", final=0.02, tail=0.4),
-        steps=600,
+        steps=300,
         batch=64,
         row=96,
         ema=0.98,
         eval_every=100,
-        eval_batches=4,
+        eval_batches=1,
         sample_every=0,
-        save_every=200,
+        save_every=100,
         log_every=10,
     )

@@ -3,10 +3,10 @@
     mercury train configs/grpo_sudoku.py         # two CPU cores: a few minutes
     mercury report runs/grpo_sudoku              # curves: reward, accuracy
 
-The embedded model solves nearly all of these in two passes and 38% of them in one. The policy is that one pass: all 16
-cells are drawn at once, each from its own distribution, and the reward is 1 for a solved Sudoku. Then the log-
-probability of an answer is the sum over its tokens, exactly, so the estimator is that of d1 without masks in the
-prompt.
+The policy is one pass: all 16 cells are drawn at once, each from its own distribution, and the reward is 1 for a solved
+Sudoku. The log-probability of an answer then is exactly the sum over its tokens, so the estimator is that of d1 without
+masks in the prompt. On 1,024 held-out Sudokus with at most five givens, answers that are drawn so are right in 61.4% of
+the cases before and in 81.3% after (docs/training.md).
 """
 
 import dataclasses
@@ -38,14 +38,15 @@ def config() -> TrainConfig:
             sampler=rules.ancestral(),
             plan=Plan(steps=1),
         ),
-        optim=OptimConfig(lr=2e-4, warmup=5, decay="constant", weight_decay=0.0),
-        steps=300,
-        batch=64,
+        optim=OptimConfig(optimizer="muon", lr=3e-4, warmup=5, decay="constant", weight_decay=0.0),
+        steps=120,
+        batch=256,
+        accumulate=2,
         row=64,
-        ema=0.95,
-        eval_every=50,
-        eval_batches=4,
+        ema=0.9,
+        eval_every=20,
+        eval_batches=1,
         sample_every=0,
-        save_every=100,
+        save_every=40,
         log_every=5,
     )

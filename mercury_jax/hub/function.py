@@ -465,8 +465,15 @@ def _model_of(apply: Callable[..., Any], config: FunctionConfig) -> Model:
         return call(params, canvas), given.cache
 
     def apply_packed(
-        params: Params, given: PackedPass, *, mesh: Mesh | None = None, device: Device | None = None
+        params: Params,
+        given: PackedPass,
+        *,
+        mesh: Mesh | None = None,
+        device: Device | None = None,
+        routing: bool = False,
     ) -> Array:
+        if routing:
+            raise refuse("routing", True, "False: this function has no experts that mercury_jax knows")
         size = given.tokens.shape[1]
         ranges = jnp.broadcast_to(given.ranges, (*given.tokens.shape, *given.ranges.shape[2:]))
         lengths = jnp.max(ranges[..., 1], axis=(1, 2))
