@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import hub, models
+from mercury_jax import hub, models, rl
 from mercury_jax.decode import defaults
 from mercury_jax.hub.load import open_checkpoint
+from mercury_jax.rl.rollouts import problems_of
 from mercury_jax.tokenizer import Tokenizer
 from mercury_jax.train import packaged_recipes
 from mercury_jax.train.data import Generated
@@ -32,6 +33,12 @@ def test_a_recipe_loads_and_its_documents_fit_its_rows(path):
         return
     tokenizer, model = Tokenizer.load(hub.NANO / "tokenizer.model"), models.build(config.model)
     rng = np.random.default_rng(0)
+    if isinstance(config.data, rl.Rollouts | rl.Trajectories):
+        for _, problem in problems_of(config.data.tasks, config.data.only, (0,), 200, "train"):
+            prompt = tokenizer.render([{"role": "user", "content": problem.input}])
+            answer = np.zeros(len(prompt) + config.data.max_tokens, np.int32)
+            assert len(model.layout(answer, len(prompt), all_clean=False).tokens) <= config.row
+        return
     for source, _ in config.mixture.sources:
         if not isinstance(source, Generated) or source.name == "sudoku9":
             continue
