@@ -95,7 +95,7 @@ class Corruption(NamedTuple):
         mask: The absorbing id, or None.
         kind: What the prior draws: the mask alone, any id, or both.
         uniform_share: Share of the prior at time t that is uniform over the ids that are not forbidden; the rest is the
-            mask. None: 0 for absorbing, 1 for uniform noise.
+            mask. None: 0 for absorbing, 1 for uniform noise; hybrid noise must give it.
     """
 
     alpha: Schedule
@@ -162,7 +162,8 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
     """
     if not 0 <= share < 1:
         raise refuse("share", share, "0 <= share < 1")
-    scale = 2.0 * share / (1.0 - share)
+    # Not 0 where no uniform noise is wanted: the bound divides by its probability, and this limit is exact in float32.
+    scale = max(2.0 * share / (1.0 - share), 1e-20)
     # sqrt has an infinite derivative at 0; the minimum keeps alpha' finite at both ends.
     level = lambda t: scale * jnp.sqrt(jnp.maximum(t * (1.0 - t), 1e-12))
     draw = _uniform_ids(vocab, (mask, *forbidden))
@@ -171,7 +172,7 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
         pick, fill = jax.random.split(key)
         c = level(t)
         is_uniform = jax.random.uniform(pick, jnp.shape(t)) * (t + c) < c
-        return jnp.where(is_uniform & (t < 1.0), draw(fill, t), mask)
+        return jnp.where(is_uniform & (t < 1.0) & (share > 0), draw(fill, t), mask)
 
     alpha = lambda t: (1.0 - t) / (1.0 + level(t))
     share_at = lambda t: level(t) / (t + level(t))
@@ -259,7 +260,12 @@ def bound_terms(
 
     Returns:
         The terms of each position.
+
+    Raises:
+        ValueError: Hybrid noise has no `uniform_share`.
     """
+    if corruption.kind == "hybrid" and corruption.uniform_share is None:
+        raise refuse("corruption.uniform_share", None, "a function of time for hybrid noise, as noise.hybrid() gives")
     ids = jnp.arange(logits.shape[-1])
     allowed = jnp.asarray(~np.isin(np.arange(len(ids)), corruption.forbidden))
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
@@ -278,6 +284,7 @@ def bound_terms(
     masked = lambda t: (1.0 - corruption.alpha(t)) * (1.0 - share(t))
     each = lambda t: (1.0 - corruption.alpha(t)) * share(t) / allowed.sum()
     (m, dm), (u, du) = rate(masked, t), rate(each, t)
+    u = jnp.maximum(u, 1e-30)  # a share of 0
     own = jnp.log1p(alpha / u)  # log q(x|x) - log q(y|x) for y != x, neither of them the mask
     if posterior:
         logits = logits - jnp.where(ids == xt[..., None], own[..., None], 0.0)

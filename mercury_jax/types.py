@@ -360,7 +360,8 @@ class RowPieces(NamedTuple):
     prompt: np.ndarray
 
 
-class PieceSizes(NamedTuple, Generic[Count]):
+@dataclass(frozen=True, slots=True)
+class PieceSizes(Generic[Count]):
     """How many positions the parts of each piece take, its last canvas completed; all [P], or of one piece.
 
     Attributes:
@@ -376,6 +377,7 @@ class PieceSizes(NamedTuple, Generic[Count]):
     slots: Count
 
 
+@runtime_checkable
 class Spans(Protocol):
     """Narrows what may be noised in each of C canvases, as infilling does."""
 

@@ -21,6 +21,7 @@ NOISES = {
     "uniform": noise.uniform(6, forbidden=FORBIDDEN),
     "uniform, cosine": noise.uniform(6, noise.cosine(), FORBIDDEN),
     "hybrid": noise.hybrid(6, MASK, 0.2, FORBIDDEN),
+    "hybrid, no uniform": noise.hybrid(6, MASK, 0.0, FORBIDDEN),  # GIDD's published p_unif-0.0
     "hybrid, half": noise.hybrid(6, MASK, 0.5, FORBIDDEN),
 }
 

@@ -39,6 +39,7 @@ BOUNDS = {
     "uniform, cosine": (uniform_elbo(), "uniform, cosine", {}),
     "uniform, posterior": (uniform_elbo(posterior=True), "uniform", POSTERIOR),
     "hybrid": (gidd_elbo(), "hybrid", {}),
+    "hybrid, no uniform": (gidd_elbo(), "hybrid, no uniform", {}),
     "hybrid, half uniform": (gidd_elbo(), "hybrid, half", {}),
     "hybrid, posterior": (gidd_elbo(posterior=True), "hybrid", POSTERIOR),
 }
@@ -90,6 +91,7 @@ GRADIENTS = {
     "uniform": BOUNDS["uniform"],
     "uniform, posterior": BOUNDS["uniform, posterior"],
     "hybrid": BOUNDS["hybrid"],
+    "hybrid, no uniform": BOUNDS["hybrid, no uniform"],
 }
 
 
@@ -110,7 +112,8 @@ def test_gradients_equal_finite_differences(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "posterior"), [("absorbing", False), ("uniform", False), ("uniform", True), ("hybrid", False)]
+    ("kind", "posterior"),
+    [("absorbing", False), ("uniform", False), ("uniform", True), ("hybrid", False), ("hybrid, no uniform", False)],
 )
 def test_score_is_the_likelihood_under_every_kind_of_noise(kind, posterior):
     model, corruption = markov.exact(kind, posterior)
