@@ -42,6 +42,9 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = " ".join(
             given + [flag for flag in FLAGS if flag.split("=")[0] not in names]
         )
+        # Threads of XLA's CPU client. One device may wait in several collectives at once, each on a thread of its own:
+        # with a thread for each of four devices, and no more, those of a training step waited for one another for ever.
+        os.environ.setdefault("NPROC", "16")
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker of xdist inherits it from the controller
         folder = tempfile.mkdtemp(prefix="mercury-tests-")
