@@ -1,6 +1,9 @@
 """Accuracy and forward passes of two models on the same held-out problems, paired: for training on rewards and for
 distillation.
 
+Intervals count classes of equivalent problems: of 4x4 Sudokus with few givens there are hundreds of thousands, but few
+that are no rotations, reflections or renamings of one another.
+
 Run with `python -m benchmarks.rewards BEFORE AFTER --task sudoku4 --most-givens 5 --steps 1`.
 """
 
@@ -13,12 +16,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
+from scipy import stats
 
 import mercury_jax as mj
 from mercury_jax.cli import app, arguments
 from mercury_jax.cli.arguments import Float, Int, Positional, option
 from mercury_jax.rl.rollouts import chats, problems_of, task_reward
-from mercury_jax.tasks import Problem
+from mercury_jax.tasks import TASKS, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,29 @@ def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBench
     return np.asarray(task_reward(problems)(chats(problems), out.texts)), np.asarray(out.forwards, float)
 
 
+def clustered_interval(gain: np.ndarray, classes: Sequence[str]) -> tuple[float, float] | None:
+    """The 95% interval of a mean over problems of which those of a class are equivalent.
+
+    Puzzles that are rotations or renamings of one another are answered alike, so that the number of classes, not that
+    of problems, says how sure a mean is (cluster-robust standard error, Student's t with classes - 1).
+
+    Args:
+        gain: Of each problem [n].
+        classes: The class of each problem.
+
+    Returns:
+        Both ends; None where there is one class, which says nothing of others.
+    """
+    names, index = np.unique(np.asarray(classes), return_inverse=True)
+    k, mean = len(names), float(gain.mean())
+    if k < 2:
+        return None
+    sums = np.bincount(index, gain - mean)
+    se = np.sqrt(k / (k - 1) * (sums**2).sum()) / len(gain)
+    z = float(stats.t.ppf(0.975, k - 1))
+    return mean - z * se, mean + z * se
+
+
 def run(argv: Sequence[str]) -> int:
     """Compares the models; prints one JSON object and returns the exit code.
 
@@ -73,12 +100,12 @@ def run(argv: Sequence[str]) -> int:
     few = lambda p: args.most_givens is None or sum(c in "1234" for c in p.input) <= args.most_givens
     problems = problems_of((args.task,), few, (args.seed, 99), args.limit, "test")
     (a, passes_a), (b, passes_b) = (answers(source, problems, args) for source in (args.before, args.after))
-    gain, n = b - a, len(a)
+    gain, classes = b - a, [TASKS[name].canonical(problem.input) for name, problem in problems]
     row = {
         "task": args.task, "most_givens": args.most_givens, "steps": args.steps, "threshold": args.threshold,
-        "temperature": args.temperature, "n": n,
+        "temperature": args.temperature, "n": len(a), "classes": len(set(classes)),
         "before": float(a.mean()), "after": float(b.mean()), "gain": float(gain.mean()),
-        "gain_95": [float(gain.mean() + z * gain.std(ddof=1) / np.sqrt(n)) for z in (-1.96, 1.96)],
+        "gain_95": clustered_interval(gain, classes),
         "forwards_before": float(passes_a.mean()), "forwards_after": float(passes_b.mean()),
         "forwards_ratio": float(passes_b.mean() / passes_a.mean()),
     }  # fmt: skip
