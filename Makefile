@@ -50,16 +50,16 @@ clients: $(VENV)/.test $(CLIENTS)/.openai3 $(CLIENTS)/.openai2 $(CLIENTS)/.node 
 	$(BIN)/python -m tests.clients.run $(CLIENTS) $(ARGS)
 
 LOAD ?= 1000
-load: $(VENV)/.test  ## so many clients at a real server (LOAD=60 for a short form)
+load: $(VENV)/.test  ## LOAD clients at a real server (LOAD=60 for a short form)
 	MERCURY_LOAD=$(LOAD) $(BIN)/python -m pytest tests/load $(ARGS)
 
 FUZZ ?= 1000
-fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## so many hostile requests of each kind (FUZZ=40 for a short form)
+fuzz: $(VENV)/.test $(CLIENTS)/.fuzz  ## FUZZ hostile requests of each kind (FUZZ=40 for a short form)
 	MERCURY_FUZZ=$(FUZZ) MERCURY_SCHEMATHESIS=$(abspath $(CLIENTS))/fuzz/bin/schemathesis \
 	  $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 KILLS ?= 100
-chaos: $(VENV)/.test  ## kill a training run so many times, also inside of saves and exports, and compare how it ends
+chaos: $(VENV)/.test  ## kill a training run KILLS times, also during saves and exports, and compare its parameters with an undisturbed run's
 	MERCURY_CHAOS=$(KILLS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
 deviceless: $(DEVICELESS)/.ready  ## programs compiled for GPUs and TPUs that are not here; ARGS="-k h200"

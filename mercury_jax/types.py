@@ -412,7 +412,7 @@ class RowLayout(Layout, Protocol):
         ...
 
     def fitting(self, room: int, prompt: int) -> int:
-        """Counts the tokens of the longest piece that fits into so many positions with whole canvases.
+        """Counts the tokens of the longest piece whose whole canvases fit into `room` positions.
 
         Args:
             room: Positions.

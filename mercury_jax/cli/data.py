@@ -85,8 +85,8 @@ class DataPack:
     field: Annotated[str | None, option("NAME")] = None
     """Key or column of the text. Default: text."""
     held_out: Float = 0.0
-    """Share of the documents, by a hash of their text, that training never sees; of --generated: so many more problems
-    from the test side of the task."""
+    """Share of the documents that training never sees, chosen by a hash of their text. With --generated, this share of
+    the number of problems is added from the test side of the task."""
     mask: OptionalInt = None
     """Id of the mask token, where the tokenizer's model does not name it: the `mask` of the recipe's model."""
     workers: OptionalInt = None

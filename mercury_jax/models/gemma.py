@@ -310,7 +310,7 @@ class SelfConditioning(nn.Module):
 
         Args:
             self_cond: Expected embeddings [B, T, D] of the previous pass; () counts as zeros (the canvas's
-                embeddings are normalised all the same).
+                embeddings are normalised too).
             shape: (B, T).
             dtype: Of the arithmetic.
 

@@ -94,7 +94,7 @@ class DocumentLayout:
         return PieceSizes(first, canvases, clean, clean + canvases * self.block)
 
     def fitting(self, room: int, prompt: int) -> int:
-        """Counts the tokens of the longest piece that fits into so many positions with whole canvases.
+        """Counts the tokens of the longest piece whose whole canvases fit into `room` positions.
 
         Args:
             room: Positions.

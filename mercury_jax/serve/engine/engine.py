@@ -284,7 +284,7 @@ class Engine:
         slots.fit()
 
     def _needs_prefill(self, tokens: int) -> bool:
-        """Whether so many tokens of a prompt get forward passes of their own, rather than those of the batch."""
+        """Whether this number of prompt tokens gets forward passes of their own, rather than those of the batch."""
         return not self.buckets.bidirectional and tokens > 2 * self.block
 
     def _start_request(self, slots: Slots, handle: RequestHandle) -> None:

@@ -293,7 +293,7 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
 
     Args:
         place: Where it was read.
-        text: The text, or a function that reads so many characters of it.
+        text: The text, or a function that reads a given number of characters of it.
 
     Yields:
         Its parts, of which the last one ends; nothing for an empty text.
