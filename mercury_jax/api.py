@@ -87,7 +87,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
             allowed = "documents: with several processes no model decodes yet"
             raise refuse("data", type(config.data).__name__, allowed)
         start = lm if first is None else dataclasses.replace(lm, params=first.params)
-        batches, evaluate = config.data.batches(config, start, on), config.data.evaluator(config, lm)
+        batches, evaluate = config.data.batches(config, start), config.data.evaluator(config, lm)
     else:
         index, count = sharding.process_share(on)
         # The block is in the layout of the rows alone: all stages of a run share one compiled update.

@@ -265,7 +265,9 @@ def bound_terms(
         ValueError: Hybrid noise has no `uniform_share`.
     """
     if corruption.kind == "hybrid" and corruption.uniform_share is None:
-        raise refuse("corruption.uniform_share", None, "a function of time for hybrid noise, as noise.hybrid() gives")
+        raise refuse(
+            "corruption.uniform_share", None, "a function of time for hybrid noise, as noise.hybrid() gives"
+        )
     ids = jnp.arange(logits.shape[-1])
     allowed = jnp.asarray(~np.isin(np.arange(len(ids)), corruption.forbidden))
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.

@@ -1,6 +1,6 @@
 """Training on what the model itself decodes, or on preferences: rewards, distillation, pairs. Recipes hold values.
 
-    policy = rl.Rollouts(task="countdown3", n=8)          # data: problems, answers that the model draws, rewards
+    policy = rl.Rollouts(tasks=("countdown3",), n=8)      # data: problems, answers that the model draws, rewards
     TrainConfig(data=policy, objective=rl.GRPO(estimator="coupled_grpo"), ...)
 
 rollouts   `Rollouts` and `Trajectories`, data that decode with the current parameters or with a teacher's

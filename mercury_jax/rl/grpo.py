@@ -58,15 +58,16 @@ class GRPO:
     """Group relative policy optimisation (arXiv 2402.03300) with log-probabilities of a diffusion model.
 
     Per token: -min(r A, clip(r, 1 - clip, 1 + clip_high) A) + kl (exp(d) - d - 1), with r = exp(new - old) and d =
-    reference - new. `Rollouts` makes the batches.
+    reference - new. `Rollouts` makes the batches. The metric `informative` is the share of answers whose advantage is
+    not 0: the others, whose group has one reward, teach nothing.
 
     Attributes:
         estimator: Of log-probabilities: "diffu_grpo" (d1, arXiv 2504.12216), "coupled_grpo" (DiffuCoder, arXiv
             2506.20639), "elbo", or "trajectory" (TraceRL, arXiv 2509.06949).
-        samples: Estimates that are averaged; 0: the estimator's own number. Not for "trajectory".
-        mask_prompt: Of "diffu_grpo", the share of the prompt's tokens that are masked too. With 0 it is exact for
-            answers that are decoded in one pass.
-        passes: Of "trajectory": passes into which the trajectory is merged.
+        samples: Estimates that are averaged; None: one. Not for "trajectory", which draws no masks.
+        mask_prompt: Of "diffu_grpo" alone, the share of the prompt's tokens that are masked too; None: 0.15. With 0 it
+            is exact for answers that are decoded in one pass.
+        passes: Of "trajectory" alone, passes into which the trajectory is merged; None: 4.
         clip: How far below 1 the ratio of new and old probabilities may fall.
         clip_high: How far above 1 it may rise; None: as far.
         kl: Weight of the divergence from the policy that training began with; 0: none.
@@ -77,9 +78,9 @@ class GRPO:
     """
 
     estimator: str = "coupled_grpo"
-    samples: int = 0
-    mask_prompt: float = 0.15
-    passes: int = 4
+    samples: int | None = None
+    mask_prompt: float | None = None
+    passes: int | None = None
     clip: float = 0.2
     clip_high: float | None = None
     kl: float = 0.0
@@ -88,14 +89,24 @@ class GRPO:
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
             raise refuse("estimator", self.estimator, ", ".join(ESTIMATORS))
-        if self.samples and self.estimator == "trajectory":
-            raise refuse("samples", self.samples, "0 with estimator='trajectory', which draws no masks")
+        for name, value in self._given.items():
+            if name not in ESTIMATORS[self.estimator]:
+                raise refuse(
+                    name, value, f"None: {self.estimator} takes {', '.join(ESTIMATORS[self.estimator])}"
+                )
         one_of(GroupNorm, normalise=self.normalise)
-        at_least(0, samples=self.samples, clip=self.clip, kl=self.kl)
+        at_least(0, clip=self.clip, kl=self.kl)
         at_least(0, clip_high=self.clip if self.clip_high is None else self.clip_high)
-        at_least(1, passes=self.passes)
-        if not 0 <= self.mask_prompt <= 1:
+        at_least(1, samples=1 if self.samples is None else self.samples)
+        at_least(1, passes=1 if self.passes is None else self.passes)
+        if self.mask_prompt is not None and not 0 <= self.mask_prompt <= 1:
             raise refuse("mask_prompt", self.mask_prompt, "a share, 0 to 1")
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The estimator's options that are not None."""
+        options = dict(samples=self.samples, mask_prompt=self.mask_prompt, passes=self.passes)
+        return {name: value for name, value in options.items() if value is not None}
 
     def log_probs(self, lm: LM, params: Params, answers: AnswerBatch, seed: Array) -> Float[Array, "B S"]:
         """Estimates log-probabilities under the masks of a seed.
@@ -109,11 +120,11 @@ class GRPO:
         Returns:
             Nats of each token, 0 past the end of an answer.
         """
-        if self.estimator == "trajectory":
-            return token_log_probs(lm, params, answers, estimator="trajectory", passes=self.passes)
-        options: dict[str, Any] = {"samples": self.samples} if self.samples else {}
-        options |= {"mask_prompt": self.mask_prompt} if self.estimator == "diffu_grpo" else {}
-        key = jax.random.key(jnp.asarray(seed)[0])
+        options: dict[str, Any] = self._given
+        if self.estimator == "trajectory":  # the number of passes must be known before tracing
+            options, key = {"passes": 4, **options}, None
+        else:
+            key = jax.random.key(jnp.asarray(seed)[0])
         return token_log_probs(lm, params, answers, key, estimator=self.estimator, **options)
 
     def __call__(
@@ -133,6 +144,7 @@ class GRPO:
         rows = jnp.float32(len(ratio))
         metrics = {
             "reward": (jnp.asarray(batch.rewards, jnp.float32).sum(), rows),
+            "informative": ((advantage != 0).astype(jnp.float32).sum(), rows),
             "answer_tokens": (counted.sum().astype(jnp.float32), rows),
             "clipped": mean((ratio * advantage > clipped * advantage).astype(jnp.float32)),
         }

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from mercury_jax.config import refuse
 from mercury_jax.decode import inputs
@@ -81,13 +80,12 @@ class Preferences:
                     found.append(_encode(lm, row, place, record))
         return found
 
-    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches[PreferenceBatch]:
+    def batches(self, config: TrainConfig, lm: LM) -> PolicyBatches[PreferenceBatch]:
         """Implements `BatchSource`.
 
         Args:
             config: The recipe.
             lm: The model that the run starts from; its parameters are the reference policy.
-            mesh: Unused: the parameters carry their shardings.
 
         Returns:
             The batches.

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from mercury_jax.config import Plan, at_least, refuse
 from mercury_jax.decode.rollout import AnswerBatch, Reward, Rollout, pad_answers, rollout
@@ -77,29 +76,71 @@ def task_reward(problems: Sequence[tuple[str, Problem]]) -> Reward:
     return reward
 
 
-def _check_tasks(tasks: Sequence[str]) -> None:
-    if not tasks:
-        raise refuse("tasks", tasks, "at least one of " + ", ".join(sorted(TASKS)))
-    for name in tasks:
-        if name not in TASKS:
-            raise refuse("tasks", name, ", ".join(sorted(TASKS)))
+@dataclass(frozen=True, kw_only=True)
+class TaskAnswers:
+    """Answers that a model decodes to problems with checkable answers: what `Rollouts` and `Trajectories` share.
+
+    Attributes:
+        tasks: Names of tasks, in turn; see `mercury info`.
+        only: only(problem) tells which problems to keep; None: all.
+        sampler: A rule or `Sampler`; None: the model's own.
+        plan: Block and steps; None: the model's own.
+        max_tokens: Of an answer.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
+
+    tasks: tuple[str, ...]
+    only: Keep | None = None
+    sampler: Any = None
+    plan: Plan | None = None
+    max_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise refuse("tasks", self.tasks, "at least one of " + ", ".join(sorted(TASKS)))
+        for name in self.tasks:
+            if name not in TASKS:
+                raise refuse("tasks", name, ", ".join(sorted(TASKS)))
+        at_least(1, max_tokens=self.max_tokens)
+
+    def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
+        """Implements `BatchSource`.
+
+        Args:
+            config: The recipe: seed and number of problems.
+            lm: The model.
+
+        Returns:
+            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
+            forward passes of an answer.
+        """
+
+        def evaluate(params: Params) -> Mapping[str, float]:
+            count = config.eval_batches * config.batch
+            problems = problems_of(self.tasks, self.only, (config.seed, 13), count, "validation")
+            out = sample(
+                dataclasses.replace(lm, params=params), chats(problems), max_tokens=self.max_tokens,
+                temperature=0.0, sampler=self.sampler, plan=self.plan,
+            )  # fmt: skip
+            right = np.asarray(task_reward(problems)(chats(problems), out.texts))
+            return {"accuracy": float(right.mean()), "forwards": float(np.mean(out.forwards))}
+
+        return evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
+class Rollouts(TaskAnswers):
     """Answers that the model under training draws to problems with checkable answers; the data of `GRPO`.
 
     A batch of B rows has B / n problems with n answers each. Their advantages are reward - mean of the group, divided
     by its standard deviation with `scale`.
 
     Attributes:
-        tasks: Names of tasks, in turn; see `mercury info`.
-        only: only(problem) tells which problems to keep; None: all.
-        n: Answers of each problem.
+        n: Answers of each problem. The rule must draw tokens: where all answers of a group are equal it teaches
+            nothing, and the metric `informative` of `GRPO` says so.
         temperature: Of drawn tokens.
-        sampler: A rule or `Sampler`; None: the model's own.
-        plan: Block and steps; None: the model's own.
-        max_tokens: Of an answer.
         updates: Updates of the model on each draw (GRPO's mu).
         scale: Whether advantages are divided by the standard deviation of their group (GRPO) or not (Dr. GRPO, arXiv
             2503.20783).
@@ -109,31 +150,25 @@ class Rollouts:
         ValueError: A field is out of range.
     """
 
-    tasks: tuple[str, ...]
-    only: Keep | None = None
     n: int = 8
     temperature: float = 1.0
-    sampler: Any = None
-    plan: Plan | None = None
-    max_tokens: int = 64
     updates: int = 1
     scale: bool = True
     reward: Reward | None = None
 
     def __post_init__(self) -> None:
-        _check_tasks(self.tasks)
+        super().__post_init__()
         at_least(2, n=self.n)
-        at_least(1, max_tokens=self.max_tokens, updates=self.updates)
+        at_least(1, updates=self.updates)
         if not self.temperature > 0:
             raise refuse("temperature", self.temperature, "more than 0: equal answers have no advantage")
 
-    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches[PolicyBatch]:
+    def batches(self, config: TrainConfig, lm: LM) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.
 
         Args:
             config: The recipe.
             lm: The model that the run starts from; with `kl` its parameters are the reference policy.
-            mesh: Unused: the parameters carry their shardings.
 
         Returns:
             The batches.
@@ -187,52 +222,20 @@ class Rollouts:
             )  # fmt: skip
         return found
 
-    def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
-        """Implements `BatchSource`.
-
-        Args:
-            config: The recipe: seed and number of problems.
-            lm: The model.
-
-        Returns:
-            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
-            forward passes of an answer.
-        """
-        return functools.partial(_accuracy, self, config, lm)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectories:
+class Trajectories(TaskAnswers):
     """Answers of a teacher, with the pass that accepted each token; the data of `FewSteps`.
 
-    Attributes:
-        tasks: Names of tasks, in turn.
-        only: only(problem) tells which problems to keep; None: all.
-        sampler: How the teacher decodes: a rule or `Sampler`; None: the model's own.
-        plan: Block and steps of the teacher; None: the model's own.
-        max_tokens: Of an answer.
-
-    Raises:
-        ValueError: A field is out of range.
+    `sampler` and `plan` say how the teacher decodes.
     """
 
-    tasks: tuple[str, ...]
-    only: Keep | None = None
-    sampler: Any = None
-    plan: Plan | None = None
-    max_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        _check_tasks(self.tasks)
-        at_least(1, max_tokens=self.max_tokens)
-
-    def batches(self, config: TrainConfig, lm: LM, mesh: Mesh) -> PolicyBatches[PolicyBatch]:
+    def batches(self, config: TrainConfig, lm: LM) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.
 
         Args:
             config: The recipe.
             lm: The model that the run starts from, which is the teacher.
-            mesh: Unused: the parameters carry their shardings.
 
         Returns:
             The batches.
@@ -259,19 +262,6 @@ class Trajectories:
         assert drawn.rewards is not None
         rewards, seed = drawn.rewards.astype(np.float32), np.zeros(config.batch, np.uint32)
         return [PolicyBatch(_answers(lm, drawn, config.row), rewards, np.zeros_like(rewards), seed)]
-
-    def evaluator(self, config: TrainConfig, lm: LM) -> Callable[[Params], Mapping[str, float]]:
-        """Implements `BatchSource`.
-
-        Args:
-            config: The recipe: seed and number of problems.
-            lm: The model.
-
-        Returns:
-            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
-            forward passes of an answer.
-        """
-        return functools.partial(_accuracy, self, config, lm)
 
 
 class PolicyBatches(Generic[AnyBatch]):
@@ -326,14 +316,3 @@ def _answers(lm: LM, drawn: Rollout, row: int) -> AnswerBatch:
 @functools.partial(jax.jit, static_argnums=0)
 def _log_probs(objective: GRPO, lm: LM, answers: AnswerBatch, seed: Any, params: Params) -> jax.Array:
     return objective.log_probs(lm, params, answers, seed)
-
-
-def _accuracy(
-    source: Rollouts | Trajectories, config: TrainConfig, lm: LM, params: Params
-) -> Mapping[str, float]:
-    count = config.eval_batches * config.batch
-    problems = problems_of(source.tasks, source.only, (config.seed, 13), count, "validation")
-    lm, how = dataclasses.replace(lm, params=params), dict(sampler=source.sampler, plan=source.plan)
-    out = sample(lm, chats(problems), max_tokens=source.max_tokens, temperature=0.0, **how)
-    right = np.asarray(task_reward(problems)(chats(problems), out.texts))
-    return {"accuracy": float(right.mean()), "forwards": float(np.mean(out.forwards))}

@@ -104,6 +104,7 @@ def test_what_left_the_clip_range_has_no_gradient_and_the_penalty_pulls_back():
         rl.GRPO(estimator="diffu_grpo", kl=0.5), batch(advantages=zero, reference=old + 0.1)
     )
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(pulled)) > 0
+    assert float(found.metrics["informative"][0]) == 0.0  # equal rewards: the penalty alone moves the policy
     assert float(found.metrics["kl"][0] / found.metrics["kl"][1]) == pytest.approx(
         np.exp(0.1) - 1.1, rel=1e-3
     )
@@ -176,7 +177,16 @@ def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
     ("make", "words"),
     [
         (lambda: rl.GRPO(estimator="exact"), "estimator is 'exact'; allowed: diffu_grpo"),
-        (lambda: rl.GRPO(estimator="trajectory", samples=2), "samples is 2; allowed: 0 with estimator"),
+        (
+            lambda: rl.GRPO(estimator="trajectory", samples=2),
+            "samples is 2; allowed: None: trajectory takes passes",
+        ),
+        (
+            lambda: rl.GRPO(mask_prompt=0.0),
+            "mask_prompt is 0.0; allowed: None: coupled_grpo takes samples, ratios",
+        ),
+        (lambda: rl.GRPO(estimator="elbo", passes=9), "passes is 9; allowed: None: elbo takes samples"),
+        (lambda: rl.GRPO(samples=0), "samples is 0; allowed: 1 or more"),
         (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
         (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: more than 0"),
         (lambda: rl.FewSteps(early=2.0), "early is 2.0"),

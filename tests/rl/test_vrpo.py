@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mercury_jax as mj
-from mercury_jax import rl, sharding
+from mercury_jax import rl
 from mercury_jax.rl.preferences import Preferences
 from mercury_jax.train.recipe import TrainConfig
 from tests.rl.test_rl import config as rollouts_config
@@ -41,7 +41,7 @@ def first_batch(folder, start):
     lm = tiny()
     objective = rl.VRPO(samples=2, beta=0.5)
     config = recipe(start, folder, objective=objective)
-    batches = Preferences(lines(folder)).batches(config, lm, sharding.mesh())
+    batches = Preferences(lines(folder)).batches(config, lm)
     return next(batches), objective, lm
 
 

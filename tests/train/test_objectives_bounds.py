@@ -113,7 +113,13 @@ def test_gradients_equal_finite_differences(name):
 
 @pytest.mark.parametrize(
     ("kind", "posterior"),
-    [("absorbing", False), ("uniform", False), ("uniform", True), ("hybrid", False), ("hybrid, no uniform", False)],
+    [
+        ("absorbing", False),
+        ("uniform", False),
+        ("uniform", True),
+        ("hybrid", False),
+        ("hybrid, no uniform", False),
+    ],
 )
 def test_score_is_the_likelihood_under_every_kind_of_noise(kind, posterior):
     model, corruption = markov.exact(kind, posterior)
@@ -126,9 +132,15 @@ def test_score_is_the_likelihood_under_every_kind_of_noise(kind, posterior):
     true = np.log(markov.CHAIN[texts[:, :-1], texts[:, 1:]]).sum(1)
     gap = np.asarray(found.log_p) - true
     assert abs(gap.mean()) < 4 * gap.std() / np.sqrt(len(texts)) + 1e-3
-    assert gap.std() == pytest.approx(
-        np.sqrt((np.asarray(found.se) ** 2).mean()), rel=0.5
-    )  # strata vary less
+    # Errors are those of independent samples; strata vary less, most where the times of hybrid noise meet masks alone.
+    error, least = np.sqrt((np.asarray(found.se) ** 2).mean()), 0.3 if kind == "hybrid, no uniform" else 0.5
+    assert least * error < gap.std() < 1.5 * error
+
+
+def test_hybrid_noise_without_its_share_is_refused():
+    corruption = noise.hybrid(6, 5)._replace(uniform_share=None)
+    with pytest.raises(ValueError, match="corruption.uniform_share is None"):
+        noise.bound_terms(corruption, jnp.zeros((2, 6)), *(jnp.zeros(2, jnp.int32),) * 2, jnp.full(2, 0.5))
 
 
 # --- formulas of the papers, written out

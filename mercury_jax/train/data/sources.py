@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jax.sharding import Mesh
 
 from mercury_jax.config import at_least, refuse
 from mercury_jax.tasks import TASKS, Problem, Task, draw
@@ -78,13 +77,12 @@ class DataSource(Protocol):
 class BatchSource(Protocol):
     """Data that are made with the model, such as its own answers: batches of their own kind instead of documents."""
 
-    def batches(self, config: Any, lm: LM, mesh: Mesh, /) -> Any:
+    def batches(self, config: Any, lm: LM, /) -> Any:
         """Opens the data.
 
         Args:
             config: The recipe.
             lm: The model, with the parameters that the run starts from; without any where it starts from none.
-            mesh: Of the run.
 
         Returns:
             `loop.Batches`; those that are `loop.PolicyData` receive the current parameters.
