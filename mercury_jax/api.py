@@ -26,6 +26,7 @@ from mercury_jax.train import data as pipelines, distributed, loop, lora, report
 from mercury_jax.train.data.corpus import Shards
 from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.step import check_objective, make_evaluator
+from mercury_jax.train.throughput import keep_host_memory
 from mercury_jax.types import LM, Model, Params
 
 TOKENIZER, MODEL, ADAPTER = "tokenizer.model", "model", "adapter"  # in the run's folder
@@ -47,6 +48,7 @@ def train(config: TrainConfig) -> loop.TrainResult:
         ValueError: Before any compute: data that cannot be read, a tokenizer that does not fit, an objective that
             cannot score the noise, a folder that holds another run, or adapters without a checkpoint in `init`.
     """
+    keep_host_memory()
     compilation.prepare()
     if not isinstance(config, TrainConfig):
         raise refuse("config", config, "a TrainConfig, as a recipe's config() returns")
@@ -78,7 +80,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         )
     lora.partition(config.lora, config.freeze, model)  # what it refuses is refused before anything is loaded
     first = _first(config, on)
-    tokenizer = first.tokenizer if first is not None else _tokenizer(config)
+    tokenizer = first.tokenizer if first is not None else tokenizer_of(config)
     pipelines.check_fit(tokenizer, c)
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
     lm = LM(model, {}, tokenizer, corruption, config.name, {}, decoding)
@@ -172,8 +174,18 @@ def _check_init(config: TrainConfig, found: ModelConfig) -> None:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
 
 
-def _tokenizer(config: TrainConfig) -> AnyTokenizer:
-    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data."""
+def tokenizer_of(config: TrainConfig) -> AnyTokenizer:
+    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data.
+
+    Args:
+        config: The recipe. A new tokenizer is kept in its folder.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: Shards with different tokenizers, or too little text for the vocabulary.
+    """
     if config.tokenizer:
         return Tokenizer.load(config.tokenizer)
     packed = {s.where: s.tokenizer() for s, _ in config.mixture.sources if isinstance(s, Shards)}

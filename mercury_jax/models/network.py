@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.config import ModelConfig, RematPolicy
 from mercury_jax.models import masks
-from mercury_jax.models.ops import INIT_OPS, device_ops
+from mercury_jax.models.ops import INIT_OPS, device_ops, product
 from mercury_jax.models.row_layout import DocumentLayout
 from mercury_jax.models.tensor_parallel import cache_ops
 from mercury_jax.sharding import ShardingRule
@@ -129,12 +129,9 @@ def lm_head(
     Returns:
         Logits [B, T, size], products in the dtype of `hidden`, sums in at least fp32.
     """
-    if "head" in params:
-        w, equation = _slice(params["head"], first, size, 1), "btd,dv->btv"
-    else:
-        w, equation = _slice(params["embed"], first, size, 0), "btd,vd->btv"
-    dtype = accumulation_dtype(hidden.dtype)
-    out = jnp.einsum(equation, hidden, w.astype(hidden.dtype), preferred_element_type=dtype)
+    tied = "head" not in params
+    w = _slice(params["embed"], first, size, 0).T if tied else _slice(params["head"], first, size, 1)
+    out = product(hidden, w.astype(hidden.dtype), 1, accumulation_dtype(hidden.dtype))
     return out if softcap is None else softcap * jnp.tanh(out / softcap)
 
 
