@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from mercury_jax import api, checkpoint, models, noise
+from mercury_jax import api, checkpoint, models, noise, sharding
 from mercury_jax.bench.timing import compilations, matmul_loop, quartiles, ratio
 from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.evaluate import card
@@ -39,7 +40,7 @@ PEAK_WIDTH = 2048  # of the matrices whose product is the peak
 SAVE_SECONDS = 600.0  # in which a checkpoint must be on the disk
 COMPARED = (
     "a jitted optax update with the same objective, noise, optimizer and average, and a state that is donated, in a "
-    "Python loop over batches in memory; it does not load data, shard, check for NaN, report metrics, log or save"
+    "Python loop over batches in memory; it does not load data, check for NaN, report metrics, log or save"
 )
 
 
@@ -74,16 +75,18 @@ class HandState(NamedTuple):
 
 
 class HandWritten:
-    """A training loop as one would write it for one recipe, on one device."""
+    """A training loop as one would write it for one recipe: parameters on every device, rows divided."""
 
     def __init__(self, config: TrainConfig, model: Model, corruption: noise.Corruption) -> None:
-        tx = optim.optimizer(config.optim, config.steps)
+        tx, self.mesh = optim.optimizer(config.optim, config.steps), loop.mesh_of(config)
         init_key, noise_key = jax.random.split(jax.random.key(config.seed))
         params = jax.jit(model.init)(init_key)
         ema = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params) if config.ema else ()
-        self.state = HandState(params, jax.jit(tx.init)(params), ema, jnp.zeros((), jnp.int32))
+        state = HandState(params, jax.jit(tx.init)(params), ema, jnp.zeros((), jnp.int32))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.state = jax.device_put(state, everywhere)
 
-        @functools.partial(jax.jit, donate_argnums=0)
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=everywhere)
         def update(state: HandState, batch: Batch) -> tuple[HandState, jax.Array]:
             def total(params: Params) -> tuple[jax.Array, jax.Array]:
                 key = jax.random.fold_in(noise_key, state.step)
@@ -94,9 +97,7 @@ class HandWritten:
             weight = jnp.where(weight == 0, 1, weight)
             delta, opt = tx.update(jax.tree.map(lambda g: g / weight, grads), state.opt, state.params)
             params = optax.apply_updates(state.params, delta)
-            ema = (
-                optim.update_average(state.ema, params, state.step, config.ema) if config.ema else state.ema
-            )
+            ema = optim.update_average(state.ema, params, state.step, config.ema) if config.ema else state.ema
             return HandState(params, opt, ema, state.step + 1), value / weight
 
         self.update = update
@@ -105,7 +106,7 @@ class HandWritten:
         """Takes a step with each batch and waits for the last one; returns the time."""
         clock = Clock()
         for batch in batches:
-            self.state, _ = self.update(self.state, batch)
+            self.state, _ = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         jax.block_until_ready(self.state)
         return clock.read()
 
@@ -262,7 +263,7 @@ def compare(
 
     Raises:
         ValueError: The recipe has what the hand-written loop has not: adapters, frozen parameters, a checkpoint to
-            start from, microbatches, several devices, data that the model makes.
+            start from, microbatches, sharded parameters, data that the model makes.
     """
     at_least(1, steps=steps, pairs=pairs)
     _check(config)
@@ -288,8 +289,10 @@ def _check(config: TrainConfig) -> None:
         raise refuse("accumulate", config.accumulate, "1, for `mercury bench train`")
     if isinstance(config.data, pipelines.BatchSource):
         raise refuse("data", type(config.data).__name__, "documents, for `mercury bench train`")
-    if loop.mesh_of(config).size > 1:
-        raise refuse("devices", jax.device_count(), "1, for `mercury bench train`")
+    mesh = loop.mesh_of(config)
+    if mesh.size != mesh.shape["data"]:
+        allowed = "one that only divides rows (fsdp, tensor and expert 1), for `mercury bench train`"
+        raise refuse("mesh", dict(mesh.shape), allowed)
 
 
 def _measured(config: TrainConfig, steps: int, peak_width: int) -> dict[str, Any]:

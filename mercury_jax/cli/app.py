@@ -44,7 +44,10 @@ BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
     "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
     "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
-    "train": ("bench_train", "the training loop against one written by hand, and how well it uses the machine"),
+    "train": (
+        "bench_train",
+        "the training loop against one written by hand, and how well it uses the machine",
+    ),
     "serve": ("bench_serve", "a server under load: latencies, batching against single requests, agents"),
 }
 

@@ -22,8 +22,7 @@ class BenchTrain:
     The loop of `mercury train` with the recipe's data pipeline, log and
     checkpoints alternates with a jitted update in a plain Python loop: the same
     model, objective, optimizer, average, noise and batches, which are in memory.
-    That one does not load data, shard, check for NaN, report metrics, log or
-    save. `ratio` is the median of their steps per second; the goal is 0.97 at
+    That one does not load data, check for NaN, report metrics, log or save. `ratio` is the median of their steps per second; the goal is 0.97 at
     least, with nothing compiled once warm, and `difference` says how far apart
     the parameters are at the end. Every segment of --steps ends with a
     checkpoint on the disk. mfu is the model's FLOPs (6 for each parameter that
