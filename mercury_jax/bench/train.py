@@ -25,15 +25,16 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mercury_jax import api, checkpoint, models, noise, sharding
+from mercury_jax import checkpoint, models, noise, sharding
 from mercury_jax.bench.timing import compilations, matmul_loop, quartiles, ratio
 from mercury_jax.config import ModelConfig, at_least, refuse
 from mercury_jax.evaluate import card
 from mercury_jax.models import masks
+from mercury_jax.tokenizer import AnyTokenizer
 from mercury_jax.train import data as pipelines, loop, optim
 from mercury_jax.train.recipe import InitModel, TrainConfig
-from mercury_jax.train.throughput import flops_per_position, keep_host_memory
-from mercury_jax.types import Batch, Key, Model, Params
+from mercury_jax.train.throughput import flops_per_position
+from mercury_jax.types import Batch, Model, Params
 
 GOAL = 0.97  # least steps per second, in times of those of the loop written by hand
 PEAK_WIDTH = 2048  # of the matrices whose product is the peak
@@ -51,7 +52,7 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-class Clock:
+class Stopwatch:
     """Measures both times from where it is made."""
 
     def __init__(self) -> None:
@@ -103,8 +104,15 @@ class HandWritten:
         self.update = update
 
     def run(self, batches: list[Batch]) -> Seconds:
-        """Takes a step with each batch and waits for the last one; returns the time."""
-        clock = Clock()
+        """Takes a step with each batch and waits for the last one.
+
+        Args:
+            batches: numpy batches.
+
+        Returns:
+            The time.
+        """
+        clock = Stopwatch()
         for batch in batches:
             self.state, _ = self.update(self.state, sharding.shard_batch(batch, self.mesh))
         jax.block_until_ready(self.state)
@@ -132,7 +140,7 @@ class Alternation:
     ) -> None:
         self.data, self.ahead, self.hand = batches(), batches(), hand
         self.folder, self.steps, self.peak = folder, steps, peak
-        self.taken, self.clock = 0, Clock()
+        self.taken, self.clock = 0, Stopwatch()
         self.real: list[Seconds] = []
         self.by_hand: list[Seconds] = []
         self.peaks: list[Seconds] = []
@@ -141,17 +149,24 @@ class Alternation:
         self.shapes: list[BatchCounts] = []
 
     def __next__(self) -> Batch:
+        """The next batch of the real loop."""
         self.taken += 1
         return next(self.data)
 
     def get_state(self) -> Any:
+        """State of the recipe's data."""
         return self.data.get_state()
 
     def set_state(self, state: Any, /) -> None:
+        """Sets the state of the recipe's data."""
         self.data.set_state(state)
 
     def observe(self, params: Params, /) -> None:
-        """Ends a segment where one is due, and starts the clock of the next one."""
+        """Ends a segment where one is due, and starts the clock of the next one.
+
+        Args:
+            params: Of the real loop, before its next update.
+        """
         if self.taken % self.steps:
             return
         if self.taken:
@@ -164,11 +179,11 @@ class Alternation:
             self.differences.append(largest_difference(params, self.hand.state.params))
             if odd:
                 self._run_by_hand()
-        clock = Clock()
+        clock = Stopwatch()
         self.peak()
         self.peaks.append(clock.read())
         self.compiled.append(compilations())
-        self.clock = Clock()
+        self.clock = Stopwatch()
 
     def _run_by_hand(self) -> None:
         batches = [next(self.ahead) for _ in range(self.steps)]
@@ -184,7 +199,14 @@ class Alternation:
 
 
 def largest_difference(one: Params, other: Params) -> float:
-    """The largest difference of two trees, in times of the largest number of its leaf."""
+    """Finds the largest difference of two trees.
+
+    Args:
+        one, other: Trees of the same structure.
+
+    Returns:
+        The difference, in times of the largest number of its leaf in `one`.
+    """
 
     def difference(a: Any, b: Any) -> float:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -246,12 +268,18 @@ def attention_flops(config: ModelConfig, counts: BatchCounts) -> float:
 
 
 def compare(
-    config: TrainConfig, *, steps: int = 50, pairs: int = 5, peak_width: int = PEAK_WIDTH
+    config: TrainConfig,
+    tokenizer: AnyTokenizer,
+    *,
+    steps: int = 50,
+    pairs: int = 5,
+    peak_width: int = PEAK_WIDTH,
 ) -> Iterator[dict[str, Any]]:
     """Measures a recipe. One segment more is run first, in which both loops compile.
 
     Args:
         config: The recipe; what it says of its folder, evaluation and samples is replaced.
+        tokenizer: Of its data, as `api.tokenizer_of` finds it.
         steps: Of a segment. Each ends with a checkpoint, unless the recipe saves more often.
         pairs: How often both loops are timed.
         peak_width: Width of the matrices whose product gives the peak.
@@ -266,18 +294,25 @@ def compare(
             start from, microbatches, sharded parameters, data that the model makes.
     """
     at_least(1, steps=steps, pairs=pairs)
-    _check(config)
-    keep_host_memory()
+    check_recipe(config)
     with tempfile.TemporaryDirectory() as folder:
         save_every = config.save_every if steps % config.save_every == 0 else steps
         config = dataclasses.replace(
             config, out=folder, steps=steps * (pairs + 1) + 1, save_every=save_every, eval_every=0, sample_every=0,
             resume=False, wandb="", profile=(0, 0),
         )  # fmt: skip
-        yield _measured(config, steps, peak_width)
+        yield _measured(config, tokenizer, steps, peak_width)
 
 
-def _check(config: TrainConfig) -> None:
+def check_recipe(config: TrainConfig) -> None:
+    """Refuses a recipe with what the hand-written loop has not.
+
+    Args:
+        config: The recipe.
+
+    Raises:
+        ValueError: Naming the field.
+    """
     for name in ("init", "freeze", "distributed"):
         if getattr(config, name):
             raise refuse(name, getattr(config, name), "a recipe without it, for `mercury bench train`")
@@ -295,8 +330,8 @@ def _check(config: TrainConfig) -> None:
         raise refuse("mesh", dict(mesh.shape), allowed)
 
 
-def _measured(config: TrainConfig, steps: int, peak_width: int) -> dict[str, Any]:
-    model, tokenizer = models.build(config.model_config, config.remat), api.tokenizer_of(config)
+def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_width: int) -> dict[str, Any]:
+    model = models.build(config.model_config, config.remat)
     c = config.model_config
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
     batches = functools.partial(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,14 +23,14 @@ class BenchTrain:
     The loop of `mercury train` with the recipe's data pipeline, log and
     checkpoints alternates with a jitted update in a plain Python loop: the same
     model, objective, optimizer, average, noise and batches, which are in memory.
-    That one does not load data, check for NaN, report metrics, log or save. `ratio` is the median of their steps per second; the goal is 0.97 at
-    least, with nothing compiled once warm, and `difference` says how far apart
-    the parameters are at the end. Every segment of --steps ends with a
-    checkpoint on the disk. mfu is the model's FLOPs (6 for each parameter that
-    multiplies a position, 12 for each pair that attends and number of a head)
-    over those of large fp32 products in the same run. On a machine that is busy
-    with other work see the figures of CPU time, too. Evaluation and samples are
-    left out.
+    That one does not load data, check for NaN, report metrics, log or save.
+    `ratio` is the median of their steps per second; the goal is 0.97 at least,
+    with nothing compiled once warm, and `difference` says how far apart the
+    parameters are at the end. Every segment of --steps ends with a checkpoint on
+    the disk. mfu is the model's FLOPs (6 for each parameter that multiplies a
+    position, 12 for each pair that attends and number of a head) over those of
+    large fp32 products in the same run. On a machine that is busy with other
+    work see the figures of CPU time, too. Evaluation and samples are left out.
     """
 
     recipe: Annotated[Positional[str], option("RECIPE")] = "nano"
@@ -57,12 +58,19 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _records(args: BenchTrain) -> Iterator[dict[str, Any]]:
-    from mercury_jax.bench import train
     from mercury_jax.train import recipe
+    from mercury_jax.train.throughput import keep_host_memory
+
+    keep_host_memory()  # as `mj.train` does, before the first computation
+    from mercury_jax import api
+    from mercury_jax.bench import train
 
     changes = {name: x for name in ("batch", "row") if (x := getattr(args, name)) is not None}
     config = dataclasses.replace(recipe.load_recipe(args.recipe), **changes)
-    yield from train.compare(config, steps=args.steps, pairs=args.pairs)
+    train.check_recipe(config)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = api.tokenizer_of(dataclasses.replace(config, out=folder))
+    yield from train.compare(config, tokenizer, steps=args.steps, pairs=args.pairs)
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -68,7 +68,6 @@ def dot(x: Float[Array, "*s"], w: Weight, count: int, mesh: Mesh | None = None) 
     return y * w.scale.astype(x.dtype) if isinstance(w, QuantisedWeight) else y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(
     x: Float[Array, "*s"], w: Array, count: int, dtype: DTypeLike | None = None
 ) -> Float[Array, "*o"]:
@@ -87,6 +86,11 @@ def product(
     Returns:
         The product.
     """
+    return _product(x, w, count, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: Array, w: Array, count: int, dtype: DTypeLike | None) -> Any:
     return _contract(x, w, count, dtype)
 
 
@@ -111,8 +115,9 @@ def _product_backward(
 
     def activations_first(x: Array, w: Array, cotangent: Array) -> tuple[Array, Array]:
         [dx] = jax.vjp(lambda x: _contract(x, w, count, dtype), x)[1](cotangent)
-        axes = (tuple(range(rows)),) * 2
-        return dx, jax.lax.dot_general(x, cotangent, (axes, ((), ())), preferred_element_type=w.dtype)
+        leading = tuple(range(rows))
+        axes = ((leading, leading), ((), ()))
+        return dx, jax.lax.dot_general(x, cotangent, axes, preferred_element_type=w.dtype)
 
     narrower = math.prod(saved[0].shape[rows:]) <= math.prod(cotangent.shape[rows:])
     if not narrower:
@@ -120,7 +125,7 @@ def _product_backward(
     return jax.lax.platform_dependent(*saved, cotangent, cpu=activations_first, default=plain)
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> Term:

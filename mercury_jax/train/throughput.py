@@ -1,7 +1,7 @@
 """How well a run uses its devices: FLOP/s against the peak (MFU), and the memory of the host.
 
-Speed and memory in use go into `metrics.jsonl` beside the speed. They are of the wall clock and of the machine, so that they are no part
-of what a resumed run repeats bit for bit.
+MFU and memory in use go into `metrics.jsonl` beside the speed. They are of the wall clock and of the machine, so that
+they are no part of what a resumed run repeats bit for bit. `keep_host_memory` spares a CPU a third of an update.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def memory() -> dict[str, float]:
     return {"host_memory_gb": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 3)}
 
 
-# Parameters of glibc's mallopt (malloc.h), and values that keep memory: one arena, all of it on the heap, never trimmed.
+# Parameters of glibc's mallopt (malloc.h). Memory is kept with one arena, no mapped blocks, and a heap never trimmed.
 M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD = -8, -4, -1
 
 
