@@ -126,8 +126,8 @@ class Alternation:
     """The recipe's batches for `loop.run`, which runs the hand-written loop between segments of the real one.
 
     `loop.run` shows the parameters before it takes each batch (`loop.PolicyData`). After every `steps` of them this
-    waits until they are computed and the checkpoint is on the disk, which ends a segment of the real loop. The
-    hand-written one runs two segments at a time, so that which of a pair begins alternates.
+    waits until they are computed and a checkpoint that is due is on the disk, which ends a segment of the real loop.
+    The hand-written one runs two segments at a time, so that which of a pair begins alternates.
     """
 
     def __init__(
@@ -136,10 +136,11 @@ class Alternation:
         hand: HandWritten,
         folder: Path,
         steps: int,
+        save_every: int,
         peak: Callable[[], None],
     ) -> None:
         self.data, self.ahead, self.hand = batches(), batches(), hand
-        self.folder, self.steps, self.peak = folder, steps, peak
+        self.folder, self.steps, self.save_every, self.peak = folder, steps, save_every, peak
         self.taken, self.clock = 0, Stopwatch()
         self.real: list[Seconds] = []
         self.by_hand: list[Seconds] = []
@@ -192,9 +193,10 @@ class Alternation:
 
     def _wait_for_checkpoint(self) -> None:
         limit = time.monotonic() + SAVE_SECONDS
-        while checkpoint.latest(self.folder) != self.taken:
+        due = self.taken // self.save_every * self.save_every
+        while due and checkpoint.latest(self.folder) != due:
             if time.monotonic() > limit:
-                raise RuntimeError(f"no checkpoint of step {self.taken} within {SAVE_SECONDS:g} s")
+                raise RuntimeError(f"no checkpoint of step {due} within {SAVE_SECONDS:g} s")
             time.sleep(0.0005)
 
 
@@ -280,13 +282,14 @@ def compare(
     Args:
         config: The recipe; what it says of its folder, evaluation and samples is replaced.
         tokenizer: Of its data, as `api.tokenizer_of` finds it.
-        steps: Of a segment. Each ends with a checkpoint, unless the recipe saves more often.
+        steps: Of a segment. Checkpoints are saved as often as the recipe says.
         pairs: How often both loops are timed.
         peak_width: Width of the matrices whose product gives the peak.
 
     Yields:
-        One record. `ratio` is the median of the real loop's steps per second over those of the other one, `cpu_ratio`
-        the same of steps per second of CPU time. `mfu` is the FLOP/s of the model, that of the objective's pass and
+        One record. `ratio` is the median of the real loop's steps per second over those of the other one,
+        `ratio_of_totals` that of all steps together, `saves` checkpoints included, and `cpu_ratio` the median by CPU
+        time. `mfu` is the FLOP/s of the model, that of the objective's pass and
         its gradient, over those of large fp32 products in the same minute; `mfu_of_cpu_time` by seconds of CPU time.
 
     Raises:
@@ -296,9 +299,8 @@ def compare(
     at_least(1, steps=steps, pairs=pairs)
     check_recipe(config)
     with tempfile.TemporaryDirectory() as folder:
-        save_every = config.save_every if steps % config.save_every == 0 else steps
         config = dataclasses.replace(
-            config, out=folder, steps=steps * (pairs + 1) + 1, save_every=save_every, eval_every=0, sample_every=0,
+            config, out=folder, steps=steps * (pairs + 1) + 1, eval_every=0, sample_every=0,
             resume=False, wandb="", profile=(0, 0),
         )  # fmt: skip
         yield _measured(config, tokenizer, steps, peak_width)
@@ -339,7 +341,7 @@ def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_wid
     )  # fmt: skip
     peak, peak_work = matmul_loop(peak_width, jnp.float32)
     hand = HandWritten(config, model, corruption)
-    run = Alternation(batches, hand, config.folder / loop.CHECKPOINTS, steps, peak)
+    run = Alternation(batches, hand, config.folder / loop.CHECKPOINTS, steps, config.save_every, peak)
     # The loop logs to standard error, where a terminal would show a bar; its rows are written as always.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
         loop.run(config, model, corruption, run)
@@ -397,6 +399,8 @@ def _record(run: Alternation, steps: int, work: float, peak_work: float) -> dict
         "ratio": ratio(pairs),
         "ratio_quartiles": quartiles([h / r for h, r in pairs]),
         "ratio_of_fastest": min(h for h, _ in pairs) / min(r for _, r in pairs),
+        "ratio_of_totals": sum(h for h, _ in pairs) / sum(r for _, r in pairs),
+        "saves": len(run.real) * steps // run.save_every - steps // run.save_every,
         "cpu_ratio": ratio([(h.cpu, r.cpu) for h, r in zip(hand, real, strict=True)]),
         "cpu_seconds_per_step": median(r.cpu for r in real) / steps,
         "pairs": len(pairs),

@@ -26,8 +26,9 @@ class BenchTrain:
     That one does not load data, check for NaN, report metrics, log or save.
     `ratio` is the median of their steps per second; the goal is 0.97 at least,
     with nothing compiled once warm, and `difference` says how far apart the
-    parameters are at the end. Every segment of --steps ends with a checkpoint on
-    the disk. mfu is the model's FLOPs (6 for each parameter that multiplies a
+    parameters are at the end. ratio_of_totals is of all steps together, with as
+    many checkpoints as `saves` says: the recipe's own rate, so that --steps times
+    --pairs should be at least its save_every. mfu is the model's FLOPs (6 for each parameter that multiplies a
     position, 12 for each pair that attends and number of a head) over those of
     large fp32 products in the same run. On a machine that is busy with other
     work see the figures of CPU time, too. Evaluation and samples are left out.
@@ -82,8 +83,9 @@ def line(row: Mapping[str, Any]) -> str:
         f"{row['steps_per_second']:.2f} steps/s, {row['tokens_per_second']:,.0f} tokens/s, "
         f"{row['positions_per_second']:,.0f} positions/s\n"
         f"  {row['ratio']:.3f} times the loop written by hand (quartiles {low:.3f} to {high:.3f}, by CPU time "
-        f"{row['cpu_ratio']:.3f}; the goal is {row['at_least']}), {row['recompilations']} recompilations, "
-        f"parameters differ by {row['difference']:.1e}\n"
+        f"{row['cpu_ratio']:.3f}; the goal is {row['at_least']}), {row['ratio_of_totals']:.3f} over all steps with "
+        f"{row['saves']} checkpoints; {row['recompilations']} recompilations, parameters differ by "
+        f"{row['difference']:.1e}\n"
         f"  {row['flops_per_step'] / 1e9:.1f} GFLOP a step, {100 * row['mfu']:.0f}% of {row['peak_flops'] / 1e9:.0f} "
         "GFLOP/s of large fp32 products" + ("" if by_cpu is None else f", {100 * by_cpu:.0f}% by CPU time")
     )

@@ -29,7 +29,7 @@ def recipe(tokenizer_path: str) -> TrainConfig:
     return TrainConfig(
         name="tiny", objective=masked_elbo(), data=data.generated("add2"), tokenizer=tokenizer_path, row=64, batch=4,
         model=ModelConfig(vocab=320, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=32, block=8),
-        optim=OptimConfig(warmup=1), log_every=2, ema=0.9,
+        optim=OptimConfig(warmup=1), log_every=2, save_every=2, ema=0.9,
     )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def test_both_loops_end_at_the_same_parameters(path, tmp_path, capsys):
     [row] = objects(capsys, *words)
     assert (row["batch"], row["row"], row["steps"], row["pairs"], row["save_every"]) == (8, 64, 2, 2, 2)
     assert row["difference"] < 1e-6 and row["recompilations"] == 0
+    assert row["saves"] == 2 and row["ratio_of_totals"] > 0
     low, high = row["ratio_quartiles"]
     assert 0 < low <= row["ratio"] <= high and row["cpu_ratio"] > 0
     assert row["within"] == (row["ratio"] >= row["at_least"] == 0.97)
