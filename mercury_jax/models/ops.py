@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -99,33 +100,47 @@ def _contract(x: Array, w: Array, count: int, dtype: DTypeLike | None) -> Array:
     return jax.lax.dot_general(x, w, (axes, ((), ())), preferred_element_type=dtype)
 
 
-def _product_forward(
-    x: Array, w: Array, count: int, dtype: DTypeLike | None
-) -> tuple[Array, tuple[Array, Array]]:
-    return _contract(x, w, count, dtype), (x, w)
+def _product_forward(x: Any, w: Any, count: int, dtype: DTypeLike | None) -> tuple[Array, tuple[Any, ...]]:
+    """The product, and each factor where the gradient in the other one is wanted: frozen matrices have none."""
+    saved = (x.value if w.perturbed else None, w.value if x.perturbed else None)
+    return _contract(x.value, w.value, count, dtype), saved
 
 
 def _product_backward(
-    count: int, dtype: DTypeLike | None, saved: tuple[Array, Array], cotangent: Array
-) -> tuple[Array, Array]:
-    rows = saved[0].ndim - count
+    count: int, dtype: DTypeLike | None, saved: tuple[Any, ...], cotangent: Any
+) -> tuple[Array | None, Array | None]:
+    x, w = saved
+    if isinstance(cotangent, SymbolicZero):
+        return None, None
+    dx = dw = None
+    if w is not None:
+        shape = (*cotangent.shape[: cotangent.ndim - w.ndim + count], *w.shape[:count])
+        activations = jax.ShapeDtypeStruct(shape, w.dtype)
+        [dx] = jax.linear_transpose(lambda x: _contract(x, w, count, dtype), activations)(cotangent)
+    if x is not None:
+        dw = _matrix_gradient(x, cotangent, count, dtype)
+    return dx, dw
 
-    def plain(x: Array, w: Array, cotangent: Array) -> tuple[Array, Array]:
-        return jax.vjp(lambda x, w: _contract(x, w, count, dtype), x, w)[1](cotangent)
 
-    def activations_first(x: Array, w: Array, cotangent: Array) -> tuple[Array, Array]:
-        [dx] = jax.vjp(lambda x: _contract(x, w, count, dtype), x)[1](cotangent)
-        leading = tuple(range(rows))
+def _matrix_gradient(x: Array, cotangent: Array, count: int, dtype: DTypeLike | None) -> Array:
+    """The gradient in w of `_product`."""
+    rows = x.ndim - count
+    matrix = jax.ShapeDtypeStruct((*x.shape[rows:], *cotangent.shape[rows:]), x.dtype)
+    leading = tuple(range(rows))
+
+    def cotangent_first(x: Array, cotangent: Array) -> Array:
+        return jax.linear_transpose(lambda w: _contract(x, w, count, dtype), matrix)(cotangent)[0]
+
+    def activations_first(x: Array, cotangent: Array) -> Array:
         axes = ((leading, leading), ((), ()))
-        return dx, jax.lax.dot_general(x, cotangent, axes, preferred_element_type=w.dtype)
+        return jax.lax.dot_general(x, cotangent, axes, preferred_element_type=x.dtype)
 
-    narrower = math.prod(saved[0].shape[rows:]) <= math.prod(cotangent.shape[rows:])
-    if not narrower:
-        return plain(*saved, cotangent)
-    return jax.lax.platform_dependent(*saved, cotangent, cpu=activations_first, default=plain)
+    if math.prod(x.shape[rows:]) > math.prod(cotangent.shape[rows:]):
+        return cotangent_first(x, cotangent)
+    return jax.lax.platform_dependent(x, cotangent, cpu=activations_first, default=cotangent_first)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
 def dot_term(x: Float[Array, "B T *s"], w: Weight, count: int, mesh: Mesh | None = None) -> Term:
