@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mercury_jax.models import cache as kv_cache, kv_quant, moe
 from mercury_jax.models.weight_quant import QuantisedWeight
-from mercury_jax.sharding import constrain_rows
+from mercury_jax.sharding import constrain_rows, varying, varying_axes
 from mercury_jax.types import Device, LoraWeight
 
 Activation = Callable[[Array], Array]
@@ -87,6 +87,8 @@ def product(
     Returns:
         The product.
     """
+    # Inside of a shard_map both factors vary over the same axes: gradients have the types of their arguments.
+    x, w = varying((x, w), varying_axes((x, w)))
     return _product(x, w, count, dtype)
 
 
@@ -114,25 +116,26 @@ def _product_backward(
         return None, None
     dx = dw = None
     if w is not None:
-        shape = (*cotangent.shape[: cotangent.ndim - w.ndim + count], *w.shape[:count])
-        activations = jax.ShapeDtypeStruct(shape, w.dtype)
-        [dx] = jax.linear_transpose(lambda x: _contract(x, w, count, dtype), activations)(cotangent)
+        outputs = w.ndim - count
+        axes = (tuple(range(cotangent.ndim - outputs, cotangent.ndim)), tuple(range(count, w.ndim)))
+        dx = jax.lax.dot_general(cotangent, w, (axes, ((), ())), preferred_element_type=w.dtype)
     if x is not None:
-        dw = _matrix_gradient(x, cotangent, count, dtype)
+        dw = _matrix_gradient(x, cotangent, count)
     return dx, dw
 
 
-def _matrix_gradient(x: Array, cotangent: Array, count: int, dtype: DTypeLike | None) -> Array:
+def _matrix_gradient(x: Array, cotangent: Array, count: int) -> Array:
     """The gradient in w of `_product`."""
     rows = x.ndim - count
-    matrix = jax.ShapeDtypeStruct((*x.shape[rows:], *cotangent.shape[rows:]), x.dtype)
     leading = tuple(range(rows))
+    axes = ((leading, leading), ((), ()))
 
     def cotangent_first(x: Array, cotangent: Array) -> Array:
-        return jax.linear_transpose(lambda w: _contract(x, w, count, dtype), matrix)(cotangent)[0]
+        dw = jax.lax.dot_general(cotangent, x, axes, preferred_element_type=x.dtype)
+        outputs = cotangent.ndim - rows
+        return dw.transpose(*range(outputs, dw.ndim), *range(outputs))
 
     def activations_first(x: Array, cotangent: Array) -> Array:
-        axes = ((leading, leading), ((), ()))
         return jax.lax.dot_general(x, cotangent, axes, preferred_element_type=x.dtype)
 
     if math.prod(x.shape[rows:]) > math.prod(cotangent.shape[rows:]):
