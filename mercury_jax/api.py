@@ -78,7 +78,7 @@ def _train(config: TrainConfig) -> loop.TrainResult:
         )
     lora.partition(config.lora, config.freeze, model)  # what it refuses is refused before anything is loaded
     first = _first(config, on)
-    tokenizer = first.tokenizer if first is not None else _tokenizer(config)
+    tokenizer = first.tokenizer if first is not None else tokenizer_of(config)
     pipelines.check_fit(tokenizer, c)
     corruption = noise.build(config.noise, c.vocab, c.mask, noise.specials(tokenizer, c.vocab))
     lm = LM(model, {}, tokenizer, corruption, config.name, {}, decoding)
@@ -174,8 +174,18 @@ def _check_init(config: TrainConfig, found: ModelConfig) -> None:
             raise refuse(f"model.{name}", value, f"{have[name]!r}, as in init = {config.init!r}")
 
 
-def _tokenizer(config: TrainConfig) -> AnyTokenizer:
-    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data."""
+def tokenizer_of(config: TrainConfig) -> AnyTokenizer:
+    """The recipe's tokenizer, that of its shards, the run's own from before, or a new one trained on the data.
+
+    Args:
+        config: The recipe. A new tokenizer is kept in its folder.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: Shards with different tokenizers, or too little text for the vocabulary.
+    """
     if config.tokenizer:
         return Tokenizer.load(config.tokenizer)
     packed = {s.where: s.tokenizer() for s, _ in config.mixture.sources if isinstance(s, Shards)}

@@ -37,6 +37,7 @@ SAME_NAME = {
     "search.py": {"decode", "decode/grammar"},
     "serve.py": {"bench", "cli"},
     "tokenizer.py": {"", "hub"},
+    "train.py": {"bench", "cli"},
     "uniform.py": {"decode/rules", "train/objectives"},
 }
 

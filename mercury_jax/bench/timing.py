@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mercury_jax.types import LM
 
@@ -125,24 +126,44 @@ def measure_roofline(megabytes: int = 2048, width: int = 8192) -> Roofline:
     Returns:
         Its memory bandwidth and matmul rate.
     """
-    w = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
-    # Each product and each sum takes the result of the one before, so that XLA can leave none of them out.
-    multiply = jax.jit(lambda x: functools.reduce(lambda x, _: x @ w, range(PRODUCTS), x))
+    multiply, flops = matmul_loop(width, jnp.bfloat16)
     size = megabytes << 20
     # Not zeros: memory may be compressed.
     x = jax.jit(lambda: (jnp.arange(size // 2, dtype=jnp.int32) % 251).astype(jnp.bfloat16))()
+    # Each sum takes the result of the one before, so that XLA can leave none of them out.
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    jax.block_until_ready((multiply(w), add(x + 0)))  # compiles both
+    jax.block_until_ready(add(x + 0))  # compiles
     products, copies = [], []
     for _ in range(REPEATS):
-        products.append(timed(lambda: jax.block_until_ready(multiply(w)))[1])
+        products.append(timed(multiply)[1])
         y = jax.block_until_ready(x + 0)
         began = time.perf_counter()
         for _ in range(COPIES):
             y = add(y)
         jax.block_until_ready(y)
         copies.append(time.perf_counter() - began)
-    return Roofline(2.0 * size * COPIES / min(copies), 2.0 * width**3 * PRODUCTS / min(products))
+    return Roofline(2.0 * size * COPIES / min(copies), flops / min(products))
+
+
+def matmul_loop(width: int, dtype: DTypeLike) -> tuple[Callable[[], None], float]:
+    """Products of large square matrices, the most arithmetic that a device does in a second.
+
+    Args:
+        width: Rows and columns.
+        dtype: Of the matrices.
+
+    Returns:
+        A function, compiled already, that multiplies and waits, and the FLOPs of one call.
+    """
+    w = jax.random.normal(jax.random.key(0), (width, width), dtype) * width**-0.5
+    # Each product takes the result of the one before, so that XLA can leave none of them out.
+    multiply = jax.jit(lambda x: functools.reduce(lambda x, _: x @ w, range(PRODUCTS), x))
+    jax.block_until_ready(multiply(w))
+
+    def run() -> None:
+        jax.block_until_ready(multiply(w))
+
+    return run, 2.0 * width**3 * PRODUCTS
 
 
 # --- answers of a fixed length

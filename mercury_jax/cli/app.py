@@ -32,7 +32,7 @@ COMMANDS = {
     "report": ("report", "draw the curves of training runs"),
     "eval": ("evaluate", "measure a model on tasks whose answers can be checked"),
     "serve": ("serve", "serve a model over HTTP: Mercury's API, OpenAI's API, a playground"),
-    "bench": ("bench", "measure decoding rules, servers, GPUs, and compiled programs"),
+    "bench": ("bench", "measure decoding rules, training, servers, GPUs, and compiled programs"),
     "convert": ("convert", "convert a checkpoint from or to the Hugging Face layout"),
     "info": ("info", "describe a model, this machine, rules and tasks"),
 }
@@ -44,6 +44,10 @@ BENCHES = {
     "decode": ("bench_decode", "accuracy and speed of every decoding rule, against one token per step"),
     "compile": ("bench_compile", "a program for a chip that is not here: memory, collectives, roofline"),
     "gpu": ("bench_gpu", "a GPU: whether the kernels are correct there, their speed, the speed of models"),
+    "train": (
+        "bench_train",
+        "the training loop against one written by hand, and how well it uses the machine",
+    ),
     "serve": ("bench_serve", "a server under load: latencies, batching against single requests, agents"),
 }
 
@@ -165,6 +169,7 @@ def _bench(words: list[str]) -> int:
       mercury bench decode --rules all --recommend --plot rules.png
       mercury bench compile diffusiongemma-26b-a4b --for h200 --quantise int8
       mercury bench serve --concurrency 1 16 --agent 2
+      mercury bench train nano
       mercury bench gpu check --out h200.jsonl
 
     `mercury bench WHAT --help` lists the options.

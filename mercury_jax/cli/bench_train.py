@@ -1,0 +1,88 @@
+"""`mercury bench train`: the training loop against one written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from mercury_jax.cli import arguments, show
+from mercury_jax.cli.arguments import Flag, Int, OptionalInt, Positional, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTrain:
+    """Compare the training loop with one written by hand.
+
+    examples:
+      mercury bench train
+      mercury bench train my_recipe.py --steps 20 --batch 8 --json
+
+    The loop of `mercury train` with the recipe's data pipeline, log and
+    checkpoints alternates with a jitted update in a plain Python loop: the same
+    model, objective, optimizer, average, noise and batches, which are in memory.
+    That one does not load data, check for NaN, report metrics, log or save.
+    `ratio` is the median of their steps per second; the goal is 0.97 at least,
+    with nothing compiled once warm, and `difference` says how far apart the
+    parameters are at the end. ratio_of_totals is of all steps together, with as
+    many checkpoints as `saves` says: the recipe's own rate, so that --steps times
+    --pairs should be at least its save_every. mfu is the model's FLOPs (6 for each parameter that multiplies a
+    position, 12 for each pair that attends and number of a head) over those of
+    large fp32 products in the same run. On a machine that is busy with other
+    work see the figures of CPU time, too. Evaluation and samples are left out.
+    """
+
+    recipe: Annotated[Positional[str], option("RECIPE")] = "nano"
+    """A Python file that defines config(), or the name of a packaged recipe."""
+    steps: Int = 50
+    """Steps of each loop before the other one's turn."""
+    pairs: Int = 5
+    """How often both are timed."""
+    batch: OptionalInt = None
+    """Rows of an update. Default: the recipe's."""
+    row: OptionalInt = None
+    """Positions of a row. Default: the recipe's."""
+    out: Annotated[str | None, option("FILE.jsonl")] = None
+    """Write the record, too."""
+    json: Flag = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code."""
+    args = arguments.read(BenchTrain, argv, "mercury bench train")
+    show.check_writable("--out", args.out)
+    show.report(_records(args), args.out, None if args.json else line)
+    return 0
+
+
+def _records(args: BenchTrain) -> Iterator[dict[str, Any]]:
+    from mercury_jax import api
+    from mercury_jax.bench import train
+    from mercury_jax.train import recipe
+
+    changes = {name: x for name in ("batch", "row") if (x := getattr(args, name)) is not None}
+    config = dataclasses.replace(recipe.load_recipe(args.recipe), **changes)
+    train.check_recipe(config)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = api.tokenizer_of(dataclasses.replace(config, out=folder))
+    yield from train.compare(config, tokenizer, steps=args.steps, pairs=args.pairs)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A record for people."""
+    low, high = row["ratio_quartiles"]
+    by_cpu = row["mfu_of_cpu_time"]
+    return (
+        f"{row['recipe']}, {row['parameters']:,} parameters, {row['batch']} x {row['row']} positions: "
+        f"{row['steps_per_second']:.2f} steps/s, {row['tokens_per_second']:,.0f} tokens/s, "
+        f"{row['positions_per_second']:,.0f} positions/s\n"
+        f"  {row['ratio']:.3f} times the loop written by hand (quartiles {low:.3f} to {high:.3f}, by CPU time "
+        f"{row['cpu_ratio']:.3f}; the goal is {row['at_least']}), {row['ratio_of_totals']:.3f} over all steps with "
+        f"{row['saves']} checkpoints; {row['recompilations']} recompilations, parameters differ by "
+        f"{row['difference']:.1e}\n"
+        f"  {row['flops_per_step'] / 1e9:.1f} GFLOP a step, {100 * row['mfu']:.0f}% of {row['peak_flops'] / 1e9:.0f} "
+        "GFLOP/s of large fp32 products" + ("" if by_cpu is None else f", {100 * by_cpu:.0f}% by CPU time")
+    )
