@@ -5,7 +5,7 @@
     mercury convert runs/twin_nano/model out --to hf         # Qwen3ForCausalLM
 
 It has no mask and no noise. A document stands in a row once, where nano's stands as clean tokens and as canvases: so a
-row of 128 positions holds the documents of one of 224. `mj.score` is exact.
+row of 128 positions holds the documents of one of 224. `mj.score` and `mercury eval code-bpb` are exact.
 """
 
 import dataclasses

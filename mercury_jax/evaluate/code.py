@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mercury_jax.config import Plan, refuse
 from mercury_jax.decode import defaults, infill as infilling
-from mercury_jax.decode.score import canvas_times
+from mercury_jax.decode.score import canvas_times, score
 from mercury_jax.decode.token_stats import forbid
 from mercury_jax.evaluate.runner import TASKS, EvalReport, EvalSettings, Evaluation, Z, rule_name, summarise
 from mercury_jax.noise import Corruption
@@ -29,6 +29,7 @@ NO_FILES = "an interpreter that comes with its library's source"
 
 CHUNKS = 768  # of an evaluation, unless another number is given
 ROW = 6  # positions of a laid-out chunk, in blocks: 192 for a block of 32, as our recipes train
+CAUSAL_ROW = 96  # of an autoregressive model: as many tokens of text as fit 192 positions with blocks of 32
 MAX_ROWS = 32  # chunks of one pass: more logits at once only cost memory
 GOLDEN = 0.6180339887498949
 
@@ -47,6 +48,8 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
     unbiased. Ids that the model may never emit have no probability. The standard error is over chunks, so it has both
     the masks and the choice of chunks in it, not the choice of files.
 
+    An autoregressive model is scored exactly: chunks of 96 tokens, each token behind the first.
+
     Args:
         lm: The model.
         settings: Number of chunks, seed and rows per pass.
@@ -55,14 +58,20 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
         The bound with its interval, and one row per chunk.
 
     Raises:
-        ValueError: The model was not trained on masks.
+        ValueError: A diffusion model that was not trained on masks.
     """
-    if lm.corruption.mask is None:
+    causal = lm.model.config.autoregressive
+    if lm.corruption.mask is None and not causal:
         raise refuse("corruption", "uniform", "absorbing or hybrid noise: this bound counts masks")
     began = time.perf_counter()
     laid = chunks(lm, settings.limit or CHUNKS, settings.seed)
-    nats = _chunk_nats(lm, laid, settings)
-    scored = [x.tokens[x.editable] for x in laid]
+    if causal:
+        scored = [x.tokens[1:] for x in laid]
+        found = score(lm, [x.tokens[:1].tolist() for x in laid], [x.tolist() for x in scored])
+        nats = -np.asarray(found.log_p)
+    else:
+        scored = [x.tokens[x.editable] for x in laid]
+        nats = _chunk_nats(lm, laid, settings)
     lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])  # bytes of each id
     tokens, size = np.array([len(x) for x in scored]), np.array([lengths[x].sum() for x in scored])
     bits, se = ratio(nats / math.log(2), size)
@@ -78,7 +87,7 @@ def bits_per_byte(lm: LM, settings: EvalSettings) -> EvalReport:
         "tokens": int(tokens.sum()),
         "nats_per_token": float(nats.sum() / tokens.sum()),
         "block": lm.model.config.block,
-        "row": ROW * lm.model.config.block,
+        "row": _row(lm),
         "seed": settings.seed,
         "seconds": time.perf_counter() - began,
     }
@@ -100,19 +109,24 @@ def chunks(lm: LM, limit: int, seed: int) -> list[LaidOutDocument]:
     Raises:
         ValueError: The interpreter has no source files.
     """
-    layout = functools.partial(lm.model.layout, all_clean=False)
-    row = ROW * lm.model.config.block
-    settings = packing.StreamSettings(lm.tokenizer, layout, row, (seed,), "test")
+    # An autoregressive model's tokens stand in a row once, as clean ones.
+    layout = functools.partial(lm.model.layout, all_clean=None if lm.model.config.autoregressive else False)
+    settings = packing.StreamSettings(lm.tokenizer, layout, _row(lm), (seed,), "test")
     stream = sources.stdlib().open(settings)
     if stream is None:
         raise refuse("code-bpb", "no held-out file", NO_FILES)
     return [stream.at(i) for i in range(min(limit, stream.size))]
 
 
+def _row(lm: LM) -> int:
+    """Positions of a laid-out chunk."""
+    return CAUSAL_ROW if lm.model.config.autoregressive else ROW * lm.model.config.block
+
+
 def _chunk_nats(lm: LM, laid: Sequence[LaidOutDocument], settings: EvalSettings) -> Float[np.ndarray, "N"]:
     """The bound for every chunk, in passes of one fixed shape."""
     rng = np.random.default_rng((settings.seed, 1))
-    rows, row = min(MAX_ROWS, settings.batch, len(laid)), ROW * lm.model.config.block
+    rows, row = min(MAX_ROWS, settings.batch, len(laid)), _row(lm)
     start, nats = rng.random(), []
     for at in range(0, len(laid), rows):
         part = [packing.PackedRow(laid=[x]) for x in laid[at : at + rows]]

@@ -1,12 +1,14 @@
 """Laws of the code tasks: a model that knows nothing pays ln V a token; holes are what they claim to be."""
 
+import dataclasses
 import math
 
 import jax
 import numpy as np
 import pytest
 
-from mercury_jax import evaluate
+import mercury_jax as mj
+from mercury_jax import evaluate, models, noise
 from mercury_jax.config import Plan
 from mercury_jax.decode import rules
 from mercury_jax.decode.infill import InfillOutput
@@ -45,6 +47,21 @@ def test_without_knowledge_a_token_costs_the_log_of_the_vocabulary(pattern):
     assert s["bits_per_byte"] == pytest.approx(s["tokens"] * math.log2(choices) / s["bytes"], rel=1e-6)
     assert s["n"] == 9 == len(found.rows) and s["low"] <= s["bits_per_byte"] <= s["high"]
     assert sum(r["bytes"] for r in found.rows) == s["bytes"]
+
+
+def test_an_autoregressive_model_is_scored_exactly_behind_the_first_token():
+    config = dataclasses.replace(tiny("block_causal").model.config, block=1, predicts_next=True, mask=None)
+    model, tok = models.build(config), tiny().tokenizer
+    corruption = noise.uniform(config.vocab, forbidden=noise.specials(tok))
+    lm = LM(model, model.init(jax.random.key(0)), tok, corruption)
+    [row] = evaluate.run(lm, "code-bpb", limit=1).rows
+    [laid] = code.chunks(lm, 1, 0)
+    tokens, rest = laid.tokens, laid.tokens[1:]
+    assert len(tokens) <= 96 and row["tokens"] == len(rest) > 1
+    logits = np.array(mj.logits(lm, [tokens.tolist()]))[0, :-1]  # of the token after each position
+    logits[:, list(corruption.forbidden)] = -np.inf
+    want = jax.nn.log_softmax(logits)[np.arange(len(rest)), rest].sum()
+    assert row["nats"] == pytest.approx(-float(want), rel=1e-5)
 
 
 def test_the_bound_is_repeatable_and_depends_on_neither_batch_nor_order():
