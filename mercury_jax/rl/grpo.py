@@ -153,6 +153,8 @@ class GRPO:
         old = jax.lax.stop_gradient(new) if batch.old is None else jnp.asarray(batch.old)
         ratio, advantage = jnp.exp(new - old), jnp.asarray(batch.advantages)[:, None]  # [B, S], [B, 1]
         high = self.clip if self.clip_high is None else self.clip_high
+        # The minimum is pessimistic: it removes the gradient once the ratio has moved past the clip range in the
+        # direction that the advantage favours, and keeps it where the update must be undone.
         clipped = jnp.clip(ratio, 1.0 - self.clip, 1.0 + high)
         loss = -jnp.minimum(ratio * advantage, clipped * advantage)
         counted = inside(batch.answers)

@@ -172,6 +172,7 @@ def _draw(
 ) -> list[PreferenceBatch]:
     """Makes batch `number`, with the reference policy's ELBO of each answer."""
     del params  # the answers come from files, not from the policy
+    # Pair i of the endless sequence is number i mod N of epoch i // N, in the order of that epoch.
     chosen = list[Pair]()
     for i in range(number * config.batch, (number + 1) * config.batch):
         epoch, place = divmod(i, len(pairs))

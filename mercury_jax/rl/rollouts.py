@@ -216,6 +216,7 @@ class Rollouts(TaskAnswers):
         problems = problems_of(
             self.tasks, self.only, (config.seed, 11, number), config.batch // self.n, "train"
         )
+        # Answers [B] with their rewards; the same seed on a resume draws the same answers from the same parameters.
         drawn = rollout(
             lm, chats(problems), n=self.n, reward=self.reward or task_reward(problems), max_tokens=self.max_tokens,
             seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=self.temperature,
@@ -279,6 +280,7 @@ class Trajectories(TaskAnswers):
             seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=0.0,
         )  # fmt: skip
         assert drawn.rewards is not None
+        # `FewSteps` reads neither advantages nor seed: it draws masks from the recorded order with the update's key.
         rewards, seed = drawn.rewards.astype(np.float32), np.zeros(config.batch, np.uint32)
         return [PolicyBatch(_answers(lm, drawn, config.row), rewards, np.zeros_like(rewards), seed)]
 

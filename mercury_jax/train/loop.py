@@ -146,6 +146,7 @@ def run(
                 loop.report.sample(loop.step, loop.call(preview))
             if due(config.save_every):
                 loop.save()
+        # A signal during the last step does not make the run incomplete.
         early = stop.name if loop.step < config.steps else None
         if early:
             loop.save()
@@ -392,6 +393,7 @@ class _Loop:
         tokens = int(values.pop("tokens"))
         self.tokens += tokens
         self._window.append(values)
+        # A row holds means over the steps since the last row, but the learning rate and the token count of its step.
         self.report.step(step, tokens, values["loss"])
         if step % config.log_every == 0 or step == config.steps:
             mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in values}

@@ -538,6 +538,7 @@ def side_of(text: str, held_out: float) -> DataSplit:
     Returns:
         "train" or "test".
     """
+    # The first 48 bits of the hash as a number in [0, 1), which a float64 holds exactly.
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return "test" if int.from_bytes(digest) / 2**48 < held_out else "train"
 

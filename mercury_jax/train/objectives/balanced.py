@@ -110,6 +110,7 @@ def balance(routed: RoutedPass) -> Balance:
         used = routed.used.astype(scores.dtype)
         tokens = jnp.maximum(used.sum(), 1.0)
         count, active = scores.shape[-1], chosen.shape[-1]
+        # Scores of a softmax router sum to 1 already. f counts choices with a comparison, so it has no gradient.
         probabilities = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
         mean = jnp.einsum("bt,bte->e", used, probabilities) / tokens  # P [E]
         choices = (chosen[..., None] == jnp.arange(count)).sum(-2).astype(scores.dtype)  # [B, T, E]
