@@ -1,9 +1,9 @@
-"""Kinds of noise at equal tokens: bits per byte of held-out books under each objective, the bound checked twice.
+"""Compares kinds of noise at equal training tokens: bits per byte of held-out books under each objective.
 
-A 1M-parameter transformer is trained on the same windows of text by the same optimizer, as an autoregressive model and
-with each kind of noise. Every bound is then estimated a second time by a formula that shares nothing with the
-objective: the discrete-time ELBO, a sum of exact divergences between posteriors. A run is one line of the output; runs
-that are there already are skipped, so the benchmark may be stopped and run beside other work. Run with `python -m
+A 1M-parameter transformer is trained on the same windows of text with the same optimizer, as an autoregressive model
+and with each kind of noise. Each bound is then estimated a second time by a formula that shares no code with the
+objective: the discrete-time ELBO, a sum of exact KL divergences between posteriors. Each run writes one line of the
+output. Runs whose line exists are skipped, so the benchmark may be interrupted and continued. Run with `python -m
 benchmarks.objectives --books DIR`.
 """
 
@@ -37,11 +37,11 @@ from mercury_jax.train.optim import OptimConfig
 from mercury_jax.train.recipe import TrainConfig
 from mercury_jax.types import LM, LaidOutDocument, PackedPass
 
-WINDOW = 257  # tokens, the first of which is given
+WINDOW = 257  # tokens of a window; the first one is given
 VOCAB = 512
-HELD_OUT = 0.1  # share of each book
-CHECKED = 64  # windows of the second estimate
-MASK = ModelConfig(vocab=VOCAB).mask  # the id in tokenizers that we train
+HELD_OUT = 0.1  # held-out share of each book
+CHECKED = 64  # number of windows of the second estimate
+MASK = ModelConfig(vocab=VOCAB).mask  # mask id of tokenizers that `mj.Tokenizer.train` makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Method:
     """How a model is trained.
 
     Attributes:
-        pattern: Of attention.
-        block: Of its canvases.
-        objective: Its loss, a bound in each case.
-        kind: Of the noise; None: autoregressive.
+        pattern: Attention pattern.
+        block: Positions of a canvas.
+        objective: The loss, a likelihood bound for each method.
+        kind: Kind of noise; None: autoregressive.
     """
 
     pattern: Pattern
@@ -100,7 +100,7 @@ class ObjectivesBenchmark:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of WINDOW tokens of running text, their first token given: the same for every pattern."""
+    """A data source of random windows of WINDOW tokens with a prompt of one token, the same for every pattern."""
 
     folder: str
 
@@ -124,7 +124,14 @@ class Windows:
 
 
 def sides(folder: str) -> tuple[list[str], list[str]]:
-    """The texts to train on, and the last tenth of each book."""
+    """Splits the books.
+
+    Args:
+        folder: Folder of .txt files.
+
+    Returns:
+        The texts to train on, and the held-out last tenth of each book.
+    """
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt"))]
     cuts = [int(len(text) * (1 - HELD_OUT)) for text in texts]
     return [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
@@ -132,18 +139,38 @@ def sides(folder: str) -> tuple[list[str], list[str]]:
 
 @functools.lru_cache(4)
 def tokens_of(folder: str, tokenizer: Any, held_out: bool) -> np.ndarray:
-    """All token ids of one side, book after book."""
+    """Encodes one side of the books.
+
+    Args:
+        folder: Folder of .txt files.
+        tokenizer: Encodes the texts.
+        held_out: Which side.
+
+    Returns:
+        The ids of all books, concatenated, int32 [N].
+    """
     return np.concatenate([np.asarray(tokenizer.encode(text), np.int32) for text in sides(folder)[held_out]])
 
 
 def recipe(name: str, args: ObjectivesBenchmark, seed: int, folder: Path) -> TrainConfig:
-    """The training run of a method."""
+    """Makes the training run of a method.
+
+    Args:
+        name: Key of `METHODS`.
+        args: Options of the benchmark.
+        seed: Seed of parameters, order and noise.
+        folder: Folder of the run.
+
+    Returns:
+        The recipe.
+    """
     method = METHODS[name]
     model = ModelConfig(
         vocab=VOCAB, width=128, layers=5, heads=4, kv_heads=4, head_dim=32, ffn=344, context=512,
         pattern=method.pattern, block=method.block, predicts_next=method.kind is None,
         mask=MASK if method.kind else None,
     )  # fmt: skip
+    # A block-causal diffusion model sees each window twice, as clean tokens and as canvases.
     row = WINDOW if method.pattern == "bidirectional" or method.kind is None else 2 * WINDOW
     return TrainConfig(
         name="books", model=model, objective=method.objective, data=Windows(args.books),
@@ -158,17 +185,30 @@ def recipe(name: str, args: ObjectivesBenchmark, seed: int, folder: Path) -> Tra
 
 
 def held_out_windows(args: ObjectivesBenchmark, tokenizer: Any) -> np.ndarray:
-    """Windows of the held-out text, spread evenly [N, WINDOW]."""
+    """Selects windows of the held-out text, evenly spaced.
+
+    Args:
+        args: Options of the benchmark.
+        tokenizer: Encodes the texts.
+
+    Returns:
+        Ids [args.windows, WINDOW].
+    """
     ids = tokens_of(args.books, tokenizer, True)
     starts = np.linspace(0, len(ids) - WINDOW, args.windows).astype(int)
     return ids[starts[:, None] + np.arange(WINDOW)]
 
 
 def evaluate(lm: LM, args: ObjectivesBenchmark) -> dict[str, float]:
-    """Bits per byte by `mj.score`, and by the discrete-time ELBO on some of the windows.
+    """Estimates bits per byte by `mj.score`, and a second time on the first CHECKED windows.
 
-    The second estimate takes the first CHECKED windows, for which the first is given too: `bits` and `bits_again`
-    belong together.
+    Args:
+        lm: The trained model.
+        args: Options of the benchmark.
+
+    Returns:
+        `bits_per_byte` over all windows with two standard errors: over windows, and of the noise for given windows.
+        `bits_per_byte_checked` and `bits_per_byte_again` are both estimates on the CHECKED windows, to be compared.
     """
     windows = held_out_windows(args, lm.tokenizer)
     lengths = np.array([len(piece) for piece in lm.tokenizer.pieces])
@@ -192,18 +232,27 @@ def evaluate(lm: LM, args: ObjectivesBenchmark) -> dict[str, float]:
 def second_estimate(
     lm: LM, windows: np.ndarray, levels: int = 512, draws: int = 32
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nats of each window by another formula, and their standard errors [N].
+    """Estimates the nats of each window by a formula that is independent of the objectives.
 
-    Autoregressive models: one pass for each token over the tokens before it alone, so that nothing depends on causal
-    masks. Noise: the ELBO of `levels` discrete steps, sum_k KL(q(x_s | x_t, x_0) || p(x_s | x_t)) with exact
-    posteriors, estimated at `draws` steps that divide time evenly.
+    Diffusion models: the ELBO of a process with `levels` discrete steps (D3PM, arXiv 2107.03006, eq. 1),
+    sum_k KL(q(x_s | x_t, x_0) || p(x_s | x_t)) with exact posteriors, estimated at `draws` stratified steps.
+    Autoregressive models: `prefix_nats`.
+
+    Args:
+        lm: The model.
+        windows: Ids [N, WINDOW].
+        levels: Number of discrete steps.
+        draws: Number of steps at which the sum is estimated.
+
+    Returns:
+        Nats of each window [N], and their standard errors [N].
     """
     if lm.model.config.autoregressive:
         return prefix_nats(lm, windows)
     rng, found = np.random.default_rng(0), np.zeros((len(windows), draws))
     for i, window in enumerate(windows):
         laid = lm.model.layout(window, 1, all_clean=False)
-        # One draw in each of `draws` equal parts of the steps, another step for every canvas.
+        # Stratified: each canvas has one draw in each of `draws` equal parts of the steps, in a random order.
         part = (rng.permuted(np.tile(np.arange(draws), (laid.canvas.max() + 1, 1)), axis=1)).T  # [draws, C]
         step = (part + rng.random(part.shape)) / draws * levels
         at = np.floor(step)[:, np.maximum(laid.canvas, 0)]
@@ -224,21 +273,36 @@ def discrete_terms(
     ranges: Int[Array, "T R 2"],
     editable: Array,
 ) -> Float[Array, "N"]:
-    """The terms of the discrete ELBO at the given steps, summed over the positions of each draw."""
+    """Computes the terms of the discrete ELBO at given steps.
+
+    Args:
+        lm: The model.
+        key: Random key of the noise.
+        step: Index of the step of each position, 0 to levels - 1, for N draws.
+        levels: Number of discrete steps.
+        tokens: Clean ids.
+        positions: Positions in the document.
+        ranges: Key ranges of attention.
+        editable: Positions that are noised and scored [T].
+
+    Returns:
+        KL(q(x_s | x_t, x_0) || p(x_s | x_t)) in nats, summed over the positions of each draw.
+    """
     corruption, v = lm.corruption, lm.model.config.vocab
     t, s = (step + 1.0) / levels, step / levels
-    # The steps divide alpha evenly, not time: under hybrid noise the first step in time would lose much at once.
+    # Hybrid noise changes fast near t = 0 (like sqrt(t)), so its steps are cubed: smaller steps at small times.
     t, s = (x**3 if corruption.kind == "hybrid" else x for x in (t, s))
     many = lambda x: jnp.broadcast_to(x, (len(step), *x.shape))
     x0 = many(tokens)
     xt = noise.corrupt(key, corruption, x0, t, many(editable)).xt
+    # One batch of N rows, the same window at N different steps. p is the prediction of the clean token [N, T, V].
     given = PackedPass(xt, many(positions), many(ranges))
     logits = lm.model.head(lm.params, lm.model.apply(lm.params, given))
     allowed = jnp.asarray(~np.isin(np.arange(v), corruption.forbidden))
     p = jax.nn.softmax(jnp.where(allowed, logits, -1e30), axis=-1)
 
     def law(time: Array) -> tuple[Array, Array]:
-        """alpha [N, T, 1], and the noise's probability of each id [N, T, V]."""
+        """Returns alpha [N, T, 1], and the probability of each id under the noise [N, T, V]."""
         alpha = jnp.clip(corruption.alpha(time), 0.0, 1.0)[..., None]
         share = {"absorbing": jnp.zeros_like, "uniform": jnp.ones_like}.get(
             corruption.kind, corruption.uniform_share
@@ -247,10 +311,12 @@ def discrete_terms(
         masks = 0.0 if corruption.mask is None else (1.0 - share) * jax.nn.one_hot(corruption.mask, v)
         return alpha, (1.0 - alpha) * (masks + share * allowed / allowed.sum())
 
+    # The step from s to t keeps a token with probability alpha_t / alpha_s, otherwise draws it from a distribution with
+    # mass `own` at xt. Bayes' rule then gives q(x_s | x_t, x_0), proportional to q(x_t | x_s) q(x_s | x_0).
     (alpha_t, noise_t), (alpha_s, noise_s) = law(t), law(s)
     ratio = alpha_t / alpha_s
     at = jax.nn.one_hot(xt, v)
-    own = ((noise_t - ratio * noise_s) * at).sum(-1, keepdims=True)  # of the step from s to t, at xt
+    own = ((noise_t - ratio * noise_s) * at).sum(-1, keepdims=True)  # noise of the step from s to t, at xt
     forward = ratio * at + jnp.maximum(own, 0.0)  # q(xt | x_s) for every x_s
 
     def posterior(clean: Array) -> Array:
@@ -265,9 +331,18 @@ def discrete_terms(
 
 
 def prefix_nats(lm: LM, windows: np.ndarray, every: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """-log p of each window's tokens after the first, from every eighth of them, and standard errors [N].
+    """Estimates the nats of an autoregressive model from a sample of the tokens of each window.
 
-    Each of these takes a pass of its own, over the tokens before it alone.
+    Each sampled token takes a separate forward pass over the tokens before it only, so that the estimate does not
+    depend on causal masks.
+
+    Args:
+        lm: The model.
+        windows: Ids [N, WINDOW].
+        every: Distance between two sampled tokens.
+
+    Returns:
+        -log p of each window without its first token, in nats [N], and the standard errors [N].
     """
     found = []
     for end in range(1, windows.shape[1], every):
@@ -279,7 +354,13 @@ def prefix_nats(lm: LM, windows: np.ndarray, every: int = 8) -> tuple[np.ndarray
 
 
 def run(argv: Sequence[str]) -> int:
-    """Trains and evaluates what the file does not hold yet; returns the exit code.
+    """Trains and evaluates each method and seed whose row is not in the output file yet.
+
+    Args:
+        argv: Command-line arguments.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: An option is wrong.

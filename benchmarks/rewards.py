@@ -1,8 +1,7 @@
-"""Accuracy and forward passes of two models on the same held-out problems, paired: for training on rewards and for
-distillation.
+"""Compares accuracy and forward passes of two models on the same problems, before and after RL or distillation.
 
-Intervals count classes of equivalent problems: of 4x4 Sudokus with few givens there are hundreds of thousands, but few
-that are no rotations, reflections or renamings of one another.
+Confidence intervals count classes of equivalent problems. There are hundreds of thousands of 4x4 Sudokus with few
+givens, but most are rotations, reflections or renamings of a few.
 
 Run with `python -m benchmarks.rewards BEFORE AFTER --task sudoku4 --most-givens 5 --steps 1`.
 """
@@ -55,7 +54,16 @@ class RewardsBenchmark:
 
 
 def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBenchmark) -> tuple[Any, Any]:
-    """Which answers are right, and the forward passes of each."""
+    """Decodes the problems with one model.
+
+    Args:
+        source: The model, as `mj.load` takes it.
+        problems: Pairs (name of the task, problem).
+        args: Options of the benchmark.
+
+    Returns:
+        1.0 for each correct answer and 0.0 for others [n], and the forward passes of each answer [n].
+    """
     how: dict[str, Any] = {}
     if args.threshold is not None:
         how["sampler"] = mj.rules.threshold(args.threshold)
@@ -68,22 +76,24 @@ def answers(source: str, problems: list[tuple[str, Problem]], args: RewardsBench
 
 
 def clustered_interval(gain: np.ndarray, classes: Sequence[str]) -> tuple[float, float] | None:
-    """The 95% interval of a mean over problems of which those of a class are equivalent.
+    """Computes a 95% confidence interval of a mean over problems that belong to classes of equivalent problems.
 
-    Puzzles that are rotations or renamings of one another are answered alike, so that the number of classes, not that
-    of problems, says how sure a mean is (cluster-robust standard error, Student's t with classes - 1).
+    A model answers rotations or renamings of a puzzle alike, so the problems of a class are not independent. The number
+    of classes, not of problems, decides how precise the mean is: the interval uses a cluster-robust standard error, and
+    Student's t distribution with (number of classes - 1) degrees of freedom.
 
     Args:
-        gain: Of each problem [n].
-        classes: The class of each problem.
+        gain: Gain of each problem [n].
+        classes: Class of each problem [n].
 
     Returns:
-        Both ends; None where there is one class, which says nothing of others.
+        Both ends of the interval; None if there is only one class, which has no variance between classes.
     """
     names, index = np.unique(np.asarray(classes), return_inverse=True)
     k, mean = len(names), float(gain.mean())
     if k < 2:
         return None
+    # Deviations are summed within each class before they are squared: errors of a class may all have the same sign.
     sums = np.bincount(index, gain - mean)
     se = np.sqrt(k / (k - 1) * (sums**2).sum()) / len(gain)
     z = float(stats.t.ppf(0.975, k - 1))
@@ -91,7 +101,13 @@ def clustered_interval(gain: np.ndarray, classes: Sequence[str]) -> tuple[float,
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compares the models; prints one JSON object and returns the exit code.
+    """Compares the models and prints one JSON object.
+
+    Args:
+        argv: Command-line arguments.
+
+    Returns:
+        The exit code.
 
     Raises:
         ValueError: An option is wrong.
@@ -100,6 +116,7 @@ def run(argv: Sequence[str]) -> int:
     few = lambda p: args.most_givens is None or sum(c in "1234" for c in p.input) <= args.most_givens
     problems = problems_of((args.task,), few, (args.seed, 99), args.limit, "test")
     (a, passes_a), (b, passes_b) = (answers(source, problems, args) for source in (args.before, args.after))
+    # Both models answer the same problems: the variance of the paired difference is smaller than of two means.
     gain, classes = b - a, [TASKS[name].canonical(problem.input) for name, problem in problems]
     row = {
         "task": args.task, "most_givens": args.most_givens, "steps": args.steps, "threshold": args.threshold,

@@ -1,8 +1,8 @@
-"""Noise: schedules alpha(t), corruption processes, `corrupt`, and the bound on the likelihood that each process gives.
+"""Noise: schedules alpha(t), forward processes, `corrupt`, and the likelihood bound (NELBO) of each process.
 
-Time t runs from 0 (text) to 1 (noise). A schedule gives the probability alpha(t) that a token is unchanged; alpha(0)
-= 1 and alpha(1) = 0. Derivatives come from `jax.jvp`, so that each schedule is written once. Training and `score`
-integrate the same `bound_terms` over t.
+Time t runs from 0 (text) to 1 (noise). A schedule gives the probability alpha(t) that a token is unchanged, with
+alpha(0) = 1 and alpha(1) = 0. Its derivative is computed by `jax.jvp`, so a schedule is a single function. Training
+objectives and `mj.score` integrate the same `bound_terms` over t.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ Kind = Literal["absorbing", "uniform", "hybrid"]
 
 
 def linear() -> Schedule:
-    """alpha(t) = 1 - t (MDLM, LLaDA)."""
+    """The linear schedule, alpha(t) = 1 - t (MDLM, LLaDA)."""
     return lambda t: 1.0 - t
 
 
 def cosine() -> Schedule:
-    """alpha(t) = 1 - cos(pi/2 (1 - t)) (MD4, arXiv 2406.04329, table 4)."""
-    return lambda t: 2.0 * jnp.sin(0.25 * math.pi * (1.0 - t)) ** 2  # the same, exact near t = 1
+    """The cosine schedule, alpha(t) = 1 - cos(pi/2 (1 - t)) (MD4, arXiv 2406.04329, table 4)."""
+    # 1 - cos x = 2 sin^2(x / 2), which does not lose digits near t = 1, where cos x is close to 1.
+    return lambda t: 2.0 * jnp.sin(0.25 * math.pi * (1.0 - t)) ** 2
 
 
 def polynomial(power: float = 2.0) -> Schedule:
-    """alpha(t) = 1 - t**power (MD4, table 4).
+    """The polynomial schedule, alpha(t) = 1 - t**power (MD4, arXiv 2406.04329, table 4).
 
     Args:
-        power: Above 0.
+        power: The exponent, above 0.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: If power is not above 0.
+        ValueError: `power` is not above 0.
     """
     if not power > 0:
         raise refuse("power", power, "more than 0")
@@ -52,11 +53,11 @@ def polynomial(power: float = 2.0) -> Schedule:
 
 
 def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
-    """Computes alpha(t) and its derivative, by forward-mode differentiation.
+    """Computes alpha(t) and its derivative alpha'(t), by forward-mode differentiation.
 
     Args:
-        alpha: The schedule.
-        t: Times in 0..1.
+        alpha: The schedule, or another elementwise function of time.
+        t: Times in [0, 1].
 
     Returns:
         alpha(t) and alpha'(t), with the shape of t.
@@ -65,14 +66,14 @@ def rate(alpha: Schedule, t: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Fl
 
 
 def inverse(alpha: Schedule, value: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """Computes the time at which a schedule has a value, by bisection.
+    """Computes the time t with alpha(t) = value, by bisection.
 
     Args:
-        alpha: The schedule, which falls from 1 to 0.
-        value: In 0..1.
+        alpha: The schedule, decreasing from 1 to 0.
+        value: Values in [0, 1].
 
     Returns:
-        Times with the shape of value, within 1e-7.
+        Times with the shape of `value`, accurate to 1e-7.
     """
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -81,6 +82,7 @@ def inverse(alpha: Schedule, value: Float[Array, "*s"]) -> Float[Array, "*s"]:
         above = alpha(middle) > value
         return jnp.where(above, middle, low), jnp.where(above, high, middle)
 
+    # 24 halvings: the interval is then as wide as the spacing of fp32 numbers below 1.
     low, high = jax.lax.fori_loop(0, 24, halve, (jnp.zeros_like(value), jnp.ones_like(value)))
     return 0.5 * (low + high)
 
@@ -92,10 +94,10 @@ class Corruption(NamedTuple):
         alpha: The schedule.
         prior: prior(key, t) draws one noise token for each element of t (GIDD's prior depends on the time).
         forbidden: Ids that the denoiser never emits.
-        mask: The absorbing id, or None.
-        kind: What the prior draws: the mask alone, any id, or both.
-        uniform_share: Share of the prior at time t that is uniform over the ids that are not forbidden; the rest is the
-            mask. None: 0 for absorbing, 1 for uniform noise; hybrid noise must give it.
+        mask: The mask id; None for uniform noise.
+        kind: What the prior draws: "absorbing" masks, "uniform" any allowed id, "hybrid" both.
+        uniform_share: uniform_share(t) -> probability that the prior at time t draws a uniform id instead of the mask.
+            None: 0 for absorbing and 1 for uniform noise. Required for hybrid noise.
     """
 
     alpha: Schedule
@@ -107,19 +109,19 @@ class Corruption(NamedTuple):
 
 
 class Noised(NamedTuple):
-    """Tokens at time t."""
+    """Tokens at time t, a sample of q(x_t | x_0)."""
 
     xt: Int[Array, "*s"]
     changed: Bool[Array, "*s"]  # redrawn from the prior, even where the draw equals the token
 
 
 def absorbing(mask: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
-    """Noise of one mask id (D3PM absorbing, MD4, MDLM).
+    """Absorbing noise: every corrupted token becomes the mask (D3PM, arXiv 2107.03006; MD4, MDLM).
 
     Args:
         mask: The mask id, which is never emitted.
         alpha: The schedule; None: linear.
-        forbidden: Further ids that are never emitted.
+        forbidden: Other ids that are never emitted.
 
     Returns:
         The forward process.
@@ -129,7 +131,7 @@ def absorbing(mask: int, alpha: Schedule | None = None, forbidden: tuple[int, ..
 
 
 def uniform(vocab: int, alpha: Schedule | None = None, forbidden: tuple[int, ...] = ()) -> Corruption:
-    """Noise that is drawn uniformly from the ids that may be emitted (UDLM, DUO, DiffusionGemma).
+    """Uniform noise: a corrupted token is redrawn uniformly from the ids that may be emitted (UDLM, DUO).
 
     Args:
         vocab: Size of the vocabulary.
@@ -143,26 +145,28 @@ def uniform(vocab: int, alpha: Schedule | None = None, forbidden: tuple[int, ...
 
 
 def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...] = ()) -> Corruption:
-    """Mask and uniform noise mixed (GIDD, arXiv 2503.04482, section 3.2, with gamma = 1).
+    """Hybrid noise, a mixture of masks and uniform tokens (GIDD, arXiv 2503.04482, section 3.2, with gamma = 1).
 
-    q_t = [(1 - t) x + t m + c_t u] / (1 + c_t), c_t = B sqrt(t (1 - t)), and B such that the uniform part has
-    probability `share` at t = 1/2.
+        q_t = [(1 - t) x + t m + c_t u] / (1 + c_t),   c_t = B sqrt(t (1 - t))
+
+    x, m and u are the distributions of the clean token, the mask and a uniform id. B is chosen so that the uniform part
+    has probability `share` at t = 1/2.
 
     Args:
         vocab: Size of the vocabulary.
         mask: The mask id, which is never emitted.
-        share: Share of uniform noise at t = 1/2, 0 <= share < 1.
-        forbidden: Further ids that are never emitted or drawn.
+        share: Probability of uniform noise at t = 1/2, 0 <= share < 1.
+        forbidden: Other ids that are never emitted or drawn.
 
     Returns:
         The forward process.
 
     Raises:
-        ValueError: If share is out of range.
+        ValueError: `share` is out of range.
     """
     if not 0 <= share < 1:
         raise refuse("share", share, "0 <= share < 1")
-    # Not 0 where no uniform noise is wanted: the bound divides by its probability, and this limit is exact in float32.
+    # B, at least 1e-20: the bound divides by the probability of uniform noise, and is exact in fp32 at this value.
     scale = max(2.0 * share / (1.0 - share), 1e-20)
     # sqrt has an infinite derivative at 0; the minimum keeps alpha' finite at both ends.
     level = lambda t: scale * jnp.sqrt(jnp.maximum(t * (1.0 - t), 1e-12))
@@ -171,6 +175,7 @@ def hybrid(vocab: int, mask: int, share: float = 0.2, forbidden: tuple[int, ...]
     def prior(key: Key, t: Array) -> Array:
         pick, fill = jax.random.split(key)
         c = level(t)
+        # A corrupted token is uniform with probability c / (t + c). At t = 1 rounding must not leave any uniform token.
         is_uniform = jax.random.uniform(pick, jnp.shape(t)) * (t + c) < c
         return jnp.where(is_uniform & (t < 1.0) & (share > 0), draw(fill, t), mask)
 
@@ -193,7 +198,7 @@ def corrupt(
     t: Float[Array, "*s"],
     editable: Bool[Array, "*s"],
 ) -> Noised:
-    """Draws x_t from q(x_t | x_0) at editable positions; all other tokens are unchanged.
+    """Samples x_t from q(x_t | x_0) at editable positions; all other tokens are unchanged.
 
     Args:
         key: Random key.
@@ -206,20 +211,20 @@ def corrupt(
         The noised tokens, and which of them were redrawn.
     """
     survive, fill = jax.random.split(key)
-    # u < alpha survives: at t = 0 (alpha = 1) always, at t = 1 (alpha = 0) never.
+    # u in [0, 1), and a token survives if u < alpha: always at t = 0 (alpha = 1), never at t = 1 (alpha = 0).
     changed = editable & (jax.random.uniform(survive, x0.shape) >= corruption.alpha(t))
     return Noised(jnp.where(changed, corruption.prior(fill, t), x0), changed)
 
 
 class BoundTerms(NamedTuple):
-    """The integrand of the continuous-time NELBO at one time: the bound is the integral of their product over t.
+    """The integrand of the continuous-time NELBO: the bound is the integral over t of weight * divergence.
 
     Attributes:
-        weight: Depends on the noise alone, 0 where nothing is scored.
-        scale: The weight of a token that is noise, at this time (GIDD's dynamic weights are weight / scale).
-        divergence: Nats; the part that depends on the model.
-        nll: -log p of the clean token, nats (p after the division, with `posterior`).
-        hit: 1.0 where the clean token is the most probable.
+        weight: Factor that depends on the noise only; 0 at positions that are not scored.
+        scale: The weight that a noise token has at this time. GIDD's dynamic weights are weight / scale.
+        divergence: Factor that depends on the model, in nats.
+        nll: -log p of the clean token in nats; with `posterior`, p is the prediction after the conversion.
+        hit: 1.0 if the clean token is the most probable one.
     """
 
     weight: Float[Array, "*s"]
@@ -239,27 +244,29 @@ def bound_terms(
 ) -> BoundTerms:
     """Computes the terms of the NELBO for every kind of noise (GIDD, arXiv 2503.04482, theorem 3.3).
 
-    -log p(x0) <= E_t E_xt [ w (KL(q(.|x0) || q(.|p)) + r - log r - 1) ],  r = q(xt|x0) / q(xt|p),
+        -log p(x0) <= E_t E_xt [ w (KL(q(.|x0) || q(.|p)) + r - log r - 1) ],  r = q(xt|x0) / q(xt|p)
 
-    where q(y|p) = alpha p(y) + b(y) is the noised prediction, b = (1 - alpha) prior, and
-    w = (b' - alpha'/alpha b)(xt) / q(xt|x0) is the rate at which tokens become xt, over its probability. For masks
-    alone that is -alpha' / (1 - alpha) times the cross-entropy of masked tokens (MD4, MDLM); for uniform noise it is
-    the bound of UDLM (arXiv 2412.10193) and DUO.
+    q(y|p) = alpha p(y) + b(y) is the noised prediction, with b = (1 - alpha) prior. The weight
+    w = (b' - alpha'/alpha b)(xt) / q(xt|x0) is the rate at which tokens become xt, divided by the probability of xt.
 
-    The bound is tight where the model predicts p(x | the other tokens of xt), as DUO and GIDD learn to: q already
-    counts the token at the position itself. A model that predicts p(x | xt), as one trained by the cross-entropy of all
-    tokens does (DiffusionGemma), is divided by q(xt | x) with `posterior`.
+    For absorbing noise this is -alpha' / (1 - alpha) times the cross-entropy of masked tokens (MD4, MDLM). For uniform
+    noise it is the bound of UDLM (arXiv 2412.10193) and DUO (arXiv 2506.10892).
+
+    The bound is tight for a model of p(x | the other tokens of xt), which DUO and GIDD train: q(xt|p) already accounts
+    for the token at the position itself. A model of p(x | xt), which a cross-entropy on all tokens trains
+    (DiffusionGemma), is converted by dividing p by q(xt | x); set `posterior`.
 
     Args:
         corruption: The forward process.
-        logits: Of the clean token at each position; those of forbidden ids do not count.
+        logits: Logits of the clean token at each position; forbidden ids are ignored.
         x0: Clean tokens.
         xt: Tokens at time t.
-        t: In (0, 1): both ends are singular.
-        posterior: The model predicts p(x | xt). Of no matter under masks alone, which say nothing of the token.
+        t: Times in (0, 1); the terms are singular at both ends.
+        posterior: The model predicts p(x | xt). No effect for absorbing noise, since a mask carries no information on
+            the token behind it.
 
     Returns:
-        The terms of each position.
+        The terms of each position, with the shape of x0.
 
     Raises:
         ValueError: Hybrid noise has no `uniform_share`.
@@ -275,32 +282,36 @@ def bound_terms(
     logits = jnp.where(allowed, logits, -1e30)
     alpha, slope = rate(corruption.alpha, t)
     if corruption.kind == "absorbing":
+        # Only masked positions have a term: a visible token is the clean token, for which r = 1 and KL = 0.
         log_p = jax.nn.log_softmax(logits, axis=-1)
         log_x, scale = pick(log_p, x0), -slope / (1.0 - alpha)
         hit = (log_x >= log_p.max(axis=-1)).astype(jnp.float32)
         return BoundTerms(jnp.where(xt == corruption.mask, scale, 0.0), scale, -log_x, -log_x, hit)
 
-    alpha = jnp.maximum(alpha, 1e-20)  # a schedule that reaches 0 before t = 1 must not divide by it
-    # Noise mass on the mask, and on each allowed id.
+    alpha = jnp.maximum(alpha, 1e-20)  # a schedule may reach 0 before t = 1, and alpha is a divisor below
+    # b(y), the probability of noise: m for the mask, u for each allowed id; dm and du are their time derivatives.
     share = corruption.uniform_share or jnp.ones_like
     masked = lambda t: (1.0 - corruption.alpha(t)) * (1.0 - share(t))
     each = lambda t: (1.0 - corruption.alpha(t)) * share(t) / allowed.sum()
     (m, dm), (u, du) = rate(masked, t), rate(each, t)
-    u = jnp.maximum(u, 1e-30)  # a share of 0
+    u = jnp.maximum(u, 1e-30)  # the share of uniform noise may be 0
     own = jnp.log1p(alpha / u)  # log q(x|x) - log q(y|x) for y != x, neither of them the mask
     if posterior:
+        # p(x | xt) / q(xt | x) up to a constant: q(xt | x) differs between ids only at x = xt.
         logits = logits - jnp.where(ids == xt[..., None], own[..., None], 0.0)
     log_p = jax.nn.log_softmax(logits, axis=-1)
     log_x = pick(log_p, x0)
     hit = (log_x >= log_p.max(axis=-1)).astype(jnp.float32)
-    # lift(y) = log(q(y|p) / u): how far the prediction lifts an id above the noise.
+    # lift(y) = log(q(y|p) / u), the log-probability of an id relative to the noise. [..., V]
     lift = jnp.where(allowed, jnp.log1p(jnp.exp(log_p) * (alpha / u)[..., None]), 0.0)
     lift_x = pick(lift, x0)
+    # KL(q(.|x0) || q(.|p)): q(y|x0) is alpha + u at y = x0 and u at every other id; both sides agree on the mask.
     kl = (alpha + u) * (own - lift_x) - u * (lift.sum(-1) - lift_x)
     is_clean, is_mask = xt == x0, (xt == corruption.mask if corruption.mask is not None else False)
     log_r = jnp.where(is_clean, own - lift_x, jnp.where(is_mask, 0.0, -pick(lift, xt)))
-    # r - 1 - log r, whose difference loses its digits where r is near 1.
+    # r - 1 - log r. Near r = 1 the difference would lose its digits, so two terms of its Taylor series replace it.
     excess = jnp.where(jnp.abs(log_r) < 1e-2, log_r**2 * (0.5 + log_r / 6.0), jnp.expm1(log_r) - log_r)
+    # The weight w by what xt is: the clean token, the mask, or a noise token.
     decay = slope / alpha
     on_mask = (dm - decay * m) / jnp.where(m > 0, m, 1.0)
     scale = du / u - decay
@@ -309,29 +320,31 @@ def bound_terms(
 
 
 def bound_times(kind: Kind, phi: Float[Array, "*s"]) -> tuple[Float[Array, "*s"], Float[Array, "*s"]]:
-    """Maps uniform draws to times at which the bound varies little.
+    """Maps uniform draws to times for importance sampling of the NELBO.
 
-    The weights of noise that is not a mask grow as 1 / t, and tokens that are noise at a small t are improbable: with t
-    = phi^2 (uniform) or phi^3 (hybrid noise, which begins as sqrt(t)) the standard deviation of the bound of a sequence
-    is about a third of that of uniform times.
+    For uniform and hybrid noise the weights of noise tokens grow as 1 / t, while noise tokens become rare at small t.
+    Drawing small times more often reduces the variance: with t = phi^2 (uniform noise) or t = phi^3 (hybrid noise,
+    whose uniform part starts as sqrt(t)) the standard deviation of a sequence's estimate is about a third of the one
+    with uniform times.
 
     Args:
-        kind: Of the noise.
-        phi: In 0..1.
+        kind: Kind of noise.
+        phi: Uniform draws in [0, 1].
 
     Returns:
-        t and dt / dphi.
+        t and dt / dphi, the importance weight of the integrand at t; both with the shape of phi.
     """
     power, least = {"absorbing": (1, 1e-4), "uniform": (2, 1e-6), "hybrid": (3, 1e-8)}[kind]
-    span = 1.0 - 1e-4 - least  # the integrand is 0 at t = 1, and its terms are singular
+    # Times end at 1 - 1e-4: at t = 1 the integrand is 0, but its two factors are singular.
+    span = 1.0 - 1e-4 - least
     return least + span * phi**power, span * power * phi ** (power - 1)
 
 
 def times(key: Key, count: int, least: float = 1e-4, most: float = 1.0) -> Float[Array, "count"]:
-    """Low-discrepancy times t_i = frac(u + i * golden ratio), with one u for all, scaled to [least, most].
+    """Draws low-discrepancy times t_i = frac(u + i * golden ratio), with one uniform u, scaled to [least, most].
 
-    Each t_i alone is uniform, and any run of consecutive ones is spread evenly, however many of them a batch uses
-    (MD4 uses u + i/n, which needs n).
+    Each t_i is uniform, and any run of consecutive times is spread evenly. MD4 (arXiv 2406.04329) uses u + i/n instead,
+    for which the number n of canvases would have to be known when tracing.
 
     Args:
         key: Random key.
@@ -343,7 +356,7 @@ def times(key: Key, count: int, least: float = 1e-4, most: float = 1.0) -> Float
         Times [count].
     """
     golden = 0.6180339887498949
-    # Reduced in float64 by numpy: i * golden loses its fraction in float32 for large i.
+    # Computed by numpy in float64: for large i, i * golden has no correct fraction in float32.
     steps = jnp.asarray((np.arange(count) * golden) % 1.0, jnp.float32)
     t = (jax.random.uniform(key) + steps) % 1.0
     return least + (most - least) * t
@@ -353,12 +366,19 @@ SCHEDULES = {"linear": linear, "cosine": cosine}
 
 
 def schedule(config: NoiseConfig) -> Schedule:
-    """The schedule of a config."""
+    """Makes the schedule of a config.
+
+    Args:
+        config: Name of the schedule, and the power of a polynomial one.
+
+    Returns:
+        alpha(t).
+    """
     return polynomial(config.power) if config.schedule == "polynomial" else SCHEDULES[config.schedule]()
 
 
 def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[int, ...] = ()) -> Corruption:
-    """The corruption process of a config.
+    """Makes the forward process of a config.
 
     Args:
         config: Kind of noise and schedule.
@@ -370,7 +390,7 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
         The forward process.
 
     Raises:
-        ValueError: If the noise needs a mask id and there is none.
+        ValueError: The noise needs a mask id and there is none.
     """
     if config.kind == "uniform":
         return uniform(vocab, schedule(config), (*(() if mask is None else (mask,)), *forbidden))
@@ -387,15 +407,15 @@ def build(config: NoiseConfig, vocab: int, mask: int | None, forbidden: tuple[in
 
 
 def specials(tokenizer: AnyTokenizer, vocab: int = 0) -> tuple[int, ...]:
-    """Ids that are in no answer and that noise never draws.
+    """Lists the ids that occur in no answer and that noise never draws.
 
     Args:
         tokenizer: The model's tokenizer.
-        vocab: Size of the model's vocabulary; 0 for the tokenizer's own.
+        vocab: Size of the model's vocabulary; 0 for the size of the tokenizer's.
 
     Returns:
-        The mask, the padding if it does not end answers too, and the ids after the tokenizer's last one: published
-        models round their vocabulary up (Qwen3: 151,936 for 151,669 tokens).
+        The mask id, the padding id unless it also ends answers, and the ids above the tokenizer's last one. The latter
+        exist because published models round their vocabulary up (Qwen3: 151,936 ids for 151,669 tokens).
     """
     named = (i for i in (tokenizer.mask, tokenizer.pad) if i is not None and i not in tokenizer.ends)
     return tuple(dict.fromkeys((*named, *range(tokenizer.vocab_size, vocab))))

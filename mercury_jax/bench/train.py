@@ -1,9 +1,9 @@
-"""What the training loop costs beyond its update: against a loop written by hand, in alternation in one process.
+"""Measures the overhead of the training loop against a hand-written loop, in alternation in one process.
 
-The real loop is `train.loop.run` with what `mj.train` gives it: the recipe's data pipeline, its log and its
-checkpoints. The hand-written one is a jitted update and a Python loop over batches in memory, written here without
-`train.step` and `train.loop`. Both take the same model, objective, optimizer, average, batches and noise, so that
-they end at the same parameters. Evaluation and samples are left out of both.
+The real loop is `train.loop.run` as `mj.train` runs it, with the recipe's data pipeline, log and checkpoints. The
+hand-written loop is a jitted update and a Python loop over batches in memory; it uses neither `train.step` nor
+`train.loop`. Both have the same model, objective, optimizer, moving average, batches and noise, so they end at the same
+parameters. Evaluation and samples are disabled in both.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from mercury_jax.train.recipe import InitModel, TrainConfig
 from mercury_jax.train.throughput import flops_per_position
 from mercury_jax.types import Batch, Model, Params
 
-GOAL = 0.97  # least steps per second, in times of those of the loop written by hand
-PEAK_WIDTH = 2048  # of the matrices whose product is the peak
-SAVE_SECONDS = 600.0  # in which a checkpoint must be on the disk
+GOAL = 0.97  # required steps per second, relative to the hand-written loop
+PEAK_WIDTH = 2048  # width of the matrices whose product measures the peak FLOP/s
+SAVE_SECONDS = 600.0  # seconds within which a checkpoint must be on the disk
 COMPARED = (
     "a jitted optax update with the same objective, noise, optimizer and average, and a state that is donated, in a "
     "Python loop over batches in memory; it does not load data, check for NaN, report metrics, log or save"
@@ -46,20 +46,21 @@ COMPARED = (
 
 
 class Seconds(NamedTuple):
-    """Time of a number of steps: on the clock, and of the CPU in all threads of this process."""
+    """Seconds that a number of steps took: wall-clock time, and CPU time of all threads of this process."""
 
     wall: float
     cpu: float
 
 
 class Stopwatch:
-    """Measures both times from where it is made."""
+    """Measures wall-clock and CPU time from its construction."""
 
     def __init__(self) -> None:
+        """Starts the measurement."""
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> Seconds:
-        """The times since then."""
+        """Returns the seconds since the construction."""
         return Seconds(time.perf_counter() - self.wall, time.process_time() - self.cpu)
 
 
@@ -67,7 +68,7 @@ class Stopwatch:
 
 
 class HandState(NamedTuple):
-    """What the hand-written update changes; `ema` is () in a recipe without an average."""
+    """The state of the hand-written update; `ema` is () for a recipe without a moving average."""
 
     params: Params
     opt: optax.OptState
@@ -76,9 +77,16 @@ class HandState(NamedTuple):
 
 
 class HandWritten:
-    """A training loop as one would write it for one recipe: parameters on every device, rows divided."""
+    """A training loop as one would write it for a single recipe: replicated parameters, rows divided over devices."""
 
     def __init__(self, config: TrainConfig, model: Model, corruption: noise.Corruption) -> None:
+        """Initialises the state with the keys that `train.loop` uses, and jits the update.
+
+        Args:
+            config: The recipe, which passed `check_recipe`.
+            model: The denoiser.
+            corruption: The forward process.
+        """
         tx, self.mesh = optim.optimizer(config.optim, config.steps), loop.mesh_of(config)
         init_key, noise_key = jax.random.split(jax.random.key(config.seed))
         params = jax.jit(model.init)(init_key)
@@ -104,13 +112,13 @@ class HandWritten:
         self.update = update
 
     def run(self, batches: list[Batch]) -> Seconds:
-        """Takes a step with each batch and waits for the last one.
+        """Takes a step with each batch, and waits until the last one has finished.
 
         Args:
             batches: numpy batches.
 
         Returns:
-            The time.
+            The time of all steps.
         """
         clock = Stopwatch()
         for batch in batches:
@@ -123,11 +131,12 @@ class HandWritten:
 
 
 class Alternation:
-    """The recipe's batches for `loop.run`, which runs the hand-written loop between segments of the real one.
+    """The recipe's batches for `loop.run`, which also runs the hand-written loop between segments of the real one.
 
-    `loop.run` shows the parameters before it takes each batch (`loop.PolicyData`). After every `steps` of them this
-    waits until they are computed and a checkpoint that is due is on the disk, which ends a segment of the real loop.
-    The hand-written one runs two segments at a time, so that which of a pair begins alternates.
+    `loop.run` calls `observe` with the parameters before it takes each batch (`loop.PolicyData`). After every `steps`
+    batches, `observe` waits until the parameters are computed and a due checkpoint is on the disk; this ends a segment
+    of the real loop. Then the hand-written loop runs. It runs either two segments or none at a time, so that the order
+    of the two loops alternates between pairs.
     """
 
     def __init__(
@@ -139,6 +148,16 @@ class Alternation:
         save_every: int,
         peak: Callable[[], None],
     ) -> None:
+        """Opens the data twice, once for each loop.
+
+        Args:
+            batches: Opens the recipe's data at the first batch.
+            hand: The hand-written loop.
+            folder: Folder of the checkpoints of the real loop.
+            steps: Steps of a segment.
+            save_every: Interval of the checkpoints in steps.
+            peak: Multiplies large matrices once, to measure the peak FLOP/s.
+        """
         self.data, self.ahead, self.hand = batches(), batches(), hand
         self.folder, self.steps, self.save_every, self.peak = folder, steps, save_every, peak
         self.taken, self.clock = 0, Stopwatch()
@@ -150,23 +169,27 @@ class Alternation:
         self.shapes: list[BatchCounts] = []
 
     def __next__(self) -> Batch:
-        """The next batch of the real loop."""
+        """Returns the next batch of the real loop."""
         self.taken += 1
         return next(self.data)
 
     def get_state(self) -> Any:
-        """State of the recipe's data."""
+        """Returns the state of the recipe's data."""
         return self.data.get_state()
 
     def set_state(self, state: Any, /) -> None:
-        """Sets the state of the recipe's data."""
+        """Sets the state of the recipe's data.
+
+        Args:
+            state: From `get_state`.
+        """
         self.data.set_state(state)
 
     def observe(self, params: Params, /) -> None:
-        """Ends a segment where one is due, and starts the clock of the next one.
+        """Ends a segment after every `steps` batches, and starts the clock of the next one.
 
         Args:
-            params: Of the real loop, before its next update.
+            params: Parameters of the real loop before its next update.
         """
         if self.taken % self.steps:
             return
@@ -174,12 +197,15 @@ class Alternation:
             jax.block_until_ready(params)
             self._wait_for_checkpoint()
             self.real.append(self.clock.read())
+            # After odd segments the hand-written loop runs twice: the pair of this segment, and the pair of the next
+            # one in advance. Both loops have taken the same number of steps where the parameters are compared.
             odd = len(self.real) % 2
             if odd:
                 self._run_by_hand()
             self.differences.append(largest_difference(params, self.hand.state.params))
             if odd:
                 self._run_by_hand()
+        # The peak is measured between segments, because the clock frequency of the machine changes over time.
         clock = Stopwatch()
         self.peak()
         self.peaks.append(clock.read())
@@ -201,13 +227,14 @@ class Alternation:
 
 
 def largest_difference(one: Params, other: Params) -> float:
-    """Finds the largest difference of two trees.
+    """Computes the largest relative difference of two trees.
 
     Args:
-        one, other: Trees of the same structure.
+        one: A tree of arrays.
+        other: A tree of the same structure and shapes.
 
     Returns:
-        The difference, in times of the largest number of its leaf in `one`.
+        The largest absolute difference of any leaf, divided by the largest absolute value of that leaf in `one`.
     """
 
     def difference(a: Any, b: Any) -> float:
@@ -221,7 +248,7 @@ def largest_difference(one: Params, other: Params) -> float:
 
 
 class BatchCounts(NamedTuple):
-    """What batches hold, on average: scored tokens, and (query, key) pairs that attend, without and with the window."""
+    """Means over batches: scored tokens, and (query, key) pairs of attention without and with the sliding window."""
 
     tokens: float
     pairs: float
@@ -229,11 +256,11 @@ class BatchCounts(NamedTuple):
 
 
 def count_batches(batches: list[Batch], window: int | None = None) -> BatchCounts:
-    """Counts tokens and pairs of positions.
+    """Counts scored tokens and attending pairs of positions.
 
     Args:
         batches: numpy batches.
-        window: Of the layers with a sliding window; None: no layer has one.
+        window: Positions of the sliding window; None: no layer has one.
 
     Returns:
         The means over the batches.
@@ -250,16 +277,17 @@ def count_batches(batches: list[Batch], window: int | None = None) -> BatchCount
 
 
 def attention_flops(config: ModelConfig, counts: BatchCounts) -> float:
-    """FLOPs of attention in an update: 12 for each attending pair and number of a head.
+    """Computes the FLOPs of attention in an update: 12 per attending pair, head and component of a head.
 
-    Two products in the forward pass and four in the backward one; pairs that are masked do not count.
+    Attention has two matrix products in the forward pass and four in the backward pass, with 2 FLOPs per multiply-add.
+    Masked pairs do not count.
 
     Args:
         config: Layers, heads and windows.
-        counts: Of the batches.
+        counts: From `count_batches`.
 
     Returns:
-        FLOPs.
+        FLOPs of all layers.
     """
     layers = range(config.layers)
     pairs = sum(counts.pairs if config.is_global(i) else counts.local_pairs for i in layers)
@@ -277,24 +305,24 @@ def compare(
     pairs: int = 5,
     peak_width: int = PEAK_WIDTH,
 ) -> Iterator[dict[str, Any]]:
-    """Measures a recipe. One segment more is run first, in which both loops compile.
+    """Measures a recipe. Before the timed segments, both loops run one segment in which they compile.
 
     Args:
-        config: The recipe; what it says of its folder, evaluation and samples is replaced.
-        tokenizer: Of its data, as `api.tokenizer_of` finds it.
-        steps: Of a segment. Checkpoints are saved as often as the recipe says.
+        config: The recipe. Its folder is replaced, and evaluation and samples are disabled.
+        tokenizer: Tokenizer of its data, from `api.tokenizer_of`.
+        steps: Steps of a segment. Checkpoints are saved as often as the recipe says.
         pairs: How often both loops are timed.
-        peak_width: Width of the matrices whose product gives the peak.
+        peak_width: Width of the matrices whose product measures the peak FLOP/s.
 
     Yields:
-        One record. `ratio` is the median of the real loop's steps per second over those of the other one,
-        `ratio_of_totals` that of all steps together, `saves` checkpoints included, and `cpu_ratio` the median by CPU
-        time. `mfu` is the FLOP/s of the model, that of the objective's pass and
-        its gradient, over those of large fp32 products in the same minute; `mfu_of_cpu_time` by seconds of CPU time.
+        One record. `ratio` is the median over pairs of the steps per second of the real loop divided by those of the
+        hand-written one; `ratio_of_totals` divides the times of all steps, including `saves` checkpoints; `cpu_ratio`
+        is the median by CPU time. `mfu` is the FLOP/s of one forward and backward pass divided by the FLOP/s of large
+        fp32 products measured next to it; `mfu_of_cpu_time` uses seconds of CPU time for both.
 
     Raises:
-        ValueError: The recipe has what the hand-written loop has not: adapters, frozen parameters, a checkpoint to
-            start from, microbatches, sharded parameters, data that the model makes.
+        ValueError: The recipe uses a feature that the hand-written loop lacks: adapters, frozen parameters, a
+            checkpoint to start from, microbatches, sharded parameters, or data that the model makes.
     """
     at_least(1, steps=steps, pairs=pairs)
     check_recipe(config)
@@ -307,13 +335,13 @@ def compare(
 
 
 def check_recipe(config: TrainConfig) -> None:
-    """Refuses a recipe with what the hand-written loop has not.
+    """Refuses a recipe that uses a feature which the hand-written loop lacks.
 
     Args:
         config: The recipe.
 
     Raises:
-        ValueError: Naming the field.
+        ValueError: The recipe uses such a feature; the message names the field.
     """
     for name in ("init", "freeze", "distributed"):
         if getattr(config, name):
@@ -342,7 +370,7 @@ def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_wid
     peak, peak_work = matmul_loop(peak_width, jnp.float32)
     hand = HandWritten(config, model, corruption)
     run = Alternation(batches, hand, config.folder / loop.CHECKPOINTS, steps, config.save_every, peak)
-    # The loop logs to standard error, where a terminal would show a bar; its rows are written as always.
+    # The loop's progress bar on standard error is discarded; its rows of metrics are written as always.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
         loop.run(config, model, corruption, run)
     counts = BatchCounts(*(statistics.mean(x) for x in zip(*run.shapes, strict=True)))
@@ -372,19 +400,19 @@ def _measured(config: TrainConfig, tokenizer: AnyTokenizer, steps: int, peak_wid
 
 
 def _record(run: Alternation, steps: int, work: float, peak_work: float) -> dict[str, Any]:
-    """The figures of all segments but the first one, in which both loops compile.
+    """Computes the figures of all segments without the first one, in which both loops compile.
 
     Args:
-        run: After its last segment.
-        steps: Of a segment.
+        run: The alternation after its last segment.
+        steps: Steps of a segment.
         work: FLOPs of a step.
         peak_work: FLOPs of one call of `run.peak`.
 
     Returns:
-        A part of the record.
+        The measured fields of the record.
     """
     real, hand = run.real[1:], run.by_hand[1 : len(run.real)]
-    # The peak beside a segment is the better of those before and after it.
+    # The peak of a segment is the faster of the measurements before and after it.
     around = list(zip(run.peaks[1:], run.peaks[2:], strict=False))
     peaks = [peak_work / min(a.wall, b.wall) for a, b in around]
     peaks_by_cpu = [peak_work / max(min(a.cpu, b.cpu), 1e-9) for a, b in around]

@@ -1,14 +1,15 @@
-"""Training on what the model itself decodes, or on preferences: rewards, distillation, pairs. Recipes hold values.
+"""Reinforcement learning, preference optimisation and few-step distillation of diffusion language models.
 
-    policy = rl.Rollouts(tasks=("countdown3",), n=8)      # data: problems, answers that the model draws, rewards
+    policy = rl.Rollouts(tasks=("countdown3",), n=8)      # data: problems, sampled answers, rewards
     TrainConfig(data=policy, objective=rl.GRPO(estimator="coupled_grpo"), ...)
 
-rollouts   `Rollouts` and `Trajectories`, data that decode with the current parameters or with a teacher's
-grpo       `GRPO`, the clipped policy gradient with the log-probability estimates of diffusion models
-distill    `FewSteps`, which teaches to decode in one pass what took the teacher several
-preferences, vrpo   `Preferences`, pairs of answers in files, and `VRPO`, DPO on the bound of masked diffusion
+rollouts      `Rollouts` and `Trajectories`: data sampled with the current parameters, or with a teacher's
+grpo          `GRPO`, the clipped policy gradient on estimated log-probabilities
+distill       `FewSteps`, which trains the student to accept in one pass what the teacher accepted in several
+preferences   `Preferences`, pairs of answers read from files
+vrpo          `VRPO`, DPO on the likelihood bound of masked diffusion
 
-The loop, the step, checkpoints and logs are those of every other training (`mercury_jax.train`).
+The training loop, the update, checkpoints and logs are the ones of `mercury_jax.train`.
 """
 
 from mercury_jax.rl.distill import FewSteps

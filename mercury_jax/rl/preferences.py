@@ -1,8 +1,8 @@
-"""Preferences: prompts with a chosen and a rejected answer, read from files; the data of `VRPO`.
+"""Preferences: prompts with a chosen and a rejected answer, read from JSONL files; the data of `VRPO`.
 
-A line is {"prompt": text, "chosen": text, "rejected": text}, or has "messages", a conversation that the answers
-continue, in the place of "prompt". Which pairs a batch has, and the seed of its masks, are a function of the step, so a
-resumed run continues exactly.
+A line is {"prompt": text, "chosen": text, "rejected": text}, or {"messages": [...], "chosen": ..., "rejected": ...}
+with a conversation that both answers continue. The pairs of a batch and the seed of its masks depend on the step only,
+so a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mercury_jax.types import LM, Params
 
 
 class Pair(NamedTuple):
-    """Ids of a prompt and of both answers, their ends included."""
+    """Token ids of a prompt and of both answers. Each answer includes its end-of-turn or end-of-text id."""
 
     prompt: list[int]
     chosen: list[int]
@@ -39,13 +39,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs of answers in files; a batch of B rows has B pairs.
+    """Pairs of answers read from files; a batch of B rows has B pairs.
 
-    Every epoch passes all pairs once, in an order of its own. The reference policy is the model in `init`.
+    Each epoch visits every pair once, in a new random order. The reference policy is the model in `init`.
 
     Attributes:
-        where: A glob of JSONL files; `**` goes into folders.
-        held_out: Share of the pairs, by a hash of their line, for evaluation alone.
+        where: A glob of JSONL files; `**` descends into folders.
+        held_out: Share of the pairs used for evaluation only, selected by a hash of the line.
 
     Raises:
         ValueError: A field is out of range.
@@ -60,18 +60,18 @@ class Preferences:
             raise refuse("held_out", self.held_out, "a share, 0 to below 1")
 
     def pairs(self, lm: LM, row: int, split: DataSplit) -> list[Pair]:
-        """Reads and encodes the pairs of one side.
+        """Reads and encodes the pairs of one split.
 
         Args:
-            lm: Its tokenizer encodes them, its layout tells how many positions they need.
+            lm: Model whose tokenizer encodes the pairs and whose layout decides how many positions they need.
             row: Positions T of a row.
-            split: "train", or "test" for those held out.
+            split: "train", or "test" for the held-out pairs.
 
         Returns:
             The pairs, in the order of the files.
 
         Raises:
-            ValueError: A line is no pair, or does not fit a row; names the file and the line.
+            ValueError: A line is not a pair, or does not fit a row. The message names the file and the line.
         """
         found = list[Pair]()
         for path in find_paths(self.where):
@@ -84,11 +84,11 @@ class Preferences:
         """Implements `BatchSource`.
 
         Args:
-            config: The recipe.
+            config: The recipe; its objective is `VRPO`.
             lm: The model that the run starts from; its parameters are the reference policy.
 
         Returns:
-            The batches.
+            An endless iterator of `PreferenceBatch`.
 
         Raises:
             ValueError: The objective is not `VRPO`, there is no model to start from, or the files do not fit.
@@ -116,8 +116,8 @@ class Preferences:
             lm: The model.
 
         Returns:
-            params -> the share of the held-out pairs whose chosen answer has the larger bound, and the mean difference
-            in nats.
+            A function of the parameters. `accuracy` is the share of held-out pairs whose chosen answer has the larger
+            ELBO, `gap` the mean difference in nats.
         """
         return functools.partial(_preferred, self, config, lm)
 
@@ -138,6 +138,7 @@ def _encode(lm: LM, row: int, place: str, record: Mapping[str, object]) -> Pair:
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     pair = Pair(list(before.ids), *([*tok.encode(answer), end] for answer in answers))
+    # Checked for every line before training starts, not when the pair is first drawn.
     for answer in pair[1:]:
         ids = np.zeros(len(pair.prompt) + len(answer), np.int32)
         needs = len(lm.model.layout(ids, len(pair.prompt), all_clean=False).tokens)
@@ -147,9 +148,11 @@ def _encode(lm: LM, row: int, place: str, record: Mapping[str, object]) -> Pair:
 
 
 def _lay_out(lm: LM, pairs: list[Pair], row: int, width: int) -> AnswerBatch:
-    """Pairs in arrays of one shape: leaves [B, 2, ...], `width` tokens of an answer, rows of `row` positions."""
+    """Lays out pairs as arrays of one shape: leaves [B, 2, ...], `width` tokens per answer, `row` positions."""
+    # 2 B rows: the chosen and the rejected answer of a pair are neighbours, so that a reshape splits them again.
     prompts = [pair.prompt for pair in pairs for _ in range(2)]
     found = pad_answers(answer_batch(lm, prompts, [x for pair in pairs for x in pair[1:]]), row)
+    # Padding up to the longest answer of all files: every batch has the same shapes, and the update compiles once.
     more = [(0, 0), (0, width - found.slots.shape[1])]
     found = found._replace(
         slots=np.pad(found.slots, more, constant_values=row),
@@ -167,14 +170,16 @@ def _draw(
     number: int,
     params: Params,
 ) -> list[PreferenceBatch]:
-    """Batch `number`."""
-    del params  # answers are given
+    """Makes batch `number`, with the reference policy's ELBO of each answer."""
+    del params  # the answers come from files, not from the policy
+    # Pair i of the endless sequence is number i mod N of epoch i // N, in the order of that epoch.
     chosen = list[Pair]()
     for i in range(number * config.batch, (number + 1) * config.batch):
         epoch, place = divmod(i, len(pairs))
         chosen.append(pairs[_order(config.seed, epoch, len(pairs))[place]])
     answers = _lay_out(lm, chosen, config.row, _width(pairs))
-    # Rows i, i + A, ... are a microbatch of the update, which draws its masks by itself: so does the reference.
+    # The update splits the batch into A microbatches of rows i, i + A, i + 2A, ... and draws masks for each one from
+    # the seed of its rows. The reference must see the same masks, so it is evaluated on the same microbatches.
     seed, bounds = np.zeros(config.batch, np.uint32), np.zeros((config.batch, 2), np.float32)
     for i in range(config.accumulate):
         part = slice(i, None, config.accumulate)
@@ -206,7 +211,7 @@ def _preferred(source: Preferences, config: TrainConfig, lm: LM, params: Params)
     seed, gaps = np.full(config.batch, seed_of(config.seed, 16), np.uint32), list[np.ndarray]()
     for first in range(0, len(pairs), config.batch):
         some = pairs[first : first + config.batch]
-        filled = some + some[-1:] * (config.batch - len(some))  # one shape
+        filled = some + some[-1:] * (config.batch - len(some))  # one shape compiles once
         answers = _lay_out(lm, filled, config.row, _width(pairs))
         bounds = np.asarray(_bounds(config.objective, lm, answers, seed, params))
         gaps.append((bounds[:, 0] - bounds[:, 1])[: len(some)])

@@ -1,8 +1,8 @@
-"""Data that the model decodes: answers to the problems of tasks, with rewards, as batches of one shape.
+"""Data that a model samples: answers to the problems of tasks, with rewards, as batches of one shape.
 
-`Rollouts` draws with the parameters of the run (reinforcement learning), `Trajectories` with those of a teacher
-(distillation). Both are `BatchSource`s: a recipe puts one in the place of documents. Problems, seeds and prompts are a
-function of the step, so a resumed run draws what it would have drawn.
+`Rollouts` samples with the current parameters (reinforcement learning), `Trajectories` with the parameters of a teacher
+(distillation). Both implement `BatchSource`, so a recipe uses them as `data`. Problems, prompts and seeds depend on the
+step only, so a resumed run samples what an uninterrupted one would have sampled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Keep = Callable[[Problem], bool]
 def problems_of(
     tasks: Sequence[str], only: Keep | None, seed: Sequence[int], count: int, split: Split
 ) -> list[tuple[str, Problem]]:
-    """Draws problems of several tasks in turn.
+    """Draws problems from several tasks, one task after the other.
 
     Args:
-        tasks: Their names.
-        only: Which problems to keep; None: all.
+        tasks: Names of the tasks.
+        only: only(problem) -> whether to keep the problem; None keeps all.
         seed: Equal seeds give equal problems.
-        count: How many.
-        split: The side of each task.
+        count: Number of problems.
+        split: Which side of each task to draw from.
 
     Returns:
-        (name of the task, problem).
+        `count` pairs (name of the task, problem).
 
     Raises:
         ValueError: `only` keeps none of a thousand problems.
@@ -61,12 +61,26 @@ def problems_of(
 
 
 def chats(problems: Sequence[tuple[str, Problem]]) -> list[list[dict[str, str]]]:
-    """The problems as conversations of one user turn."""
+    """Formats problems as conversations of one user turn.
+
+    Args:
+        problems: Pairs (name of the task, problem), from `problems_of`.
+
+    Returns:
+        One list of messages per problem.
+    """
     return [[{"role": "user", "content": problem.input}] for _, problem in problems]
 
 
 def task_reward(problems: Sequence[tuple[str, Problem]]) -> Reward:
-    """The reward of the tasks' own checks: 1 for a right answer, else 0. Row i answers problem i * P // rows."""
+    """Makes a reward function of the tasks' own checks: 1 for a correct answer, else 0.
+
+    Args:
+        problems: P pairs (name of the task, problem).
+
+    Returns:
+        reward(prompts, texts) -> rewards [N]. The N texts are N / P consecutive answers to each problem.
+    """
 
     def reward(prompts: Sequence[Any], texts: Sequence[str]) -> np.ndarray:
         each = len(texts) // len(problems)
@@ -78,14 +92,14 @@ def task_reward(problems: Sequence[tuple[str, Problem]]) -> Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAnswers:
-    """Answers that a model decodes to problems with checkable answers: what `Rollouts` and `Trajectories` share.
+    """Sampled answers to problems with checkable solutions: what `Rollouts` and `Trajectories` have in common.
 
     Attributes:
-        tasks: Names of tasks, in turn; see `mercury info`.
-        only: only(problem) tells which problems to keep; None: all.
-        sampler: A rule or `Sampler`; None: the model's own.
-        plan: Block and steps; None: the model's own.
-        max_tokens: Of an answer.
+        tasks: Names of tasks, used in turn; `mercury info` lists them.
+        only: only(problem) -> whether to keep the problem; None keeps all.
+        sampler: A rule or `Sampler`; None: the model's default.
+        plan: Block size and denoising steps; None: the model's default.
+        max_tokens: Largest number of tokens of an answer.
 
     Raises:
         ValueError: A field is out of range.
@@ -113,8 +127,8 @@ class TaskAnswers:
             lm: The model.
 
         Returns:
-            params -> accuracy on validation problems, the most probable tokens decoded by the same rule and plan, and
-            forward passes of an answer.
+            A function of the parameters. It decodes validation problems greedily with the same rule and plan;
+            `accuracy` is the share of correct answers, `forwards` the mean number of forward passes per answer.
         """
 
         def evaluate(params: Params) -> Mapping[str, float]:
@@ -132,18 +146,17 @@ class TaskAnswers:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(TaskAnswers):
-    """Answers that the model under training draws to problems with checkable answers; the data of `GRPO`.
+    """Answers sampled by the model under training; the data of `GRPO`.
 
-    A batch of B rows has B / n problems with n answers each. Their advantages are reward - mean of the group, divided
-    by its standard deviation with `scale`.
+    A batch of B rows has B / n problems with n answers each. The advantage of an answer is its reward minus the mean
+    reward of its group, divided by the group's standard deviation if `scale` is set (arXiv 2402.03300, section 4.1.2).
 
     Attributes:
-        n: Answers of each problem. The rule must draw tokens: where all answers of a group are equal it teaches
-            nothing, and the metric `informative` of `GRPO` says so.
-        temperature: Of drawn tokens.
-        updates: Updates of the model on each draw (GRPO's mu).
-        scale: Whether advantages are divided by the standard deviation of their group (GRPO) or not (Dr. GRPO, arXiv
-            2503.20783).
+        n: Answers per problem, the size of a group. The rule must sample tokens: a group of equal answers has no
+            gradient, which the metric `informative` of `GRPO` shows.
+        temperature: Sampling temperature of the tokens.
+        updates: Optimizer updates on the same answers (GRPO's mu).
+        scale: Divide advantages by the standard deviation of their group (GRPO), or not (Dr. GRPO, arXiv 2503.20783).
         reward: reward(prompts, texts) -> one number per text; None: 1 where the task's check accepts the text, else 0.
 
     Raises:
@@ -167,14 +180,15 @@ class Rollouts(TaskAnswers):
         """Implements `BatchSource`.
 
         Args:
-            config: The recipe.
+            config: The recipe; its objective is `GRPO`.
             lm: The model that the run starts from; with `kl` its parameters are the reference policy.
 
         Returns:
-            The batches.
+            An endless iterator of `PolicyBatch`.
 
         Raises:
-            ValueError: The objective is not `GRPO`, or the batch is no multiple of n.
+            ValueError: The objective is not `GRPO`, or the recipe's batch, save_every, accumulate or init does not fit
+                n, updates or kl.
         """
         objective = config.objective
         if not isinstance(objective, GRPO):
@@ -182,6 +196,8 @@ class Rollouts(TaskAnswers):
         if config.batch % self.n:
             raise refuse("batch", config.batch, f"a multiple of n = {self.n}")
         if config.save_every % self.updates:
+            # A checkpoint between two updates on the same answers would have to sample them again with the parameters
+            # that the first update has already replaced.
             raise refuse("save_every", config.save_every, f"a multiple of updates = {self.updates}")
         if config.accumulate > 1 and (self.updates > 1 or objective.kl):
             allowed = "1 with several updates or a penalty: old log-probabilities are those of whole batches"
@@ -195,23 +211,27 @@ class Rollouts(TaskAnswers):
     def _draw(
         self, config: TrainConfig, objective: GRPO, lm: LM, reference: Params, number: int, params: Params
     ) -> list[PolicyBatch]:
-        """The batches of draw `number`: the same answers, under the masks of each update."""
+        """Samples answers for draw `number`; returns one batch for each update on them, with masks of its own."""
         lm = dataclasses.replace(lm, params=params)
         problems = problems_of(
             self.tasks, self.only, (config.seed, 11, number), config.batch // self.n, "train"
         )
+        # Answers [B] with their rewards; the same seed on a resume draws the same answers from the same parameters.
         drawn = rollout(
             lm, chats(problems), n=self.n, reward=self.reward or task_reward(problems), max_tokens=self.max_tokens,
             seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=self.temperature,
         )  # fmt: skip
         assert drawn.rewards is not None
+        # [B / n, n]: the n answers to one problem are consecutive rows.
         grouped = drawn.rewards.reshape(-1, self.n)
         advantages = grouped - grouped.mean(1, keepdims=True)
         if self.scale:
-            advantages /= grouped.std(1, keepdims=True) + 1e-4
+            advantages /= grouped.std(1, keepdims=True) + 1e-4  # a group of equal rewards has deviation 0
         answers = _answers(lm, drawn, config.row)
         found = []
         for k in range(self.updates):
+            # Old and reference log-probabilities are estimated here, before any update on these answers, under the
+            # masks that update k will use. With one update the old policy is the current one and needs no estimate.
             seed = np.full(len(drawn.rewards), seed_of(config.seed, number, k), np.uint32)
             estimate = functools.partial(_log_probs, objective, lm, answers, seed)
             found.append(
@@ -227,18 +247,18 @@ class Rollouts(TaskAnswers):
 class Trajectories(TaskAnswers):
     """Answers of a teacher, with the pass that accepted each token; the data of `FewSteps`.
 
-    `sampler` and `plan` say how the teacher decodes.
+    The teacher is the model in `init`. It decodes greedily with `sampler` and `plan`.
     """
 
     def batches(self, config: TrainConfig, lm: LM) -> PolicyBatches[PolicyBatch]:
         """Implements `BatchSource`.
 
         Args:
-            config: The recipe.
+            config: The recipe; its objective is `FewSteps`.
             lm: The model that the run starts from, which is the teacher.
 
         Returns:
-            The batches.
+            An endless iterator of `PolicyBatch` without advantages.
 
         Raises:
             ValueError: The objective is not `FewSteps`, or there is no model to start from.
@@ -253,63 +273,84 @@ class Trajectories(TaskAnswers):
         return PolicyBatches(functools.partial(self._draw, config, teacher))
 
     def _draw(self, config: TrainConfig, lm: LM, number: int, params: Params) -> list[PolicyBatch]:
-        del params  # the teacher's stay
+        del params  # the teacher keeps its own
         problems = problems_of(self.tasks, self.only, (config.seed, 12, number), config.batch, "train")
         drawn = rollout(
             lm, chats(problems), reward=task_reward(problems), max_tokens=self.max_tokens,
             seed=seed_of(config.seed, number), sampler=self.sampler, plan=self.plan, temperature=0.0,
         )  # fmt: skip
         assert drawn.rewards is not None
+        # `FewSteps` reads neither advantages nor seed: it draws masks from the recorded order with the update's key.
         rewards, seed = drawn.rewards.astype(np.float32), np.zeros(config.batch, np.uint32)
         return [PolicyBatch(_answers(lm, drawn, config.row), rewards, np.zeros_like(rewards), seed)]
 
 
 class PolicyBatches(Generic[AnyBatch]):
-    """Batches without end that need the current parameters; implements `Batches`."""
+    """An endless iterator of batches that are made with the current parameters.
+
+    Implements `loop.Batches` and `loop.PolicyData`. Batch i belongs to draw i // updates, and a draw is a function of
+    its number and the parameters, so the state of the iterator is a single number.
+    """
 
     def __init__(self, make: Callable[[int, Params], list[AnyBatch]], updates: int = 1) -> None:
         """Starts at the first batch.
 
         Args:
-            make: make(number, current parameters) -> the batches of one draw.
-            updates: Batches of a draw.
+            make: make(number of the draw, current parameters) -> the batches of the draw.
+            updates: Batches per draw.
         """
         self._make, self._updates = make, updates
         self._taken, self._ahead = 0, list[AnyBatch]()
         self._params: Params = None
 
     def observe(self, params: Params) -> None:
-        """Receives the parameters before each batch; they are not kept beyond it."""
+        """Implements `loop.PolicyData.observe`: holds the parameters until the next batch is made.
+
+        Args:
+            params: Current parameters. The update after this batch donates them.
+        """
         self._params = params
 
     def __next__(self) -> AnyBatch:
         if not self._ahead:
             self._ahead = self._make(self._taken // self._updates, self._params)
-            del self._ahead[: self._taken % self._updates]
+            del self._ahead[: self._taken % self._updates]  # taken before the run was resumed
+        # The update donates the parameters: a reference kept here would point at freed buffers.
         self._taken, self._params = self._taken + 1, None
         return self._ahead.pop(0)
 
     def get_state(self) -> dict[str, Any]:
-        """How many batches were taken."""
+        """Returns {"taken": number of batches taken}, ready for JSON."""
         return {"taken": self._taken}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continues from a saved state.
+
+        Args:
+            state: From `get_state`.
+        """
         self._taken, self._ahead = state["taken"], []
 
 
 def copy_params(params: Params) -> Params:
-    """A copy: the run's first update donates what it starts from."""
+    """Copies parameters that must outlive the first update, which donates the ones it starts from.
+
+    Args:
+        params: Parameters of the model.
+
+    Returns:
+        The same values in new buffers.
+    """
     return jax.tree.map(jnp.array, params)
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed below 2**31 that is a function of the numbers."""
+    """Derives a seed in [0, 2**31) from integers, for example the run's seed and the number of a draw."""
     return int(np.random.default_rng(numbers).integers(2**31))
 
 
 def _answers(lm: LM, drawn: Rollout, row: int) -> AnswerBatch:
-    """The answers in arrays of one shape, whatever their lengths: rows of `row` positions."""
+    """Lays out answers in arrays whose shape does not depend on their lengths: rows of `row` positions."""
     return pad_answers(drawn.batch(lm), row)
 
 

@@ -1,8 +1,9 @@
-"""VRPO: preference optimisation of diffusion models with estimates of little variance (LLaDA 1.5, arXiv 2505.19223).
+"""VRPO: preference optimisation of diffusion models with variance reduction (LLaDA 1.5, arXiv 2505.19223).
 
-DPO (arXiv 2305.18290) compares log p of two answers under the policy and a reference. Here log p is the bound of masked
-diffusion, an estimate. Its variance, which also biases the loss, is reduced by several strata of noise with one mask
-each, and by the same masks for policy and reference. `Preferences` makes the batches.
+DPO (arXiv 2305.18290) compares log p of two answers under the policy and a reference policy. A masked diffusion model
+replaces log p by a Monte Carlo estimate of the ELBO. The log-sigmoid is not linear, so the variance of that estimate
+also biases the loss. VRPO reduces the variance: several noise levels with one mask each, and the same masks for the
+policy and the reference. `preferences.py` makes the batches.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class PreferenceBatch(NamedTuple):
     """Pairs of answers to the same prompt, the preferred one first: what `VRPO` scores.
 
     Attributes:
-        answers: Laid out for the model, S tokens each; every leaf is [B, 2, ...].
-        seed: Of the masks; the same in all rows of a microbatch.
-        reference: The reference policy's estimates of the bound under these masks, in nats.
+        answers: Answers laid out for the model, padded to S tokens each; every leaf is [B, 2, ...].
+        seed: Seed of the masks; the same value in all rows of a microbatch.
+        reference: ELBO of each answer under the reference policy, estimated with the same masks, in nats.
     """
 
     answers: AnswerBatch
@@ -37,21 +38,23 @@ class PreferenceBatch(NamedTuple):
 
     @property
     def editable(self) -> Bool[Array, "B 2 S"]:
-        """Tokens of the answers; the loop counts them."""
+        """Marks the answer tokens, which the loop counts as scored tokens."""
         return jnp.arange(self.answers.slots.shape[-1]) < jnp.asarray(self.answers.lengths)[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VRPO:
-    """-log sigmoid(beta [(B(chosen) - B_ref(chosen)) - (B(rejected) - B_ref(rejected))]), the mean over pairs.
+    """DPO loss on ELBO estimates (VRPO, arXiv 2505.19223).
 
-    B is the estimate "elbo" of `token_log_probs`, summed over the answer. Policy and reference see the same masks
-    (antithetic sampling), and the number of masks is stratified over the samples, one mask each, which are the three
-    techniques of the paper.
+        -log sigmoid(beta [(B(chosen) - B_ref(chosen)) - (B(rejected) - B_ref(rejected))]), averaged over pairs.
+
+    B is the "elbo" estimate of `mj.token_log_probs`, summed over the answer. The three variance reductions of the paper
+    are all used: the budget of `samples` forward passes goes to different noise levels, each level has one mask, and
+    the policy and the reference see the same masks (antithetic sampling). The levels are stratified in addition.
 
     Attributes:
-        beta: How strongly the policy is kept at the reference.
-        samples: Masks of each answer. All of them are passes with a gradient.
+        beta: Strength of the regularisation towards the reference policy (DPO's beta).
+        samples: Masks drawn for each answer. Each costs a forward and a backward pass.
 
     Raises:
         ValueError: A field is out of range.
@@ -66,20 +69,21 @@ class VRPO:
         at_least(1, samples=self.samples)
 
     def bounds(self, lm: LM, params: Params, answers: AnswerBatch, seed: ArrayLike) -> Float[Array, "B 2"]:
-        """Estimates the bound on log p of both answers of each pair.
+        """Estimates the ELBO of both answers of each pair.
 
         Args:
-            lm: Model and noise.
-            params: Parameters.
-            answers: Of `PreferenceBatch`.
-            seed: Of the masks, the same in all rows [B].
+            lm: Model and noise; its own parameters are not read.
+            params: Parameters of the policy to evaluate.
+            answers: `PreferenceBatch.answers`, leaves [B, 2, ...].
+            seed: Seed of the masks [B], the same value in all rows.
 
         Returns:
-            Nats.
+            The bound on log p of each answer in nats [B, 2].
         """
+        # Chosen and rejected answers become rows of one batch, so that a single pass scores both.
         both = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:]), answers)  # [2 B, ...]
         key = jax.random.key(jnp.asarray(seed)[0])
-        found = token_log_probs(lm, params, both, key, estimator="elbo", samples=self.samples)
+        found = token_log_probs(lm, params, both, key, estimator="elbo", samples=self.samples)  # [2 B, S]
         return found.sum(-1).reshape(-1, 2)
 
     def __call__(
@@ -88,6 +92,8 @@ class VRPO:
         """Implements `Objective` for pairs of answers."""
         del key  # masks are drawn from the batch's seed, under which the reference was estimated
         lm = LM(model, params, None, corruption)  # pyright: ignore[reportArgumentType]  # ids need no tokenizer
+        # DPO's implicit reward of each answer [B, 2]: how far the policy moved from the reference on it.
+        # DPO's implicit reward of each answer [B, 2]: how far the policy moved from the reference on it.
         rewards = self.beta * (
             self.bounds(lm, params, batch.answers, batch.seed) - jnp.asarray(batch.reference)
         )

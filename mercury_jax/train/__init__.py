@@ -1,14 +1,16 @@
-"""Training: a recipe, the loop that runs it, and what both are made of.
+"""Training: recipes, data, objectives, and the loop that runs them.
 
 recipe        `TrainConfig`: everything that a run depends on; loading and overriding recipes
-data          sources, packing and batches
-objectives    what is minimised
+data          data sources, packing and batches
+objectives    the losses
 optim, step   the optimizer, and one update on a mesh
-loop          train, log, evaluate, show samples, save, resume; several processes, signals
-report        progress, metrics and samples of a run
+lora          training a part of the parameters: adapters or unfrozen leaves
+loop          train, log, evaluate, show samples, save, resume
+distributed   several processes: joining, failing together, signals
+report        progress, metrics and samples of a run; curves draws them, throughput computes MFU
 
-`mercury_jax.api.train` puts them together. Recipes are found here, without importing JAX: `mercury init` and the
-help of `mercury train` answer at once.
+`mercury_jax.api.train` puts them together. This module finds recipe files without importing JAX, so that `mercury init`
+and `mercury train --help` start fast.
 """
 
 from __future__ import annotations
@@ -18,17 +20,25 @@ from pathlib import Path
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with mercury_jax, by name.
+    """Lists the recipes that come with mercury_jax.
 
-    An installed package holds them as `mercury_jax/configs`; in a clone they are `configs/` beside the package.
+    Returns:
+        The path of each recipe file by name.
     """
+    # The build copies `configs/` of the repository to `mercury_jax/configs`; in a clone only the former exists.
     package = Path(__file__).parents[1]
     inside, beside = package / "configs", package.parent / "configs"
     return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.py"))}
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """Finds the file of a recipe: a path, or the name of one that comes with mercury_jax.
+    """Finds the file of a recipe.
+
+    Args:
+        recipe: Path of a recipe file, or the name of a recipe that comes with mercury_jax.
+
+    Returns:
+        Path of the file.
 
     Raises:
         ValueError: There is no such file; the message says how to get one.

@@ -1,7 +1,7 @@
-"""Curves of one or several runs as a page or an image: what `mercury report` writes.
+"""Training curves of one or several runs as an HTML page or an image: what `mercury report` writes.
 
-It reads `metrics.jsonl` and `config.json` of the runs' folders, also while they are being written. The page is one HTML
-file without scripts: the curves as SVG, the last values, and the fields of the recipes that differ.
+It reads `metrics.jsonl` and `config.json` from the folders of the runs, also of runs in progress. The page is a single
+HTML file without scripts: the curves as SVG, the last values, and the fields in which the recipes differ.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mercury_jax import install
 from mercury_jax.config import refuse
 from mercury_jax.train.report import METRICS
 
-KINDS = (".html", ".png", ".svg", ".pdf")  # what can be written
+KINDS = (".html", ".png", ".svg", ".pdf")  # supported file types
 FIRST = ("loss", "nats_per_token", "masked_accuracy", "masked_ce")  # panels that come first, in this order
-NO_PANEL = ("step", "kind", "tokens")
+NO_PANEL = ("step", "kind", "tokens")  # fields of a row that are not drawn
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class RunCurves:
     """The metrics of a run.
 
     Attributes:
-        name: Of the run: its folder's name, or more of its path where two runs share it.
-        curves: (kind, metric) -> (steps, values).
-        config: Field of the recipe -> value, with dots in the names; without `out` and `resume`.
+        name: Name of the folder of the run; the whole path if two runs have the same folder name.
+        curves: (kind, metric) -> (steps, values); the kind is "train" or "eval".
+        config: Dotted name of each field of the recipe -> value; without `out` and `resume`.
     """
 
     name: str
@@ -43,10 +43,10 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunCurves]:
     """Reads the metrics of runs.
 
     Args:
-        folders: Their folders, as `mercury train` writes them.
+        folders: Folders of the runs, written by `mercury train`.
 
     Returns:
-        The runs, in this order.
+        The runs, in the order of `folders`.
 
     Raises:
         ValueError: A folder has no metrics.
@@ -64,7 +64,7 @@ def _read(folder: Path, name: str) -> RunCurves:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
         rows = [
             json.loads(line) for line in lines if line.endswith("\n")
-        ]  # a run may be writing the last one
+        ]  # the last line of a run in progress may be incomplete
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         allowed = f"the folder of a run, with config.json and {METRICS} ({error})"
@@ -94,14 +94,14 @@ def write_report(runs: Sequence[RunCurves], path: str | Path, metrics: Sequence[
 
     Args:
         runs: From `read_runs`.
-        path: The file; its ending says which: .html, .png, .svg or .pdf.
-        metrics: Draw only these. Default: all that any run has.
+        path: The file to write. Its suffix selects the type: .html, .png, .svg or .pdf.
+        metrics: Names of the metrics to draw. Default: all metrics of all runs.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: Another ending, a metric that no run has, or matplotlib is missing.
+        ValueError: Another suffix, a metric that no run has, or matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix not in KINDS:
@@ -122,7 +122,7 @@ def write_report(runs: Sequence[RunCurves], path: str | Path, metrics: Sequence[
 
 
 def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> bytes:
-    """One panel a metric; training as a line, evaluation as dots on a line, a colour for each run."""
+    """Draws one panel per metric: training as a line, evaluation as a dashed line with dots, one colour per run."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -133,7 +133,7 @@ def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> byte
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)  # no pyplot: it would choose a window system
+    FigureCanvasAgg(figure)  # without pyplot, which would look for a window system
     panels = [axes for line in figure.subplots(lines, columns, squeeze=False) for axes in line]
     for axes in panels[len(metrics) :]:
         axes.set_axis_off()
@@ -156,7 +156,8 @@ def _image(runs: Sequence[RunCurves], metrics: Sequence[str], kind: str) -> byte
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     sink = io.BytesIO()
-    # Text stays text, so that a page can be searched; a fixed salt makes equal runs equal files.
+    # Text stays text in the SVG, so that a page can be searched. A fixed salt for the ids and no date make the files of
+    # equal runs equal.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mercury"}):
         figure.savefig(sink, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
     return sink.getvalue()

@@ -1,13 +1,14 @@
-"""Several processes that train together: joining, ending together, sharing the state of the data, stopping at SIGTERM.
+"""Training in several processes: joining a job, failing together, merging the state of the data, stopping at SIGTERM.
 
-A collective waits for every process, so one that ends early would leave the others waiting. Two things prevent it:
+A collective waits for all processes. If one process ends early, the others would wait for it until the job is killed.
+A background thread in each process (`Watch`) prevents this, in two cases:
 
-    an error        the process that raises it publishes it in JAX's key-value store; the others read it and end
-    a silent death  (SIGKILL, a lost host): every process counts up a number in the store, and process 0 publishes
-                    the name of one whose number stands still for `heartbeat` seconds
+    error         the failing process publishes its error in JAX's key-value store; the others read it and exit
+    silent death  (SIGKILL, a lost host) each process keeps increasing a counter in the store; process 0 publishes
+                  the process whose counter has not changed for `heartbeat` seconds, and the others exit
 
-JAX's own heartbeat stays on as well, with a longer timeout, for the case that Python itself hangs. Only where process
-0 dies, and the store with it, do the others end at once and by JAX's message.
+JAX's own heartbeat stays enabled with a longer timeout, in case Python itself hangs. Process 0 hosts the key-value
+store: if that process dies, the others exit immediately with JAX's message.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from jax.experimental import multihost_utils
 from mercury_jax.config import refuse
 
 ALIVE, WHO, ENDED = "mercury/alive/", "mercury/who/", "mercury/ended"  # in JAX's key-value store
-LEFT = "left"  # in the place of the number: the process has finished, and counts no further
-POLL = 0.5  # seconds between two looks at the store
-BACKSTOP = 30  # seconds that JAX's own timeouts are longer than ours, so that ours speak first
+LEFT = "left"  # replaces the counter of a process that has finished: its silence is no failure
+POLL = 0.5  # seconds between two reads of the store
+BACKSTOP = 30  # seconds by which JAX's own timeouts are longer, so that our messages come first
 LOST = 5  # exit code: another process died, or did not join
 
 DataState = dict[str, Any]  # JSON, see `loop.Batches`
@@ -45,30 +46,31 @@ DataState = dict[str, Any]  # JSON, see `loop.Batches`
 
 @contextmanager
 def joined(timeout: int = 300, heartbeat: int = 60) -> Iterator[None]:
-    """Joins the other processes of this job; an error in the block ends all of them. Enter before a device is used.
+    """Joins the other processes of this job; an error in the block ends all of them.
 
-    JAX detects SLURM, GKE, Cloud TPU and MPI; elsewhere the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID describe the job.
+    Enter the block before any device is used. JAX detects SLURM, GKE, Cloud TPU and MPI; elsewhere set the environment
+    variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
-    In the block this process ends, with a line that says why and a non-zero exit code, as soon as another process has
-    raised an error or has given no sign of life for `heartbeat` seconds. An error in the block gets an attribute
-    `leave_at_once`: at Python's usual exit JAX would wait for processes that may be gone.
+    Inside the block, this process exits with a message and a non-zero exit code as soon as another process raises an
+    error, or has not updated its counter for `heartbeat` seconds. An error that leaves the block gets the attribute
+    `leave_at_once`, which tells the caller to use `os._exit`: at a normal exit JAX would wait for processes that may be
+    gone.
 
     Args:
-        timeout: Seconds in which all processes must have joined. After them this process ends with exit code 5.
-        heartbeat: Seconds without a sign of life after which a process counts as dead.
+        timeout: Seconds within which all processes must have joined; otherwise this process exits with code 5.
+        heartbeat: Seconds without an update of its counter after which a process counts as dead.
 
     Yields:
         None.
 
     Raises:
-        ValueError: There is no such job.
+        ValueError: JAX finds no job of several processes.
     """
     _initialize(timeout, heartbeat)
     if jax.process_count() == 1:
         yield
         return
-    from jax._src import distributed  # the only way to the store; Orbax goes it too
+    from jax._src import distributed  # JAX has no public access to the store; Orbax imports this module too
 
     watch = Watch(distributed.global_state.client, jax.process_index(), jax.process_count(), heartbeat)
     watch.start()
@@ -83,7 +85,10 @@ def joined(timeout: int = 300, heartbeat: int = 60) -> Iterator[None]:
 
 
 def _initialize(timeout: int, heartbeat: int) -> None:
-    """`jax.distributed.initialize`, which would abort the process with a stack trace where a process is missing."""
+    """Calls `jax.distributed.initialize`, with a timer that exits with a readable message if a process is missing.
+
+    On its own timeout, JAX aborts the process with a C++ stack trace.
+    """
     count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
 
     def late() -> None:
@@ -115,41 +120,49 @@ def _initialize(timeout: int, heartbeat: int) -> None:
 
 
 class Watch:
-    """A thread that shows the others that this process lives, and ends it when another one has failed."""
+    """A thread that publishes that this process is alive, and ends the process when another one has failed.
+
+    It uses these keys of the store: ALIVE + index for the counter of a process, or LEFT; WHO + index for its host and
+    pid; ENDED for the first failure of the job, as JSON {process, message, code}.
+    """
 
     def __init__(self, store: Any, index: int, count: int, heartbeat: float) -> None:
-        """Knows the job, and starts nothing.
+        """Stores the settings; `start` starts the thread.
 
         Args:
             store: JAX's client, with `key_value_set`, `key_value_dir_get` and `blocking_key_value_get`.
-            index: Of this process.
-            count: Processes.
-            heartbeat: Seconds of silence after which a process counts as dead.
+            index: Index of this process.
+            count: Number of processes.
+            heartbeat: Seconds without an update of its counter after which a process counts as dead.
         """
         self._store, self.index, self.count, self.heartbeat = store, index, count, heartbeat
         self._over, self._failing = threading.Event(), False
-        self._seen: dict[int, tuple[str, float]] = {}  # last number of each process, and when it was new
+        self._seen: dict[int, tuple[str, float]] = {}  # last counter of each process, and when it changed
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Publishes host and pid of this process, and starts the thread."""
         self._store.key_value_set(f"{WHO}{self.index}", f"host {socket.gethostname()}, pid {os.getpid()}")
         self._thread.start()
 
     def leave(self) -> None:
-        """This process has finished: it is not missed any more, and does not watch."""
+        """Marks this process as finished, so that no other process misses it, and stops the thread."""
         self._over.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(20 * POLL)  # Python must not end while a thread of it waits in C++
+            # The interpreter must not shut down while a thread waits in JAX's C++ code.
+            self._thread.join(20 * POLL)
         with suppress(Exception):  # the store may be gone
             self._store.key_value_set(f"{ALIVE}{self.index}", LEFT, allow_overwrite=True)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process ends by `error`, and waits a moment until they have read it.
+        """Publishes that this process ends because of `error`, and waits until the others have read it.
 
-        A failed collective is most often the trace of another process's death. Which one it was is known after
-        `heartbeat` seconds at most; then this process ends here, with the message that all others get.
+        Args:
+            error: The error that ends this process.
         """
+        # A failed collective is usually the consequence of another process's death. Process 0 finds out which one
+        # within `heartbeat` seconds, and the watch thread then ends this process with the message that all others get.
+        # An error of its own, such as an exhausted device memory, is published at once.
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             first = str(error).strip().splitlines()[:1]
             _say(
@@ -165,6 +178,7 @@ class Watch:
         self._leave_last()
 
     def _run(self) -> None:
+        """The thread: counts up, and ends the process at the first published failure."""
         number = 0
         while not self._over.is_set():
             number += 1
@@ -173,7 +187,8 @@ class Watch:
                 if self.index == 0:
                     self._find_silent()
                 told = self._store.blocking_key_value_get(ENDED, int(POLL * 1000))
-            except Exception:  # nothing yet, or the store is gone, which JAX itself notices
+            except Exception:
+                # The read timed out, so there is no failure yet; or the store is gone, which JAX itself reports.
                 time.sleep(POLL / 10)
                 continue
             about = json.loads(told)
@@ -185,7 +200,8 @@ class Watch:
             return
 
     def _find_silent(self) -> None:
-        """On process 0: publishes a process whose number has not changed for `heartbeat` seconds."""
+        """On process 0: publishes a process whose counter has not changed for `heartbeat` seconds."""
+        # Only the clock of process 0 is used: the counters carry no time, so clocks of hosts may differ.
         now = time.monotonic()
         numbers = {int(key.rpartition("/")[2]): n for key, n in self._store.key_value_dir_get(ALIVE)}
         for index in range(1, self.count):
@@ -199,14 +215,18 @@ class Watch:
                 return
 
     def _publish(self, index: int, what: str, code: int) -> None:
-        """The first message stands: later ones are consequences."""
+        """Publishes a failure. Without `allow_overwrite` the first one stands: later failures are its consequences."""
         who = dict(self._store.key_value_dir_get(WHO)).get(f"{WHO}{index}", "never heard of")
         about = {"process": index, "message": f"process {index} of {self.count} ({who}) {what}", "code": code}
         with suppress(Exception):
             self._store.key_value_set(ENDED, json.dumps(about))
 
     def _leave_last(self, dead: int | None = None) -> None:
-        """On process 0, with which the store ends: waits until the others have left, and gives them time to exit."""
+        """On process 0: waits until the others have left, because the store that they read ends with this process.
+
+        Args:
+            dead: A process that cannot leave any more; not waited for.
+        """
         if self.index:
             return
         until = time.monotonic() + 20 * POLL
@@ -221,7 +241,7 @@ class Watch:
 
 
 def _exit_code(error: BaseException) -> int:
-    """As the command line has it: an error's own, 4 for a full disk, 2 for bad input, 130 for Ctrl-C, otherwise 1."""
+    """Finds the exit code: the error's own, 4 for a full disk, 2 for bad input, 130 for Ctrl-C, otherwise 1."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own
@@ -238,7 +258,10 @@ def _say(text: str) -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Ends this process from any thread, whatever its main thread waits for."""
+    """Prints a message and ends this process, from any thread.
+
+    `os._exit`, because the main thread may wait in a collective that will never return.
+    """
     _say(text)
     os._exit(code)
 
@@ -247,17 +270,17 @@ def _end(text: str, code: int) -> None:
 
 
 def gather_data_state(state: DataState) -> DataState:
-    """Merges the states of all processes' data, so that any number of processes can continue from the result.
+    """Merges the data states of all processes, so that the run can be resumed with any number of processes.
 
     Args:
-        state: This process's; its `rows` are {number of the row: state of the row}.
+        state: State of this process; its `rows` are {number of the row in the batch: state of the row}.
 
     Returns:
-        The state with the `rows` of every process, on each of them. A single process's state is returned as it is.
+        The state with the `rows` of all processes, the same on each of them. With one process, `state` itself.
     """
     if jax.process_count() == 1:
         return state
-    # JSON as bytes, padded to the longest: collectives need arrays of one shape.
+    # A collective needs arrays of the same shape on all processes: the JSON is sent as bytes, padded to the longest.
     own = np.frombuffer(json.dumps(state).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(own)))
     padded = np.pad(own, (0, int(lengths.max()) - len(own)))
@@ -274,13 +297,22 @@ class StopSignal:
     """The signal that ends a run early.
 
     Attributes:
-        name: "SIGTERM" or "SIGINT"; None while there was none.
+        name: "SIGTERM" or "SIGINT"; None if none has arrived.
     """
 
     name: str | None = None
 
     def arrived(self, step: int) -> bool:
-        """Whether to stop at this step: the same answer on every process, by JAX's preemption service."""
+        """Says whether to stop at this step.
+
+        Args:
+            step: Number of the step, the same on all processes.
+
+        Returns:
+            The same answer on all processes.
+        """
+        # SIGTERM reaches the processes at different times. JAX's preemption service agrees on a step that none of them
+        # has passed, so that all stop, and save, at the same step.
         several = self.name is None and jax.process_count() > 1
         if several and multihost_utils.reached_preemption_sync_point(step):
             self.name = "SIGTERM"
@@ -291,10 +323,11 @@ class StopSignal:
 def watch_signals() -> Iterator[StopSignal]:
     """Records SIGTERM and SIGINT instead of ending the process; a second SIGINT interrupts as usual.
 
-    With several processes JAX itself watches SIGTERM, and informs all of them. In a thread signals are left alone.
+    With several processes, JAX handles SIGTERM and informs all of them. Outside of the main thread no handler is set,
+    since Python allows none there.
 
     Yields:
-        What arrived.
+        The signal that has arrived, if any.
 
     Raises:
         KeyboardInterrupt: At the second SIGINT.

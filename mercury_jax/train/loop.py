@@ -1,8 +1,7 @@
 """The training loop: train, log, evaluate, show samples, save, resume.
 
-Everything that the next update depends on is in `TrainState` and in the state of the data; both are in a checkpoint,
-so a resumed run ends equal bit for bit to one without an interruption. What several processes share is in
-`distributed.py`.
+The next update depends only on `TrainState` and on the state of the data iterator. A checkpoint holds both, so a
+resumed run ends with the same bits as an uninterrupted one. `distributed.py` holds the code for several processes.
 """
 
 from __future__ import annotations
@@ -38,49 +37,57 @@ Preview = Callable[[Params], str]
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches without end, this process's rows of them, whose order can be resumed exactly.
+    """An endless iterator of batches that can be resumed exactly. Each process iterates over its own rows.
 
-    With several processes a state is `{"rows": {number: state of that row of the batch}, ...}`: a checkpoint merges the
-    rows of all processes, and `set_state` receives all of them.
+    With several processes, a state is `{"rows": {number: state of that row of the batch}, ...}`. A checkpoint merges
+    the rows of all processes, and `set_state` receives the merged state.
     """
 
     def __next__(self) -> Batch:
-        """The next batch, numpy arrays [rows of this process, T]."""
+        """Returns the next batch, numpy arrays [rows of this process, T]."""
         ...
 
     def get_state(self) -> DataState:
-        """Where the data are, ready for JSON."""
+        """Returns the position in the data as values that JSON can write."""
         ...
 
     def set_state(self, state: DataState, /) -> None:
-        """Continues where `state` was taken."""
+        """Continues from a saved position.
+
+        Args:
+            state: From `get_state`; with several processes, the merged state of all of them.
+        """
         ...
 
 
 @runtime_checkable
 class PolicyData(Protocol):
-    """Batches that are made with the current parameters, beside what `Batches` has."""
+    """`Batches` that are made with the current parameters, as in reinforcement learning."""
 
     def observe(self, params: Params, /) -> None:
-        """Receives the parameters before each batch; they are donated to the update that follows."""
+        """Receives the current parameters; called before each `__next__`.
+
+        Args:
+            params: The parameters, frozen ones included. The next update donates them: do not keep a reference.
+        """
         ...
 
 
 class Diverged(ArithmeticError):
-    """The loss or the gradient is NaN or infinite. Nothing was saved since; earlier checkpoints are intact."""
+    """The loss or the gradient is NaN or infinite. Nothing was saved afterwards; earlier checkpoints are intact."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves.
+    """The result of a run.
 
     Attributes:
         params: The last parameters, frozen ones included; with adapters a `LoraWeight` for each targeted matrix.
-        ema: Their average; the parameters themselves if there is none.
-        metrics: The last metrics.
-        out: The run's folder.
+        ema: Moving average of the parameters; without one, `params`.
+        metrics: The last metrics by name.
+        out: Folder of the run.
         step: Updates taken.
         stopped: The signal that ended the run before its last step, or None.
     """
@@ -110,23 +117,25 @@ def run(
         model: Pure functions of the denoiser.
         corruption: The forward process.
         data: numpy batches of this process's rows, see `sharding.process_share`.
-        evaluate: Called with the averaged parameters, which it must not keep; returns metrics.
-        preview: Called with the averaged parameters; returns text for the log.
-        params: Start from these (fine-tuning); what is trained of them is donated. None: from the model's init. Frozen
-            parameters are not in checkpoints, so a resumed run needs them too.
+        evaluate: evaluate(averaged parameters) -> metrics; it must not keep a reference to the parameters.
+        preview: preview(averaged parameters) -> text for the log.
+        params: Initial parameters (fine-tuning); the trained ones are donated. None: from the model's init. Checkpoints
+            do not contain frozen parameters, so a resumed run needs them too.
 
     Returns:
         The last parameters and metrics.
 
     Raises:
-        ValueError: Before any compute, when `out` already holds checkpoints and `resume` is False, or holds another
-            model's; or when frozen parameters are not those of the run to resume.
-        Diverged: On NaN or Inf.
-        checkpoint.SaveFailed: On a full disk.
+        ValueError: Before any compute: `out` holds checkpoints and `resume` is False; `out` holds checkpoints of
+            another model; or the frozen parameters differ from the ones of the run to resume.
+        Diverged: The loss or the gradient is NaN or infinite.
+        checkpoint.SaveFailed: A checkpoint could not be written, for example on a full disk.
     """
     with _opened(config, model, corruption, data, params) as loop, watch_signals() as stop:
         while loop.step < config.steps and not stop.arrived(loop.step):
             loop.advance()
+            # The order matters to a resumed run: the metrics of this step are logged before the checkpoint that
+            # stands for it is written.
             due = lambda every, at=loop.step: every and (at % every == 0 or at == config.steps)
             if evaluate and due(config.eval_every):
                 found = loop.call(evaluate)
@@ -137,6 +146,7 @@ def run(
                 loop.report.sample(loop.step, loop.call(preview))
             if due(config.save_every):
                 loop.save()
+        # A signal during the last step does not make the run incomplete.
         early = stop.name if loop.step < config.steps else None
         if early:
             loop.save()
@@ -144,10 +154,16 @@ def run(
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
-    """The recipe's mesh over all devices.
+    """Makes the recipe's mesh over all devices.
+
+    Args:
+        config: The recipe.
+
+    Returns:
+        The mesh with the axes of `MeshConfig`.
 
     Raises:
-        ValueError: The rows of a microbatch cannot be divided over it.
+        ValueError: The rows of a microbatch cannot be divided equally over the mesh.
     """
     mesh = sharding.mesh(**dataclasses.asdict(config.mesh))
     rows, shards = config.batch // config.accumulate, sharding.row_shards(mesh)
@@ -157,10 +173,16 @@ def mesh_of(config: TrainConfig) -> Mesh:
 
 
 def resume_step(config: TrainConfig) -> int | None:
-    """Finds the step from which a run resumes; None for a fresh run.
+    """Finds the step from which a run resumes.
+
+    Args:
+        config: The recipe.
+
+    Returns:
+        The step of the newest checkpoint; None for a fresh run.
 
     Raises:
-        ValueError: The folder holds checkpoints and `resume` is False, or those of another model or noise.
+        ValueError: The folder holds checkpoints and `resume` is False, or checkpoints of another model or noise.
     """
     folder = config.folder / CHECKPOINTS
     newest = checkpoint.latest(folder)
@@ -170,8 +192,10 @@ def resume_step(config: TrainConfig) -> int | None:
         allowed = f"a folder without checkpoints; {folder} holds step {newest}: resume it (--resume) or choose another"
         raise refuse("out", str(config.folder), allowed)
     saved, now = checkpoint.inspect(folder)[1]["config"], resolved(config)
+    # The model, the noise and the adapters must be the same. The data check their own state (`Batches.set_state`), and
+    # the number of steps, the optimizer's hyperparameters and the intervals may change on a resume.
     for part in ("model", "noise", "lora"):
-        # A key that the checkpoint is too old to have stands at its default.
+        # An older checkpoint may lack a field that was added later: it was trained with the default.
         had = resolved(from_dict(type(getattr(config, part)), saved.get(part, {})))
         for name, value in now[part].items():
             if had[name] != value:
@@ -185,7 +209,7 @@ def resume_step(config: TrainConfig) -> int | None:
 def _opened(
     config: TrainConfig, model: Model, corruption: Corruption, data: Batches, params: Params | None
 ) -> Iterator[_Loop]:
-    """A loop at its first or at its resumed step; whatever happens, a save in progress is completed."""
+    """Opens a loop at its first or at its resumed step; on exit, also after an error, a running save is completed."""
     mesh = mesh_of(config)
     at = resume_step(config)
     folder = config.folder / CHECKPOINTS
@@ -202,8 +226,9 @@ def _opened(
         if params is None:
             raise refuse("params", None, "the parameters of a model, of which lora or freeze keeps a part")
         start, frozen = part.split(params)
+    # Checkpoints hold only the trained tree. A digest of the frozen tree makes sure that both belong together.
     base = None if part is None else lora.digest(frozen)
-    # In a resumed run the checkpoint takes the place of what is trained.
+    # A fresh run starts from the given parameters; a resumed run restores the trained tree from the checkpoint.
     if at is None:
         state, counted = steps.init_state(jax.random.key(config.seed), setup, mesh, start), {}
     else:
@@ -213,7 +238,7 @@ def _opened(
             raise refuse("init", config.init, allowed)
         state, counted = found.tree, found.extra
         data.set_state(counted["data"])
-    del params, start  # nobody else may hold what the update donates
+    del params, start  # the update donates these buffers: no other reference may remain
     loop = _Loop(config, setup, mesh, data, state, at or 0, counted, frozen, base)
     try:
         if stale:
@@ -223,14 +248,14 @@ def _opened(
         yield loop
     finally:
         try:
-            loop.end_trace(wait=False)  # its steps may never end
-            loop.saver.join()  # after an error too: a save that has begun is worth completing
+            loop.end_trace(wait=False)  # after an error the traced steps may never finish
+            loop.saver.join()  # after an error too: a save that has started should be completed
         finally:
             loop.report.close()
 
 
 class _Loop:
-    """The loop's moving parts. Metrics are fetched one step late, so that the devices never wait."""
+    """State and I/O of the loop. Metrics are fetched one step late, so that the devices never wait for the host."""
 
     def __init__(
         self, config: TrainConfig, setup: steps.TrainSetup, mesh: Mesh, data: Batches, state: steps.TrainState,
@@ -240,7 +265,8 @@ class _Loop:
         self.frozen, self.base = frozen, base  # parameters that are not trained, and their digest
         self.combine = (lambda trained, _: trained) if setup.partition is None else setup.partition.combine
         self.state, self.step = state, step
-        # What a checkpoint carries for the rows of metrics: these do not depend on where a run was resumed either.
+        # A row of metrics is a mean over `log_every` steps. The values since the last row are saved too, so that the
+        # rows do not depend on where a run was interrupted.
         self.tokens: int = counted.get("tokens", 0)
         self.metrics: dict[str, float] = dict(counted.get("metrics", {}))
         self._window: list[dict[str, float]] = list(counted.get("window", []))
@@ -260,7 +286,7 @@ class _Loop:
         self._pending: tuple[int, steps.StepReport] | None = None
 
     def advance(self) -> None:
-        """Dispatches one update, then reads the report of the one before."""
+        """Dispatches one update, then reads the report of the previous one."""
         if isinstance(self.data, PolicyData):
             self.data.observe(self.combine(self.state.params, self.frozen))
         try:
@@ -269,10 +295,10 @@ class _Loop:
             allowed = f"an endless iterator: {self.config.steps} are needed"
             raise refuse("data", f"{self.step} batches", allowed) from None
         if self.step + 1 == self.config.profile[0]:
-            self._read()  # so that the trace begins with its first step
+            self._read()  # waits for the previous step, so that it is not part of the trace
             jax.profiler.start_trace(str(self.config.folder / PROFILE / f"process_{jax.process_index()}"))
             self.tracing = True
-        # Dispatch is asynchronous: the devices work on this update while the report of the one before is read.
+        # Dispatch is asynchronous: the devices compute this update while the host reads the report of the previous one.
         self.state, report = self.update(self.state, sharding.shard_batch(batch, self.mesh), self.frozen)
         self.step += 1
         self._read((self.step, report))
@@ -281,7 +307,11 @@ class _Loop:
             self.end_trace()
 
     def end_trace(self, wait: bool = True) -> None:
-        """Writes the trace, if one has begun; with `wait`, when all of its steps are done."""
+        """Writes the profiler trace, if one is running.
+
+        Args:
+            wait: Wait for the traced steps to finish first.
+        """
         if self.tracing:
             self.tracing = False
             if wait:
@@ -289,25 +319,27 @@ class _Loop:
             jax.profiler.stop_trace()
 
     def call(self, function: Callable[[Params], T]) -> T:
-        """Calls a function of the averaged parameters, which does not count as training time."""
+        """Calls a function with the averaged parameters; the time does not count as training time."""
         self._read()
         with self.report.clock.pause():
             return function(self.averaged)
 
     def save(self) -> None:
+        """Starts to write a checkpoint of this step, unless there is one."""
         if self._saved == self.step:
             return
-        self._read()
+        self._read()  # stops on NaN before anything is written, and brings tokens and metrics up to this step
         self._saved = self.step
         extra = {
             "data": gather_data_state(self.data.get_state()),
             "tokens": self.tokens, "metrics": self.metrics, "window": self._window,
         }  # fmt: skip
         extra |= {} if self.base is None else {"base": self.base}
-        self.report.sync()  # a checkpoint never survives a power failure without the rows before it
+        self.report.sync()  # after a power failure, a checkpoint must not be on the disk without the rows before it
         self.saver.save(self.step, self.state, self.resolved, extra)
 
     def finish(self, stopped: str | None) -> TrainResult:
+        """Waits for the last save and returns the result; `stopped` is the signal that ended the run early."""
         self._read()
         self.saver.wait()
         if stopped:
@@ -326,7 +358,7 @@ class _Loop:
         return self.combine(self.state.ema if self.config.ema else self.state.params, self.frozen)
 
     def _peak_share(self) -> float:
-        """The MFU of one step a second; 0 where the peak of these devices is not known."""
+        """The MFU at one step per second; 0 if the peak FLOP/s of these devices is not known."""
         peak = peak_flops(self.mesh.devices.flat[0].device_kind)
         work = (
             self.config.batch
@@ -336,10 +368,11 @@ class _Loop:
         return work / (peak * self.mesh.size) if peak else 0.0
 
     def _read(self, newest: tuple[int, steps.StepReport] | None = None) -> None:
-        """Fetches the pending report from the devices: stops on NaN, and logs the mean of the steps since the last row.
+        """Fetches the pending report from the devices, stops on NaN, and logs the mean since the last row of metrics.
 
         Args:
-            newest: (step, report) to read next time. None: nothing is pending then, and the state may be used or saved.
+            newest: (step, report) of the update just dispatched, to be read by the next call. None: no report is
+                pending afterwards, so that the state may be used or saved.
         """
         pending = self._pending
         self._pending = newest
@@ -347,9 +380,9 @@ class _Loop:
             return
         step, report = pending[0], jax.device_get(pending[1])
         config, values = self.config, {name: float(value) for name, value in report.values.items()}
-        # 1. NaN or Inf ends the run; the state stayed as it was.
+        # 1. NaN or Inf ends the run; the update left the state unchanged.
         if not report.finite:
-            self.saver.wait()  # the last good checkpoint may still be on its way
+            self.saver.wait()  # the last good checkpoint may still be being written
             saved = checkpoint.latest(config.folder / CHECKPOINTS)
             intact = f"the checkpoint of step {saved} stands" if saved else "no checkpoint was written yet"
             raise Diverged(
@@ -360,6 +393,7 @@ class _Loop:
         tokens = int(values.pop("tokens"))
         self.tokens += tokens
         self._window.append(values)
+        # A row holds means over the steps since the last row, but the learning rate and the token count of its step.
         self.report.step(step, tokens, values["loss"])
         if step % config.log_every == 0 or step == config.steps:
             mean = {name: sum(v[name] for v in self._window) / len(self._window) for name in values}

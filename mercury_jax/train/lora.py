@@ -1,9 +1,9 @@
 """Training a part of the parameters: low-rank adapters (LoRA, arXiv 2106.09685), or the leaves that are not frozen.
 
-A `Partition` divides the parameters into a trained and a frozen tree. `step` differentiates, optimises, averages and
-saves the trained tree alone; the frozen one is an argument of every update that is never written, and
-`Partition.combine` makes of both what the model reads. With LoRA that is a `LoraWeight` in the place of each targeted
-matrix, so that neither base + a b nor the gradient of the base is ever computed.
+A `Partition` splits the parameters into a trained and a frozen tree. `step.py` differentiates, optimises, averages and
+saves only the trained tree; the frozen tree is a read-only argument of each update. `Partition.combine` merges both
+into the parameters that the model reads. With LoRA, each targeted matrix becomes a `LoraWeight` of base, a and b, so
+that neither base + a b nor a gradient of the base is ever computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGETS = r"(attention|mlp|moe)/"  # matrices of attention, of feed-forwards and
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: W + (alpha / rank) A B for each targeted matrix W, which is frozen. B starts at zero.
+    """Low-rank adapters: W + (alpha / rank) A B, with W frozen and B = 0 initially (arXiv 2106.09685, section 4.1).
 
     Raises:
         ValueError: A field is out of range.
@@ -53,14 +53,14 @@ class LoraConfig:
 
 
 def check_pattern(name: str, pattern: str) -> None:
-    """Checks that a field is a regular expression.
+    """Checks that the value of a field is a regular expression.
 
     Args:
-        name: Of the field.
-        pattern: Its value.
+        name: Name of the field, for the message.
+        pattern: Value of the field.
 
     Raises:
-        ValueError: Otherwise.
+        ValueError: The value is no regular expression.
     """
     try:
         re.compile(pattern)
@@ -69,13 +69,13 @@ def check_pattern(name: str, pattern: str) -> None:
 
 
 class Partition(NamedTuple):
-    """Which parameters are trained.
+    """A split of the parameters into a trained and a frozen tree.
 
     Attributes:
         init: init(key) -> a fresh trained tree.
-        split: split(params) -> (trained tree to start from, or None where `init` makes it; frozen tree). No array is
-            copied.
-        combine: combine(trained, frozen) -> parameters as the model reads them.
+        split: split(params) -> (trained tree to start from, frozen tree). The trained tree is None for adapters, which
+            `init` makes. No array is copied.
+        combine: combine(trained, frozen) -> the parameters that the model reads.
     """
 
     init: Callable[[Key], Params]
@@ -84,19 +84,19 @@ class Partition(NamedTuple):
 
 
 def partition(config: LoraConfig, freeze: str, model: Model) -> Partition | None:
-    """Divides the parameters of a model as a recipe says.
+    """Makes the partition that a recipe describes.
 
     Args:
-        config: Adapters; with rank 0 there are none.
-        freeze: Regular expression that is searched in the paths of parameters; what it finds is not trained and gets
-            no adapter. "" finds nothing.
+        config: Adapters; rank 0 means no adapters.
+        freeze: Regular expression, searched in the paths of parameters. Matching parameters are not trained and get no
+            adapter. "" matches nothing.
         model: The model.
 
     Returns:
-        The partition; None where all parameters are trained.
+        The partition; None if all parameters are trained.
 
     Raises:
-        ValueError: Nothing would be trained, or an expression finds no parameter.
+        ValueError: Nothing would be trained, or an expression matches no parameter.
     """
     if config.rank:
         return _adapters(config, freeze, model)
@@ -108,7 +108,7 @@ def _shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _flat(tree: Params) -> dict[str, Any]:
-    """Leaves by path."""
+    """Returns the leaves of a nested dict by path, such as "block_0/attention/q/w"."""
     return flatten_dict(tree, sep="/")
 
 
@@ -136,7 +136,7 @@ def _unfrozen(freeze: str, model: Model) -> Partition:
 
 
 def _some(paths: list[str]) -> str:
-    """Some paths for a message, each kind once."""
+    """Lists some paths for an error message; the same parameter of several layers is listed once."""
     kinds = dict.fromkeys(re.sub(r"block_\d+", "block_0", path) for path in paths)
     return ", ".join(list(kinds)[:20])
 
@@ -145,18 +145,18 @@ def _some(paths: list[str]) -> str:
 
 
 def target_shapes(config: LoraConfig, freeze: str, model: Model) -> dict[str, tuple[int, ...]]:
-    """Finds the matrices that get an adapter.
+    """Finds the matrices that get an adapter: those that `config.targets` matches and `freeze` does not.
 
     Args:
-        config: Its `targets`.
-        freeze: As of `partition`.
+        config: The adapters.
+        freeze: Regular expression of parameters without adapters, see `partition`.
         model: The model.
 
     Returns:
-        Their shapes by path.
+        The shape of each matrix by path.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No matrix matches.
     """
     matrices = {path: x.shape for path, x in _shapes(model).items() if matrix_axes(path) is not None}
     kept = re.compile(freeze) if freeze else None
@@ -173,14 +173,19 @@ def target_shapes(config: LoraConfig, freeze: str, model: Model) -> dict[str, tu
 
 def _adapters(config: LoraConfig, freeze: str, model: Model) -> Partition:
     shapes = target_shapes(config, freeze, model)
+    # Adapters are trained parameters: they stay in the accumulation dtype even if the model computes in bf16, in which
+    # small updates would be rounded away.
     dtype = accumulation_dtype(model.config.dtype)
 
     def init(key: Key) -> Params:
+        # W is [*batch, *inputs, *outputs]; A is [*batch, *inputs, rank] and B is [*batch, rank, *outputs]. `batch` is
+        # the axis of experts, each of which has an adapter of its own.
         flat: dict[str, Array] = {}
         for i, (path, shape) in enumerate(shapes.items()):
             batch, inputs, outputs = axes_of(path, shape)
             a = jax.random.normal(jax.random.fold_in(key, i), (*batch, *inputs, config.rank), dtype)
             flat[f"{path}/a"] = a * math.prod(inputs) ** -0.5
+            # B = 0: training starts from exactly the function of the base model.
             flat[f"{path}/b"] = jnp.zeros((*batch, config.rank, *outputs), dtype)
         return unflatten_dict(flat, sep="/")
 
@@ -194,14 +199,14 @@ def _adapters(config: LoraConfig, freeze: str, model: Model) -> Partition:
 
 
 def axes_of(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Divides the shape of a matrix.
+    """Divides the shape of a matrix into batch, input and output axes.
 
     Args:
-        path: Of the matrix.
-        shape: Its shape.
+        path: Path of the matrix, which decides the roles of its axes (`sharding.matrix_axes`).
+        shape: Shape of the matrix.
 
     Returns:
-        Sizes of the axes of experts, of the contracted axes, and of the outputs.
+        Sizes of the batch axes (experts), of the contracted axes, and of the output axes.
     """
     axes = matrix_axes(path)
     assert axes is not None
@@ -210,11 +215,13 @@ def axes_of(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
 
 
 def adapted_shardings(config: LoraConfig, freeze: str, model: Model) -> tuple[ShardingRule, ...]:
-    """Sharding rules of a model with adapters: each factor lies as the axes that it shares with its matrix.
+    """Makes the sharding rules of a model with adapters.
+
+    Each factor is sharded along the axes that it shares with its matrix; the axis of size rank is never sharded.
 
     Args:
         config: The adapters.
-        freeze: As of `partition`.
+        freeze: Regular expression of parameters without adapters, see `partition`.
         model: The model.
 
     Returns:
@@ -226,39 +233,46 @@ def adapted_shardings(config: LoraConfig, freeze: str, model: Model) -> tuple[Sh
             (axes for pattern, axes in model.shardings if re.search(pattern, path)), (None,) * len(shape)
         )
         batch, inputs, _ = map(len, axes_of(path, shape))
-        pattern = re.sub(r"\d+", r"\\d+", re.escape(path))
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(path))  # one rule for the same matrix of all layers
         rules[f"{pattern}/base$"] = own
         rules[f"{pattern}/a$"] = (*own[: batch + inputs], None)
         rules[f"{pattern}/b$"] = (*own[:batch], None, *own[batch + inputs :])
     return (*rules.items(), *model.shardings)
 
 
-# --- the frozen tree is the same
+# --- checking that a resumed run has the same frozen tree
 
 
 @jax.jit
 def _sums(x: Array) -> Array:
-    """Two sums over the bits of an array, modulo 2**32: as they are, and weighed by position."""
+    """Computes two sums over the bits of an array, modulo 2**32: one plain, one weighted by position.
+
+    The plain sum detects a changed element, the weighted one also a permutation. Integer addition modulo 2**32 is
+    associative, so the result does not depend on how the array is sharded.
+    """
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)  # float64: one more axis, of two words
+    # The flat index of each element, made of iotas instead of a reshape, which would gather a sharded array.
     position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for axis in reversed(range(bits.ndim)):
         position += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= bits.shape[axis]
+    # Knuth's multiplicative hash of the position, made odd: an odd factor is invertible, so no change of bits vanishes.
     weight = (position * jnp.uint32(2654435761)) | jnp.uint32(1)
     return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weight).sum(dtype=jnp.uint32)])
 
 
 def digest(params: Params) -> str:
-    """Fingerprint of the values of all arrays, the same on any mesh; the arrays stay on their devices.
+    """Computes a fingerprint of the values of all arrays, the same on any mesh, without copying them to the host.
 
-    It finds every change of one element and tells checkpoints apart. It is no protection against an attacker.
+    It detects any change of a single element and distinguishes checkpoints. It is not cryptographic: an attacker could
+    construct other arrays with the same fingerprint.
 
     Args:
         params: Nested dict of arrays.
 
     Returns:
-        Hexadecimal digits.
+        32 hexadecimal digits.
     """
     leaves = _flat(params)
     found = hashlib.sha256()

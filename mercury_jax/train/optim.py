@@ -1,4 +1,7 @@
-"""Learning-rate schedules, the optimizer, and the moving average of the parameters."""
+"""Learning-rate schedules, the optimizer, and the moving average of the parameters.
+
+`step.py` applies all three in one update; `OptimConfig` is the field `optim` of a recipe.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ OptimizerName = Literal["adamw", "muon"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW or Muon, with warm-up, decay and clipping.
+    """AdamW or Muon, with warm-up, learning-rate decay and gradient clipping.
 
     Raises:
         ValueError: A field is out of range.
@@ -60,14 +63,14 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
     Args:
         config: Peak, warm-up and decay.
-        steps: Steps of the run, where the decay ends.
+        steps: Number of steps of the run; the decay ends at the last one.
 
     Returns:
         step -> learning rate.
     """
     c, rest = config, max(1, steps - config.warmup)
     low = c.lr * c.final
-    # Schedules that are joined count their steps from where they begin, after the warm-up.
+    # `optax.join_schedules` passes each schedule the steps since its own start: `after` counts from the warm-up's end.
     if c.decay == "cosine":
         after = optax.cosine_decay_schedule(c.lr, rest, alpha=c.final)
     elif c.decay == "linear":
@@ -84,11 +87,11 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Makes the optimizer: clipping, then AdamW or Muon under the schedule.
 
     Args:
-        config: Which one, with its rates.
-        steps: Steps of the run.
+        config: The optimizer and its hyperparameters.
+        steps: Number of steps of the run.
 
     Returns:
-        The transformation of gradients into updates.
+        The optax transformation of gradients into parameter updates.
     """
     c, lr = config, schedule(config, steps)
     if c.optimizer == "muon":
@@ -99,20 +102,28 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
 
 
 def decayed(params: Params) -> Params:
-    """True where weight decay applies: matrices, not norms, biases or other vectors."""
-    # Layers are stacked: a norm's scale has two axes too, so names decide.
+    """Selects the parameters that weight decay applies to: matrices, not norms, biases or other vectors.
+
+    Args:
+        params: Parameters, nested dicts of arrays.
+
+    Returns:
+        The same tree with a bool for each array.
+    """
+    # The number of axes is not enough: where layers are stacked, the scale of a norm has two axes too.
     is_matrix = lambda path, x: x.ndim >= 2 and not re.search(r"(scale|bias)$", path_name(path))
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) on hidden matrices, AdamW on embeddings, the head and vectors.
+    """Makes Muon (Jordan 2024) for hidden matrices, and AdamW for embeddings, the head and vectors.
 
-    consistent_rms 0.2 scales its updates to AdamW's size, so that one lr suits both (arXiv 2502.16982).
+    consistent_rms = 0.2 scales Muon's updates to the RMS of AdamW's, so that one learning rate fits both (Moonlight,
+    arXiv 2502.16982, section 2.2).
     """
 
     def axes(path: Sequence[Any], x: jax.Array) -> MuonDimensionNumbers | None:
-        """Which axes of a hidden matrix are summed over; None for what AdamW updates."""
+        """Says which axes of a hidden matrix are contracted; None for parameters that AdamW updates."""
         name = path_name(path)
         if x.ndim < 2 or not re.search(r"(^|/)w$", name):
             return None
@@ -120,7 +131,8 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
             return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
         return MuonDimensionNumbers(reduction_axis=0, output_axis=tuple(range(1, x.ndim)))
 
-    # Its own weight decay does not spare what AdamW updates, so decay and rate are applied here.
+    # optax's `muon` would decay the parameters that AdamW updates without a mask, so both the weight decay and the
+    # learning rate are applied after it, to all parameters alike.
     update = muon(
         1.0,
         adam_b1=c.b1,
@@ -137,16 +149,15 @@ def _muon(c: OptimConfig, lr: optax.Schedule) -> optax.GradientTransformation:
 def update_average(ema: Params, params: Params, step: jax.Array, decay: float) -> Params:
     """Updates the moving average: ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)).
 
-    The bound lets the average follow the first steps, when it would otherwise be the initial noise.
-
     Args:
-        ema: The average before.
+        ema: The average before the update.
         params: The newest parameters.
         step: Updates taken before this one.
         decay: The limit of d, 0 <= decay < 1.
 
     Returns:
-        The average, in the dtype of `ema`.
+        The new average, in the dtype of `ema`.
     """
+    # A smaller d in the first steps: otherwise the average would keep the random initial parameters for a long time.
     d = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
     return jax.tree.map(lambda e, p: d * e + (1.0 - d) * p.astype(e.dtype), ema, params)

@@ -1,7 +1,7 @@
-"""A recipe: everything that a training run depends on, as one frozen value.
+"""Recipes: everything that a training run depends on, in one frozen `TrainConfig`.
 
-A recipe file is Python: `def config() -> TrainConfig`. Functions are values in it, and the command line overrides every
-plain field: `mercury train configs/x.py --optim.lr 3e-4`.
+A recipe file is Python that defines `config() -> TrainConfig`, so data sources and objectives are Python values. The
+command line overrides all other fields: `mercury train configs/x.py --optim.lr 3e-4`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from mercury_jax.train.optim import OptimConfig
 
 Json = Any  # numbers, texts, None, and lists and dicts of them
 
-VALUES = ("data", "objective", "sampler")  # fields that only Python can write
+VALUES = ("data", "objective", "sampler")  # fields that the command line cannot set
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the device mesh; -1 is what the other axes leave.
+    """Sizes of the axes of the device mesh; -1 takes the devices that the other axes leave.
 
     Raises:
         ValueError: A size is neither -1 nor 1 or more.
@@ -67,9 +67,9 @@ class MeshConfig:
 class InitModel:
     """The model of the checkpoint in `init`, for a recipe that fits several sizes of a family.
 
-    Its fields say how parameters are used, not what they are; None leaves a field as the checkpoint has it. Where the
-    noise needs a mask and the checkpoint has none, the mask is `mask`, or the first id behind the tokenizer's last:
-    published models round their vocabulary up.
+    The fields change how the parameters are used, not their shapes; None keeps the value of the checkpoint. If the
+    noise needs a mask id and the checkpoint has none, the id is `mask`, or by default the first id above the
+    tokenizer's last one (published models round their vocabulary up).
     """
 
     pattern: Pattern | None = None
@@ -97,10 +97,10 @@ class InitModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run. `objective` and `data` are values: see `train.objectives`, `train.data`.
+    """One training run. See `train.objectives` and `train.data` for the values of `objective` and `data`.
 
-    A single source as `data` stands for the mixture of that source alone. A recipe for fine-tuning may leave `data` to
-    `chats`, and its model to the checkpoint in `init` (`InitModel`). Fields are checked here, before any compute.
+    `data` may be a single source instead of a mixture. A fine-tuning recipe may set `chats` instead of `data`, and take
+    its model from the checkpoint in `init` (`InitModel`). All fields are checked at construction, before any compute.
 
     Raises:
         ValueError: A field is out of range.
@@ -110,49 +110,38 @@ class TrainConfig:
     model: ModelConfig | InitModel
     objective: Objective
     data: Mixture | DataSource | BatchSource | None = None
-    chats: str = (
-        ""  # glob of JSONL files of conversations, in the place of `data`; the last answer of each is learnt
-    )
+    chats: str = ""  # glob of JSONL files with conversations, instead of `data`; trains on the last answer
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)  # adapters beside the frozen parameters of `init`
-    freeze: str = (
-        ""  # regular expression over the paths of parameters that stay as in `init`: "router"; "": none
-    )
+    freeze: str = ""  # regular expression over paths of parameters that are not trained: "router"; "": none
     steps: int = 1000
     batch: int = 16  # rows of an update, over all devices and microbatches
     row: int = 256  # positions of a row
-    blocks: tuple[
-        tuple[int, int], ...
-    ] = ()  # (first step, block), ... of a block that grows; (): the model's
+    blocks: tuple[tuple[int, int], ...] = ()  # (first step, block), ... if the block changes; (): the model's
     accumulate: int = 1  # microbatches of an update
-    remat: RematPolicy = (
-        "none"  # kept of a layer for the backward pass: all (none), products (dots), its input (full)
-    )
+    remat: RematPolicy = "none"  # kept for backward: all (none), matrix products (dots), layer inputs (full)
     ema: float = 0.999  # decay of the parameters' moving average; 0: none
     seed: int = 0
     log_every: int = 10
     eval_every: int = 200  # steps; 0: never
     eval_batches: int = 8
-    sampler: object = None  # the model's default rule, as `mj.rules` makes it; None: what its noise suggests
+    sampler: object = None  # default decoding rule of the model, from `mj.rules`; None: the one for its noise
     sample_every: int = 200  # steps; 0: never
-    sample_prompts: tuple[str, ...] = ()  # what the model answers while it is trained
-    sample_chat: bool = False  # they are user turns; else raw text to continue
+    sample_prompts: tuple[str, ...] = ()  # prompts that the model answers during training
+    sample_chat: bool = False  # the prompts are user turns; otherwise raw text to continue
     save_every: int = 200  # steps; the last one is always saved
-    keep: int = 2  # newest checkpoints that stay
-    profile: tuple[int, int] = (
-        0,
-        0,
-    )  # first and last step of a jax.profiler trace in <out>/profile; 0 0: none
-    wandb: str = ""  # project of Weights & Biases that the metrics go to as well; "": none
+    keep: int = 2  # number of newest checkpoints to keep
+    profile: tuple[int, int] = (0, 0)  # first and last step of a trace in <out>/profile; 0 0: none
+    wandb: str = ""  # project of Weights & Biases to log to as well; "": none
     tokenizer: str = ""  # a tokenizer.model; "": trained on the data, kept in the run's folder
     init: str = ""  # a saved model to start from, its tokenizer included; "": fresh parameters
     out: str = ""  # folder of the run; "": runs/<name>
     resume: bool = False  # continue from the newest checkpoint in `out`, or begin if there is none
-    distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... detected)
-    join_timeout: int = 300  # seconds in which all processes must have started
-    heartbeat: int = 60  # seconds without a sign of life after which a process counts as dead, and all end
+    distributed: bool = False  # several processes: start jax.distributed (SLURM, GKE, ... are detected)
+    join_timeout: int = 300  # seconds within which all processes must have started
+    heartbeat: int = 60  # seconds without a heartbeat after which a process counts as dead, and the job ends
 
     def __post_init__(self) -> None:
         check_types(self, skip=("data", "model"))
@@ -188,7 +177,7 @@ class TrainConfig:
             raise refuse("seed", self.seed, "0 .. 2**32 - 1")
 
     def _check_values(self) -> None:
-        """Checks the fields in `VALUES`; a source alone becomes a mixture."""
+        """Checks the fields in `VALUES`, and turns a single source into a mixture."""
         if not callable(self.objective):
             raise refuse("objective", self.objective, "a function, as train.objectives makes them")
         try:
@@ -207,7 +196,7 @@ class TrainConfig:
         object.__setattr__(self, "data", mixture((self.data, 1.0)))
 
     def _check_blocks(self) -> None:
-        """Checks the blocks of the run against the model, which is saved and evaluated with the last of them."""
+        """Checks that the last of `blocks` is the block of the model, with which it is saved and evaluated."""
         if not self.blocks:
             return
         check_blocks(self.blocks)
@@ -232,10 +221,10 @@ class TrainConfig:
 
     @property
     def mixture(self) -> Mixture:
-        """The documents, or the conversations of `chats`; a source alone has become a mixture of one.
+        """The documents of `data`, or the conversations of `chats`.
 
         Raises:
-            ValueError: There are neither.
+            ValueError: The recipe has neither.
         """
         if self.chats:
             return mixture((Chat(self.chats), 1.0))
@@ -249,10 +238,10 @@ class TrainConfig:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's config.
+        """The config of the model.
 
         Raises:
-            ValueError: It is that of the checkpoint in `init`, which was not read.
+            ValueError: `model` is still an `InitModel`: the checkpoint in `init` was not read.
         """
         if isinstance(self.model, InitModel):
             allowed = "a checkpoint: this recipe takes its model from it (--init FOLDER)"
@@ -261,12 +250,12 @@ class TrainConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the run lives."""
+        """The folder of the run, for checkpoints, metrics and samples."""
         return Path(self.out or f"runs/{self.name}")
 
 
 def load_recipe(recipe: str | Path) -> TrainConfig:
-    """Runs a recipe, which is the user's own code, and returns what its `config()` returns.
+    """Runs a recipe file, which is the user's own code, and returns the result of its `config()`.
 
     Args:
         recipe: A Python file, or the name of a recipe that comes with mercury_jax, such as "nano".
@@ -285,7 +274,8 @@ def load_recipe(recipe: str | Path) -> TrainConfig:
     try:
         config = make()
     except TypeError as error:
-        # For a misspelt argument Python names the function or class; if it is ours, its signature has the right name.
+        # A misspelt keyword: Python's message names the function or class. If it is one of ours, suggest the nearest
+        # name of its signature.
         found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", str(error))
         modules = [m for name, m in list(sys.modules.items()) if name.startswith("mercury_jax.")]
         named = (getattr(m, found[1], None) for m in modules) if found else ()
@@ -301,20 +291,20 @@ def load_recipe(recipe: str | Path) -> TrainConfig:
 
 
 def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
-    """Changes the fields that command-line arguments like `--optim.lr 3e-4` name.
+    """Applies command-line arguments such as `--optim.lr 3e-4` to a config.
 
-    tyro types and checks the values, prints what is wrong and exits with code 2. Only Python can write the fields in
-    `VALUES`.
+    tyro parses and checks the values; on a wrong value it prints a message and exits with code 2. The fields in
+    `VALUES` cannot be set here.
 
     Args:
-        config: The recipe's.
+        config: The config of the recipe.
         argv: The arguments.
 
     Returns:
-        The config with the changes.
+        The changed config.
 
     Raises:
-        ValueError: No config has such a field; the message names the nearest one.
+        ValueError: An argument names no field; the message suggests the nearest one.
     """
     import tyro  # only the command line needs it
 
@@ -324,11 +314,12 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         name = word.split("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in [*known, "help", *negated]:
             raise refuse("option", word.split("=")[0], nearest(name, [f"--{k}" for k in known]))
-    # tyro sees a class without the values of Python, with the recipe's fields as defaults.
+    # tyro sees a class without the fields in `VALUES`, with the fields of the recipe as defaults.
     names = [f.name for f in dataclasses.fields(config) if f.name not in VALUES]
     plain = _without_values(type(config), type(config.model))
     default = plain(**{name: getattr(config, name) for name in names})
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # "no such type": those of VALUES
+    # tyro warns about the fields in `VALUES`, whose type it does not know.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         new = tyro.cli(
             plain, default=default, args=list(argv), prog="mercury train RECIPE", config=(tyro.conf.SuppressFixed,),
         )  # fmt: skip
@@ -337,10 +328,10 @@ def override(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
 
 @functools.cache
 def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
-    """The config without its values of Python, for tyro: it makes options, or subcommands, of every dataclass in one.
+    """Derives a config class for tyro, which would turn each dataclass in `VALUES` into options or subcommands.
 
-    What stands in their place has no type that tyro knows, so it is left as it is. Of the two kinds of models the
-    recipe's own has options.
+    The fields in `VALUES` get a type that tyro does not know, and so no option. `model` gets the type that the recipe
+    has, instead of the union of `ModelConfig` and `InitModel`.
     """
     return dataclasses.make_dataclass(
         kind.__name__,
@@ -348,7 +339,7 @@ def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
         bases=(kind,),
         namespace={
             "__doc__": kind.__doc__,
-            "__module__": kind.__module__,  # there, by the class's name, tyro finds the comments that --help prints
+            "__module__": kind.__module__,  # tyro looks up the source of this class, whose comments --help prints
             "_check_values": lambda self: None,
         },
         frozen=True,
@@ -357,14 +348,14 @@ def _without_values(kind: type[TrainConfig], model: type) -> type[TrainConfig]:
 
 
 def field_names(config: object, prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all plain fields: `steps`, `optim.lr`, `mesh.data`; not those in `VALUES`.
+    """Yields the dotted names of all fields that the command line can set: `steps`, `optim.lr`, `mesh.data`.
 
     Args:
         config: A dataclass.
-        prefix: Put before every name.
+        prefix: Prefix of each name.
 
     Yields:
-        The names.
+        The names, without the fields in `VALUES`.
     """
     for f in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, f.name)
@@ -377,7 +368,15 @@ def field_names(config: object, prefix: str = "") -> Iterator[str]:
 
 
 def resolved(config: object) -> Json:
-    """A config as data for JSON; a function becomes its name and the plain values that it closed over."""
+    """Converts a config to values that JSON can write, for `config.json` and checkpoints.
+
+    Args:
+        config: A config, or a value of one of its fields.
+
+    Returns:
+        Dicts, lists and plain values. A function, such as an objective, becomes its name and the values that it closed
+        over, so that two configs with different arguments of an objective differ.
+    """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = {f.name: resolved(getattr(config, f.name)) for f in dataclasses.fields(config)}
         return {"function": type(config).__qualname__, **fields} if callable(config) else fields

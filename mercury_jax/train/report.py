@@ -1,4 +1,8 @@
-"""Progress of a run: a bar or plain lines, metrics as JSONL; TensorBoard if it is installed, W&B if it is asked for."""
+"""Progress of a run: a progress bar or plain lines, metrics as JSONL, TensorBoard and Weights & Biases.
+
+`loop.py` calls a `Reporter` at each step. TensorBoard files are written if the package is installed, W&B is used if the
+recipe names a project. `curves.py` reads `metrics.jsonl` again.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,24 @@ from mercury_jax.train.throughput import memory
 
 Json = Any  # numbers, texts, None, and lists and dicts of them
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"  # in the run's folder
-# Fields of a row that are of the wall clock and of the machine; all others are the same in a resumed run.
+# Fields of a row that depend on the machine and the wall clock; all others are the same in a resumed run.
 RATES = (
     "tokens_per_second", "step_seconds", "mfu", "device_memory_gb", "device_memory_peak_gb", "host_memory_gb",
 )  # fmt: skip
 
 
 class Clock:
-    """Tokens per second while training, and the time left at the pace of the whole run so far."""
+    """Measures tokens per second of training, and estimates the remaining time from the whole run so far."""
 
     def __init__(self, steps: int) -> None:
-        """Starts before the first step; `steps` is the last one."""
+        """Starts the clock; call it before the first step.
+
+        Args:
+            steps: Number of the last step.
+        """
         self.steps = steps
         self._marks: list[tuple[float, int]] = []  # (seconds of training, tokens) of the last 50 steps
-        self._begin: tuple[float, int] | None = None  # after the first step: compilation does not count
+        self._begin: tuple[float, int] | None = None  # (time, step) after compilation
         self._paused = 0.0
         self._tokens = 0
 
@@ -42,10 +50,10 @@ class Clock:
         """Counts a step.
 
         Args:
-            step: Its number.
-            tokens: Tokens that it scored.
+            step: Number of the step.
+            tokens: Tokens scored in the step.
         """
-        # The speed is over training alone, the time left over everything.
+        # The speed excludes pauses for evaluation and sampling, the remaining time includes them.
         now = time.monotonic()
         self._begin = self._begin or (now, step)
         self._tokens += tokens
@@ -54,51 +62,60 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves evaluation and sampling out of the tokens per second."""
+        """Excludes the time of the block, for evaluation or sampling, from the tokens per second."""
         begin = time.monotonic()
         yield
         self._paused += time.monotonic() - begin
 
     def speed(self) -> float:
-        """Tokens per second over the last 50 steps."""
+        """Returns tokens per second over the last 50 steps; 0 while unknown."""
         if len(self._marks) < 2:
             return 0.0
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
         return (n1 - n0) / max(t1 - t0, 1e-9)
 
     def step_seconds(self) -> float:
-        """Mean seconds of a step over the last 50; NaN while unknown."""
+        """Returns the mean seconds per step over the last 50 steps; NaN while unknown."""
         if len(self._marks) < 2:
             return math.nan
         return (self._marks[-1][0] - self._marks[0][0]) / (len(self._marks) - 1)
 
     def left(self, step: int) -> float:
-        """Seconds until the last step, evaluation and sampling included; NaN while unknown."""
+        """Estimates the remaining time.
+
+        Args:
+            step: Number of the current step.
+
+        Returns:
+            Seconds until the last step, evaluation and sampling included; NaN while unknown.
+        """
         if self._begin is None or step <= self._begin[1]:
             return math.nan
         return (self.steps - step) * (time.monotonic() - self._begin[0]) / (step - self._begin[1])
 
 
 class Reporter:
-    """Writes metrics and samples of a run. Only process 0 has one that is not quiet.
+    """Writes metrics and samples of a run. With several processes, only process 0 writes.
 
-    Tokens are editable positions, those that a batch scores; padding and clean copies do not count.
+    Tokens are the editable positions of a batch, which the objective scores. Padding and clean copies do not count.
     """
 
     def __init__(
         self, out: Path, name: str, steps: int, start: int, quiet: bool = False, *, peak_share: float = 0.0,
         wandb: str = "", config: Json = None,
     ) -> None:  # fmt: skip
-        """Opens the files; rows of steps after `start`, from a run that was killed there, are dropped.
+        """Opens the files, and drops rows and samples of steps after `start`.
+
+        Such rows exist if the run was killed after its last checkpoint: a resumed run takes these steps again.
 
         Args:
-            out: The run's folder.
-            name: Of the run, for the bar.
-            steps: The last step.
-            start: Steps that were taken before.
+            out: Folder of the run.
+            name: Name of the run, for the progress bar.
+            steps: Number of the last step.
+            start: Steps taken before.
             quiet: Write nothing.
-            peak_share: MFU of a run that takes one step a second; 0: unknown.
-            wandb: Project of Weights & Biases that the rows go to as well; "": none.
+            peak_share: MFU at one step per second; 0: unknown.
+            wandb: Project of Weights & Biases to log to as well; "": none.
             config: The recipe as JSON, for Weights & Biases.
         """
         self.clock = Clock(steps)
@@ -111,7 +128,7 @@ class Reporter:
         _drop_samples_after(out / SAMPLES, start)
         self._file = (out / METRICS).open("a", encoding="utf-8", buffering=1)
         try:
-            # The writer of the package `tensorboard` itself, its event and its summary.
+            # The event writer of the package `tensorboard` itself, so that TensorFlow or PyTorch are not needed.
             from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
             from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -125,12 +142,12 @@ class Reporter:
             self._bar = _progress_bar(name, steps, start)
 
     def step(self, step: int, tokens: int, loss: float) -> None:
-        """Moves the bar, at every step.
+        """Updates the clock and the progress bar; called at each step.
 
         Args:
             step: Number of the step.
-            tokens: Tokens that it scored.
-            loss: Its loss.
+            tokens: Tokens scored in the step.
+            loss: Loss of the step.
         """
         self.clock.tick(step, tokens)
         if self._bar is not None:
@@ -138,7 +155,7 @@ class Reporter:
             bar.update(task, completed=step, line=f"loss {loss:.4f}  {_count(self.clock.speed())} tokens/s")
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Writes one row: {"step", "kind", ...}. Rates are of the wall clock, the rest is deterministic.
+        """Writes one row {"step", "kind", ...} of metrics; a training row also gets the fields `RATES`.
 
         Args:
             step: Number of the step.
@@ -182,11 +199,11 @@ class Reporter:
         return found | memory()
 
     def sample(self, step: int, text: str) -> None:
-        """Writes text that the model generated, for people.
+        """Writes generated text to `samples.txt` and to the terminal.
 
         Args:
             step: Number of the step.
-            text: The text.
+            text: The generated text.
         """
         if self.quiet:
             return
@@ -195,7 +212,11 @@ class Reporter:
         self.say(f"sample at {step}:\n{text}")
 
     def say(self, text: str) -> None:
-        """Prints a line for people, above the bar."""
+        """Prints a message to standard error, above the progress bar.
+
+        Args:
+            text: The message.
+        """
         if self.quiet:
             return
         if self._bar is not None:
@@ -204,7 +225,7 @@ class Reporter:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Flushes the rows to the disk."""
+        """Writes all rows of metrics through to the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -236,7 +257,7 @@ def check_wandb(project: str) -> None:
 
 
 def _wandb_run(project: str, out: Path, name: str, config: Json) -> Any:
-    """The run of Weights & Biases; a resumed run of ours continues it, as its id is that of the folder."""
+    """Opens the run of Weights & Biases. Its id is a hash of the folder, so a resumed run continues it."""
     import wandb  # pyright: ignore[reportMissingImports]
 
     digest = hashlib.blake2b(str(out.absolute()).encode(), digest_size=6).hexdigest()
@@ -254,14 +275,14 @@ def _drop_rows_after(path: Path, start: int) -> None:
             if line.endswith("\n") and json.loads(line)["step"] <= start:
                 rows.append(line)
         except (ValueError, KeyError):
-            continue  # half a line, from the moment of the kill
+            continue  # a line that was cut off when the process was killed
     manifest.replace(path, "".join(rows).encode())
 
 
 def _drop_samples_after(path: Path, start: int) -> None:
     if not path.exists():
         return
-    # Each sample begins with a line "=== step N"; the text before the first one is nobody's.
+    # Each sample begins with a line "=== step N"; text before the first such line belongs to no sample.
     parts = re.split(
         r"^=== step (\d+)\n", path.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
     )
@@ -270,7 +291,7 @@ def _drop_samples_after(path: Path, start: int) -> None:
 
 
 def _progress_bar(name: str, steps: int, start: int) -> Any:
-    """(rich's bar, its task)."""
+    """Starts a progress bar; returns rich's bar and its task."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,7 +1,7 @@
-"""One update: gradients of an objective over microbatches, the optimizer, the average.
+"""One update: the gradient of an objective over microbatches, the optimizer step, the moving average.
 
-`TrainSetup` holds what does not change during training, `TrainState` all that does; the state is donated to every
-update and saved whole.
+`TrainSetup` holds everything that is constant during training, `TrainState` everything that changes. The state is
+donated to each update, and a checkpoint saves all of it.
 
     setup = TrainSetup(model, objective, corruption, tx, lr)
     state, update = init_state(key, setup, mesh), sharded_update(setup, mesh)
@@ -32,17 +32,17 @@ LossSums = tuple[Array, Array, Mapping[str, tuple[Array, Array]]]  # numerator, 
 
 
 class TrainSetup(NamedTuple):
-    """What an update is made of.
+    """The constant parts of an update.
 
     Attributes:
         model: Pure functions of the denoiser.
-        objective: Scores a batch.
+        objective: The loss of a batch.
         corruption: The forward process.
         tx: The optimizer.
-        lr: step -> learning rate, for the report; `tx` applies its own.
-        accumulate: Microbatches of a batch. Numerators and weights are summed and divided once, so the gradient is that
-            of the whole batch, however the scored tokens are spread.
-        ema: Decay of the parameters' moving average; 0: none.
+        lr: step -> learning rate, only for the report; `tx` has its own schedule.
+        accumulate: Microbatches per batch. Their losses and weights are summed and divided once, so the gradient equals
+            the one of the whole batch even if the microbatches have different numbers of scored tokens.
+        ema: Decay of the moving average of the parameters; 0: no average.
         partition: Which parameters are trained; None: all.
     """
 
@@ -57,13 +57,13 @@ class TrainSetup(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """What an update changes.
+    """The state that an update changes.
 
     Attributes:
-        params: The trained parameters; with a `Partition` the frozen ones are an argument of the update.
-        ema: Their moving average in fp32; () without one.
+        params: The trained parameters. With a `Partition`, the frozen ones are an argument of the update.
+        ema: Moving average of the trained parameters in fp32; () without one.
         opt: State of the optimizer.
-        key: Never changes: each step folds its number in.
+        key: Random key of the run. It is constant; each update folds its step number in.
         step: Updates taken.
     """
 
@@ -78,8 +78,8 @@ class StepReport(NamedTuple):
     """Scalars that an update reports.
 
     Attributes:
-        finite: Loss and gradient norm are finite; if not, the state stayed as it was.
-        values: loss, grad_norm, lr, tokens, and the objective's own metrics.
+        finite: Whether loss and gradient norm are finite. If not, the update left the state unchanged.
+        values: loss, grad_norm, lr, tokens, and the metrics of the objective.
     """
 
     finite: Array
@@ -90,15 +90,15 @@ class Update(Protocol):
     """(state, batch) -> (state, report); the state is donated."""
 
     def __call__(self, state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
-        """Makes an update.
+        """Takes one optimizer step.
 
         Args:
-            state: Before; its buffers are freed.
+            state: State before the update; its buffers are donated.
             batch: Packed rows.
-            frozen: The parameters that are not trained, which stay as they are; () without a `Partition`.
+            frozen: The parameters that are not trained; () without a `Partition`. They are only read.
 
         Returns:
-            The state after, and scalars.
+            The state after the update, and the scalars to report.
         """
         ...
 
@@ -110,21 +110,22 @@ def _new_state(key: Key, setup: TrainSetup, params: Params | None) -> TrainState
     init_key, noise_key = jax.random.split(key)
     init = setup.model.init if setup.partition is None else setup.partition.init
     start = init(init_key) if params is None else params
-    # An update's results are never weakly typed. Where the first state is, the second update would compile again.
+    # The state that an update returns is never weakly typed. A weakly typed first state would have other avals, and the
+    # second update would compile again.
     start = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), start)
     average = jax.tree.map(lambda x: x.astype(jnp.float32), start) if setup.ema else ()
     return TrainState(start, average, setup.tx.init(start), noise_key, jnp.zeros((), jnp.int32))
 
 
 def abstract_state(setup: TrainSetup, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of a state, without allocating: the target to restore into.
+    """Computes shapes, dtypes and shardings of a state without allocating it: the target of a checkpoint restore.
 
     Args:
         setup: The model, the optimizer, and whether there is an average.
-        mesh: The mesh.
+        mesh: The device mesh.
 
     Returns:
-        A state of `jax.ShapeDtypeStruct`.
+        A state of `jax.ShapeDtypeStruct` with shardings.
     """
     shapes = jax.eval_shape(lambda key: _new_state(key, setup, None), jax.eval_shape(jax.random.key, 0))
     where = sharding.shardings(shapes, setup.model.shardings, mesh)
@@ -132,21 +133,20 @@ def abstract_state(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
 
 def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = None) -> TrainState:
-    """Makes a fresh state in its shards: no device ever holds all of a sharded model.
+    """Makes a fresh state directly in its shards, so that no device ever holds all of a sharded model.
 
     Args:
-        key: For the parameters and for the noise of all updates.
-        setup: Gives shapes, shardings, and parameters if there are none.
-        mesh: The mesh.
-        params: Start from these instead of fresh ones; with a partition, its trained tree. They are donated: their
-            buffers are freed, or become those of the state, which otherwise would be held beside them for the whole
-            run.
+        key: Random key of the initial parameters and of the noise of all updates.
+        setup: The model, the optimizer, and whether there is an average.
+        mesh: The device mesh.
+        params: Initial parameters; None: from the model's init. With a partition, its trained tree. They are donated,
+            so that the run does not hold a second copy of them.
 
     Returns:
         The state.
     """
     where = jax.tree.map(lambda x: x.sharding, abstract_state(setup, mesh))
-    if params is not None:  # only what is sharded as the state can be donated
+    if params is not None:  # XLA can reuse a donated buffer only for an output with the same sharding
         params = jax.device_put(params, where.params)
     with jax.set_mesh(mesh):
         new = jax.jit(lambda key, p: _new_state(key, setup, p), donate_argnums=1, out_shardings=where)
@@ -157,20 +157,29 @@ def init_state(key: Key, setup: TrainSetup, mesh: Mesh, params: Params | None = 
 
 
 def make_update(setup: TrainSetup) -> Update:
-    """Makes the update as a plain function, to be jitted by `jit_update`."""
+    """Makes the update as a plain function, which `jit_update` jits.
+
+    Args:
+        setup: Model, objective, noise and optimizer.
+
+    Returns:
+        The update.
+    """
 
     def update(state: TrainState, batch: Batch, frozen: Params = ()) -> tuple[TrainState, StepReport]:
-        # 1. The gradient of the whole batch, with noise that depends on the step alone.
+        # 1. The gradient of the whole batch. The noise depends on the run's key and the step only, so a resumed run
+        #    draws the same noise.
         key = jax.random.fold_in(state.key, state.step)
         (numerator, weight, metrics), grads = _gradients(setup, key, state.params, frozen, batch)
         loss, norm = _ratio(numerator, weight), optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # 2. The optimizer and the average.
+        # 2. The optimizer step and the moving average.
         delta, opt = setup.tx.update(grads, state.opt, state.params)
         params = optax.apply_updates(state.params, delta)
         average = optim.update_average(state.ema, params, state.step, setup.ema) if setup.ema else ()
         new = TrainState(params, average, opt, state.key, state.step + 1)
-        # 3. The report. Where loss or gradient are not finite, the old state is kept: the loop stops at the report.
+        # 3. The report. If the loss or the gradient is not finite, the old state is returned. The loop reads the report
+        #    one step later and stops; until then no update may spread the NaN.
         values = {"loss": loss, "grad_norm": norm, "lr": setup.lr(state.step)}
         values |= {name: _ratio(*pair) for name, pair in metrics.items()}
         report = StepReport(finite, values | {"tokens": batch.editable.sum()})
@@ -180,29 +189,30 @@ def make_update(setup: TrainSetup) -> Update:
 
 
 def jit_update(update: Update, state: TrainState) -> Any:
-    """Jits an update for states that are sharded as `state` is.
+    """Jits an update for states with the shardings of `state`.
 
     Args:
         update: From `make_update`.
-        state: Arrays, or `abstract_state`.
+        state: A state of arrays, or from `abstract_state`.
 
     Returns:
-        The jitted function; the state is donated, the frozen parameters are not.
+        The jitted function. It donates the state, but not the frozen parameters.
     """
-    # The new state has exactly the shardings of the old one, so that resuming compiles the same program.
+    # Without explicit output shardings XLA may choose others, and the next update, or a resumed run, would compile
+    # another program.
     where = (jax.tree.map(lambda x: x.sharding, state), None)
     return jax.jit(update, donate_argnums=0, out_shardings=where)
 
 
 def sharded_update(setup: TrainSetup, mesh: Mesh) -> Update:
-    """Makes the jitted update on a mesh; the state is donated.
+    """Makes the jitted update on a mesh. It donates the state.
 
     Args:
-        setup: What the update is made of.
-        mesh: The mesh of the state and the batches.
+        setup: Model, objective, noise and optimizer.
+        mesh: The mesh of the state and of the batches.
 
     Returns:
-        The update. It compiles at its first call.
+        The update, which compiles at its first call.
     """
     update = make_update(setup._replace(model=sharding.with_training_mesh(setup.model, mesh)))
     compiled: list[Update] = []
@@ -219,11 +229,9 @@ def sharded_update(setup: TrainSetup, mesh: Mesh) -> Update:
 def _gradients(
     setup: TrainSetup, key: Key, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[LossSums, Params]:
-    """(sums of the batch's loss, gradient of numerator / weight), over `setup.accumulate` microbatches.
+    """Computes the sums of the batch's loss, and the gradient of numerator / weight, over A microbatches.
 
-    Only the trained parameters are differentiated: of the frozen ones no gradient is computed.
-
-    Microbatch i takes the rows i, i + A, i + 2A, ...: on a mesh every device keeps its own rows.
+    Only the trained parameters are differentiated; no gradient of the frozen ones is computed.
     """
 
     combine = (lambda trained, _: trained) if setup.partition is None else setup.partition.combine
@@ -238,7 +246,9 @@ def _gradients(
     if setup.accumulate == 1:
         grads, sums = gradient(trained, key, batch)
     else:
-        # The sums of the parts are added in a loop and divided once at its end.
+        # Microbatch i has the rows i, i + A, i + 2A, ..., so that each device splits its own rows and none of them
+        # moves. The numerators, weights and gradients of the microbatches are added in a scan and divided once at its
+        # end: the mean over the batch, not the mean of A means.
         split = lambda x: x.reshape(-1, setup.accumulate, *x.shape[1:]).swapaxes(0, 1)  # [A, B / A, ...]
         parts = jax.random.split(key, setup.accumulate), jax.tree.map(split, batch)
 
@@ -252,7 +262,7 @@ def _gradients(
 
 
 def _ratio(a: Array, b: Array) -> Array:
-    """a / b, and a where there is nothing to divide by: a batch without a scored token has no gradient."""
+    """Computes a / b, or a if b is 0: a batch without a scored token has a loss and a gradient of 0, not NaN."""
     return a / jnp.where(b == 0, 1, b)
 
 
@@ -262,7 +272,7 @@ def _ratio(a: Array, b: Array) -> Array:
 def _loss(
     objective: Objective, key: Key, model: Model, params: Params, batch: Batch, corruption: Corruption
 ) -> Loss:
-    """The objective's Loss. ValueError, while it is traced, where its shapes are not those of `types.Loss`."""
+    """Calls the objective; raises ValueError, while tracing, if its result does not have the shapes of `types.Loss`."""
     loss, rows = objective(key, model, params, batch, corruption), len(jax.tree.leaves(batch)[0])
     try:
         chex.assert_shape((loss.per_example, loss.weight), (rows,))
@@ -275,11 +285,11 @@ def _loss(
 
 
 def check_objective(objective: Objective, model: Model, corruption: Corruption, rows: int, row: int) -> None:
-    """Traces the objective on abstract data, so that what it refuses is refused before anything is loaded.
+    """Traces the objective on abstract arrays, so that errors of a recipe show up before any data is loaded.
 
     Args:
-        objective: The recipe's.
-        model: What it will be called with.
+        objective: The objective of the recipe.
+        model: The denoiser that it will be called with.
         corruption: The noise; its forbidden ids do not matter here.
         rows: Rows B of a microbatch.
         row: Positions T of a row.
@@ -297,19 +307,19 @@ def check_objective(objective: Objective, model: Model, corruption: Corruption, 
 def make_evaluator(
     model: Model, objective: Objective, corruption: Corruption, key: Key, mesh: Mesh
 ) -> Callable[[Params, Sequence[Batch]], dict[str, float]]:
-    """Makes a function that scores parameters on held-out batches.
+    """Makes a function that evaluates parameters on held-out batches.
 
-    The noise of batch i is always the same, so that two evaluations differ by the parameters alone.
+    The noise of batch i is the same in each evaluation, so that two evaluations differ only by the parameters.
 
     Args:
         model: The denoiser.
-        objective: Scores a batch.
+        objective: The loss of a batch.
         corruption: The forward process.
-        key: For the noise.
+        key: Random key of the noise.
         mesh: The mesh of parameters and batches.
 
     Returns:
-        (params, batches) -> the objective's loss and metrics over all batches.
+        A function (params, batches) -> loss and metrics of the objective by name, each a mean over all batches.
     """
     model = sharding.with_training_mesh(model, mesh)
 

@@ -1,7 +1,6 @@
-"""How well a run uses its devices: FLOP/s against the peak (MFU), and memory in use.
+"""Model FLOPs utilisation (MFU) and memory in use, which `report.py` writes into `metrics.jsonl`.
 
-Both go into `metrics.jsonl` beside the speed. They are of the wall clock and of the machine, so that they are no part
-of what a resumed run repeats bit for bit.
+Both depend on the machine and the wall clock, unlike the other metrics, which a resumed run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mercury_jax.config import ModelConfig
 from mercury_jax.sharding import path_name
 from mercury_jax.types import Params
 
-# Dense bf16 FLOP/s of the data sheets. A `device_kind` of JAX begins with one of the names; the longest one counts.
+# Dense bf16 FLOP/s from the data sheets. A `device_kind` of JAX starts with one of these names; the longest one counts.
 PEAK = {
     "NVIDIA B200": 2250e12, "NVIDIA GB200": 2500e12, "NVIDIA H200": 989e12, "NVIDIA GH200": 989e12,
     "NVIDIA H100 PCIe": 756e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12, "NVIDIA L40S": 362e12,
@@ -26,36 +25,36 @@ PEAK = {
 
 
 def peak_flops(kind: str) -> float | None:
-    """Looks up the peak of a kind of device.
+    """Looks up the peak FLOP/s of a kind of device.
 
     Args:
         kind: `jax.Device.device_kind`.
 
     Returns:
-        Dense bf16 FLOP/s, or None where it is not known, as of a CPU.
+        Dense bf16 FLOP/s; None if it is not known, for example for a CPU.
     """
     names = [name for name in PEAK if kind == name or kind.startswith((f"{name} ", f"{name}-"))]
     return PEAK[max(names, key=len)] if names else None
 
 
 def flops_per_position(config: ModelConfig, params: Params) -> float:
-    """FLOPs of a forward and a backward pass for each position: 6 for each parameter that multiplies it.
+    """Estimates the FLOPs of a forward and a backward pass per position: 6 per parameter that the position uses.
 
-    The convention of PaLM (arXiv 2204.02311, appendix B) without its term for attention. Neither recomputation nor
-    further passes of an objective count, so that MFU is rather too low than too high.
+    This is the convention of PaLM (arXiv 2204.02311, appendix B) without its attention term. Rematerialisation and
+    additional passes of an objective do not count, so the MFU is rather too low than too high.
 
     Args:
-        config: Whether the embedding is also the head, and how many of the experts a token uses.
-        params: Arrays or `jax.ShapeDtypeStruct`s.
+        config: Says whether the embedding is also the head, and how many experts a token uses.
+        params: Parameters, as arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
-        FLOPs.
+        FLOPs per position of a row.
     """
     experts, total = getattr(config, "experts", None), 0.0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = path_name(path)
         if leaf.ndim < 2 or (name == "embed" and not getattr(config, "tied", False)):
-            continue  # norms and biases; rows of an embedding are only looked up
+            continue  # norms and biases, and an embedding that is only looked up, multiply nothing
         used = (
             experts.active / experts.count if experts and name.endswith(("moe/down", "moe/gate_up")) else 1.0
         )
@@ -64,7 +63,12 @@ def flops_per_position(config: ModelConfig, params: Params) -> float:
 
 
 def memory() -> dict[str, float]:
-    """Memory in use, in GB: of the fullest device of this process where it says so, else of the process itself."""
+    """Measures the memory in use.
+
+    Returns:
+        `device_memory_gb` and `device_memory_peak_gb` of the fullest device of this process, in 10^9 bytes. On devices
+        without statistics (CPU) `host_memory_gb`, the resident memory of the process. Empty if neither is known.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_in_use" in found for found in stats):
         now, peak = (

@@ -3,13 +3,13 @@
 mix = mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 batches = build(mix, tokenizer, model.layout, rows=16, row=512, seed=0)
 
-sources     what to train on: the values that a recipe holds, and how each is read
-corpus      a corpus that was tokenised once: its files, and the source that trains on them
-packing     cutting, laying out and packing documents
-filling     rows filled from the windows of a large corpus
-shuffle     permutations and random numbers as functions of a key and an index
-pipeline    the mixture of sources as batches; the only module that imports grain
-documents   reading texts from files and datasets, of any size
+sources       data sources: the values that a recipe holds, and how each of them is read
+packing       cutting, laying out and packing documents
+pipeline      a mixture of sources as an iterator of batches; the only module that imports grain
+corpus        a corpus that was tokenised once: its files, and the source `Shards`
+filling       rows filled from the windows of such a corpus
+shuffle       permutations and random numbers as functions of a key and an index
+documents     reading texts of any size from files and datasets
 shard_writer  tokenising texts into shards, in several processes
 """
 
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the pipeline, and grain with it, at first use: a recipe that only names its sources needs neither."""
+    """Imports the pipeline, and grain with it, at first use: a recipe that only lists its sources needs neither."""
     if name not in ("build", "check_fit", "texts"):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]

@@ -1,19 +1,22 @@
 """A corpus that was tokenised once: the files that `mercury data pack` writes, and the source that trains on them.
 
-    FOLDER/manifest.json           what the folder holds; written last
+    FOLDER/manifest.json           contents of the folder; written last
     FOLDER/tokenizer.bin           the tokenizer that made the ids
-    FOLDER/train-00000.tokens      ids of all documents, one behind the other: little-endian uint16 or uint32 [N]
-    FOLDER/train-00000.index       where each document starts, and N: little-endian int64 [D + 1]
-    FOLDER/train-00000.prompts     tokens of each document that are never noised: little-endian int32 [D]; chats only
-    FOLDER/test-00000. ...         the same for documents that training never sees
+    FOLDER/train-00000.tokens      ids of all documents, concatenated: little-endian uint16 or uint32 [N]
+    FOLDER/train-00000.index       start of each document, and N: little-endian int64 [D + 1]
+    FOLDER/train-00000.prompts     leading tokens of each document that are never noised: little-endian int32 [D]; chats
+                                   only
+    FOLDER/test-00000. ...         the same for held-out documents
 
-Files are mapped into memory at the first use, so a corpus of any size opens at once. Running text is read in windows
-of consecutive tokens. An epoch shifts the windows of every file by a number of tokens of its own and shuffles them
-(`shuffle.permuted`). The documents in a window become pieces for `filling.RowFiller`. A document that crosses the edge
-of a window is cut between canvases, and the canvas on the edge belongs to the window of its first token: in every epoch
-each token is in exactly one piece. The one exception is a part of a long text (`documents.LONGEST_TEXT`) that does not
-end it: what is left of it behind its last whole canvas, at most block - 1 tokens, is not used, as sampling has no short
-canvases. Chats are never cut: document by document, shuffled too, they are packed like those of other sources.
+Files are memory-mapped at their first use, so a corpus of any size opens at once.
+
+Running text is read in windows of consecutive tokens. Each epoch shifts the windows of each shard by a random number of
+tokens and shuffles them (`shuffle.permuted`). The documents in a window become pieces for `filling.RowFiller`. A
+document that crosses the edge of a window is cut between canvases; the canvas on the edge belongs to the window with
+its first token. In each epoch, each token is therefore in exactly one piece. The one exception is a part of a long text
+(`documents.LONGEST_TEXT`) other than its last part: up to block - 1 tokens after its last whole canvas are not used,
+since sampling never sees a shorter canvas. Chats are never cut. They are shuffled and packed document by document, as
+from other sources.
 """
 
 from __future__ import annotations
@@ -42,19 +45,19 @@ from mercury_jax.types import LaidOutDocument, Layout, RowLayout
 FORMAT, VERSION = "mercury_jax shards", 1
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.bin"
 TOKENS, INDEX, PROMPTS = ".tokens", ".index", ".prompts"  # ends of file names
-OPEN_SHARDS = 128  # mapped at a time: each holds up to three file descriptors
-LOCATED = 16_384  # windows that were read ahead and not used yet
-WINDOW = 1024  # least tokens of a window: fewer would read a page of the disk for each
-INFILL = 0.3
+OPEN_SHARDS = 128  # shards mapped at a time; each holds up to three file descriptors
+LOCATED = 16_384  # cached locations of windows: each is needed twice, to read ahead and to use it
+WINDOW = 1024  # smallest window in tokens; a smaller one would read a disk page for few tokens
+INFILL = 0.3  # default share of infilled pieces
 
 
 class ShardFiles(NamedTuple):
     """One shard as the manifest describes it.
 
     Attributes:
-        name: Of its files, without the ends.
-        documents: How many there are.
-        tokens: Of all documents.
+        name: Name of its files, without the suffix.
+        documents: Number of documents.
+        tokens: Number of tokens of all documents.
     """
 
     name: str
@@ -63,7 +66,10 @@ class ShardFiles(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The mapped files of one shard: ids [N], starts of documents [D + 1], prompts [D] or None; the map of the ids."""
+    """The mapped files of one shard: ids [N], starts of documents [D + 1], prompts [D] or None, and the map of the ids.
+
+    `pages` is the same memory as `tokens`, for `madvise`.
+    """
 
     tokens: np.ndarray
     index: np.ndarray
@@ -72,12 +78,12 @@ class Shard(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """One side of a folder.
+    """One side of the split of a folder.
 
     Attributes:
-        folder: Where it is.
-        manifest: The content of manifest.json.
-        shards: Of this side.
+        folder: The folder.
+        manifest: Content of manifest.json.
+        shards: The shards of this side.
     """
 
     folder: Path
@@ -85,10 +91,16 @@ class Corpus(NamedTuple):
     shards: tuple[ShardFiles, ...]
 
     def map(self, number: int) -> Shard:
-        """Maps the files of one shard, by its number.
+        """Maps the files of one shard into memory.
+
+        Args:
+            number: Index into `shards`.
+
+        Returns:
+            Views of the mapped files.
 
         Raises:
-            ValueError: Index and tokens do not belong together.
+            ValueError: The index does not match the number of tokens.
         """
         files = self.shards[number]
         path = self.folder / files.name
@@ -104,13 +116,13 @@ class Corpus(NamedTuple):
         prompts = np.frombuffer(open_map(PROMPTS), "<i4") if self.manifest["prompts"] else None
         pages = open_map(TOKENS)
         if hasattr(mmap, "MADV_RANDOM"):
-            # Else the kernel reads 128 KB around every page that is touched, of which a window needs a few.
+            # By default the kernel reads 128 KB around each page that is touched; a window needs only a few pages.
             pages.madvise(mmap.MADV_RANDOM)
         return Shard(np.frombuffer(pages, self.manifest["dtype"]), index, prompts, pages)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Reads what a folder of shards holds.
+    """Reads the manifest of a folder of shards.
 
     Args:
         folder: Written by `mercury data pack`.
@@ -119,7 +131,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         The content of manifest.json.
 
     Raises:
-        ValueError: There is none, or one of another format or version.
+        ValueError: There is no manifest, or it has another format or version.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -136,17 +148,17 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def open_corpus(folder: str | Path, split: DataSplit) -> Corpus:
-    """Opens one side of a folder, and checks the size of every file.
+    """Opens one side of the split of a folder, and checks the size of each file.
 
     Args:
         folder: Written by `mercury data pack`.
         split: "train" or "test".
 
     Returns:
-        The side, which may have no shards.
+        The corpus. The test side may have no shards.
 
     Raises:
-        ValueError: The folder is incomplete, or a file is missing or has another size than the manifest says.
+        ValueError: The folder is incomplete, or a file is missing or differs in size from the manifest.
     """
     folder, manifest = Path(folder), read_manifest(folder)
     shards = tuple(ShardFiles(**{k: s[k] for k in ShardFiles._fields}) for s in manifest[split]["shards"])
@@ -166,14 +178,14 @@ def open_corpus(folder: str | Path, split: DataSplit) -> Corpus:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus that `mercury data pack` has tokenised. A recipe writes `data.shards("FOLDER")`.
+    """A corpus that `mercury data pack` has tokenised. In a recipe: `data.shards("FOLDER")`.
 
-    What is held out was decided when the corpus was packed. See the top of this module for how text is cut.
+    The held-out documents were chosen when the corpus was packed. The docstring of this module says how text is cut.
 
     Attributes:
         kind: Always "shards".
         where: The folder.
-        chunk: Most tokens of a piece of text; None for the longest that fits a row.
+        chunk: Largest number of tokens of a piece of text; None for the largest that fits a row.
         infill: Share of the pieces of text in which only a span of each canvas is editable; None for 0.3.
     """
 
@@ -207,7 +219,7 @@ class Shards:
         )
 
     def _rows(self, corpus: Corpus, settings: StreamSettings) -> RowStream:
-        """Running text, in windows."""
+        """Opens a corpus of running text, which fills whole rows from windows."""
         layout, row = settings.layout, settings.row
         layouts = [x for x in settings.layouts or (layout,) if isinstance(x, RowLayout)]
         if not isinstance(layout, RowLayout) or len(layouts) < len(settings.layouts):
@@ -221,17 +233,17 @@ class Shards:
         longest = min(x.fitting(row, 0) for x in layouts)
         if self.chunk is not None and not 2 * block <= self.chunk <= max(longest, 2 * block):
             raise refuse("chunk", self.chunk, f"{2 * block}..{longest}: two canvases, to what a row holds")
-        # A piece is at most block - 1 tokens longer than its window, whose last canvas it completes.
+        # The canvas on the edge of a window is completed, so a piece is up to block - 1 tokens longer than its window.
         size = max(longest, WINDOW) if self.chunk is None else self.chunk - block + 1
         windows = TextWindows(corpus, layout, size, key_of("shards", *settings.seed), settings.tokenizer.eos)
-        # The test side is never infilled, so that its loss is a bound on whole canvases.
+        # No infilling on the test side, so that its loss is a bound for whole canvases.
         share = (INFILL if self.infill is None else self.infill) if settings.split == "train" else 0.0
         identity = corpus.manifest["digest"]
         eos, ahead = settings.tokenizer.eos, windows.read_ahead
         return RowStream(windows.at, ahead, windows.count, layout, eos, share, identity)
 
     def _documents(self, corpus: Corpus, settings: StreamSettings) -> Stream:
-        """Chats, whole."""
+        """Opens a corpus of chats, which are never cut."""
         for name in ("chunk", "infill"):
             if getattr(self, name) is not None:
                 raise refuse(
@@ -246,6 +258,7 @@ class Shards:
             _check_longest(corpus, here)
 
             def at(index: int) -> LaidOutDocument:
+                # index -> place in the shuffled order of its epoch -> shard and document.
                 epoch, i = divmod(index, size)
                 i = permuted(i, size, mix(key + epoch))
                 number = bisect_right(bases, i) - 1
@@ -260,7 +273,10 @@ class Shards:
         return in_layout(settings.layout)
 
     def tokenizer(self) -> bytes:
-        """The tokenizer of the folder, as `AnyTokenizer.proto` wrote it.
+        """Reads the tokenizer of the folder.
+
+        Returns:
+            The bytes of `AnyTokenizer.proto`.
 
         Raises:
             ValueError: The folder is incomplete.
@@ -273,10 +289,10 @@ class Shards:
             raise refuse("shards", self.where, allowed) from None
 
     def texts(self, seed: tuple[int, ...]) -> Iterator[str]:
-        """Implements `DataSource.texts`: documents of the train side without end, decoded.
+        """Implements `DataSource.texts`: decodes the documents of the train side, each once.
 
         Raises:
-            ValueError: The folder's tokenizer is a checkpoint's, which only `mercury_jax.hub` reads.
+            ValueError: The tokenizer of the folder comes from a checkpoint, and only `mercury_jax.hub` can read it.
         """
         proto = self.tokenizer()
         if proto[:2] == b"PK":
@@ -290,9 +306,10 @@ def shards(folder: str, *, chunk: int | None = None, infill: float | None = None
     """A corpus that `mercury data pack` has tokenised.
 
     Args:
-        folder: What the command wrote.
-        chunk: Most tokens of a piece of text; None for the longest that fits a row.
-        infill: Share of the pieces of text with one editable span in each canvas; None for 0.3. Chats have none.
+        folder: The folder that the command wrote.
+        chunk: Largest number of tokens of a piece of text; None for the largest that fits a row.
+        infill: Share of the pieces of text in which only a span of each canvas is editable; None for 0.3. Must be None
+            for chats.
 
     Returns:
         The source.
@@ -307,12 +324,12 @@ def sample_documents(
 
     Args:
         folder: Written by `mercury data pack`.
-        tokenizer: Decodes them.
+        tokenizer: Decodes the documents.
         split: "train" or "test".
         key: Decides the order.
 
     Yields:
-        (tokens, text) of a document; in chats with its prompt, without special tokens.
+        Pairs (number of tokens, text). The text of a chat includes the prompt, without special tokens.
     """
     corpus = open_corpus(folder, split)
     bases = [0, *accumulate(shard.documents for shard in corpus.shards)]
@@ -326,11 +343,10 @@ def sample_documents(
 
 
 def _check_longest(corpus: Corpus, settings: StreamSettings) -> None:
-    """Refuses a row that is too short for a chat, now and not hours later.
-
-    The manifest has the pairs (prompt, answer) that no other document exceeds in both. Positions grow with either; only
-    in models of blocks a prompt that ends just before a block may need more than a longer one.
-    """
+    """Refuses a row that is too short for some chat, when the source is opened instead of hours into the training."""
+    # The manifest lists the pairs (prompt, answer) of lengths that no other document exceeds in both. The number of
+    # positions grows with either length, so the other documents need no check. The one exception: in a block-wise model
+    # a prompt that ends just before a block boundary may need more positions than a longer one, so it is tried too.
     block = packing.block_size(settings.layout)
     for prompt, answer in corpus.manifest[settings.split]["longest"]:
         for p in {prompt, max(0, (prompt + 1) // block * block - 1)}:
@@ -339,20 +355,24 @@ def _check_longest(corpus: Corpus, settings: StreamSettings) -> None:
 
 
 class TextWindows:
-    """The windows of one side of a corpus, in the shuffled order of each epoch."""
+    """The windows of one side of a corpus, in the shuffled order of each epoch.
+
+    In the order of the corpus, window j of a shard is tokens [j * size - shift, (j + 1) * size - shift), with a shift
+    in [0, size) drawn for each shard and epoch.
+    """
 
     def __init__(self, corpus: Corpus, layout: RowLayout, size: int, key: int, eos: int) -> None:
         """Counts the windows.
 
         Args:
-            corpus: Its files.
-            layout: Says between which tokens a document may be cut.
+            corpus: The files.
+            layout: Decides between which tokens a document may be cut.
             size: Tokens of a window.
             key: Decides shifts, order and prompts.
-            eos: Id that ends a text.
+            eos: End-of-text id.
         """
         self._corpus, self._layout, self._size, self._key, self._eos = corpus, layout, size, key, eos
-        # A shift by 0 to size - 1 tokens needs one window more; some are empty.
+        # A shifted shard overlaps one window more than ceil(tokens / size). Depending on the shift it may be empty.
         counts = (-(-shard.tokens // size) + 1 for shard in corpus.shards)
         self._bases = [0, *accumulate(counts)]
         self._first = [0, *accumulate(shard.tokens for shard in corpus.shards)]
@@ -361,7 +381,7 @@ class TextWindows:
         self.count = self._bases[-1]
 
     def _find(self, index: int) -> tuple[int, int, int, int]:
-        """The key of the epoch, the number of the shard, and the tokens [begin, end) of it: none if begin >= end."""
+        """Finds (key of the epoch, number of the shard, begin, end); the window is empty if begin >= end."""
         epoch, i = divmod(index, self.count)
         key = mix(self._key + epoch)
         i = permuted(i, self.count, key)
@@ -370,7 +390,11 @@ class TextWindows:
         return key, number, max(0, end - self._size), min(end, self._corpus.shards[number].tokens)
 
     def read_ahead(self, index: int) -> None:
-        """Asks the kernel to read a window from the disk, and does not wait."""
+        """Asks the kernel to load a window into the page cache, without waiting.
+
+        Args:
+            index: Number of the window, counted through all epochs.
+        """
         _, number, begin, end = self._locate(index)
         if begin < end and hasattr(mmap, "MADV_WILLNEED"):
             shard = self._map(number)
@@ -378,20 +402,30 @@ class TextWindows:
             shard.pages.madvise(mmap.MADV_WILLNEED, first, end * shard.tokens.itemsize - first)
 
     def at(self, index: int) -> TextWindow:
-        """Finds the pieces of a window: a pure function of the key and the index."""
+        """Finds the pieces of a window: a pure function of the key and the index.
+
+        Args:
+            index: Number of the window, counted through all epochs.
+
+        Returns:
+            The window; it may have no pieces.
+        """
         key, number, begin, end = self._locate(index)
         shard = self._map(number)
         if begin >= end:
             none = np.zeros(0, np.int64)
             return TextWindow(shard.tokens[:0], none, none, none, key, 0)
-        # The documents with a token in [begin, end), whose first and last may reach beyond.
+        # 1. The D documents with a token in [begin, end). The first and the last one may reach beyond the window.
         first = int(shard.index.searchsorted(begin, "right")) - 1
         bounds = np.array(shard.index[first : int(shard.index.searchsorted(end, "left")) + 1])
         start, stop = bounds[:-1], bounds[1:].copy()
         length = stop - start
-        # Any length of the prompt, so that canvases start anywhere in a line, not only at multiples of a block.
+        # 2. A prompt of random length below a block for each document, from a hash of its place in the corpus: canvases
+        #    then start anywhere in a text. Both windows that share a document draw the same prompt.
         hashes = mix((start + self._first[number]).astype(np.uint64) ^ key)
         prompt = (hashes % np.minimum(self._layout.block, length).astype(np.uint64)).astype(np.int64)
+        # 3. Cut the first and the last document at the first canvas boundary at or after the edge of the window. The
+        #    rest of a document that was cut has no prompt.
         offset = self._layout.first_canvas(prompt)
         cuts = [self._cut(int(start[k] + offset[k]), x) for k, x in ((0, begin), (-1, end))]
         if stop[-1] > end:
@@ -400,10 +434,13 @@ class TextWindows:
             start[0], prompt[0], offset[0] = min(cuts[0], int(stop[0])), 0, 0
         final = shard.tokens[stop - 1] == self._eos
         length = stop - start
-        if not final.all():  # part of a long text, which does not end here: whole canvases only
+        if not final.all():
+            # A piece that does not end its text is shortened to whole canvases. The pieces cut above are whole already;
+            # this concerns parts of long texts.
             length = np.where(
                 final, length, offset + (length - offset) // self._layout.block * self._layout.block
             )
+        # 4. Drop pieces with nothing to train on, and return indices relative to the first token that is left.
         kept = np.flatnonzero(length > prompt)
         start, length, prompt = start[kept], length[kept], prompt[kept]
         base = int(start[0]) if len(start) else 0
@@ -412,5 +449,5 @@ class TextWindows:
         return TextWindow(tokens, start - base, stop - base, prompt, key, self._first[number] + base)
 
     def _cut(self, canvas: int, place: int) -> int:
-        """The first place from `place` on between two canvases, of which the first starts at `canvas`."""
+        """Finds the first canvas boundary at or after `place`, in a document whose first canvas starts at `canvas`."""
         return canvas + self._layout.block * max(1, -((canvas - place) // self._layout.block))

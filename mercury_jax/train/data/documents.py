@@ -1,12 +1,12 @@
-"""Documents of a corpus as they are read for `mercury data pack`: from files of any size, in bounded memory.
+"""Reading the documents of a corpus for `mercury data pack`: from files of any size, in bounded memory.
 
     Files(("books/*.txt", "web/*.jsonl.gz"))   text files, JSONL, Parquet, plain or compressed
     HubStream("org/name")                      a Hugging Face dataset, streamed
     Files(("chats.jsonl",), chats=True)        conversations
     Problems(generated("add3"), 100_000)       the problems of a task
 
-Each has `records()`, always in the same order. What costs time, parsing and tokenising, is left to the processes of
-`shard_writer.py`: a record is a line or a text as it was read, and `encode_record` makes examples of it.
+Each reader yields `records()` in a fixed order. A record is a raw line or text. Parsing and tokenising take most of the
+time, so they happen in the worker processes of `shard_writer.py`, which call `encode_record`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from mercury_jax.train.data.sources import (
     side_of,
 )
 
-LONGEST_TEXT = 2**20  # characters: what is longer is cut behind a line, each part a document of its own
-LONGEST_LINE = 2**26  # bytes of a line of JSONL
-PROBLEMS = 256  # drawn for one record
+LONGEST_TEXT = 2**20  # characters; a longer text is cut after a line, and each part becomes a document
+LONGEST_LINE = 2**26  # largest number of bytes of a line of JSONL
+PROBLEMS = 256  # problems per record
 
 
 class Record(NamedTuple):
-    """What is read at once.
+    """A unit of reading.
 
     Attributes:
-        kind: A text; a line of JSON with a text; a line of JSON with a conversation; or numbers of problems.
+        kind: "text": a text; "json": a line of JSON with a text; "chat": a line of JSON with a conversation;
+            "problems": a range of problem numbers.
         place: Where it was read, path:line, for messages.
-        value: The text, the line, or (first, one after the last).
-        split: The side of problems; "" where the text decides.
-        ends: A text ends here; else the next record continues it.
+        value: The text, the line, or the range (first, one after the last).
+        split: The side of problems; "" if a hash of the text decides.
+        ends: Whether the text ends with this record; otherwise the next record continues it.
     """
 
     kind: Literal["text", "json", "chat", "problems"]
@@ -61,23 +62,40 @@ class Record(NamedTuple):
 
 
 class DocumentReader(Protocol):
-    """A corpus that can be read."""
+    """A reader of a corpus."""
 
     @property
     def prompts(self) -> bool:
-        """Whether documents have a prompt, and are never cut."""
+        """Whether documents have a prompt; such documents are never cut."""
         ...
 
     def facts(self, held_out: float) -> dict[str, Any]:
-        """What decides the records, ready for JSON: a pack continues only where these are equal."""
+        """Describes everything that the records depend on.
+
+        Args:
+            held_out: Share of the documents that are held out.
+
+        Returns:
+            Values that JSON can write. An interrupted pack continues only if they are unchanged.
+        """
         ...
 
     def size(self) -> int | None:
-        """Bytes of all records; None where that is unknown."""
+        """Returns the bytes of all records, for a progress bar; None if unknown."""
         ...
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Reads the corpus; ValueError names the file that cannot be read."""
+        """Reads the corpus.
+
+        Args:
+            held_out: Share of the documents that are held out.
+
+        Returns:
+            The records, always in the same order.
+
+        Raises:
+            ValueError: A file cannot be read. The message names it.
+        """
         ...
 
 
@@ -86,7 +104,7 @@ class Files:
     """Text files, JSONL (.jsonl), Parquet (.parquet), also compressed (.gz, .zst).
 
     Attributes:
-        globs: Paths; `**` goes into folders.
+        globs: Globs of paths; `**` descends into folders.
         field: Key or column of the text.
         chats: The lines are conversations, {"messages": [{"role", "content"}, ...]}.
     """
@@ -105,7 +123,7 @@ class Files:
         """The files, sorted within each glob.
 
         Raises:
-            ValueError: There is none, or one that cannot hold conversations.
+            ValueError: A glob matches no file, or a file that cannot contain conversations.
         """
         found = list(dict.fromkeys(path for pattern in self.globs for path in find_paths(pattern)))
         for path in found:
@@ -114,7 +132,8 @@ class Files:
         return found
 
     def facts(self, held_out: float) -> dict[str, Any]:
-        """Implements `DocumentReader`: names, sizes and times of change."""
+        """Implements `DocumentReader`, with a digest of names, sizes and modification times."""
+        # Hashing the contents would read the whole corpus once more.
         digest = hashlib.blake2b(digest_size=16)
         for path in self.paths:
             stat = os.stat(path)
@@ -125,7 +144,7 @@ class Files:
     def size(self) -> int | None:
         """Implements `DocumentReader`."""
         if any(path.endswith((".gz", ".zst", ".parquet")) for path in self.paths):
-            return None
+            return None  # the size on the disk says little about the size of the text
         return sum(os.path.getsize(path) for path in self.paths)
 
     def records(self, held_out: float) -> Iterator[Record]:
@@ -143,6 +162,7 @@ class Files:
                 raise refuse("SOURCE", path, f"a file that can be read ({reason})") from None
 
     def _read_lines(self, path: str) -> Iterator[Record]:
+        # `readline` with a limit: a file without line breaks would otherwise be read into memory as one line.
         with _open(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
                 if len(line) > LONGEST_LINE:
@@ -169,11 +189,11 @@ class Files:
 
 @dataclass(frozen=True)
 class HubStream:
-    """A Hugging Face dataset, read as it arrives, without a copy on the disk; needs the package `datasets`.
+    """A Hugging Face dataset, streamed without a copy on the disk; needs the package `datasets`.
 
     Attributes:
-        name: Of the dataset, or NAME:CONFIG.
-        part: The split of it to read.
+        name: Name of the dataset, or NAME:CONFIG.
+        part: Split of the dataset.
         field: Column of the text.
     """
 
@@ -212,9 +232,9 @@ class Problems:
     """The first problems of a task, as `data.generated` draws them for the first source of a mixture.
 
     Attributes:
-        source: What `data.generated` returned.
-        count: Problems to train on.
-        seed: That of the run in which they would be drawn.
+        source: The source, from `data.generated`.
+        count: Number of problems to train on.
+        seed: Seed of the training run that would draw the same problems.
     """
 
     source: Generated
@@ -226,7 +246,7 @@ class Problems:
     def __post_init__(self) -> None:
         at_least(1, count=self.count)
         at_least(0, seed=self.seed)
-        _ = self.source.task  # refuses a name that is none
+        _ = self.source.task  # refuses an unknown task
 
     def facts(self, held_out: float) -> dict[str, Any]:
         """Implements `DocumentReader`."""
@@ -239,7 +259,7 @@ class Problems:
         return None
 
     def records(self, held_out: float) -> Iterator[Record]:
-        """Implements `DocumentReader`: beside `count` problems that share of more from the task's test side."""
+        """Implements `DocumentReader`: `count` problems, then `held_out * count` more from the task's test side."""
         counts: dict[DataSplit, int] = {"train": self.count, "test": round(held_out * self.count)}
         for split, count in counts.items():
             for first in range(0, count, PROBLEMS):
@@ -250,19 +270,19 @@ class Problems:
 def encode_record(
     record: Record, reader: DocumentReader, tokenizer: AnyTokenizer, held_out: float
 ) -> Iterator[tuple[DataSplit, Example]]:
-    """Makes examples of a record.
+    """Makes examples from a record.
 
     Args:
-        record: What `reader` has read.
-        reader: Says which field, or which problems.
+        record: A record that `reader` has read.
+        reader: The reader, which knows the field of the text or the source of the problems.
         tokenizer: Encodes texts.
-        held_out: Share of the documents that training never sees.
+        held_out: Share of the documents that are held out.
 
     Yields:
-        The side, and the example; its `ends` is unused, as an end of text in the ids says so.
+        Pairs (side, example). `Example.ends` has no meaning here: shards mark the end of a text by its end-of-text id.
 
     Raises:
-        ValueError: A line is broken; names the file and the line.
+        ValueError: A line is malformed. The message names the file and the line.
     """
     if record.kind == "problems":
         assert isinstance(reader, Problems) and isinstance(record.value, tuple) and record.split
@@ -289,15 +309,16 @@ def encode_record(
 
 
 def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Record]:
-    """Cuts a text that is longer than `LONGEST_TEXT` behind a line, or in a line that is longer itself.
+    """Splits a text into parts of at most `LONGEST_TEXT` characters, after a line break if there is one.
 
     Args:
-        place: Where it was read.
-        text: The text, or a function that reads a given number of characters of it.
+        place: Where the text was read, for messages.
+        text: The text, or a function that reads the next n characters of it.
 
     Yields:
-        Its parts, of which the last one ends; nothing for an empty text.
+        The parts in order; only the last one has `ends` set. Nothing for an empty text.
     """
+    # One character more than a part is read, to know whether the text continues.
     read = io.StringIO(text, newline="").read if isinstance(text, str) else text
     rest = read(LONGEST_TEXT + 1)
     while len(rest) > LONGEST_TEXT:
@@ -309,7 +330,7 @@ def text_records(place: str, text: str | Callable[[int], str]) -> Iterator[Recor
 
 
 def _read_text(path: str) -> Iterator[Record]:
-    """One file is one text."""
+    """Reads a file that is one text."""
     with io.TextIOWrapper(_open(path), encoding="utf-8") as file:
         try:
             yield from text_records(path, file.read)
@@ -318,7 +339,7 @@ def _read_text(path: str) -> Iterator[Record]:
 
 
 def _format(path: str) -> Literal["text", "json", "parquet"]:
-    """How a file is read, by its name."""
+    """Decides by its name how a file is read."""
     name = path.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".parquet"):
         return "parquet"
@@ -326,7 +347,7 @@ def _format(path: str) -> Literal["text", "json", "parquet"]:
 
 
 def _open(path: str) -> IO[bytes]:
-    """A file as bytes, decompressed while it is read."""
+    """Opens a file as a stream of bytes, decompressed while it is read."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")  # pyright: ignore[reportReturnType]
     if path.endswith(".zst"):
@@ -336,7 +357,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _package(name: str, needed_by: str) -> Any:
-    """Imports a package of the extra `data`, or says how to install it."""
+    """Imports a package of the extra `data`; an error says how to install it."""
     import importlib
 
     try:

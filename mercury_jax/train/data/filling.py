@@ -1,13 +1,14 @@
-"""Rows filled from windows of a large corpus: the fast path of `pipeline.py`, without a call for each document.
+"""Rows filled from windows of a large corpus: the fast path of `pipeline.py`, without a Python call per document.
 
     window(index) -> pieces of text -> RowFiller.next_row, cut where the row ends -> lay_out_rows, all rows at once
 
-A source that fills whole rows opens as a `RowStream`. Its epoch is a number of windows of consecutive tokens, in a
-shuffled order. Every row of the batch takes windows of its own, piece after piece, and goes on in the next row with the
-rest of a piece that the row could not hold. Cuts are always between canvases, so that nothing is lost and every canvas
-is whole. Where a row filler is, are two numbers: its window, and the first token of it that was not taken.
+A source that fills whole rows opens as a `RowStream`. Its epoch is a shuffled sequence of windows of consecutive
+tokens. Each row of the batch has its own windows and takes their pieces one after the other. If the last piece does not
+fit, the row takes as many whole canvases of it as fit, and the same row of the next batch continues with the rest. All
+cuts are between canvases, so no token is lost and every canvas is whole. The state of a `RowFiller` is two numbers: the
+number of its window, and how many tokens of that window were taken.
 
-Where the block changes during a run, the windows are those of the largest block, which all others divide.
+If the block changes during a run, windows are made for the largest block, which is a multiple of all others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from mercury_jax.train.data.shuffle import mix, uniform
 from mercury_jax.types import Batch, RowLayout, RowPieces, Spans
 
-AHEAD = 8  # windows that a row asks the kernel to read before it needs them
+AHEAD = 8  # number of windows that a row asks the kernel to read before it needs them
 
 
 @dataclass(eq=False)
@@ -31,12 +32,12 @@ class TextWindow:
     """Consecutive tokens of a corpus and the pieces of text in them.
 
     Attributes:
-        tokens: The tokens [N]; a view of a mapped file.
-        start: First token of each piece [P].
-        stop: One after its last token [P].
-        prompt: How many of its tokens are never noised [P].
-        key: Of this epoch; decides with `first` what is infilled.
-        first: Number of the first token in the corpus.
+        tokens: Token ids [N]; a view of a memory-mapped file.
+        start: Index of the first token of each piece [P].
+        stop: Index after the last token of each piece [P].
+        prompt: Number of leading tokens of each piece that are never noised [P].
+        key: Key of the epoch. Together with `first` it decides which pieces are infilled, and where.
+        first: Index of `tokens[0]` in the whole corpus.
     """
 
     tokens: np.ndarray
@@ -53,16 +54,16 @@ class TextWindow:
 
 
 class RowStream(NamedTuple):
-    """The rows of one source.
+    """An open source that fills whole rows.
 
     Attributes:
-        window: window(index) finds the pieces of window index mod `size` of epoch index // `size`.
-        read_ahead: read_ahead(index) asks the kernel to read a window that will be needed.
-        size: Windows of an epoch.
+        window: window(index) -> the pieces of window `index % size` of epoch `index // size`.
+        read_ahead: read_ahead(index) asks the kernel to load a window into the page cache, without waiting.
+        size: Number of windows of an epoch.
         layout: Lays out rows.
-        eos: Id that completes the last canvas of a text.
+        eos: End-of-text id, which fills up the last canvas of a text.
         infill: Share of the pieces in which only a span of each canvas is editable.
-        identity: Tells corpora apart: a state of one does not continue another.
+        identity: Digest of the corpus; a saved state of another corpus is refused.
     """
 
     window: Callable[[int], TextWindow]
@@ -75,14 +76,14 @@ class RowStream(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """Pieces of one window that stand in a row: `begin` to `end`, of which the first and the last may be cut.
+    """Consecutive pieces of one window that a row contains; the first and the last of them may be cut.
 
     Attributes:
-        window: Where they are from.
-        begin: Number of the first piece.
-        end: One more than that of the last.
-        start: First token, in the window.
-        stop: One after the last token.
+        window: The window.
+        begin: Index of the first piece.
+        end: Index after the last piece.
+        start: First token in the window, inside of piece `begin`.
+        stop: Index after the last token, inside of piece `end - 1`.
     """
 
     window: TextWindow
@@ -93,52 +94,62 @@ class RowPart(NamedTuple):
 
 
 class FilledRow(NamedTuple):
-    """A row: its pieces, and the positions that they use."""
+    """A row: its pieces, and how many of its T positions they use."""
 
     parts: list[RowPart]
     used: int
 
 
 class RowFiller:
-    """Takes one row of every batch from a source."""
+    """Fills row `number` of every batch from a source."""
 
     def __init__(self, stream: RowStream, rows: int, row: int, number: int) -> None:
         """Starts at the first window.
 
         Args:
             stream: The open source.
-            rows: Rows B of a batch.
+            rows: Rows B of a batch, over all processes.
             row: Positions T of a row.
-            number: Which of the B rows this is: it takes the windows number, number + B, number + 2B, ...
+            number: Which of the B rows this is. It takes the windows number, number + B, number + 2B, ...
         """
         self._stream, self._rows, self._row, self._number = stream, rows, row, number
         self.set_state(0, 0)
 
     def use(self, stream: RowStream) -> None:
-        """Continues in another layout, at the next place between two of its canvases."""
+        """Continues in another layout, from the next boundary between two canvases of that layout.
+
+        Args:
+            stream: The same source, opened with the other layout.
+        """
         self._stream, self._window = stream, None
 
     def set_state(self, taken: int, offset: int) -> None:
-        """Continues where the two numbers were read.
+        """Continues from a saved position.
 
         Args:
-            taken: Windows of which nothing is left.
-            offset: Tokens of the next window that were taken.
+            taken: Number of windows that are used up.
+            offset: Tokens of the next window that were already taken.
         """
         self.taken, self.offset = taken, offset
         self._window: TextWindow | None = None
-        self._read_ahead = taken  # windows that the kernel was asked for
+        self._read_ahead = taken  # number of windows that the kernel was asked to read
 
     def next_row(self) -> FilledRow:
-        """Takes pieces until the row is full."""
+        """Takes pieces until no whole canvas fits into the row any more.
+
+        Returns:
+            The row; `lay_out_rows` turns it into arrays.
+        """
         layout, room, parts = self._stream.layout, self._row, list[RowPart]()
         while room >= layout.block:
             window = self._window or self._open_window()
             begin, count = bisect_right(window.stops, self.offset), len(window.stops)
-            if begin == count:
+            if begin == count:  # the window is used up
                 self.taken, self.offset, self._window = self.taken + 1, 0, None
                 continue
-            # 1. Whole pieces, from `begin` on; of the first one the start may be gone, with its prompt.
+            # 1. As many whole pieces as fit, from `begin` on. `_ends` holds the cumulative slots of the pieces, so one
+            #    bisection finds the last one. If an earlier row took the start of the first piece, its rest has no
+            #    prompt and needs a number of slots of its own.
             start, slots = int(window.start[begin]), self._slots[begin]
             prompt = int(window.prompt[begin])
             if self.offset > start:
@@ -149,7 +160,7 @@ class RowFiller:
             if end > begin:
                 stop = window.stops[end - 1]
                 room -= self._ends[end - 1] - before
-            # 2. As many canvases of the next piece as fit into what is left.
+            # 2. As many whole canvases of the next piece as fit into the remaining slots.
             if end < count:
                 if end > begin:
                     start, prompt = int(window.start[end]), int(window.prompt[end])
@@ -161,19 +172,21 @@ class RowFiller:
                 parts.append(RowPart(window, begin, end, first, stop))
                 self.offset = stop
             if end < count or stop < window.stops[-1]:
-                break
+                break  # the row is full; otherwise it continues with the next window
         return FilledRow(parts, self._row - room)
 
     def _open_window(self) -> TextWindow:
-        # Window b, b + B, b + 2B, ... of the epochs one after the other: no other row has them.
+        # Row b takes the windows b, b + B, b + 2B, ..., counted through all epochs: no other row has them.
         index = lambda taken: self._number + self._rows * taken
         for taken in range(self._read_ahead, self.taken + AHEAD):
             self._stream.read_ahead(index(taken))
         self._read_ahead = self.taken + AHEAD
         layout, window = self._stream.layout, self._stream.window(index(self.taken))
-        # Of a prompt of a larger block whole canvases are learnt. Their edges stay where they were.
+        # The window was made for the largest block, with prompts of up to block - 1 tokens. In a smaller block whole
+        # canvases of such a prompt can be trained on; the canvas boundaries stay where they were.
         window = self._window = replace(window, prompt=window.prompt % layout.block)
-        # A smaller block may have ended within a canvas: what is left of it, below a block, is not used.
+        # After a change of the block the offset may lie inside of a canvas of the new block. The rest of that canvas,
+        # fewer than `block` tokens, is skipped.
         cut = bisect_right(window.stops, self.offset)
         if cut < len(window.stops) and self.offset > window.start[cut]:
             canvas = int(window.start[cut]) + layout.first_canvas(int(window.prompt[cut]))
@@ -186,17 +199,18 @@ class RowFiller:
 
 
 def lay_out_rows(stream: RowStream, filled: Sequence[FilledRow], row: int, pad: int) -> Batch:
-    """Lays out rows of one source.
+    """Lays out several rows of one source at once, in numpy without a loop over pieces.
 
     Args:
         stream: The source.
-        filled: Its rows.
-        row: Positions T.
+        filled: The rows.
+        row: Positions T of a row.
         pad: Id that fills the rest of a row.
 
     Returns:
-        numpy arrays [len(filled), T].
+        A batch of numpy arrays [len(filled), T].
     """
+    # 1. The tokens of all parts of all rows, concatenated [N], and the bounds of all pieces [P].
     parts = [part for one in filled for part in one.parts]
     tokens = np.concatenate(
         [p.window.tokens[p.start : p.stop] for p in parts], dtype=np.int32, casting="unsafe"
@@ -209,19 +223,20 @@ def lay_out_rows(stream: RowStream, filled: Sequence[FilledRow], row: int, pad: 
             [p.window.start for p in parts], [p.window.stop for p in parts], [p.window.prompt for p in parts]
         )
     )  # fmt: skip
-    # The first and the last piece of a part may be cut; the rest of a cut piece has no prompt.
+    # 2. The first and the last piece of each part may be cut; a piece that lost its start has no prompt.
     last = np.cumsum(counts) - 1
     first = last - counts + 1
     begins = np.array([p.start for p in parts])
     prompt[first] *= start[first] == begins
     start[first], stop[last] = begins, [p.stop for p in parts]
-    # The parts stand one behind the other in `tokens`.
+    # 3. From indices into a window to indices into `tokens`, where the parts are concatenated.
     sizes = np.array([p.stop - p.start for p in parts])
     moved = every(np.cumsum(sizes) - sizes - begins)
     rows = np.repeat(np.arange(len(filled)), [len(one.parts) for one in filled])
     pieces = RowPieces(every(rows), start + moved, stop - start, prompt)
     spans = None
     if stream.infill:
+        # Infilling is a function of the epoch and the piece's place in the corpus, not of the order of calls.
         number = (every([p.window.first for p in parts]) + start).astype(np.uint64)
         keys = mix(number ^ every(np.array([p.window.key for p in parts], np.uint64)))
         spans = infilled(keys, stream.infill)
@@ -230,18 +245,19 @@ def lay_out_rows(stream: RowStream, filled: Sequence[FilledRow], row: int, pad: 
 
 
 def infilled(keys: np.ndarray, share: float) -> Spans:
-    """Keeps one random span of each canvas editable in a share of the pieces, as `packing.keep_spans` does.
+    """Makes the function that keeps one random span of each canvas editable, as `packing.keep_spans` does.
 
     Args:
-        keys: Of each piece, uint64 [P].
-        share: Of the pieces.
+        keys: Random key of each piece, uint64 [P].
+        share: Share of the pieces that are infilled.
 
     Returns:
-        The function that narrows canvases.
+        narrow(piece of each canvas [C], editable range of each canvas [C, 2]) -> narrowed ranges [C, 2].
     """
     chosen = uniform(keys) < share
 
     def narrow(piece: np.ndarray, editable: np.ndarray) -> np.ndarray:
+        # Three uniform numbers per canvas: the length, whether the span starts with the canvas, and where else.
         among = np.flatnonzero(chosen[piece])
         low, high = editable[among].T
         own = keys[piece[among]] + low.astype(np.uint64)

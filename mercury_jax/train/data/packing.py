@@ -2,8 +2,8 @@
 
     documents -> cut_pieces -> lay_out (`Model.layout`) -> keep_spans -> place, in rows of T positions -> pack, a Batch
 
-`sources.py` calls the first half for its documents, `pipeline.py` the second half for every row of a batch. All of
-it is numpy; evaluation lays its chunks of text out with the same functions.
+`sources.py` calls the functions up to `keep_spans` for its documents, `pipeline.py` calls `place` and `pack` for each
+row of a batch. Everything is numpy. Evaluation lays out its chunks of text with the same functions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DataSplit = Literal["train", "test"]
 
 
 class Example(NamedTuple):
-    """Token ids of one document or of a piece of one.
+    """Token ids of a document, or of a piece of a document.
 
     Attributes:
-        ids: int32 [n].
-        prompt: The first `prompt` ids are never noised.
-        ends: The text ends here, so that its last canvas is filled up with the end of text.
+        ids: Token ids, int32 [n].
+        prompt: Number of leading ids that are never noised.
+        ends: The text ends with the last id, so its last canvas is filled up with end-of-text ids.
     """
 
     ids: np.ndarray
@@ -42,12 +42,12 @@ class StreamSettings(NamedTuple):
 
     Attributes:
         tokenizer: Encodes texts.
-        layout: `Model.layout`, how a document stands in a row.
+        layout: `Model.layout`, which arranges the clean tokens and canvases of a document.
         row: Positions T of a packed row.
-        seed: Decides order, cuts and problems; a different one for each source of a mixture.
-        split: "train", or "test" for what training never sees.
-        layouts: Every layout of a run whose block changes, so that a text is cut into pieces that fit all of them. The
-            block of `layout` is then the largest. (): `layout` alone.
+        seed: Decides order, cuts and problems; different for each source of a mixture.
+        split: "train", or "test" for held-out data.
+        layouts: All layouts of a run whose block changes; texts are cut into pieces that fit all of them, and `layout`
+            is the one of the largest block. (): only `layout`.
     """
 
     tokenizer: AnyTokenizer
@@ -62,18 +62,18 @@ class StreamSettings(NamedTuple):
 
 
 def lay_out(settings: StreamSettings, example: Example, place: str) -> LaidOutDocument:
-    """Lays an example out as the model sees it.
+    """Lays out an example as clean tokens and canvases.
 
     Args:
         settings: Layout and length of a row.
         example: The document.
-        place: Where it was read, for the message.
+        place: Where the document was read, for the message.
 
     Returns:
-        Clean tokens and canvases, at most `settings.row` positions.
+        The laid-out document, at most `settings.row` positions.
 
     Raises:
-        ValueError: It does not fit a row.
+        ValueError: The document does not fit a row.
     """
     laid = settings.layout(example.ids, example.prompt, settings.tokenizer.eos if example.ends else None)
     if len(laid.tokens) > settings.row:
@@ -83,26 +83,33 @@ def lay_out(settings: StreamSettings, example: Example, place: str) -> LaidOutDo
 
 
 def block_size(layout: Layout) -> int:
-    """The canvas width of a layout: one token fills up one canvas."""
+    """Finds the canvas width of a layout, by laying out a text of one token.
+
+    Args:
+        layout: `Model.layout`.
+
+    Returns:
+        Positions of a canvas.
+    """
     return int(layout(np.zeros(1, np.int32), 0, 0).editable.sum())
 
 
 def lay_out_piece(settings: StreamSettings, example: Example, place: str) -> LaidOutDocument:
-    """Lays a piece of text out in whole canvases, because sampling has no short ones.
+    """Lays out a piece of text in whole canvases, since sampling never sees a shorter canvas.
 
-    A piece that does not end its text, or that the row cannot hold when it is filled up, loses up to block - 1 tokens
-    at its end; other epochs cut elsewhere.
+    The last canvas is filled up with end-of-text ids if the text ends there and the row has room. Otherwise up to
+    block - 1 tokens at the end of the piece are dropped; the cuts of other epochs are elsewhere.
 
     Args:
         settings: Layout and length of a row.
         example: The piece.
-        place: Where it was read, for the message.
+        place: Where the piece was read, for the message.
 
     Returns:
-        The piece, at most `settings.row` positions.
+        The laid-out piece, at most `settings.row` positions.
     """
     ids, prompt, ends = example
-    # Filling up tells how many tokens the last canvas lacks.
+    # The filled-up layout shows how many tokens the last canvas lacks.
     filled = settings.layout(ids, prompt, settings.tokenizer.eos)
     added = int(filled.positions.max()) + 1 - len(ids)
     if (ends or not added) and len(filled.tokens) <= settings.row:
@@ -112,24 +119,24 @@ def lay_out_piece(settings: StreamSettings, example: Example, place: str) -> Lai
 
 
 def _whole_canvases(layout: Layout, n: int, prompt: int) -> int:
-    """The most of n tokens that end with a whole canvas; all of them where not one canvas is whole."""
+    """Finds the largest number of tokens up to n that end with a whole canvas; n if no canvas is whole."""
     added = int(layout(np.zeros(n, np.int32), prompt, 0).positions.max()) + 1 - n
     whole = n - (block_size(layout) - added) if added else n
     return whole if whole > prompt else n
 
 
 def longest_piece(settings: StreamSettings, chunk: int | None) -> int:
-    """Finds the longest piece of text that a row holds at any length of the prompt.
+    """Finds the largest length of a piece of text such that a row holds it for every length of the prompt.
 
     Args:
-        settings: Layout and length of a row.
-        chunk: The source's own limit, in tokens; None for the longest possible.
+        settings: Layouts and length of a row.
+        chunk: The limit that the source asks for, in tokens; None for the largest possible.
 
     Returns:
         The limit in tokens.
 
     Raises:
-        ValueError: `chunk` is longer than a row holds, or a row does not hold two tokens.
+        ValueError: `chunk` is longer than a row holds, or a row does not even hold two tokens.
     """
     return min(_longest(layout, settings.row, chunk) for layout in settings.layouts or (settings.layout,))
 
@@ -137,14 +144,14 @@ def longest_piece(settings: StreamSettings, chunk: int | None) -> int:
 def check_blocks(blocks: Sequence[tuple[int, int]]) -> None:
     """Checks the blocks of a run whose block changes.
 
-    Every block divides the largest, between whose canvases texts are cut: so they are cut between canvases of all.
-
     Args:
-        blocks: Pairs (first batch, block), one at least.
+        blocks: Pairs (first batch, block), at least one.
 
     Raises:
-        ValueError: They do not start at 0, do not rise, or a block does not divide the largest.
+        ValueError: The first batches do not start at 0 or do not increase, or a block does not divide the largest one.
     """
+    # Texts are cut between canvases of the largest block. If it is a multiple of all blocks, these cuts are between
+    # canvases in every stage of the run.
     pairs = all(isinstance(pair, tuple) and list(map(type, pair)) == [int, int] for pair in blocks)
     firsts = [first for first, _ in blocks] if pairs else []
     if firsts[:1] != [0] or any(a >= b for a, b in pairwise(firsts)):
@@ -156,19 +163,21 @@ def check_blocks(blocks: Sequence[tuple[int, int]]) -> None:
 
 
 def _longest(layout: Layout, row: int, chunk: int | None) -> int:
-    """`longest_piece` in one layout."""
+    """Finds the limit of `longest_piece` for one layout."""
     block = block_size(layout)
 
     def lengths(n: int) -> list[int]:
-        """What remains of a piece of n tokens in whole canvases, for each length of the prompt."""
+        """Lengths after cutting a piece of n tokens to whole canvases, for each length of the prompt."""
         return [_whole_canvases(layout, n, p) for p in range(min(block, n))]
 
     def needs(n: int) -> int:
+        """Largest number of positions that a piece of n tokens needs, over all lengths of the prompt."""
         return max(len(layout(np.zeros(k, np.int32), p, None).tokens) for p, k in enumerate(lengths(n)))
 
     if needs(2) > row:
         raise refuse("row", row, f"{needs(2)} or more: a text of two tokens needs as much")
-    # The first n that does not fit, less one; then less what is cut off at every length of the prompt.
+    # `needs` does not decrease with n, so a bisection finds the largest n that fits. From it, drop the tokens that are
+    # cut off whatever the length of the prompt is.
     longest = max(lengths(bisect_right(range(row + block), row, lo=2, key=needs) - 1))
     if chunk is not None and chunk > longest:
         raise refuse("chunk", chunk, f"2..{longest}, what a row of {row} positions holds")
@@ -179,12 +188,12 @@ def _longest(layout: Layout, row: int, chunk: int | None) -> int:
 
 
 class Pieces(NamedTuple):
-    """One epoch's cuts [N] into the tokens of all documents, in the order of training.
+    """The N pieces of one epoch, in the order of training, as indices into the tokens of all documents.
 
     Attributes:
-        start: First token of each piece.
-        stop: One after its last token.
-        final: bool, the document ends here.
+        start: First token of each piece [N].
+        stop: Index after the last token of each piece [N].
+        final: Whether the document ends with the piece, bool [N].
     """
 
     start: np.ndarray
@@ -193,33 +202,33 @@ class Pieces(NamedTuple):
 
 
 def cut_pieces(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pieces:
-    """Cuts documents, one behind the other, into pieces of at most `chunk` tokens, and shuffles the pieces.
+    """Cuts documents into pieces of at most `chunk` tokens, at random places, and shuffles the pieces.
 
-    A document longer than `chunk` becomes a random first piece, whole chunks, and the rest. The number of pieces
-    depends on the lengths alone, so that every epoch has the same size.
+    A document longer than `chunk` becomes a first piece of random length, whole chunks, and the rest. The number of
+    pieces depends on the lengths only, so all epochs have the same size.
 
     Args:
-        lengths: Tokens of each document [D].
-        chunk: Most tokens of a piece.
-        rng: Decides the cuts and the order.
+        lengths: Tokens of each document [D]; the documents are concatenated.
+        chunk: Largest number of tokens of a piece.
+        rng: Random generator of the cuts and the order.
 
     Returns:
         The pieces.
     """
-    # A long document of n tokens is  [first | chunk | chunk | ... | last],  first + last = ends = n mod chunk, or
-    # chunk more.
+    # A long document of n tokens is cut as  [first | chunk | chunk | ... | last].  The two ragged ends have together
+    # `ends` = n mod chunk tokens, or chunk more, so that the number of pieces does not depend on the random cut.
     long, rest = lengths > chunk, lengths % chunk
-    # The two ragged ends share `ends` tokens: at most 2 chunk, and at least 2 so that neither is empty.
+    # `ends` is at most 2 chunk, so that each end fits into a piece, and at least 2, so that neither is empty.
     ends = np.where(2 * rest < chunk, chunk + rest, rest)
     ends = np.where(ends < 2, ends + chunk, ends)
     first = rng.integers(np.maximum(1, ends - chunk), np.minimum(chunk, ends - 1), endpoint=True)
     count = np.where(long, (lengths - ends) // chunk + 2, 1)
     first = np.where(long, first, lengths)
 
-    # All pieces of all documents at once: N = sum(count).
-    doc = np.repeat(np.arange(len(lengths)), count)  # [N] the document of each piece
+    # The pieces of all documents in one array, N = sum(count).
+    doc = np.repeat(np.arange(len(lengths)), count)  # [N] document of each piece
     nth = np.arange(len(doc)) - np.repeat(np.cumsum(count) - count, count)  # [N] its number in the document
-    base = np.cumsum(lengths) - lengths  # [D] the first token of each document
+    base = np.cumsum(lengths) - lengths  # [D] first token of each document
     start = np.where(nth == 0, 0, first[doc] + (nth - 1) * chunk)
     stop = np.minimum(first[doc] + nth * chunk, lengths[doc])
     order = rng.permutation(len(doc))
@@ -227,23 +236,24 @@ def cut_pieces(lengths: np.ndarray, chunk: int, rng: np.random.Generator) -> Pie
 
 
 def keep_spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocument:
-    """Keeps one random span of each canvas editable; the text around it is known, as in infilling.
+    """Keeps one random span of each canvas editable; the text around it is given, as in infilling.
 
-    Half of the spans start where the canvas does: so it is when a causal encoder infills, whose canvas begins at the
-    hole.
+    Half of the spans start at the start of their canvas, because a model with a causal encoder infills with a canvas
+    that starts at the gap.
 
     Args:
         laid: A document.
-        rng: Draws the spans.
+        rng: Random generator of the spans.
 
     Returns:
         The document with fewer editable positions.
     """
-    if laid.canvas.max() < 0:  # an autoregressive document
+    if laid.canvas.max() < 0:  # an autoregressive document has no canvases
         return laid
-    places = np.flatnonzero(laid.editable)  # canvases stand one behind the other, so each is a run of these
+    places = np.flatnonzero(laid.editable)  # canvases are contiguous, so each one is a run of these slots
     _, first, count = np.unique(laid.canvas[places], return_index=True, return_counts=True)
-    u = rng.random((3, len(count)))  # for each canvas: the length, whether to begin at its start, where else
+    # Three draws per canvas: length of the span, whether it starts with the canvas, and where else it starts.
+    u = rng.random((3, len(count)))
     length = 1 + (u[0] * count).astype(int)
     start = np.where(u[1] < 0.5, 0, (u[2] * (count - length + 1)).astype(int))
     nth = np.arange(len(places)) - np.repeat(first, count)
@@ -258,11 +268,15 @@ def keep_spans(laid: LaidOutDocument, rng: np.random.Generator) -> LaidOutDocume
 
 @dataclass
 class PackedRow:
-    """A row that is being filled: its documents, where they came from, and the positions that they use."""
+    """A row that is being filled.
 
-    refs: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (source, index): enough to make a document again
+    Attributes:
+        refs: (source, index) of each document, enough to make the document again on a resume.
+        laid: The documents.
+        used: Positions that they use.
+    """
+
+    refs: list[tuple[int, int]] = field(default_factory=list)
     laid: list[LaidOutDocument] = field(default_factory=list)
     used: int = 0
 
@@ -270,7 +284,7 @@ class PackedRow:
         """Appends a document.
 
         Args:
-            ref: Number of its source, and its index there.
+            ref: Number of the document's source, and its index in that source.
             laid: The document.
         """
         self.refs.append(ref)
@@ -285,20 +299,20 @@ def place(
 
     Args:
         rows: The open rows; changed.
-        ref: Number of the document's source, and its index there.
+        ref: Number of the document's source, and its index in that source.
         laid: The document.
-        length: Positions of a row.
-        limit: Most open rows; before there are more, the fullest is closed.
+        length: Positions T of a row.
+        limit: Largest number of open rows. The fullest one is closed before this number is exceeded.
 
     Returns:
-        The row that was closed, or None.
+        The row that was closed, because it is full or to stay within `limit`; None if no row was closed.
     """
     n = len(laid.tokens)
     target = next((row for row in rows if row.used + n <= length), None)
     if target is not None:
         target.add(ref, laid)
         return rows.pop(rows.index(target)) if target.used == length else None
-    # No room: the fullest row is the one that loses least by being closed.
+    # No room: close the fullest row, which wastes the fewest positions.
     closed = rows.pop(max(range(len(rows)), key=lambda i: rows[i].used)) if len(rows) >= limit else None
     rows.append(PackedRow())
     rows[-1].add(ref, laid)
@@ -306,24 +320,23 @@ def place(
 
 
 def pack(rows: list[PackedRow], length: int, pad: int) -> Batch:
-    """Makes a batch of closed rows.
+    """Makes a batch from closed rows.
 
     Args:
         rows: B rows.
         length: Positions T of a row.
-        pad: Id that fills the rest of a row. Padding attends to nothing, is not editable and is in no canvas.
+        pad: Id that fills the rest of a row. Padding attends to nothing, is not editable and belongs to no canvas.
 
     Returns:
-        numpy arrays [B, T].
+        A batch of numpy arrays [B, T].
     """
     shape = (len(rows), length)
     tokens, positions = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     ranges, editable = np.zeros((*shape, 2, 2), np.int32), np.zeros(shape, bool)
     canvas = np.full(shape, -1, np.int32)
     for b, row in enumerate(rows):
-        at = canvases = (
-            0  # documents stand one behind the other: ranges and canvases are counted from the row's start
-        )
+        # Key ranges and canvas numbers of a document count from its own start; in the row they are shifted.
+        at = canvases = 0
         for laid in row.laid:
             here = slice(at, at + len(laid.tokens))
             tokens[b, here], positions[b, here], editable[b, here] = (

@@ -1,13 +1,13 @@
-"""From a mixture to batches: streams, weights, packing, and a state from which a run continues exactly.
+"""From a mixture to batches: weighted sources, packing, and a state from which a run resumes exactly.
 
-Row b of every batch is packed by itself, from documents b, b + B, b + 2B, ... of each source. So a batch of B rows
-is the same on any number of processes, each of which makes only its own rows. A source of shards fills whole rows
-(`filling.py`); all others share rows, document by document.
+Row b of the batches is packed independently of the other rows, from documents b, b + B, b + 2B, ... of each source. A
+batch of B rows is therefore the same with any number of processes, and each process makes only its own rows. A source
+of shards fills whole rows (`filling.py`); documents of all other sources share rows.
 
-The layout may change from one batch to the next, in a run whose block grows: sources continue where they are, and the
-documents of half-filled rows are laid out again.
+The layout may change between two batches, in a run whose block changes: sources continue at their position, and the
+documents of open rows are laid out again.
 
-This module alone imports grain, for the thread that makes batches ahead.
+Only this module imports grain, for the thread that prepares batches in advance.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from mercury_jax.train.data.packing import (
 from mercury_jax.train.data.sources import DataSource, Mixture, Stream
 from mercury_jax.types import Batch, LaidOutDocument, Layout, RowLayout
 
-OPEN_ROWS = 4  # half-filled rows that each row of the batch keeps; more pack tighter and make a larger state
+OPEN_ROWS = 4  # open rows per row of the batch; more of them pack tighter, but make the state larger
 
 
 Streams = Sequence[Stream | RowStream]
 
 
 class RowState(TypedDict):
-    """Where a `RowPacker` is, ready for JSON."""
+    """Position of a `RowPacker`, ready for JSON. The first three lists have an entry per source."""
 
-    next: list[int]  # of each source, how many documents or windows were taken
-    offset: list[int]  # of each source, how many tokens of the window after those
-    positions: list[int]  # of each source, how many positions they used
-    open: list[list[list[int]]]  # of each open row, [source, index] of its documents
+    next: list[int]  # documents taken; for a `RowStream`, windows that are used up
+    offset: list[int]  # tokens taken of the next window; 0 for other sources
+    positions: list[int]  # row positions used so far
+    open: list[list[list[int]]]  # for each open row, [source, index] of its documents
 
 
 class DataState(TypedDict):
-    """Where the data of a run are, ready for JSON."""
+    """Position of a run in its data, ready for JSON."""
 
     data: str  # digest of the mixture and its settings
-    batches: int  # that were made
-    rows: dict[str, RowState]  # under the row's number in the batch
+    batches: int  # number of batches made
+    rows: dict[str, RowState]  # state of each row, by its number in the batch
 
 
 class RowPacker:
-    """Packs one row of every batch, taking documents from the sources by weight."""
+    """Packs row `number` of every batch, taking documents from the sources in proportion to their weights."""
 
     def __init__(
         self, streams: Streams, weights: Sequence[float], rows: int, row: int, seed: int, number: int
@@ -69,15 +69,16 @@ class RowPacker:
 
         Args:
             streams: The open sources.
-            weights: Their shares of the positions.
-            rows: Rows B of a batch.
+            weights: Share of the positions of each source, up to a common factor.
+            rows: Rows B of a batch, over all processes.
             row: Positions T of a row.
-            seed: Decides where in the mixture the row starts.
+            seed: Decides with which sources the row starts.
             number: Which of the B rows this is.
         """
         self._streams, self._weights, self._rows, self._row = streams, weights, rows, row
         self._number, self._next = number, [0] * len(streams)
-        # Each row starts at another point of the mixture, or every row of the first batch would hold the same source.
+        # Each row starts at a random point of the mixture. Otherwise all rows of the first batch would be filled from
+        # the same source.
         phase = np.random.default_rng((seed, number)).random(len(streams))
         self._positions = [int(u * row * w / sum(weights)) for u, w in zip(phase, weights)]
         self._open: list[PackedRow] = []
@@ -88,12 +89,16 @@ class RowPacker:
         }
 
     def use(self, streams: Streams) -> None:
-        """Continues in another layout, in which the documents of open rows are laid out and placed again."""
+        """Continues in another layout; the documents of open rows are laid out and placed again.
+
+        Args:
+            streams: The same sources, opened in the other layout.
+        """
         refs = [ref for row in self._open for ref in row.refs]
         self._streams, self._open = streams, []
         for s, index in refs:
             laid = self._document(s, index)
-            # No row is closed here: a full one stays open until the next document needs its place.
+            # `place` may close a row that is exactly full. It goes back to the open rows, since no batch asked for it.
             if full := place(self._open, (s, index), laid, self._row, len(refs)):
                 self._open.append(full)
         for s, filler in self._fillers.items():
@@ -102,9 +107,14 @@ class RowPacker:
             filler.use(stream)
 
     def next_row(self) -> PackedRow | tuple[int, FilledRow]:
-        """Takes documents until a row is full, or a whole row of one source, with the number of that source."""
+        """Takes documents until a row is closed.
+
+        Returns:
+            A row of documents; or, if it is the turn of a `RowStream`, the number of that source and a whole row of it.
+        """
         while True:
-            # The source that is furthest behind its share of the positions, which are what training costs.
+            # The next document comes from the source that is furthest behind its share. Shares are measured in row
+            # positions, canvases included, because positions are what training costs.
             s = min(range(len(self._streams)), key=lambda s: self._positions[s] / self._weights[s])
             stream = self._streams[s]
             if isinstance(stream, RowStream):
@@ -120,7 +130,7 @@ class RowPacker:
                 return closed
 
     def get_state(self) -> RowState:
-        """How far each source is, and which documents the open rows hold."""
+        """Returns the position in each source, and the documents of the open rows."""
         taken, offset = [*self._next], [0] * len(self._next)
         for s, filler in self._fillers.items():
             taken[s], offset[s] = filler.taken, filler.offset
@@ -128,11 +138,15 @@ class RowPacker:
         return {"next": taken, "offset": offset, "positions": [*self._positions], "open": rows}
 
     def set_state(self, state: RowState) -> None:
-        """Continues where `state` was taken; the documents of open rows are made again."""
+        """Continues from a saved position.
+
+        Args:
+            state: From `get_state`.
+        """
         self._next, self._positions, self._open = list(state["next"]), list(state["positions"]), []
         for s, filler in self._fillers.items():
             filler.set_state(state["next"][s], state["offset"][s])
-        # A document is a function of its source and index, so that the state need not hold tokens.
+        # A document is a pure function of its source and its index, so the state holds no tokens.
         for refs in state["open"]:
             self._open.append(PackedRow())
             for s, index in refs:
@@ -140,12 +154,12 @@ class RowPacker:
 
     def _document(self, s: int, index: int) -> LaidOutDocument:
         stream = self._streams[s]
-        assert isinstance(stream, Stream)  # no row of a source that fills rows is open
+        assert isinstance(stream, Stream)  # a `RowStream` has no documents in open rows
         return stream.at(index)
 
 
 class PackedIterator(grain.DatasetIterator[Batch]):
-    """This process's rows of every batch, without end."""
+    """An endless iterator over this process's rows of the batches."""
 
     def __init__(
         self,
@@ -158,18 +172,18 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         """Starts at the first batch.
 
         Args:
-            packers: Of each of this process's rows, under its number in the batch; in the layout of the first stage.
-            stages: (first batch, the open sources in the layout from there on).
+            packers: The packer of each row of this process, by the row's number in the batch; in the first layout.
+            stages: Pairs (first batch, the sources opened in the layout of this and later batches).
             row: Positions T of a row.
-            pad: Id that fills rows up.
-            digest: Tells mixtures and settings apart.
+            pad: Id that fills up rows.
+            digest: Digest of the mixture and its settings; a saved state with another digest is refused.
         """
         super().__init__()
         self._packers, self._stages, self._streams = packers, stages, stages[0][1]
         self._row, self._pad, self._digest, self._batches = row, pad, digest, 0
 
     def _enter_stage(self, batch: int) -> None:
-        """Takes the layout of a batch."""
+        """Switches all packers to the layout of a batch, if it is another one."""
         streams = [streams for first, streams in self._stages if first <= batch][-1]
         if streams is not self._streams:
             self._streams = streams
@@ -186,7 +200,8 @@ class PackedIterator(grain.DatasetIterator[Batch]):
                 packed[b] = row
             else:
                 filled.setdefault(row[0], {})[b] = row[1]
-        # Rows of one source are laid out at once; then each takes its place in the batch.
+        # The rows of each `RowStream` are laid out together, and all packed rows together. `numbers` then restores the
+        # order of the rows in the batch.
         parts = [(list(packed), pack(list(packed.values()), self._row, self._pad))] if packed else []
         for s, rows in filled.items():
             stream = self._streams[s]
@@ -199,15 +214,18 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         return Batch(*arrays)  # pyright: ignore[reportArgumentType]
 
     def get_state(self) -> DataState:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Where each of this process's rows is."""
+        """Returns the position of each row of this process."""
         rows = {str(number): packer.get_state() for number, packer in self._packers.items()}
         return {"data": self._digest, "batches": self._batches, "rows": rows}
 
     def set_state(self, state: DataState) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Continues where `state` was taken; it may hold the rows of other processes too.
+        """Continues from a saved position.
+
+        Args:
+            state: From `get_state`, or merged from the states of all processes; rows of other processes are ignored.
 
         Raises:
-            ValueError: It was taken on other data or with other settings, or lacks a row of this process.
+            ValueError: The state belongs to other data or settings, or lacks a row of this process.
         """
         if state["data"] != self._digest:
             raise refuse("state.data", state["data"], f"{self._digest}, same data, seed, rows and blocks")
@@ -215,7 +233,7 @@ class PackedIterator(grain.DatasetIterator[Batch]):
         if missing:
             allowed = f"all of this process's, {missing} too"
             raise refuse("state.rows", sorted(map(int, state["rows"])), allowed)
-        # A state of an older version has no number of batches, and layouts did not change then.
+        # States of older versions have no number of batches; their runs had a single layout.
         self._batches = state.get("batches", 0)
         self._enter_stage(max(0, self._batches - 1))  # the layout in which the open rows were filled
         for number, packer in self._packers.items():
@@ -223,10 +241,14 @@ class PackedIterator(grain.DatasetIterator[Batch]):
 
 
 class PackedDataset(grain.IterDataset[Batch]):
-    """The batches as grain's threads read them: every iterator starts at the first batch."""
+    """The batches as a grain dataset, which grain's prefetch thread needs."""
 
     def __init__(self, new_iterator: Callable[[], PackedIterator]) -> None:
-        """Holds a function that makes an iterator."""
+        """Stores the function that makes an iterator.
+
+        Args:
+            new_iterator: Makes an iterator that starts at the first batch.
+        """
         super().__init__()
         self._new_iterator = new_iterator
 
@@ -247,27 +269,28 @@ def build(
     count: int = 1,
     prefetch: int = 2,
 ) -> grain.DatasetIterator[Batch]:
-    """Opens a mixture and packs it into batches without end; `get_state()` is ready for JSON, `set_state()` exact.
+    """Opens a mixture and packs it into an endless iterator of batches, which can be resumed exactly.
 
     Args:
         mixture: Sources and their weights.
-        tokenizer: Encodes texts; its `pad` fills rows up.
-        layout: `Model.layout`, how a document stands in a row. Where it changes during the run, pairs (first batch,
-            layout): batch n, from 0, has the layout of the last pair whose first batch is at most n.
+        tokenizer: Encodes texts; its `pad` fills up rows.
+        layout: `Model.layout`, which arranges the clean tokens and canvases of a document. If the block changes during
+            the run, pairs (first batch, layout): batch n >= 0 has the layout of the last pair whose first batch is at
+            most n.
         rows: Rows B of a batch, over all processes.
         row: Positions T of a row.
-        seed: Decides order, cuts and problems, for any number of processes alike.
-        split: "train", or "test" for what training never sees.
-        index: Which part of the rows this process makes: rows index * B / count up to (index + 1) * B / count.
-        count: Into how many parts the rows are split.
-        prefetch: Batches that a thread makes ahead; 0 for no thread.
+        seed: Decides order, cuts and problems; the data do not depend on the number of processes.
+        split: "train", or "test" for held-out data.
+        index: Which part of the rows this process makes: rows index * B / count to (index + 1) * B / count - 1.
+        count: Number of parts into which the rows are split.
+        prefetch: Batches that a thread prepares in advance; 0 for no thread.
 
     Returns:
-        An iterator of numpy batches [B / count, T].
+        An iterator of numpy batches [B / count, T]. `get_state()` returns values that JSON can write.
 
     Raises:
-        ValueError: Before any batch, when a source cannot be read or does not fit a row; or when blocks do not fit each
-            other (`packing.check_blocks`).
+        ValueError: Before any batch: a source cannot be read or does not fit a row, or the blocks do not fit each other
+            (`packing.check_blocks`).
     """
     at_least(0, seed=seed, index=index)
     at_least(1, rows=rows, row=row, count=count)
@@ -279,7 +302,8 @@ def build(
     stages = [(0, layout)] if isinstance(layout, Layout) else list(layout)
     firsts, layouts = [first for first, _ in stages], tuple(layout for _, layout in stages)
     check_blocks([(first, block_size(layout)) for first, layout in stages])
-    opened, weights = list[list[Stream | RowStream]](), list[float]()  # of each source, in each layout
+    # 1. Each source, opened in each layout. A source without held-out data is left out of the test split.
+    opened, weights = list[list[Stream | RowStream]](), list[float]()
     for number, (source, weight) in enumerate(mixture.sources):
         settings = StreamSettings(
             tokenizer, max(layouts, key=block_size), row, (seed, number), split, layouts
@@ -289,7 +313,8 @@ def build(
             weights.append(weight)
     if not opened:
         raise refuse("split", split, "train: no source of this mixture holds anything out")
-    # Resumed documents must be the same: tokenizers and layouts are told apart by what they make of an example.
+    # 2. The digest of everything that decides which tokens a batch holds. A layout is a function, so it is represented
+    #    by what it makes of an example.
     probes = list[list[int]]()
     for layout in layouts:
         laid = layout(np.zeros(100, np.int32), 1, 0)
@@ -299,8 +324,9 @@ def build(
     facts = (dataclasses.asdict(mixture), sizes, probe, rows, row, seed, split)
     facts += (firsts, probes) if len(stages) > 1 else ()
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    # 3. One packer for each row of this process.
     own = range(index * rows // count, (index + 1) * rows // count)
-    streams = list(zip(*opened))  # of each layout, those of all sources
+    streams = list(zip(*opened))  # [layout][source]
 
     data = PackedDataset(
         lambda: PackedIterator(
@@ -317,14 +343,14 @@ def build(
 
 
 def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream | RowStream]:
-    """Opens a source in each of `settings.layouts`; an index means the same text in all of them.
+    """Opens a source in each of `settings.layouts`, such that an index means the same text in all of them.
 
     Args:
         source: One source of a mixture.
-        settings: Its `layout` is the one of the largest block.
+        settings: Settings whose `layout` is the one of the largest block.
 
     Returns:
-        The streams; none where the source has nothing on this side.
+        A stream for each layout; an empty list if the source has nothing on this side of the split.
 
     Raises:
         ValueError: The source cannot be read, does not fit a row, or has other examples in another layout.
@@ -332,10 +358,11 @@ def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream
     layouts, opened = settings.layouts, source.open(settings)
     if opened is None or len(layouts) == 1:
         return [] if opened is None else [opened]
-    if isinstance(opened, RowStream):
+    if isinstance(opened, RowStream):  # its windows were made for the largest block; only the layout differs
         return [opened._replace(layout=layout) for layout in layouts if isinstance(layout, RowLayout)]
     if opened.in_layout is not None:
         return [opened.in_layout(layout) for layout in layouts]
+    # A user's source without `in_layout` is opened again. The number of examples is all that can be checked.
     again = [source.open(settings._replace(layout=layout)) for layout in layouts]
     same = [stream for stream in again if isinstance(stream, Stream) and stream.size == opened.size]
     if len(same) < len(layouts):
@@ -345,26 +372,26 @@ def open_in_layouts(source: DataSource, settings: StreamSettings) -> list[Stream
 
 
 def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
-    """Reads texts of the train side, from which a tokenizer is trained, the sources in proportion to their weights.
+    """Samples training texts to train a tokenizer on, from the sources in proportion to their weights.
 
-    Problems come as prompt, thinking and answer, a line each. Finite sources are passed once.
+    A problem becomes a text of prompt, thinking and answer, one per line. A finite source is read once.
 
     Args:
         mixture: Sources and their weights.
-        budget_bytes: About how many bytes of UTF-8.
-        seed: Decides which texts.
+        budget_bytes: Approximate number of UTF-8 bytes to yield.
+        seed: Decides which texts are sampled.
 
     Returns:
         An iterator of texts; the sources are read before it starts.
     """
     at_least(1, budget_bytes=budget_bytes)
     opened = [(source.texts((seed, n)), weight) for n, (source, weight) in enumerate(mixture.sources)]
-    taken = dict.fromkeys(range(len(opened)), 0)  # bytes of each source that has more
+    taken = dict.fromkeys(range(len(opened)), 0)  # bytes taken from each source that is not exhausted
 
     def weighted() -> Iterator[str]:
         budget = budget_bytes
         while taken and budget > 0:
-            # The source that is furthest behind its share of the bytes.
+            # The next text comes from the source that is furthest behind its share of the bytes.
             n = min(taken, key=lambda n: taken[n] / opened[n][1])
             text = next(opened[n][0], None)
             if text is None:
@@ -379,17 +406,17 @@ def texts(mixture: Mixture, budget_bytes: int, seed: int = 0) -> Iterator[str]:
 
 
 def check_fit(tokenizer: AnyTokenizer, config: ModelConfig) -> None:
-    """Refuses a tokenizer that the model was not made for.
+    """Refuses a tokenizer that does not fit the model.
 
-    The model's vocabulary may be larger than the tokenizer's, as that of published models is: `noise.specials` forbids
-    the ids in between.
+    The model's vocabulary may be larger than the tokenizer's, since published models round it up; `noise.specials`
+    forbids the additional ids.
 
     Args:
-        tokenizer: Its size and its special ids are compared.
-        config: The model's.
+        tokenizer: The tokenizer of the data.
+        config: Config of the model.
 
     Raises:
-        ValueError: The tokenizer has more ids than the model, or another mask, padding or end of text.
+        ValueError: The tokenizer has more ids than the model, or another mask, padding or end-of-text id.
     """
     if tokenizer.vocab_size > config.vocab:
         raise refuse("vocab", config.vocab, f"{tokenizer.vocab_size} or more, the size of the tokenizer")

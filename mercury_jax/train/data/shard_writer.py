@@ -1,13 +1,14 @@
 """`mercury data pack` as a function: tokenises a corpus once, in several processes, into the files of `corpus.py`.
 
-    one process reads    records, grouped to about BATCH bytes
-    workers              parse and tokenise a group at a time, choose the side of each document
-    one process writes   their ids in the order of the corpus, at most 2 groups a worker ahead
+    main process   reads records and groups them to about BATCH bytes
+    workers        parse and tokenise one group at a time, and choose the side of each document
+    main process   writes the ids in the order of the corpus; at most 2 groups per worker are in flight
 
-So the files do not depend on the number of workers, and memory not on the size of the corpus. A shard is written under
-temporary names, renamed when it is complete, and then recorded in progress-00000.json; after an interruption the next
-call reads the corpus again, skips what complete shards hold without tokenising it, and goes on. manifest.json comes
-last: without it the folder cannot be opened.
+The files do not depend on the number of workers, and the memory in use does not depend on the size of the corpus.
+
+A shard is written under temporary names, renamed when it is complete, and then recorded in progress-00000.json. After
+an interruption, the next call reads the corpus again, skips the groups of complete shards without tokenising them, and
+continues. manifest.json is written last; without it the folder cannot be opened.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from mercury_jax.train.data import corpus
 from mercury_jax.train.data.documents import DocumentReader, Record, encode_record
 from mercury_jax.train.data.packing import DataSplit
 
-BATCH = 2**20  # bytes of text that a worker tokenises at once
-SHARD_TOKENS = 2**27  # of both sides; 256 MB of uint16
-PLAN = "plan.json"  # what an unfinished pack was asked for
-PART = ".part"  # end of the name of a file that is being written
+BATCH = 2**20  # bytes of text of a group, which a worker tokenises at once
+SHARD_TOKENS = 2**27  # tokens of a shard, train and test together; 256 MB of uint16
+PLAN = "plan.json"  # arguments of an unfinished pack
+PART = ".part"  # suffix of a file that is being written
 SIDES: tuple[DataSplit, ...] = ("train", "test")
 
-Pairs = list[list[int]]  # (prompt, answer) in tokens
+Pairs = list[list[int]]  # lengths [prompt, answer] in tokens
 
 
 class Encoded(NamedTuple):
-    """The documents of one side of a group, one behind the other.
+    """The D documents of one side of a group, concatenated.
 
     Attributes:
-        tokens: Their ids [N].
-        lengths: Tokens of each [D].
-        prompts: Tokens of each that are never noised [D].
+        tokens: Ids of all documents [N].
+        lengths: Number of tokens of each document [D].
+        prompts: Number of leading tokens of each document that are never noised [D].
     """
 
     tokens: np.ndarray
@@ -57,12 +58,12 @@ class Encoded(NamedTuple):
 
 
 class EncodeSettings(NamedTuple):
-    """What a worker needs, beside a tokenizer.
+    """The settings of a worker.
 
     Attributes:
-        reader: The corpus.
-        held_out: Share of the documents that training never sees.
-        dtype: Of the ids, "<u2" or "<u4".
+        reader: The reader of the corpus.
+        held_out: Share of the documents that are held out.
+        dtype: dtype of the ids, "<u2" or "<u4".
     """
 
     reader: DocumentReader
@@ -81,24 +82,24 @@ def pack(
     unpack: Callable[[bytes], AnyTokenizer] = Tokenizer,
     progress: Callable[[int], None] = lambda read: None,
 ) -> dict[str, Any]:
-    """Tokenises a corpus into a folder that `data.shards` trains on; continues a pack that was interrupted.
+    """Tokenises a corpus into a folder that `data.shards` trains on; continues an interrupted pack.
 
     Args:
         reader: `documents.Files`, `HubStream` or `Problems`.
-        tokenizer: Encodes texts; the folder keeps it.
-        out: A new or empty folder, or that of the interrupted pack.
-        held_out: Share of the documents, by a hash of their text, that training never sees; of problems the share of
-            more from the test side of their task.
-        workers: Processes that tokenise; 1 for this one alone.
-        shard_tokens: Tokens of a shard, after which it is closed: what an interruption loses at most.
-        unpack: Reads `tokenizer.proto` in the workers.
-        progress: Called with the bytes of text that were read since the last call.
+        tokenizer: Encodes texts; the folder keeps a copy of it.
+        out: A new or empty folder, or the folder of the interrupted pack.
+        held_out: Share of the documents that are held out, selected by a hash of their text. For problems: number of
+            additional problems from the test side of their task, as a share of `count`.
+        workers: Number of processes that tokenise; 1 tokenises in this process.
+        shard_tokens: Number of tokens after which a shard is closed. An interruption loses at most one shard.
+        unpack: Makes a tokenizer from `tokenizer.proto` in the workers.
+        progress: Called with the bytes of text read since the last call.
 
     Returns:
         The content of manifest.json.
 
     Raises:
-        ValueError: A file or a line cannot be read, nothing is left to train on, or `out` holds something else.
+        ValueError: A file or a line cannot be read, no document is left to train on, or `out` holds something else.
     """
     at_least(1, workers=workers, shard_tokens=shard_tokens)
     if not 0 <= held_out < 1:
@@ -109,6 +110,7 @@ def pack(
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "dtype": "<u2" if size <= 2**16 else "<u4", "prompts": reader.prompts, "version": corpus.VERSION,
     }  # fmt: skip
+    # Groups are cut by bytes of text, so they are the same on each call: complete shards end after a known group.
     done = _begin(folder, plan)
     _write(folder / corpus.TOKENIZER, tokenizer.proto)
     settings = EncodeSettings(reader, held_out, plan["dtype"])
@@ -129,7 +131,7 @@ def pack(
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prepares the folder; returns the records of the complete shards of an interrupted pack."""
+    """Prepares the folder; returns the progress records of the complete shards of an interrupted pack."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         if any(path.suffix != PART for path in folder.iterdir()):
@@ -149,7 +151,7 @@ def _begin(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> dict[str, Any]:
-    """Writes the manifest of complete shards, and removes what only an unfinished pack needs."""
+    """Writes the manifest of the complete shards, and removes the files that only an unfinished pack needs."""
     manifest: dict[str, Any] = {"format": corpus.FORMAT, **plan}
     manifest["split"] = (
         "test where the first 48 bits of BLAKE2b of the document's text, as a share, are below held_out"
@@ -167,7 +169,7 @@ def _finish(folder: Path, plan: dict[str, Any], done: list[dict[str, Any]]) -> d
         if manifest["test"]["documents"]:
             raise refuse("held_out", plan["held_out"], f"a share that leaves some of {where} to train on")
         raise refuse("SOURCE", where, "a corpus with at least one document; this one is empty")
-    # Of what is trained on, so that equal corpora are equal wherever they were read.
+    # The digest covers what is trained on, not where it was read: equal corpora have equal digests.
     content = [manifest[k] for k in ("tokenizer", "dtype", "prompts", *SIDES)]
     manifest["digest"] = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
     _write(folder / corpus.MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -181,7 +183,7 @@ def _progress(number: int) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file that is either whole or not there."""
+    """Writes a file atomically: after a crash it is complete or absent."""
     part = path.with_name(f"{path.name}{PART}")
     with part.open("wb") as file:
         file.write(content)
@@ -191,7 +193,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _longest(found: Pairs, more: Pairs) -> Pairs:
-    """The pairs (prompt, answer) that no other pair exceeds in both."""
+    """Selects the pairs (prompt, answer) that no other pair exceeds in both lengths."""
+    # In descending order of prompts, a pair counts only if its answer is longer than all before it.
     kept: Pairs = []
     for prompt, answer in sorted({(p, a) for p, a in [*found, *more]}, reverse=True):
         if not kept or answer > kept[-1][1]:
@@ -200,7 +203,7 @@ def _longest(found: Pairs, more: Pairs) -> Pairs:
 
 
 class _ShardFile:
-    """A file under a temporary name, with the hash of what was written."""
+    """A file under a temporary name, with a running hash of its content."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(f"{path.name}{PART}")
@@ -221,7 +224,7 @@ class _ShardFile:
 
 
 class _ShardWriter:
-    """Appends groups to the shard that is being written, one file of each kind and side."""
+    """Appends groups to the current shard, which has one file of each kind and side."""
 
     def __init__(self, folder: Path, plan: dict[str, Any], number: int, groups: int) -> None:
         self.folder, self.dtype, self.prompts = folder, plan["dtype"], plan["prompts"]
@@ -255,7 +258,8 @@ class _ShardWriter:
             self.tokens += len(tokens)
 
     def close(self) -> dict[str, Any]:
-        """Completes the shard and records it."""
+        """Completes the current shard and writes its progress record."""
+        # First all files, then the record: a record never refers to an incomplete shard.
         record: dict[str, Any] = {"groups": self.groups, "train": None, "test": None}
         for side, files in self.files.items():
             digests = {file.path.name: file.close() for file in files.values()}
@@ -276,7 +280,7 @@ class _ShardWriter:
 
 
 def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]) -> Iterator[list[Record]]:
-    """Groups of records of about `BATCH` bytes, without the first `skip` groups."""
+    """Yields groups of records of about `BATCH` bytes, without the first `skip` groups."""
     group, size, number = list[Record](), 0, 0
     for record in records:
         group.append(record)
@@ -295,7 +299,7 @@ def _group(records: Iterator[Record], skip: int, progress: Callable[[int], None]
 def _encode(
     group: list[Record], settings: EncodeSettings, tokenizer: AnyTokenizer
 ) -> dict[DataSplit, Encoded]:
-    """Tokenises a group."""
+    """Tokenises the records of a group and concatenates the documents of each side."""
     found: dict[DataSplit, list[tuple[np.ndarray, int]]] = {side: [] for side in SIDES}
     for record in group:
         for side, example in encode_record(record, settings.reader, tokenizer, settings.held_out):
@@ -320,16 +324,18 @@ Encoder = Callable[[Iterator[list[Record]]], Iterator[dict[DataSplit, Encoded]]]
 def _encoder(
     settings: EncodeSettings, tokenizer: AnyTokenizer, workers: int, unpack: Callable[[bytes], AnyTokenizer]
 ) -> Iterator[Encoder]:
-    """A function that tokenises groups in order, in this process or in several others."""
+    """Yields a function that tokenises groups in order, in this process or in a pool of workers."""
     if workers == 1:
         yield lambda groups: (_encode(group, settings, tokenizer) for group in groups)
         return
-    # Spawned, not forked: this process may run threads of JAX.
+    # Spawned, not forked: this process may run threads of JAX, and a fork copies their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     given = settings, tokenizer.proto, unpack
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=given)
 
     def encoded(groups: Iterator[list[Record]]) -> Iterator[dict[DataSplit, Encoded]]:
+        # Results are taken in the order of submission. The bounded queue limits how far the reader runs ahead of the
+        # writer, and with it the memory in use.
         ahead: deque[Future[dict[DataSplit, Encoded]]] = deque()
         for group in groups:
             ahead.append(pool.submit(_encode_in_worker, group))
@@ -344,9 +350,8 @@ def _encoder(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[EncodeSettings, AnyTokenizer] | None = (
-    None  # of a worker process, which has one task in its life
-)
+# In a worker process: its settings and its tokenizer, which are sent once and not with every group.
+_worker: tuple[EncodeSettings, AnyTokenizer] | None = None
 
 
 def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[bytes], AnyTokenizer]) -> None:
@@ -356,7 +361,7 @@ def _start_worker(settings: EncodeSettings, proto: bytes, unpack: Callable[[byte
     assert parent is not None
 
     def follow() -> None:
-        # A pool's worker waits forever for work of a parent that was killed.
+        # Without this thread, a worker whose parent was killed would wait for work forever.
         connection.wait([parent.sentinel])
         os._exit(1)
 

@@ -1,13 +1,13 @@
-"""Sources of training data: frozen values that a recipe holds, and how each of them becomes examples.
+"""Data sources: frozen values that a recipe holds, and how each of them becomes examples.
 
     mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))
 
-`Text` is running text, `Chat` conversations, `Generated` the problems of `mercury_jax.tasks`. A source of your own
-is a frozen dataclass with the two methods of `DataSource`; a recipe uses it as it is. Everything that cannot be read
-is refused when a source is opened, by file and line, before any training.
+`Text` is running text, `Chat` conversations, `Generated` the problems of `mercury_jax.tasks`. To add a source, write a
+frozen dataclass with the two methods of `DataSource` and use it in a recipe. A source reads and checks its files when
+it is opened; an error names the file and the line, before any training.
 
-An open source is a `Stream`: example i is a pure function of (seed, i). Of a source with N examples an epoch, i is
-number i mod N of epoch i // N, in an order and with cuts drawn for that epoch; so to resume is to remember i.
+An open source is a `Stream`, in which example i is a pure function of (seed, i). If an epoch has N examples, example i
+is number i mod N of epoch i // N, in an order and with cuts drawn for that epoch. To resume, only i must be saved.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from mercury_jax.train.data.packing import DataSplit, Example, StreamSettings
 from mercury_jax.types import LM, LaidOutDocument, Layout, Params
 
 Seed = tuple[int, ...]
-Messages = list[dict[str, str]]  # of a conversation: {"role", "content"}
-Document = tuple[str, str]  # (where it was read, for messages: a path or path:line; its text)
+Messages = list[dict[str, str]]  # the turns of a conversation, {"role", "content"}
+Document = tuple[str, str]  # (path or path:line for error messages, text)
 
 
 class Stream(NamedTuple):
-    """The examples of one source.
+    """The examples of an open source.
 
     Attributes:
-        at: at(index) lays out the example of any index >= 0.
-        size: Examples of an epoch, 0 if they never repeat.
-        identity: Tells sources apart that are equal in all else, such as folders of the same name.
-        in_layout: in_layout(layout) lays the same examples out in another way, for runs whose block changes; None: the
-            source is opened once for each layout.
+        at: at(index) -> the laid-out example of any index >= 0.
+        size: Number of examples of an epoch; 0 if examples never repeat.
+        identity: Digest of the content, for sources whose fields do not determine it (a folder may change).
+        in_layout: in_layout(layout) -> a stream of the same examples in another layout, for runs whose block changes.
+            None: the source is opened once for each layout.
     """
 
     at: Callable[[int], LaidOutDocument]
@@ -59,33 +59,45 @@ class Stream(NamedTuple):
 
 @runtime_checkable
 class DataSource(Protocol):
-    """What a mixture needs of a source. Implementations are frozen dataclasses of plain values."""
+    """A source of a mixture. Implementations are frozen dataclasses of plain values."""
 
     def open(self, settings: StreamSettings) -> Stream | RowStream | None:
-        """Reads, tokenises and checks the source; None if it has nothing on the test side.
+        """Reads, tokenises and checks the source.
 
-        A `RowStream` fills whole rows by itself, which no other source's documents share.
+        Args:
+            settings: Tokenizer, layout, length of a row, seed, and the side of the split.
+
+        Returns:
+            A `Stream` of documents; or a `RowStream`, which fills whole rows without documents of other sources. None
+            if the source has nothing on this side of the split.
         """
         ...
 
     def texts(self, seed: Seed) -> Iterator[str]:
-        """Yields texts of the train side in random order, from which a tokenizer is trained."""
+        """Samples training texts, on which a tokenizer is trained.
+
+        Args:
+            seed: Decides the order.
+
+        Returns:
+            An iterator of texts in random order; it may be endless.
+        """
         ...
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Data that are made with the model, such as its own answers: batches of their own kind instead of documents."""
+    """Data that need the model, such as its own answers: a source of batches instead of documents."""
 
     def batches(self, config: Any, lm: LM, /) -> Any:
         """Opens the data.
 
         Args:
-            config: The recipe.
-            lm: The model, with the parameters that the run starts from; without any where it starts from none.
+            config: The recipe, a `TrainConfig`.
+            lm: The model with the initial parameters of the run; without parameters if the run has no `init`.
 
         Returns:
-            `loop.Batches`; those that are `loop.PolicyData` receive the current parameters.
+            `loop.Batches`. If they also implement `loop.PolicyData`, they receive the current parameters.
         """
         ...
 
@@ -97,14 +109,14 @@ class BatchSource(Protocol):
             lm: The model without parameters.
 
         Returns:
-            params -> metrics by name.
+            A function of the parameters that returns metrics by name.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources with weights: the share of the training positions that each gets, up to a common factor."""
+    """Sources with weights. A weight is the share of the training positions of its source, up to a common factor."""
 
     sources: tuple[tuple[DataSource, float], ...]
 
@@ -119,7 +131,17 @@ class Mixture:
 
 
 def mixture(*sources: tuple[DataSource, float]) -> Mixture:
-    """Mixes (source, weight) pairs: `mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))`."""
+    """Mixes sources: `mixture((stdlib(), 0.3), (generated("sudoku4"), 0.7))`.
+
+    Args:
+        *sources: Pairs (source, weight). Weights are above 0 and need not sum to 1.
+
+    Returns:
+        The mixture.
+
+    Raises:
+        ValueError: There is no pair, or a pair is not a source and a positive number.
+    """
     return Mixture(tuple((source, float(weight)) for source, weight in sources))
 
 
@@ -134,16 +156,16 @@ def _check_shares(**fields: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Documents of running text, cut into pieces of at most `chunk` tokens, elsewhere in every epoch.
+    """Documents of running text, cut into pieces of at most `chunk` tokens, at different places in each epoch.
 
     Attributes:
         kind: How `where` is read; see `text`, `jsonl`, `hf` and `stdlib`.
         where: A glob, or the name of a Hugging Face dataset.
         field: The key (jsonl) or column (hf) of the text.
         part: The split of a Hugging Face dataset.
-        chunk: Most tokens of a piece; None for the longest that fits a row.
+        chunk: Largest number of tokens of a piece; None for the largest that fits a row.
         infill: Share of the pieces in which only a span of each canvas is editable.
-        held_out: Share of the documents, by a hash of their text, that training never sees (stdlib: `stdlib_files`).
+        held_out: Share of the documents that are held out, selected by a hash of their text (stdlib: `stdlib_files`).
     """
 
     kind: Literal["text", "jsonl", "hf", "stdlib"]
@@ -160,10 +182,16 @@ class Text:
             at_least(2, chunk=self.chunk)
 
     def documents(self, split: DataSplit) -> list[Document]:
-        """Reads the texts of one side, in a fixed order; empty ones are left out.
+        """Reads the texts of one side of the split; empty texts are left out.
+
+        Args:
+            split: "train" or "test".
+
+        Returns:
+            Pairs (place, text) in a fixed order. The test side may be empty.
 
         Raises:
-            ValueError: Nothing can be read, or a line of JSONL is broken. The test side may be empty.
+            ValueError: Nothing can be read, or a line of JSONL is malformed.
         """
         if self.kind == "stdlib":
             return stdlib_files(split)
@@ -195,27 +223,29 @@ class Text:
         if not documents:
             return None
         tok, seed = settings.tokenizer, settings.seed
-        # All tokens stay in memory, 4 bytes each: epochs can then cut anywhere.
+        # All tokens stay in memory as int32, so that each epoch can cut anywhere. `Shards` is for larger corpora.
         encoded = [np.array([*tok.encode(text), tok.eos], np.int32) for _, text in documents]
         tokens, lengths = np.concatenate(encoded), np.array([len(ids) for ids in encoded])
         epoch = functools.lru_cache(2)(
             lambda number: packing.cut_pieces(lengths, chunk, np.random.default_rng((*seed, 0, number)))
         )
-        # Every epoch has as many pieces; two epochs stay in memory, as rows of a batch may be in different ones.
+        # All epochs have the same number of pieces. The cuts of two epochs are cached, because the rows of a batch may
+        # be in different epochs.
         size = len(epoch(0).start)
 
         def in_layout(layout: Layout) -> Stream:
             here, block = settings._replace(layout=layout), packing.block_size(layout)
 
             def at(index: int) -> LaidOutDocument:
-                # A generator of its own for each example: what it draws does not depend on the order of calls.
+                # Each example has its own random generator, so it does not depend on the order of calls.
                 rng = np.random.default_rng((*seed, 1, index))
                 pieces, k = epoch(index // size), index % size
                 ids = tokens[pieces.start[k] : pieces.stop[k]]
-                # Any length of the prompt, so that canvases start anywhere in a line, not only at multiples of a block.
+                # A prompt of random length below a block: canvases then start anywhere in a text, not only at multiples
+                # of the block.
                 prompt = int(rng.integers(min(block, len(ids))))
                 laid = packing.lay_out_piece(here, Example(ids, prompt, bool(pieces.final[k])), self.where)
-                # The test side is never infilled, so that its loss is a bound on whole canvases.
+                # No infilling on the test side, so that its loss is a bound for whole canvases.
                 infill = settings.split == "train" and rng.random() < self.infill
                 return packing.keep_spans(laid, rng) if infill else laid
 
@@ -229,13 +259,13 @@ class Text:
 
 
 def text(glob: str, *, chunk: int | None = None, infill: float = 0.3, held_out: float = 0.0) -> Text:
-    """Text files: every UTF-8 file that the glob finds is one document.
+    """Text files: each UTF-8 file that the glob matches is one document.
 
     Args:
-        glob: Paths; `**` goes into folders.
-        chunk: See `Text`, as for the other arguments.
-        infill: Share of the pieces with one editable span in each canvas.
-        held_out: Share of the documents that training never sees.
+        glob: Glob of paths; `**` descends into folders.
+        chunk: Largest number of tokens of a piece; None for the largest that fits a row.
+        infill: Share of the pieces in which only a span of each canvas is editable.
+        held_out: Share of the documents that are held out.
 
     Returns:
         The source.
@@ -246,14 +276,14 @@ def text(glob: str, *, chunk: int | None = None, infill: float = 0.3, held_out: 
 def jsonl(
     glob: str, field: str = "text", *, chunk: int | None = None, infill: float = 0.3, held_out: float = 0.0
 ) -> Text:
-    """JSONL files: every line is an object whose `field` is one document.
+    """JSONL files: each line is an object whose `field` is one document.
 
     Args:
-        glob: Paths; `**` goes into folders.
+        glob: Glob of paths; `**` descends into folders.
         field: Key of the text.
-        chunk: See `Text`, as for the other arguments.
-        infill: Share of the pieces with one editable span in each canvas.
-        held_out: Share of the documents that training never sees.
+        chunk: Largest number of tokens of a piece; None for the largest that fits a row.
+        infill: Share of the pieces in which only a span of each canvas is editable.
+        held_out: Share of the documents that are held out.
 
     Returns:
         The source.
@@ -274,11 +304,11 @@ def hf(
 
     Args:
         name: Name of the dataset.
-        part: The split of it to read.
+        part: Split of the dataset.
         field: Column of the text.
-        chunk: See `Text`, as for the other arguments.
-        infill: Share of the pieces with one editable span in each canvas.
-        held_out: Share of the documents that training never sees.
+        chunk: Largest number of tokens of a piece; None for the largest that fits a row.
+        infill: Share of the pieces in which only a span of each canvas is editable.
+        held_out: Share of the documents that are held out.
 
     Returns:
         The source.
@@ -287,13 +317,13 @@ def hf(
 
 
 def stdlib(*, chunk: int | None = None, infill: float = 0.3) -> Text:
-    """The built-in corpus `python-stdlib`: the source of the running interpreter's standard library.
+    """The built-in corpus `python-stdlib`: the source code of the running interpreter's standard library.
 
-    Every machine that runs us has it, so that recipes and tests that use it need no download.
+    It comes with every Python installation, so recipes and tests that use it need no download.
 
     Args:
-        chunk: Most tokens of a piece; None for the longest that fits a row.
-        infill: Share of the pieces with one editable span in each canvas.
+        chunk: Largest number of tokens of a piece; None for the largest that fits a row.
+        infill: Share of the pieces in which only a span of each canvas is editable.
 
     Returns:
         The source.
@@ -306,14 +336,14 @@ def stdlib(*, chunk: int | None = None, infill: float = 0.3) -> Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """Conversations: lines `{"messages": [{"role", "content"}, ...]}`, of which the last assistant turn is learnt.
+    """Conversations, lines `{"messages": [{"role", "content"}, ...]}`; the loss is on the last assistant turn.
 
-    A recipe writes `data.chat("chats/*.jsonl", held_out=0.1)`.
+    In a recipe: `data.chat("chats/*.jsonl", held_out=0.1)`.
 
     Attributes:
         kind: Always "chat".
-        where: A glob; `**` goes into folders.
-        held_out: Share of the conversations, by a hash of their text, that training never sees.
+        where: A glob of JSONL files; `**` descends into folders.
+        held_out: Share of the conversations that are held out, selected by a hash of their text.
     """
 
     kind: Literal["chat"] = field(default="chat", init=False)
@@ -325,10 +355,16 @@ class Chat:
         _check_shares(held_out=self.held_out)
 
     def conversations(self, split: DataSplit) -> list[tuple[str, Messages]]:
-        """Reads the conversations of one side as (place, messages); each ends in the assistant turn that is learnt.
+        """Reads the conversations of one side of the split.
+
+        Args:
+            split: "train" or "test".
+
+        Returns:
+            Pairs (place, messages). Each conversation ends with the assistant turn that is trained on.
 
         Raises:
-            ValueError: A line is no such conversation; names the file and the line.
+            ValueError: A line is not such a conversation. The message names the file and the line.
         """
         lines = (line for path in find_paths(self.where) for line in read_json_lines(path, "glob"))
         found = [(place, read_turns(place, record)) for place, record in lines]
@@ -339,7 +375,7 @@ class Chat:
         """Implements `DataSource.open`.
 
         Raises:
-            ValueError: A conversation cannot be rendered or does not fit a row; names the file and the line.
+            ValueError: A conversation cannot be rendered or does not fit a row. The message names the file and line.
         """
         examples = [
             (encode_turns(settings.tokenizer, place, messages), place)
@@ -351,6 +387,7 @@ class Chat:
         )
 
         def in_layout(layout: Layout) -> Stream:
+            # Conversations are never cut, so all of them are laid out here: one that does not fit is refused at once.
             here = settings._replace(layout=layout)
             laid = [packing.lay_out(here, *example) for example in examples]
             return Stream(lambda i: laid[order(i // n)[i % n]], n, in_layout=in_layout)
@@ -371,17 +408,17 @@ chat = Chat
 
 @dataclass(frozen=True)
 class Generated:
-    """Problems of a task in `mercury_jax.tasks`, drawn without end, as chats of one turn.
+    """Problems of a task in `mercury_jax.tasks`, drawn endlessly, as chats of one turn.
 
-    A recipe writes `data.generated("sudoku4", thinking=True)`. Training draws only from the train side of the task.
+    In a recipe: `data.generated("sudoku4", thinking=True)`. Training draws only from the train side of the task.
 
     Attributes:
         kind: Always "generated".
         name: Name of the task.
-        thinking: The answer is preceded by its derivation, if the task has one.
-        prefill: Share of the training problems whose prompt already opens the thinking or holds all of it, as decoding
-            with an effort begins an answer; a problem without a derivation then has an empty one.
-        distinct: Problems that are drawn before they repeat; None for no limit.
+        thinking: Put the derivation of the answer, if the task has one, in front of the answer as thinking.
+        prefill: Share of the training problems whose prompt includes the start of the thinking or all of it. Sampling
+            with `effort` starts answers in this way. A problem without a derivation then has empty thinking.
+        distinct: Number of different problems, after which they repeat; None for no limit.
     """
 
     kind: Literal["generated"] = field(default="generated", init=False)
@@ -400,7 +437,11 @@ class Generated:
 
     @property
     def task(self) -> Task:
-        """The task; ValueError if there is none of this name."""
+        """The task.
+
+        Raises:
+            ValueError: There is no task of this name.
+        """
         if self.name not in TASKS:
             raise refuse("generated", self.name, ", ".join(sorted(TASKS)))
         return TASKS[self.name]
@@ -409,7 +450,7 @@ class Generated:
         """Draws one problem.
 
         Args:
-            index: Its number.
+            index: Number of the problem.
             seed: Equal seeds give equal problems.
             split: "train" or "test".
 
@@ -424,21 +465,21 @@ class Generated:
         """Encodes one problem as a chat.
 
         Args:
-            tokenizer: Writes the turns.
+            tokenizer: Renders the turns.
             index: Number of the problem.
             seed: Decides problems and prefills.
             split: "train" or "test".
 
         Returns:
-            Its ids; the question is the prompt, and where it is prefilled the start of the answer too.
+            The ids. The prompt is the question; with prefill it includes the start of the answer.
 
         Raises:
-            ValueError: It is prefilled and the tokenizer has no tokens around thinking.
+            ValueError: The problem is prefilled, but the tokenizer has no tokens around thinking.
         """
         problem = self.problem(index, seed, split)
         thinking = problem.thinking if self.thinking else None
         rng = np.random.default_rng((*seed, 2, index))
-        # Never on the test side, so that its losses stay comparable.
+        # No prefill on the test side, so that losses with and without it are comparable.
         prefill = split == "train" and rng.random() < self.prefill
         if prefill and thinking is None:
             thinking = ""
@@ -448,7 +489,7 @@ class Generated:
             marks = tokenizer.thinking
             if marks is None:
                 raise refuse("prefill", self.prefill, "0: the tokenizer has no tokens around thinking")
-            opening = rng.random() < 0.5  # the prompt opens the thinking, or holds all of it
+            opening = rng.random() < 0.5  # the prompt includes the opening token only, or all of the thinking
             given += len(marks.opening) if opening else response.index(marks.close) + 1
         return Example(np.array(prompt + response, np.int32), given, True)
 
@@ -466,13 +507,13 @@ class Generated:
                 example = self.example(settings.tokenizer, index, settings.seed, settings.split)
                 return packing.lay_out(here, example, f"a problem of {self.name}")
 
-            at(0)  # a row that is too short for this task is refused now, not hours later
+            at(0)  # a row that is too short for this task is refused now, not hours into the training
             return Stream(at, 0, in_layout=in_layout)
 
         return in_layout(settings.layout)
 
     def texts(self, seed: Seed) -> Iterator[str]:
-        """Implements `DataSource.texts`: prompt, thinking and answer, a line each, without end."""
+        """Implements `DataSource.texts`: endless texts of prompt, thinking and answer, one per line."""
         index = 0
         while True:
             problem = self.problem(index, seed, "train")
@@ -488,21 +529,22 @@ generated = Generated
 
 
 def side_of(text: str, held_out: float) -> DataSplit:
-    """Chooses the side of a document by a hash of its text, so that equal documents stay together.
+    """Chooses the side of a document by a hash of its text, so that equal documents are on the same side.
 
     Args:
-        text: The whole text; of a conversation its turns as JSON.
-        held_out: Share of the test side.
+        text: The whole text; for a conversation, its turns as JSON.
+        held_out: Share of the documents on the test side.
 
     Returns:
         "train" or "test".
     """
+    # The first 48 bits of the hash as a number in [0, 1), which a float64 holds exactly.
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return "test" if int.from_bytes(digest) / 2**48 < held_out else "train"
 
 
 def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
-    """The side of each text."""
+    """Chooses the side of each text; refuses an empty corpus and one without a text to train on."""
     if not texts:
         raise refuse("glob", where, "files with at least one document; these are empty")
     sides: list[DataSplit] = [side_of(text, held_out) for text in texts]
@@ -512,10 +554,16 @@ def _sides(where: str, held_out: float, texts: list[str]) -> list[DataSplit]:
 
 
 def find_paths(pattern: str) -> list[str]:
-    """The files that a glob finds, sorted; `**` finds folders too, which are left out.
+    """Finds the files that a glob matches.
+
+    Args:
+        pattern: The glob; `**` descends into folders.
+
+    Returns:
+        Sorted paths, without folders.
 
     Raises:
-        ValueError: It finds none.
+        ValueError: The glob matches no file.
     """
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
     if not paths:
@@ -524,17 +572,17 @@ def find_paths(pattern: str) -> list[str]:
 
 
 def read_turns(place: str, record: Mapping[str, object]) -> Messages:
-    """Reads a conversation up to the last assistant turn, which is learnt.
+    """Reads a conversation up to its last assistant turn, which is trained on.
 
     Args:
         place: Where the record was read, for messages.
-        record: With `messages`, a list of objects with role and content.
+        record: Object with the key `messages`, a list of objects with role and content.
 
     Returns:
-        Role and content of each turn; what follows the last assistant turn cannot be learnt and is left out.
+        Role and content of each turn. Turns after the last assistant turn are left out.
 
     Raises:
-        ValueError: It is no conversation, or has no assistant turn that follows another one.
+        ValueError: The record is no conversation, or has no assistant turn after another turn.
     """
     given = record.get("messages")
     if not isinstance(given, list) or not all(isinstance(m, dict) for m in given):
@@ -548,18 +596,18 @@ def read_turns(place: str, record: Mapping[str, object]) -> Messages:
 
 
 def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Example:
-    """Encodes a conversation whose last turn is learnt.
+    """Encodes a conversation whose last turn is trained on.
 
     Args:
-        tokenizer: Writes the turns.
+        tokenizer: Renders the turns.
         place: Where they were read, for messages.
-        turns: Of `read_turns`.
+        turns: From `read_turns`.
 
     Returns:
-        Ids, with all turns but the last one as the prompt.
+        The ids; the prompt is all turns before the last one.
 
     Raises:
-        ValueError: The tokenizer cannot write a turn.
+        ValueError: The tokenizer's chat template cannot render a turn.
     """
     try:
         prompt = tokenizer.render(turns[:-1])
@@ -570,26 +618,34 @@ def encode_turns(tokenizer: AnyTokenizer, place: str, turns: Messages) -> Exampl
 
 
 def end_of_answer(tokenizer: AnyTokenizer) -> int:
-    """The id that ends an answer to a chat: the template's where the decoder ends there too, else the end of text."""
+    """Finds the id that ends an answer in a chat.
+
+    Args:
+        tokenizer: The tokenizer of the data.
+
+    Returns:
+        The end-of-turn id of the chat template if decoding stops at it too, otherwise the end-of-text id.
+    """
     ends = tokenizer.end_turn in (*tokenizer.ends, tokenizer.pad)
     return tokenizer.end_turn if ends and tokenizer.end_turn is not None else tokenizer.eos
 
 
 def read_string(name: str, value: object) -> str:
-    """Checks that a value is a text that UTF-8 can write: JSON may spell half of a surrogate pair.
+    """Checks that a value is a string that UTF-8 can encode.
 
     Args:
-        name: What messages call it.
+        name: Name of the value, for messages.
         value: The value.
 
     Returns:
-        The text.
+        The string.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is no string, or contains half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise refuse(name, value, "a string")
+    # JSON can escape a lone surrogate ("\ud800"), which Python accepts in a string but UTF-8 does not.
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -598,12 +654,12 @@ def read_string(name: str, value: object) -> str:
 
 
 def _shuffled_parts(texts: list[str], seed: Seed) -> Iterator[str]:
-    """Parts of at most 8,000 characters in random order, so that a small budget sees parts of many files."""
+    """Yields parts of at most 8,000 characters in random order, so that a small budget covers many files."""
     parts = [text[i : i + 8_000] for text in texts for i in range(0, len(text), 8_000)]
     return (parts[i] for i in np.random.default_rng(seed).permutation(len(parts)))
 
 
-# Installed packages are not the library; its tests are twice its size; the rest are tables made by machine.
+# Left out of the corpus: installed packages, the library's tests (twice its size), and machine-made tables.
 _LEFT_OUT = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
     "encodings", "pydoc_data", "lib-dynload", "__phello__",
@@ -615,13 +671,14 @@ _TABLES = {"html/entities.py", "sre_constants.py", "token.py", "keyword.py"}
 def stdlib_files(split: DataSplit) -> list[Document]:
     """Reads one side of the corpus `python-stdlib`.
 
-    A hash of a file's path decides its side, in every process and every Python version: 1 in 20 is on the test side.
+    The hash of a file's path decides its side, so the sides are the same in every process and Python version. One file
+    in 20 is on the test side.
 
     Args:
         split: "train" or "test".
 
     Returns:
-        (relative path, text) of each file, in the order of the paths.
+        Pairs (relative path, text), sorted by path.
     """
     root, found = Path(sysconfig.get_paths()["stdlib"]), list[Document]()
     for path in sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py")):
@@ -634,7 +691,7 @@ def stdlib_files(split: DataSplit) -> list[Document]:
         try:
             text = (root / path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            continue  # a few files show other encodings
+            continue  # a few files demonstrate other encodings
         if text:
             found.append((path, text))
     return found

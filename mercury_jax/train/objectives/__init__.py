@@ -1,15 +1,15 @@
-"""Objectives: functions (key, model, params, batch, corruption) -> Loss, in nats. A recipe holds one as a value.
+"""Training objectives: functions (key, model, params, batch, corruption) -> Loss, in nats.
 
-masked       masked_elbo, llada, cart, score_entropy: masks alone
-uniform      uniform_elbo, gidd_elbo, diffusion_gemma: noise that may be any token
-edited       masked_and_edited, which also repairs wrong tokens and predicts the next one
-next_token   next_token: autoregression
-balanced     balanced, which adds to any of them a loss that spreads tokens over experts
-objective    what all of them are made of
+masked       masked_elbo, llada, cart, score_entropy: absorbing noise (masks)
+uniform      uniform_elbo, gidd_elbo, diffusion_gemma: noise tokens from the whole vocabulary
+edited       masked_and_edited: masks, repair of wrong tokens and next-token prediction in one pass
+next_token   next_token: the autoregressive loss
+balanced     balanced: adds a load-balancing loss for mixtures of experts to any other objective
+objective    the functions that all objectives share
 
-To add one, write a function with the signature of `Objective` in a file of its own; a recipe uses it as it is.
-`mask_canvases` draws the masks of a batch, `denoise` makes the pass, and `reduce_logits` reads its logits, in parts
-where all of them are too large.
+To add an objective, write a function with the signature of `Objective` and use it as `objective=` in a recipe.
+`mask_canvases` draws the masks of a batch, `denoise` makes the forward pass, and `reduce_logits` turns its logits into
+a few numbers per position, in chunks when all logits at once would not fit into memory.
 """
 
 from mercury_jax.train.objectives.balanced import balanced

@@ -1,4 +1,8 @@
-"""Load balancing for mixtures of experts: a wrapper that adds the auxiliary loss of the Switch Transformer."""
+"""Load balancing for mixtures of experts: a wrapper that adds the auxiliary loss of the Switch Transformer.
+
+`balanced` passes the wrapped objective a model whose `apply` also returns the routing of each layer, and adds
+`balance` of that routing to its loss. No objective needs to know about experts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Param
 
 
 class RoutedPass(NamedTuple):
-    """The routers of one pass: those of each layer with experts, and the slots that are no padding."""
+    """The routing of one forward pass: scores and choices of each layer with experts, and the slots without padding."""
 
     layers: Sequence[Routing]
     used: Bool[Array, "B T"]
@@ -25,8 +29,8 @@ class Balance(NamedTuple):
     """How evenly a pass uses its experts; means over the layers.
 
     Attributes:
-        loss: `balance_loss`; 1 where all experts are used alike, E / active where few get everything.
-        busiest: Share of the choices that fall on the most frequent expert; 1 / E where all are used alike.
+        loss: The auxiliary loss: 1 if all E experts are used equally, up to E / active if a few get all tokens.
+        busiest: Share of the choices that fall on the most frequent expert; 1 / E if all are used equally.
     """
 
     loss: Float[Array, ""]
@@ -36,17 +40,19 @@ class Balance(NamedTuple):
 def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
     """Adds a loss that spreads tokens evenly over the experts (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
 
-    loss + weight * mean over layers of E * sum_i f_i P_i, with f_i the share of the choices that fall on expert i and
-    P_i the mean of its router score, over all tokens of the microbatch but padding. With several experts for each token
-    f counts all of them (as in DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20, there over each sequence); scores of a
-    sigmoid router are divided by their sum. f has no gradient.
+        loss + weight * mean over layers of E * sum_i f_i P_i
 
-    The scores are those of the objective's own pass, of its last one where it makes several, as objectives do to
-    condition on a first prediction. With microbatches (`accumulate`) each of them is balanced by itself.
+    f_i is the share of the choices that fall on expert i, and P_i its mean router score, over all tokens of the
+    microbatch without padding. If a token has several experts, f counts all of them, as in DeepSeek-V3 (arXiv
+    2412.19437, eq. 17 to 20, where the sums are over each sequence). The scores of a sigmoid router are divided by
+    their sum. The gradient flows through P only.
+
+    The routing is taken from the forward pass of the wrapped objective, or from its last one if it makes several (for
+    self-conditioning). With `accumulate` above 1, each microbatch is balanced separately.
 
     Args:
         objective: Any objective that calls `Model.apply` outside of a loop.
-        weight: Of the added loss.
+        weight: Weight of the added loss.
 
     Returns:
         The objective. Its metrics also hold `balance`, the added loss before `weight`, and `busiest_expert`.
@@ -67,6 +73,7 @@ def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
             raise refuse("experts", None, "a mixture of experts, for the objective balanced")
         passes: list[RoutedPass] = []
 
+        # A side effect under tracing: the list receives tracers, which stay valid until the objective returns.
         def apply(params: Params, given: PackedPass, **more: object) -> Hidden:
             hidden, layers = model.apply(params, given, routing=True, **more)  # pyright: ignore[reportArgumentType]
             passes.append(RoutedPass(layers, (given.ranges[..., 0] < given.ranges[..., 1]).any(-1)))
@@ -77,7 +84,7 @@ def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
             allowed = "a model with routed layers, and an objective that makes a pass with it"
             raise refuse("experts", experts, f"{allowed}, for the objective balanced")
         found = balance(passes[-1])
-        # The loss of the batch is sum(per_example) / sum(weight): each row gets its share of what is added.
+        # The loss of the batch is sum(per_example) / sum(weight), so each row adds the term times its own weight.
         total = loss.weight.sum()
         metrics = {
             **loss.metrics,
@@ -90,23 +97,24 @@ def balanced(objective: Objective, *, weight: float = 0.01) -> Objective:
 
 
 def balance(routed: RoutedPass) -> Balance:
-    """Measures how evenly a pass uses its experts.
+    """Measures how evenly a forward pass uses its experts (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
 
     Args:
-        routed: Its routers.
+        routed: Routing of the pass; scores [B, T, E] and chosen experts [B, T, active] of each layer.
 
     Returns:
-        The auxiliary loss, differentiable in the scores, and the share of the busiest expert.
+        The auxiliary loss, differentiable in the scores, and the share of the busiest expert; means over the layers.
     """
     losses, busiest = [], []
     for scores, chosen in routed.layers:
         used = routed.used.astype(scores.dtype)
         tokens = jnp.maximum(used.sum(), 1.0)
         count, active = scores.shape[-1], chosen.shape[-1]
+        # Scores of a softmax router sum to 1 already. f counts choices with a comparison, so it has no gradient.
         probabilities = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-20)
-        mean = jnp.einsum("bt,bte->e", used, probabilities) / tokens  # P
+        mean = jnp.einsum("bt,bte->e", used, probabilities) / tokens  # P [E]
         choices = (chosen[..., None] == jnp.arange(count)).sum(-2).astype(scores.dtype)  # [B, T, E]
-        share = jnp.einsum("bt,bte->e", used, choices) / (tokens * active)  # f
+        share = jnp.einsum("bt,bte->e", used, choices) / (tokens * active)  # f [E]
         losses.append(count * jnp.sum(share * mean))
         busiest.append(share.max())
     return Balance(jnp.stack(losses).mean(), jnp.stack(busiest).mean())

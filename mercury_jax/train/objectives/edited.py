@@ -1,9 +1,10 @@
-"""One set of weights with three uses: fill masks, repair wrong tokens, predict the next one.
+"""One model for three tasks, trained in one forward pass: fill masks, repair wrong tokens, predict the next token.
 
-The masked part is that of `masked_elbo`. Beside it, some of the canvas's visible tokens are wrong and are to be
-repaired in place, which is what rules that edit accepted tokens rely on (LLaDA2.1, arXiv 2602.08676; GIDD, arXiv
-2503.04482); and the encoding pass predicts the next token, so that it can decode autoregressively or verify a drafted
-canvas. All three come from the same pass over the batch.
+fill     the loss of `masked_elbo`
+repair   some visible tokens of a canvas are replaced by wrong ones, and the model predicts the right token in place;
+         rules that edit accepted tokens need it (LLaDA2.1, arXiv 2602.08676; GIDD, arXiv 2503.04482)
+predict  the encoding pass predicts the next token, so that the model can also decode autoregressively or verify a
+         drafted canvas
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ def masked_and_edited(
     causal: float = 1.0,
     prompt: float = 0.1,
 ) -> Objective:
-    """masked_elbo + edit * (repair of visible tokens) + causal * (next clean token), per editable token.
+    """masked_elbo + edit * (repair of visible tokens) + causal * (next-token prediction), per editable token.
 
-    With visible tokens that may be wrong, or canvases that are full, the masked part is no longer a bound, and is
-    logged as `weighted_ce` instead of `nats_per_token`. `wrong`, `edit` and `causal` at 0 leave exactly
+    When visible tokens may be wrong, the masked part is no longer a bound, and is logged as `weighted_ce` instead of
+    `nats_per_token`. With `wrong`, `edit` and `causal` all 0, the objective equals
     `masked_elbo(clip=clip, least=least)`.
 
     Args:
         clip: Largest weight of the masked part; None for no limit.
         least: The smallest time.
-        wrong: The largest share of a canvas's visible tokens that are replaced; each canvas draws its own share in
-            [0, wrong].
-        spoiled: Share of the canvases with masks that have wrong tokens at all; the others are what sampling sees.
-        full: Share of canvases without any mask, the situation in which a filled canvas is edited; all of these are
-            spoiled.
+        wrong: Largest share of the visible tokens of a canvas that are replaced. Each canvas draws its own share
+            uniformly from [0, wrong].
+        spoiled: Share of the partly masked canvases that have wrong tokens. The others show the model what it sees when
+            it samples without errors.
+        full: Share of canvases without any mask, as when a filled canvas is edited. All of them have wrong tokens.
         edit: Weight of the cross-entropy at visible tokens.
-        right: Weight, within that part, of a visible token that is correct; a wrong one has 1.
-        causal: Weight of the next token; above 0 only for models with `predicts_next`.
-        prompt: Weight, within that part, of a next token inside of the prompt; one of the answer has 1.
+        right: Relative weight of a correct visible token; a wrong one has weight 1.
+        causal: Weight of next-token prediction; above 0 only for models with `predicts_next`.
+        prompt: Relative weight of a next token in the prompt; one in the answer has weight 1.
 
     Returns:
-        The objective.
+        The objective, for absorbing noise.
 
     Raises:
-        ValueError: A weight is negative or a share above 1; and, when the objective is traced, noise that is not
+        ValueError: A weight is negative or a share above 1; or, when the objective is traced, noise that is not
             absorbing or a model that does not predict the next token.
     """
     at_least(0, wrong=wrong, spoiled=spoiled, full=full, edit=edit, right=right, causal=causal, prompt=prompt)
@@ -75,14 +76,15 @@ def masked_and_edited(
                 jax.random.fold_in(key, 1), model, batch, noised, corruption.forbidden,
                 wrong=wrong, spoiled=spoiled, full=full,
             )  # fmt: skip
-        # One pass scores everything: clean slots predict the next token, canvases their own.
+        # One forward pass for all three: clean slots predict the next token, canvas positions their own clean token.
         following = next_tokens(model, batch)
         target = jnp.where(following.known, following.token, batch.tokens)
-        ce, hit = parts.cross_entropy(model, params, batch, noised.xt, target, noised.t)
+        ce, hit = parts.cross_entropy(model, params, batch, noised.xt, target, noised.t)  # [B, T]
+        # Correct visible tokens are scored too, or the model would learn to change every visible token.
         visible = batch.editable & ~noised.masked
         bad, good = visible & (noised.xt != batch.tokens), visible & (noised.xt == batch.tokens)
         scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
-        # The three parts are sums over the tokens, divided by the number of editable tokens.
+        # All three parts are sums over tokens, and the total is divided by the number of editable tokens.
         total = scored
         if edit:
             total = total + edit * (bad + right * good) * ce
@@ -115,35 +117,37 @@ def spoil_canvases(
     spoiled: float,
     full: float,
 ) -> MaskedCanvases:
-    """Makes some canvases full, and replaces visible tokens by wrong ones.
+    """Removes all masks from some canvases, and replaces visible tokens by wrong ones.
 
-    Half of the replacements are uniform over the ids that may be emitted, half are copied from another place of the
-    same canvas: a digit for a digit is the error that a model makes.
+    Half of the replacements are uniform over the ids that may be emitted. The other half are copied from another
+    position of the same canvas, because a model confuses tokens of the same kind, such as two digits.
 
     Args:
         key: Random key.
-        model: Gives the vocabulary and the end of text.
+        model: Its config gives the vocabulary size and the end-of-text id.
         batch: Clean rows.
         noised: The same rows with masks.
         forbidden: Ids that are never emitted.
         wrong: Largest share of the visible tokens of a canvas that are replaced.
-        spoiled: Share of the canvases with masks that have wrong tokens.
-        full: Share of the canvases without any mask.
+        spoiled: Share of the partly masked canvases that have wrong tokens.
+        full: Share of canvases whose masks are all removed.
 
     Returns:
         The rows with fewer masks and with wrong tokens; times and weights are unchanged.
     """
     canvas_key, token_key, uniform_key, copy_key = jax.random.split(key, 4)
-    # One draw a canvas: canvases are numbered row after row, in steps of the row's length.
+    # 1. Three uniform draws per canvas: remove its masks, make it wrong, and how wrong. Row b numbers its canvases from
+    #    b * T on, which leaves room for T canvases per row.
     rows, slots = batch.canvas.shape
     number = jnp.maximum(batch.canvas, 0) + slots * jnp.arange(rows)[:, None]
     u = jax.random.uniform(canvas_key, (3, batch.canvas.size))[:, number]  # [3, B, T]
     still_masked = noised.masked & (u[0] >= full)
     share = jnp.where((u[0] < full) | (u[1] < spoiled), wrong * u[2], 0.0)
     replaced = batch.editable & ~still_masked & (jax.random.uniform(token_key, share.shape) < share)
-    # A replacement may equal the token by chance; it then counts as correct.
+    # 2. Uniform replacements. One may equal the clean token by chance; it then counts as correct.
     drawn = noise.uniform(model.config.vocab, forbidden=forbidden).prior(uniform_key, share)
-    # First and last slot of the canvas at each slot, by running maxima and minima over the edges. [B, T]
+    # 3. Copies. The first and the last slot of each position's canvas are running maxima and minima over the canvas
+    #    edges [B, T]; a source is drawn uniformly between them.
     index = jnp.arange(slots)[None]
     edge = batch.canvas[:, 1:] != batch.canvas[:, :-1]
     opens = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
@@ -153,9 +157,9 @@ def spoil_canvases(
     place = jax.random.uniform(copy_key, (2, rows, slots))
     at = first + (place * (last - first + 1)).astype(
         jnp.int32
-    )  # [2, B, T]; place < 1, so never behind the last
+    )  # [2, B, T]: two candidates. place < 1, so a candidate is never behind the last slot
     one, other = (jnp.take_along_axis(batch.tokens, jnp.minimum(x, last), axis=1) for x in at)
-    # Drawn again where it is the end of text, which fills up short answers and would be most of the copies.
+    # End-of-text ids fill up short answers and would be most of the copies, so they are replaced by the second one.
     copied = jnp.where(one == model.config.eos, other, one)
     pick = jax.random.bernoulli(jax.random.fold_in(copy_key, 1), 0.5, share.shape)
     xt = jnp.where(still_masked, noised.xt, batch.tokens)

@@ -1,6 +1,12 @@
 """Objectives of masked diffusion: the bound (MD4, MDLM), LLaDA's and BD3-LM's forms, Dream's CART, SEDD's loss.
 
-All of them noise with masks and score masked positions; they differ in the weight of each cross-entropy.
+All of them replace tokens by masks and score the masked positions. They share `mask_canvases` and `_masked_loss` and
+differ in the weight of each cross-entropy:
+
+    masked_elbo     -alpha'(t) / (1 - alpha(t)), which is 1/t for the linear schedule
+    llada           the same, with each answer divided by its own length
+    cart            how many visible tokens are near
+    score_entropy   the weight of masked_elbo, and a penalty on the normaliser of the logits
 """
 
 from __future__ import annotations
@@ -18,17 +24,18 @@ from mercury_jax.train.objectives import objective as parts
 from mercury_jax.train.objectives.objective import BOUND, NO_BOUND, Normalise, Objective
 from mercury_jax.types import Batch, Key, Loss, Model, Params
 
-BOUND_FROM = 1e-2  # the share of the integral over t that a bound may leave out
+# The loss omits the integral over t below `least`. It is logged as a bound if `least` is at most this value.
+BOUND_FROM = 1e-2
 
 
 class MaskedCanvases(NamedTuple):
-    """A batch with masks.
+    """A batch whose canvases are partly masked.
 
     Attributes:
-        t: Time of each position's canvas; 1 outside of canvases.
-        xt: Tokens at time t.
-        masked: Positions that were masked.
-        weight: -alpha'(t) / (1 - alpha(t)), at most `clip`.
+        t: Time of each position's canvas; the largest time outside of canvases.
+        xt: Tokens at time t: the clean token or the mask.
+        masked: The masked positions.
+        weight: Weight of the cross-entropy at each position, -alpha'(t) / (1 - alpha(t)), at most `clip`.
     """
 
     t: Float[Array, "B T"]
@@ -47,23 +54,27 @@ def masked_elbo(
 ) -> Objective:
     """The absorbing continuous-time NELBO (MD4 eq. 5, arXiv 2406.04329; MDLM, arXiv 2406.07524).
 
-    E_t sum_i [x_t^i = mask] * (-alpha'(t) / (1 - alpha(t))) * CE_i, one t per canvas, t spread by low discrepancy in
-    [least, most].
+        E_t sum_i [x_t^i = mask] * (-alpha'(t) / (1 - alpha(t))) * CE_i
+
+    Each canvas has one time t, and the times are spread by low discrepancy in [least, most].
 
     Args:
-        normalise: "token" divides by the editable tokens of the batch; "answer" divides each document by its own first
-            (LLaDA's SFT); "canvas" each canvas.
-        clip: Largest weight. Less variance, and no longer a bound on the likelihood: the metric is then called
-            `weighted_ce` instead of `nats_per_token`. None: no limit.
+        normalise: "token" divides the sum by the editable tokens of the batch. "answer" first divides each document by
+            its editable tokens, as LLaDA's SFT does; "canvas" first divides each canvas.
+        clip: Largest weight; None: no limit. A limit lowers the variance, but the loss is then no bound on the
+            likelihood, and is logged as `weighted_ce` instead of `nats_per_token`.
         least: The smallest time, above 0.
         most: The largest time. BD3-LM (arXiv 2503.09573, section 5) trains on a range [least, most] chosen by
-            `range_variances`; no bound either.
-        complementary: Score every token: a second copy of the batch has the complement of the masks (LLaDA2, arXiv
-            2512.15745). Twice the compute, the same expectation.
+            `range_variances`; this is no bound either.
+        complementary: Also score a second copy of the batch with the complementary masks, so that every token is scored
+            once (LLaDA2, arXiv 2512.15745). The expectation is the same at twice the compute.
 
     Returns:
-        The objective. It refuses noise that is not absorbing: where visible tokens may be noise too, the bound has
-        further terms.
+        The objective, for absorbing noise. With other noise, visible tokens may be wrong and the bound has more terms
+        (`gidd_elbo`).
+
+    Raises:
+        ValueError: An argument is out of range; or, when the objective is traced, noise that is not absorbing.
     """
     one_of(Normalise, normalise=normalise)
     parts.check_weight(clip, least, most)
@@ -74,6 +85,7 @@ def masked_elbo(
         noised = mask_canvases(key, batch, corruption, clip, least, most)
         if not complementary:
             return _masked_loss(model, params, batch, noised, normalise, name)
+        # Both copies go through the model as one batch of 2 B rows.
         both = jax.tree.map(
             lambda a, b: jnp.concatenate([a, b]), noised, complement(noised, batch, corruption, clip)
         )
@@ -86,28 +98,34 @@ def masked_elbo(
 
 
 def llada(*, clip: float | None = None, least: float = 1e-3) -> Objective:
-    """LLaDA's SFT loss (arXiv 2502.09992, algorithm 2): each answer is divided by its own length, then the mean.
+    """LLaDA's SFT loss (arXiv 2502.09992, algorithm 2): the mean over answers of the loss per token of each answer.
 
-    Its pre-training loss is `masked_elbo(least=1e-3)`.
+    LLaDA's pre-training loss (algorithm 1) is `masked_elbo(least=1e-3)`.
 
     Args:
         clip: Largest weight; None for no limit.
         least: The smallest time.
 
     Returns:
-        The objective.
+        The objective, for absorbing noise.
+
+    Raises:
+        ValueError: As for `masked_elbo`.
     """
     return masked_elbo(normalise="answer", clip=clip, least=least)
 
 
 def cart(*, p: float = 0.3, normalise: Normalise = "token", least: float = 1e-3) -> Objective:
-    """Dream's context-adaptive weights (arXiv 2508.15487, section 3.2): masks near visible tokens count more.
+    """Dream's context-adaptive token-level weights (CART, arXiv 2508.15487, section 3.2).
 
-    w_i = 1/2 sum over visible j of p (1 - p)^(|i - j| - 1), in place of 1/t, over the positions of the document. No
-    bound on the likelihood.
+    Masks near visible tokens count more. The weight 1/t is replaced by
+
+        w_i = 1/2 sum over visible j of p (1 - p)^(|i - j| - 1),
+
+    where j runs over the positions of the same document. The loss is no bound on the likelihood.
 
     Args:
-        p: Of the geometric distribution of distances; 0 < p <= 1. Smaller values reach further.
+        p: Parameter of the geometric distribution of distances, 0 < p <= 1. Smaller values reach further.
         normalise: See `masked_elbo`.
         least: The smallest time.
 
@@ -141,21 +159,22 @@ def cart_weights(masked: Bool[Array, "B T"], document: Int[Array, "B T"], p: flo
     """Computes the weights of `cart`.
 
     Args:
-        masked: Positions that were masked.
+        masked: The masked positions.
         document: Number of each position's document.
-        p: Of the geometric distribution.
+        p: Parameter of the geometric distribution.
 
     Returns:
-        Weights; those of visible positions do not matter.
+        The weight of each position. Only the weights of masked positions are used.
     """
-    # sum over j < i of (1 - p)^(i - j - 1) visible_j, by y_i = visible_(i-1) + (1 - p) y_(i-1), begun anew at each
-    # document; then the same from the right.
+    # The sum over visible j < i is a linear recurrence, y_i = visible_(i-1) + (1 - p) y_(i-1), that restarts at each
+    # document. An associative scan evaluates it in O(log T) steps; the sum over j > i is the same from the right.
     visible = (~masked).astype(jnp.float32)
 
     def from_left(visible: Array, document: Array) -> Array:
         same = document[:, 1:] == document[:, :-1]
         decay = jnp.pad(jnp.where(same, 1.0 - p, 0.0), ((0, 0), (1, 0)))
         before = jnp.pad(jnp.where(same, visible[:, :-1], 0.0), ((0, 0), (1, 0)))
+        # Composition of the affine maps y -> decay * y + before, each stored as the pair (decay, before).
         combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
         return jax.lax.associative_scan(combine, (decay, before), axis=1)[1]
 
@@ -164,22 +183,25 @@ def cart_weights(masked: Bool[Array, "B T"], document: Int[Array, "B T"], p: flo
 
 
 def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Objective:
-    """SEDD's diffusion-weighted denoising score entropy (arXiv 2310.16834, eq. 5) for masks.
+    """SEDD's diffusion-weighted denoising score entropy (arXiv 2310.16834, eq. 5) for absorbing noise.
 
-    At a mask, with q = alpha / (1 - alpha) and ratios s_y = q exp(logit_y):
+    The loss of a mask whose clean token is x, with q = alpha / (1 - alpha) and the score s_y = q exp(logit_y):
 
         -alpha'/alpha [sum_y s_y - q log s_x + q (log q - 1)].
 
-    With Z = logsumexp(logits) that is the weight of `masked_elbo` times (CE + e^Z - 1 - Z): a bound for any logits,
-    which also pulls the sum of their exponentials to 1. Under uniform noise, the score entropy of a model that predicts
-    clean tokens is `uniform_elbo`.
+    With Z = logsumexp(logits), this equals the weight of `masked_elbo` times (CE + e^Z - 1 - Z). The extra term is 0 if
+    the exponentials of the logits sum to 1 and positive otherwise, so the loss is a bound for any logits. Under uniform
+    noise, the score entropy of a model that predicts clean tokens is `uniform_elbo`.
 
     Args:
         normalise: See `masked_elbo`.
         least: The smallest time.
 
     Returns:
-        The objective.
+        The objective, for absorbing noise.
+
+    Raises:
+        ValueError: An argument is out of range; or, when the objective is traced, noise that is not absorbing.
     """
     one_of(Normalise, normalise=normalise)
     parts.check_weight(None, least)
@@ -191,6 +213,7 @@ def score_entropy(*, normalise: Normalise = "token", least: float = 1e-4) -> Obj
         def reduce(params: Params, logits: Array, target: Array) -> tuple[Array, Array, Array]:
             ce, hit = parts.token_cross_entropy(model.config.mask, params, logits, target)
             z = jax.nn.logsumexp(parts.without(model.config.mask, logits), axis=-1)
+            # expm1, since e^Z - 1 would lose digits near the optimum Z = 0.
             return ce, jnp.expm1(z) - z, hit
 
         hidden = parts.denoise(model, params, batch, noised.xt, noised.t)
@@ -216,12 +239,13 @@ def mask_canvases(
         most: The largest time.
 
     Returns:
-        Noised tokens with their times and weights.
+        Noised tokens with their times and weights, leaves [B, T].
     """
+    # 1. A time per canvas. 2. Each editable token is masked with probability 1 - alpha(t), independently.
     time_key, noise_key = jax.random.split(key)
     t = parts.canvas_times(time_key, batch, least, most)
     xt, masked = noise.corrupt(noise_key, corruption, batch.tokens, t, batch.editable)
-    # At t -> 0 masks are rare and the weight is large: 1/t for the linear schedule.
+    # 3. The weight of the bound. For t -> 0 masks are rare and the weight is large: 1/t for the linear schedule.
     alpha, slope = noise.rate(corruption.alpha, t)
     weight = -slope / (1.0 - alpha)
     return MaskedCanvases(t, xt, masked, weight if clip is None else jnp.minimum(weight, clip))
@@ -230,22 +254,22 @@ def mask_canvases(
 def complement(
     noised: MaskedCanvases, batch: Batch, corruption: noise.Corruption, clip: float | None
 ) -> MaskedCanvases:
-    """Masks exactly the editable tokens that were visible.
-
-    They are masks of rate alpha(t) in place of 1 - alpha(t). With the bound as an integral over the rate p of CE / p,
-    and p = 1 - alpha(t), the weight that belongs to the complement is -alpha'(t) / alpha(t).
+    """Masks exactly the editable tokens that `mask_canvases` left visible (LLaDA2, arXiv 2512.15745).
 
     Args:
         noised: From `mask_canvases`.
         batch: Clean rows.
         corruption: The forward process.
-        clip: Largest weight.
+        clip: Largest weight; None for no limit.
 
     Returns:
-        The complement. Its times, which timed models read, are those at which alpha is 1 - alpha(t).
+        The complementary canvases. Their time, an input of time-conditioned models, is the t' with
+        alpha(t') = 1 - alpha(t).
     """
     masked = batch.editable & ~noised.masked
     xt = jnp.where(masked, jnp.asarray(corruption.mask), batch.tokens)
+    # A token is masked here with probability p' = alpha(t). The bound is the integral of CE / p dp over the mask rate
+    # p = 1 - alpha(t), dp = -alpha'(t) dt. Replacing p by p' gives the weight -alpha'(t) / alpha(t).
     alpha, slope = noise.rate(corruption.alpha, noised.t)
     weight = jnp.where(alpha > 0, -slope / jnp.where(alpha > 0, alpha, 1.0), 0.0)
     t = noise.inverse(corruption.alpha, 1.0 - alpha)
@@ -260,24 +284,24 @@ def range_variances(
     corruption: noise.Corruption,
     ranges: Sequence[tuple[float, float]],
 ) -> dict[tuple[float, float], float]:
-    """Measures how much the loss of a batch varies for each range of noise (BD3-LM, arXiv 2503.09573, section 5).
+    """Measures the variance of the loss for several ranges of time (BD3-LM, arXiv 2503.09573, section 5).
 
-    The range of least variance is what `masked_elbo(least=, most=)` should train on; BD3-LM looks for it again at every
+    Train with `masked_elbo(least=, most=)` on the range with the smallest variance. BD3-LM repeats this search at every
     evaluation.
 
     Args:
         key: Random key; all ranges are measured with the same draws.
         model: The denoiser.
-        params: Its parameters.
-        batches: Two or more.
+        params: Parameters of the denoiser.
+        batches: At least two batches.
         corruption: The forward process.
         ranges: Pairs (least, most).
 
     Returns:
-        The variance over batches of the loss per token, for each range.
+        For each range, the variance over batches of the loss per token.
 
     Raises:
-        ValueError: There are fewer than two batches, or a range is none.
+        ValueError: There are fewer than two batches, or a pair is not 0 < least < most <= 1.
     """
     if len(batches) < 2:
         raise refuse("batches", len(batches), "2 or more, whose losses vary")
@@ -294,7 +318,7 @@ def range_variances(
 def _masked_loss(
     model: Model, params: Params, batch: Batch, noised: MaskedCanvases, normalise: Normalise, name: str
 ) -> Loss:
-    """The weighted cross-entropy of masked positions, logged as `name`."""
+    """Computes the weighted cross-entropy of masked positions; its sum is logged as `name`."""
     ce, hit = parts.cross_entropy(model, params, batch, noised.xt, t=noised.t)
     scored = jnp.where(noised.masked, noised.weight * ce, 0.0)
     metrics = _metrics(name, scored, ce, hit, noised.masked, batch)

@@ -1,9 +1,9 @@
-"""What objectives are made of: times of canvases, a pass whose logits are reduced in parts, and normalisation.
+"""The functions that all objectives share: sampling times, the forward pass, reducing logits, normalisation.
 
-An objective noises a laid-out batch, makes a pass, and weighs what it scores. The loss of the batch is
+An objective noises a laid-out batch, makes a forward pass, and weights the cross-entropies. The loss of the batch is
 sum(per_example) / sum(weight). The weighted sum per editable token is logged under one of two names: `nats_per_token`
-only where its expectation bounds -log p from above (divide by ln 2 and the bytes per token for bits per byte), else
-`weighted_ce`, which may lie below the entropy.
+if its expectation is an upper bound on -log p (divide by ln 2 and by the bytes per token for bits per byte), otherwise
+`weighted_ce`, which may lie below the entropy of the data.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from mercury_jax.types import Batch, Hidden, Key, Loss, Model, PackedPass, Param
 Normalise = Literal["token", "answer", "canvas"]
 
 BOUND, NO_BOUND = "nats_per_token", "weighted_ce"  # names of the weighted sum in the metrics
-MAX_LOGITS = 1 << 23  # of a row at a time, 32 MB in fp32: 256 positions of 32,768 ids, 32 of 262,144
+# Logits of a row that exist at once, 32 MB in fp32: 256 positions of 32,768 ids, or 32 positions of 262,144 ids.
+MAX_LOGITS = 1 << 23
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """A training objective: noises a batch, makes a pass and scores it. It is traced once, and differentiated."""
+    """A training objective: noises a batch, makes a forward pass and scores it.
+
+    It is traced under jit and differentiated with respect to `params`.
+    """
 
     def __call__(
         self, key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption, /
@@ -36,14 +40,14 @@ class Objective(Protocol):
         """Scores a batch.
 
         Args:
-            key: For the noise; another one at each step.
+            key: Random key of the noise; a different one at each step.
             model: Pure functions of the denoiser.
-            params: Its parameters, by which the loss is differentiated.
+            params: Parameters of the denoiser.
             batch: Clean packed rows [B, T].
             corruption: The forward process of the recipe.
 
         Returns:
-            Sums over the tokens of each row, in nats, and what they are divided by.
+            The loss of each row, summed over its tokens in nats, and the weight by which the sum over rows is divided.
         """
         ...
 
@@ -52,10 +56,10 @@ class Objective(Protocol):
 
 
 def check_weight(clip: float | None, least: float, most: float = 1.0) -> None:
-    """Checks the arguments of a weighted bound.
+    """Checks the arguments that weighted objectives have in common.
 
     Args:
-        clip: Largest weight; above 0, or None.
+        clip: Largest weight; above 0, or None for no limit.
         least: The smallest time.
         most: The largest time.
 
@@ -71,12 +75,12 @@ def check_weight(clip: float | None, least: float, most: float = 1.0) -> None:
 
 
 def check_noise(name: str, corruption: noise.Corruption, *kinds: noise.Kind) -> None:
-    """Refuses noise that an objective does not score.
+    """Refuses noise that an objective cannot score.
 
     Args:
-        name: Of the objective, for the message.
+        name: Name of the objective, for the message.
         corruption: The noise of the recipe.
-        kinds: What it scores.
+        *kinds: The kinds of noise that the objective supports.
 
     Raises:
         ValueError: The noise is of another kind.
@@ -95,10 +99,7 @@ def check_noise(name: str, corruption: noise.Corruption, *kinds: noise.Kind) -> 
 
 
 def canvas_times(key: Key, batch: Batch, least: float, most: float = 1.0) -> Float[Array, "B T"]:
-    """Draws one time per canvas.
-
-    Canvases are numbered through the whole batch, so that their times are spread evenly however many of them a row
-    holds.
+    """Draws one time per canvas, by low discrepancy over all canvases of the batch (`noise.times`).
 
     Args:
         key: Random key.
@@ -107,37 +108,46 @@ def canvas_times(key: Key, batch: Batch, least: float, most: float = 1.0) -> Flo
         most: The largest time.
 
     Returns:
-        The time of each position's canvas; `most` outside of canvases.
+        The time of each position's canvas [B, T]; `most` outside of canvases.
     """
-    per_row = batch.canvas.max(axis=1) + 1  # canvases of each row [B]
+    # Canvases are numbered through the whole batch: the times of consecutive numbers are spread evenly, so the batch
+    # covers [least, most] well however the canvases are divided among its rows.
+    per_row = batch.canvas.max(axis=1) + 1  # number of canvases of each row [B]
     index = batch.canvas + (jnp.cumsum(per_row) - per_row)[:, None]
     t = noise.times(key, batch.canvas.size, least, most)
     return jnp.where(batch.canvas >= 0, t[jnp.maximum(index, 0)], most)
 
 
 def documents(batch: Batch) -> Int[Array, "B T"]:
-    """Numbers the documents of each row from 1; padding counts as further documents.
+    """Numbers the documents of each row.
 
-    A document begins at position 0, with its clean tokens or, if it has none, with its first canvas; the canvases
-    behind its clean tokens may begin at position 0 too.
+    Args:
+        batch: Packed rows.
+
+    Returns:
+        The number of each position's document [B, T], counted from 1 within the row. Padding, whose positions are all
+        0, counts as one document per slot.
     """
+    # A document starts at position 0: with its clean tokens, or with its first canvas if it has no clean tokens. Behind
+    # clean tokens the first canvas may be at position 0 again, and does not start another document.
     canvas = batch.canvas >= 0
     behind_clean = canvas & ~jnp.pad(canvas[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jnp.cumsum((batch.positions == 0) & ~behind_clean, axis=1)
 
 
 def sums_by(index: Int[Array, "B T"], values: Shaped[Array, "B T"]) -> Float[Array, "B T"]:
-    """Sums values over the positions of each row with the same index.
+    """Sums values over the positions of a row that have the same index, and returns the sum at each of them.
 
     Args:
-        index: Below T.
-        values: To be summed.
+        index: Group of each position, at most T; negative for positions without a group.
+        values: The values to sum.
 
     Returns:
-        The sum of its index at each position; 0 where the index is negative.
+        At each position the sum over its group, in fp32; 0 where the index is negative.
     """
 
     def row(index: Array, values: Array) -> Array:
+        # Positions without a group scatter out of bounds, where mode="drop" ignores them.
         at = jnp.where(index < 0, len(index) + 1, index)
         sums = jnp.zeros(len(index) + 1, jnp.float32).at[at].add(values, mode="drop")
         return jnp.where(index < 0, 0.0, sums[jnp.minimum(at, len(index))])
@@ -146,16 +156,17 @@ def sums_by(index: Int[Array, "B T"], values: Shaped[Array, "B T"]) -> Float[Arr
 
 
 def shares(batch: Batch, scored: Bool[Array, "B T"], normalise: Normalise) -> Float[Array, "B T"]:
-    """How much each scored position counts in the mean.
+    """Computes the weight of each scored position in the mean of the loss.
 
     Args:
         batch: Packed rows.
-        scored: Positions of the mean.
-        normalise: "token": 1. "answer": each document is divided by its scored positions. "canvas": each canvas is
-            divided by its scored positions, and each document by its canvases.
+        scored: The scored positions.
+        normalise: "token": every position has weight 1. "answer": the weights of a document sum to 1. "canvas": the
+            weights of a document sum to 1, and are divided equally among its canvases.
 
     Returns:
-        Shares, 0 where nothing is scored. They sum to the number of scored positions ("token") or of documents.
+        Weights, 0 at positions that are not scored. They sum to the number of scored positions ("token"), or to the
+        number of documents with a scored position.
     """
     if normalise == "token":
         return scored.astype(jnp.float32)
@@ -169,30 +180,30 @@ def shares(batch: Batch, scored: Bool[Array, "B T"], normalise: Normalise) -> Fl
 def normalised(
     batch: Batch, values: Float[Array, "B T"], normalise: Normalise, metrics: dict[str, tuple[Array, Array]]
 ) -> Loss:
-    """Makes the loss of values at editable positions.
+    """Normalises weighted cross-entropies at editable positions into a `Loss`.
 
     Args:
         batch: Packed rows.
-        values: Nats; 0 where nothing is scored.
+        values: Weighted cross-entropies in nats; 0 where nothing is scored.
         normalise: See `shares`.
-        metrics: Of the loss.
+        metrics: Metrics to log, each as (numerator, denominator).
 
     Returns:
-        The loss.
+        The loss, with leaves [B].
     """
     share = shares(batch, batch.editable, normalise)
     return Loss((values * share).sum(1), share.sum(1), metrics)
 
 
 def masked_mean(value: Float[Array, "B T"], where: Bool[Array, "B T"]) -> tuple[Array, Array]:
-    """A mean over some positions, as (numerator, denominator) for `Loss.metrics`.
+    """Computes a mean over selected positions, as (numerator, denominator) for `Loss.metrics`.
 
     Args:
-        value: What is averaged.
-        where: The positions.
+        value: Values to average.
+        where: The selected positions.
 
     Returns:
-        The sum of the values, and the number of positions.
+        The sum of the selected values, and their number; two scalars.
     """
     return jnp.where(where, value, 0.0).sum(), where.astype(jnp.float32).sum()
 
@@ -208,20 +219,20 @@ def denoise(
     t: Float[Array, "B T"] | None = None,
     self_cond: SelfCond = (),
 ) -> Hidden:
-    """Makes a pass over packed rows.
+    """Makes a forward pass over packed rows.
 
     Args:
         model: The denoiser.
-        params: Its parameters.
+        params: Parameters of the denoiser.
         batch: Positions and key ranges of the rows.
-        xt: Tokens that the model sees.
-        t: Time of each position's canvas, an input of timed models; outside of canvases their time is 0, as where they
-            encode.
-        self_cond: For models with self-conditioning.
+        xt: Noised tokens, the input of the model.
+        t: Time of each position's canvas; only time-conditioned models read it.
+        self_cond: Prediction of an earlier pass, for models with self-conditioning.
 
     Returns:
         Hidden states, leaves [B, T, ...].
     """
+    # Clean tokens outside of canvases are at time 0, as they are when sampling encodes them.
     timed = model.config.timed and t is not None
     time = jnp.where(batch.canvas >= 0, jnp.asarray(t), 0.0) if timed else None
     return model.apply(params, PackedPass(xt, batch.positions, batch.ranges, self_cond, time))
@@ -231,14 +242,14 @@ Reduce = Callable[..., Any]  # (params, logits [B, t, V], arrays [B, t]...) -> t
 
 
 def reduce_logits(model: Model, params: Params, hidden: Hidden, reduce: Reduce, *arrays: Array) -> Any:
-    """Applies the head and reduces its logits, over as many positions at a time as `MAX_LOGITS` allows.
+    """Applies the head and reduces its logits, at most `MAX_LOGITS` logits of a row at a time.
 
     Args:
         model: The denoiser.
-        params: Its parameters.
-        hidden: From `denoise`.
-        reduce: reduce(params, logits [B, t, V], *arrays [B, t]) -> tree of [B, t, ...].
-        *arrays: Arrays [B, T] that `reduce` reads beside the logits.
+        params: Parameters of the denoiser.
+        hidden: From `denoise`, leaves [B, T, ...].
+        reduce: reduce(params, logits [B, t, V], *arrays [B, t]) -> tree of [B, t, ...]. Positions must be independent.
+        *arrays: Arrays [B, T] that `reduce` reads in addition to the logits.
 
     Returns:
         The tree over all positions, leaves [B, T, ...].
@@ -246,6 +257,7 @@ def reduce_logits(model: Model, params: Params, hidden: Hidden, reduce: Reduce, 
     size = max(1, MAX_LOGITS // model.config.vocab)
     if jax.tree.leaves(hidden)[0].shape[1] <= size:
         return _reduce(model, reduce, params, hidden, *arrays)
+    # Each device loops over the positions of its own rows: inside the loop no mesh is needed.
     in_parts = functools.partial(_reduce_in_parts, model._replace(mesh=None), reduce, size)
     return sharding.rowwise(in_parts, model.mesh, params, hidden, *arrays)
 
@@ -253,13 +265,13 @@ def reduce_logits(model: Model, params: Params, hidden: Hidden, reduce: Reduce, 
 def cross_entropy(
     model: Model, params: Params, batch: Batch, xt: Array, target: Array | None = None, t: Array | None = None
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Makes a pass and scores every position.
+    """Makes a forward pass and computes the cross-entropy of every position.
 
     Args:
         model: The denoiser.
-        params: Its parameters.
+        params: Parameters of the denoiser.
         batch: Positions and key ranges of the rows.
-        xt: Tokens that the model sees [B, T].
+        xt: Noised tokens, the input of the model [B, T].
         target: The id that each position should predict [B, T]; None: its own clean token.
         t: Time of each position's canvas [B, T].
 
@@ -274,13 +286,13 @@ def cross_entropy(
 def token_cross_entropy(
     mask: int | None, params: Params, logits: Float[Array, "B T V"], target: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Scores positions; a `Reduce` once `mask` is bound.
+    """Computes the cross-entropy of target ids. With `mask` bound it is a `Reduce`.
 
     Args:
-        mask: An id that counts as impossible, or None.
-        params: Unused.
-        logits: Of each position.
-        target: The ids.
+        mask: The mask id, which gets probability 0; None for models without a mask.
+        params: Unused; part of the signature of `Reduce`.
+        logits: Logits of each position.
+        target: Target id of each position.
 
     Returns:
         -log p(target) in nats, and 1.0 where it is the most probable id.
@@ -292,30 +304,31 @@ def token_cross_entropy(
 
 
 def without(mask: int | None, logits: Float[Array, "*s V"]) -> Float[Array, "*s V"]:
-    """Makes the mask impossible, which is never data: the SUBS parameterisation of MDLM (arXiv 2406.07524).
+    """Sets the probability of the mask id to 0, since clean data never contains it (SUBS, MDLM, arXiv 2406.07524).
 
     Args:
-        mask: Its id; None leaves all as they are.
-        logits: Of each position.
+        mask: The mask id; None returns the logits unchanged.
+        logits: Logits of each position.
 
     Returns:
-        The logits without the mask.
+        The logits, with about -1e30 at the mask id.
     """
     if mask is None:
         return logits
-    # A sum, because of a choice a loop over parts keeps both sides, in the logits' shape.
+    # Addition of a [V] vector, not `jnp.where`: the gradient of `where` in a scan over chunks would keep an array of
+    # the shape of the logits.
     return logits + jnp.where(jnp.arange(logits.shape[-1]) == mask, -1e30, 0.0)
 
 
 def logit_of(logits: Float[Array, "*s V"], ids: Int[Array, "*s"]) -> Float[Array, "*s"]:
-    """Picks the logit of one id at each position.
+    """Selects the logit of one id at each position.
 
     Args:
-        logits: Of each position.
-        ids: The ids.
+        logits: Logits of each position.
+        ids: One id for each position.
 
     Returns:
-        Their logits.
+        The logits of these ids.
     """
     # A comparison instead of a gather: the gradient of a gather is a scatter, slow on a CPU.
     return jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == ids[..., None], logits, 0.0), axis=-1)
@@ -329,9 +342,10 @@ def _reduce(model: Model, reduce: Reduce, params: Params, hidden: Hidden, *array
 def _reduce_in_parts(
     model: Model, reduce: Reduce, size: int, params: Params, hidden: Hidden, *arrays: Array
 ) -> Any:
-    """`_reduce` over `size` positions at a time; the gradient computes each part again.
+    """Applies `_reduce` to chunks of `size` positions, with rematerialisation in the backward pass.
 
-    So logits of few positions exist at a time, in both directions, for four products at the head instead of three.
+    Only the logits of one chunk exist at a time, in both directions. The price is a fourth matrix product at the head:
+    two in the forward pass (one of them recomputed) and two in the backward pass.
     """
     slots = jax.tree.leaves(hidden)[0].shape[1]
     parts = -(-slots // size)
@@ -342,10 +356,12 @@ def _reduce_in_parts(
         return jnp.moveaxis(x.reshape(x.shape[0], parts, size, *x.shape[2:]), 1, 0)
 
     def join(x: Array) -> Array:
+        """[parts, B, size, ...] -> [B, T, ...], without the padding."""
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :slots]
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing is merged anyway
+    # `jax.checkpoint` guards against common-subexpression elimination, which cannot happen across steps of a scan.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def part(_: None, inputs: tuple[Hidden, tuple[Array, ...]]) -> tuple[None, Any]:
         return None, _reduce(model, reduce, params, inputs[0], *inputs[1])
 

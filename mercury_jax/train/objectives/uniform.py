@@ -1,6 +1,7 @@
-"""Objectives of noise that may be any token: the bounds of uniform and hybrid noise, and DiffusionGemma's loss.
+"""Objectives for uniform and hybrid noise: the NELBO of UDLM, DUO and GIDD, and DiffusionGemma's loss.
 
-Under such noise every token of a canvas is scored, corrupted or not: the model is not told which ones are.
+A corrupted token looks like any other token, so the model cannot tell which tokens of a canvas are corrupted. All
+tokens of a canvas are therefore scored, corrupted or not.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ def uniform_elbo(
 ) -> Objective:
     """The continuous-time NELBO of uniform noise (UDLM, arXiv 2412.10193, eq. 18; DUO, arXiv 2506.10892).
 
-    See `noise.bound_terms`. Times are spread by low discrepancy over the canvases; small ones are drawn more often, see
-    `noise.bound_times`.
+    `noise.bound_terms` computes the integrand. Each canvas has one time; the times are spread by low discrepancy, and
+    small times are drawn more often (`noise.bound_times`).
 
     Args:
         normalise: What each document or canvas is divided by, see `masked_elbo`.
-        clip: Largest weight; then no bound, and logged as `weighted_ce`. None: no limit.
-        posterior: The model learns p(x | xt), as DiffusionGemma predicts it, in place of DUO's p(x | other tokens).
+        clip: Largest weight; None: no limit. With a limit the loss is no bound, and is logged as `weighted_ce`.
+        posterior: Train the model to predict p(x | xt), as DiffusionGemma does, instead of p(x | the other tokens of
+            xt), as DUO does. See `noise.bound_terms`.
 
     Returns:
         The objective, for uniform noise.
+
+    Raises:
+        ValueError: An argument is out of range; or, when the objective is traced, noise that is not uniform.
     """
     return _elbo("uniform_elbo", "uniform", "elbo", normalise, clip, posterior)
 
@@ -48,18 +53,21 @@ def gidd_elbo(
     clip: float | None = None,
     posterior: bool = False,
 ) -> Objective:
-    """The continuous-time NELBO of masks and uniform noise (GIDD, arXiv 2503.04482, theorem 3.3).
+    """The continuous-time NELBO of hybrid noise, masks and uniform tokens (GIDD, arXiv 2503.04482, theorem 3.3).
 
     Args:
-        weights: "elbo", those of the bound; or "dynamic" (section 3.4), the bound's relative to that of a noise token
-            at the same time: 1 for these, 2 for masks, and little for clean tokens. The paper trains with these and
-            reports the bound.
+        weights: "elbo": the weights of the bound. "dynamic" (section 3.4): the weights of the bound divided by the
+            weight of a noise token at the same time, which gives 1 for noise tokens, 2 for masks and little for clean
+            tokens. The paper trains with "dynamic" and reports the bound.
         normalise: What each document or canvas is divided by, see `masked_elbo`.
         clip: Largest weight; None: no limit.
         posterior: As in `uniform_elbo`.
 
     Returns:
         The objective, for hybrid noise.
+
+    Raises:
+        ValueError: An argument is out of range; or, when the objective is traced, noise that is not hybrid.
     """
     one_of(Weights, weights=weights)
     return _elbo("gidd_elbo", "hybrid", weights, normalise, clip, posterior)
@@ -79,10 +87,11 @@ def _elbo(
 
     def objective(key: Key, model: Model, params: Params, batch: Batch, corruption: noise.Corruption) -> Loss:
         parts.check_noise(name, corruption, kind)
+        # 1. A time per canvas [B, T]. Importance sampling draws t = f(phi) with phi uniform and multiplies by dt/dphi.
         time_key, noise_key = jax.random.split(key)
         if weights == "elbo":
             t, density = noise.bound_times(kind, parts.canvas_times(time_key, batch, 0.0))
-        else:  # as published: t uniform, weights of about 1
+        else:  # as published: t is uniform, because the dynamic weights are about 1 at every time
             t, density = parts.canvas_times(time_key, batch, 1e-4, 1.0 - 1e-4), 1.0
         xt, _ = noise.corrupt(noise_key, corruption, batch.tokens, t, batch.editable)
 
@@ -90,6 +99,7 @@ def _elbo(
             del params
             return noise.bound_terms(corruption, logits, x0, xt, t, posterior)
 
+        # 2. The integrand at each position, reduced from the logits in chunks; it needs clean and noised token and t.
         hidden = parts.denoise(model, params, batch, xt, t)
         terms = parts.reduce_logits(model, params, hidden, reduce, batch.tokens, xt, t)
         weight = terms.weight * density if weights == "elbo" else terms.weight / terms.scale
@@ -108,25 +118,29 @@ def _elbo(
 
 
 def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least: float = 1e-4) -> Objective:
-    """DiffusionGemma's fine-tuning loss: the clean tokens of noised canvases, and the next tokens of the encoder.
+    """DiffusionGemma's fine-tuning loss: denoising of the canvases, and next-token prediction of the encoder.
 
-    The mean over documents of: the mean over its canvases of the mean cross-entropy of all their tokens, corrupted or
-    not, with weight 1; plus `encoder` times the mean cross-entropy of the next token, prompt included. It is no bound.
+    The loss of a document is the mean cross-entropy of all tokens of its canvases, corrupted or not, plus `encoder`
+    times the mean cross-entropy of the next token, prompt included. Each canvas of a document has the same weight, and
+    each document of the batch. The loss is no bound on the likelihood.
 
-    The published recipe (gemma's adapter to hackable_diffusion) scores one canvas of each document, drawn at random.
-    Here all of them are scored in one pass, each at a time of its own: the same expectation, with less variance.
+    Departs from the published recipe (gemma's adapter to hackable_diffusion), which scores one randomly drawn canvas of
+    each document. Here all canvases are scored in one forward pass, each at its own time. The expectation is the same,
+    the variance smaller.
 
     Args:
-        encoder: Weight of the encoder's loss; above 0 only for models with `predicts_next`.
-        self_condition: Probability with which a document is denoised with the prediction of a first pass, whose
-            gradient is stopped; 0: no first pass. Models without self-conditioning have none.
-        least: The smallest distance of t from 0 and 1.
+        encoder: Weight of next-token prediction; above 0 only for models with `predicts_next`.
+        self_condition: Probability that a document is denoised with the prediction of a first pass as an additional
+            input. No gradient flows through the first pass. 0: no first pass. Ignored by models without
+            self-conditioning.
+        least: The smallest distance of t from 0 and from 1.
 
     Returns:
         The objective, for uniform noise.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range; or, when the objective is traced, noise that is not uniform or a model
+            that does not predict the next token.
     """
     at_least(0, encoder=encoder, self_condition=self_condition)
     if self_condition > 1:
@@ -141,6 +155,8 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
         t = parts.canvas_times(time_key, batch, least, 1.0 - least)
         xt, _ = noise.corrupt(noise_key, corruption, batch.tokens, t, batch.editable)
         document = parts.documents(batch)
+        # Self-conditioning: a first pass predicts the clean tokens, and a random choice of documents sees its result.
+        # Both kinds of documents are in every batch, since the first denoising step of sampling has no prediction.
         self_cond = ()
         if model.embed_mixture is not None and self_condition:
             first = _prediction(model, params, batch, xt, t)
@@ -149,12 +165,13 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
             )  # one for each document number
             used = jnp.take_along_axis(drawn, document - 1, axis=1) & (batch.canvas >= 0)
             self_cond = jax.tree.map(lambda x: jnp.where(used[..., None], x, 0), first)
-        # One pass scores everything: canvases their own tokens, clean slots the next one.
+        # One forward pass for both parts: canvas positions predict their own clean token, clean slots the next token.
         following = next_tokens(model, batch)
         target = jnp.where(following.known, following.token, batch.tokens)
         hidden = parts.denoise(model, params, batch, xt, t, self_cond)
         reduce = functools.partial(parts.token_cross_entropy, model.config.mask)
         ce, hit = parts.reduce_logits(model, params, hidden, reduce, target)
+        # Each part is a mean per document: `decoded` and `encoded` are the weights of its positions. [B, T]
         decoded, encoded = (
             parts.shares(batch, batch.editable, "canvas"),
             parts.shares(batch, following.known, "answer"),
@@ -174,7 +191,10 @@ def diffusion_gemma(*, encoder: float = 1.0, self_condition: float = 0.5, least:
 def _prediction(
     model: Model, params: Params, batch: Batch, xt: Int[Array, "B T"], t: Float[Array, "B T"]
 ) -> SelfCond:
-    """What `Model.condition` makes of a first pass without self-conditioning; its gradient is stopped."""
+    """Makes a first pass without self-conditioning and turns its logits into the input of the second one.
+
+    Gradients are stopped at the hidden states and at the parameters: the first pass is only an input.
+    """
     hidden = jax.lax.stop_gradient(parts.denoise(model, params, batch, xt, t))
     frozen = jax.lax.stop_gradient(params)
     return parts.reduce_logits(model, frozen, hidden, lambda params, logits: model.condition(params, logits))
