@@ -1,4 +1,4 @@
-"""Fine-tuning of the embedded model on chats of your own: one to two minutes on two CPU cores.
+"""Fine-tuning of the embedded model on chats of your own: three minutes on two CPU cores.
 
     mercury train configs/sft_nano.py --chats lines.jsonl
     mercury sample "347 backwards" --chat --model runs/sft_nano/model

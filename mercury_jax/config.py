@@ -465,7 +465,7 @@ class NoiseConfig:
 
     Attributes:
         kind: What noise is: the mask id, uniform ids, or both (GIDD).
-        schedule: alpha(t), the probability that a token survives.
+        schedule: alpha(t), the probability that a token survives. Hybrid noise has a schedule of its own.
         power: Exponent of the polynomial schedule.
         uniform: For hybrid noise, the share of uniform noise at t = 1/2 (GIDD's p_u).
     """

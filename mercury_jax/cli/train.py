@@ -127,11 +127,15 @@ def _report(config: TrainConfig, result: TrainResult, as_json: bool) -> None:
             "out": str(result.out), kind: str(written), "metrics": result.metrics,
         })  # fmt: skip
         return
-    if result.stopped:
-        show.say(f"stopped by {result.stopped} at step {result.step} of {config.steps}; --resume continues")
     print(written)
+    if result.stopped:
+        show.say(
+            f"stopped by {result.stopped} at step {result.step} of {config.steps}: this is the {kind} of that step; "
+            "--resume continues"
+        )
+        return
     where = f"{config.init} --adapter {written}" if config.lora.rank else str(written)
-    show.say(f'try: mercury sample --model {where} "..."')
+    show.say(f'try: mercury sample --model {where} {"--chat " if config.chats else ""}"..."')
 
 
 # --- mercury init

@@ -60,10 +60,18 @@ def call_reward(reward: Reward, prompts: Sequence[Any], texts: Sequence[str]) ->
 
     Raises:
         ValueError: It returned something else than one finite number per text.
+        RuntimeError: It failed; the cause is its own error.
     """
-    values = np.asarray(reward(prompts, texts))
+    try:
+        values = np.asarray(reward(prompts, texts))
+    except Exception as error:
+        what = f"reward(prompts, texts) failed for {len(texts)} texts: {type(error).__name__}: {error}"
+        raise RuntimeError(what) from error
     if values.shape != (len(texts),) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
         found = values.tolist() if values.size <= 8 else f"{values.dtype}{list(values.shape)}"
+        if values.shape == (len(texts),) and values.dtype.kind == "f":
+            at = int(np.flatnonzero(~np.isfinite(values))[0])
+            found = f"{values[at]} for text {at}"
         raise refuse("what reward returned", found, f"{len(texts)} finite numbers, one for each text")
     return values.astype(np.float64)
 

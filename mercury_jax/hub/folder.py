@@ -174,6 +174,10 @@ def read_json(folder: str | Path, name: str, *, optional: bool = False) -> dict[
     if real is None and optional:
         return {}
     if real is None:
+        if (Path(folder) / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{path} is missing: the folder is an adapter; load its base with adapter= (--adapter)"
+            )
         raise CheckpointError(f"{path} is missing: the folder is no checkpoint in Hugging Face's layout")
     if (size := real.stat().st_size) > MAX_JSON:
         raise _wrong(path, "size of the file", size, f"{MAX_JSON} bytes at most")

@@ -79,6 +79,7 @@ class GRPO:
         samples: Number of estimates that are averaged; None: one. Not for "trajectory", which draws no masks.
         mask_prompt: For "diffu_grpo" only: share of the prompt tokens that are masked too; None: 0.15. With 0 the
             estimate is exact for answers that were decoded in one pass.
+        ratios: For "coupled_grpo" only: range of the share of tokens that are masked; None: (0.2, 0.8).
         passes: For "trajectory" only: number of forward passes into which the trajectory is merged; None: 4.
         clip: How far the ratio r may fall below 1.
         clip_high: How far r may rise above 1 (DAPO's clip-higher, arXiv 2503.14476); None: `clip`.
@@ -93,6 +94,7 @@ class GRPO:
     estimator: str = "coupled_grpo"
     samples: int | None = None
     mask_prompt: float | None = None
+    ratios: tuple[float, float] | None = None
     passes: int | None = None
     clip: float = 0.2
     clip_high: float | None = None
@@ -118,7 +120,9 @@ class GRPO:
     @property
     def _given(self) -> dict[str, Any]:
         """The estimator's options that are not None."""
-        options = dict(samples=self.samples, mask_prompt=self.mask_prompt, passes=self.passes)
+        options = dict(
+            samples=self.samples, mask_prompt=self.mask_prompt, ratios=self.ratios, passes=self.passes
+        )
         return {name: value for name, value in options.items() if value is not None}
 
     def log_probs(self, lm: LM, params: Params, answers: AnswerBatch, seed: Array) -> Float[Array, "B S"]:

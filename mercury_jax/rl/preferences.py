@@ -131,6 +131,8 @@ def _encode(lm: LM, row: int, place: str, record: Mapping[str, object]) -> Pair:
     if "prompt" in record:
         read_string(f"{place}: prompt", prompt)
     answers = [read_string(f"{place}: {name}", record.get(name)) for name in ("chosen", "rejected")]
+    if answers[0] == answers[1]:
+        raise refuse(f"{place}: rejected", answers[1], "another text than chosen")
     tok = lm.tokenizer
     end = end_of_answer(tok) if "messages" in record else tok.eos
     try:

@@ -152,6 +152,7 @@ class TrainConfig:
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise refuse("name", self.name, "letters, digits, and . _ -")
         self._check_values()
+        self._check_noise()
         self._check_blocks()
         at_least(1, steps=self.steps, batch=self.batch, row=self.row, accumulate=self.accumulate)
         at_least(1, log_every=self.log_every, save_every=self.save_every, keep=self.keep)
@@ -162,9 +163,8 @@ class TrainConfig:
         one_of(RematPolicy, remat=self.remat)
         check_pattern("freeze", self.freeze)
         if self.lora.rank and self.optim.optimizer == "muon":
-            raise refuse(
-                "optim.optimizer", "muon", "adamw for adapters: their factors are no hidden matrices"
-            )
+            allowed = "adamw (--optim.optimizer adamw) with lora.rank: Muon is not for low-rank factors"
+            raise refuse("optim.optimizer", "muon", allowed)
         if self.profile != (0, 0) and not 1 <= self.profile[0] <= self.profile[1] <= self.steps:
             raise refuse(
                 "profile", self.profile, f"first and last step, 1 <= first <= last <= steps = {self.steps}"
@@ -194,6 +194,16 @@ class TrainConfig:
             allowed = "what train.data makes: data.text('notes/*.txt'), data.mixture((data.stdlib(), 0.5), ...), ..."
             raise refuse("data", self.data, allowed)
         object.__setattr__(self, "data", mixture((self.data, 1.0)))
+
+    def _check_noise(self) -> None:
+        """Refuses a field of `noise` that its kind does not read. Here, and not where a checkpoint is loaded."""
+        c = self.noise
+        read = {"schedule": c.kind != "hybrid", "uniform": c.kind == "hybrid"}
+        read["power"] = read["schedule"] and c.schedule == "polynomial"
+        for name, value in ((name, getattr(c, name)) for name, is_read in read.items() if not is_read):
+            if value != getattr(NoiseConfig, name):
+                allowed = f"its default: noise.kind = {c.kind!r} with noise.schedule = {c.schedule!r} does not read it"
+                raise refuse(f"noise.{name}", value, allowed)
 
     def _check_blocks(self) -> None:
         """Checks that the last of `blocks` is the block of the model, with which it is saved and evaluated."""

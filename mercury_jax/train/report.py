@@ -177,7 +177,8 @@ class Reporter:
             for name, value in values.items():
                 scalar = summary.Value(tag=f"{kind}/{name}", simple_value=value)
                 writer.add_event(event(wall_time=time.time(), step=step, summary=summary(value=[scalar])))
-        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        ordered = sorted(values.items(), key=lambda item: item[0] != "loss")  # the loss first
+        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in ordered)
         if kind != "train":
             self.say(f"{kind} at {step}: {shown}")
         elif self._bar is None:
@@ -186,8 +187,9 @@ class Reporter:
                 minutes, seconds = divmod(round(left), 60)
                 hours, minutes = divmod(minutes, 60)
                 ahead = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-            rate = _count(self.clock.speed())
-            self.say(f"{step}/{self.steps}  {shown}  {rate} tokens/s  {ahead} left")
+            speed = self.clock.speed()
+            rate = f"  {_count(speed)} tokens/s  {ahead} left" if speed else ""  # unknown after one step
+            self.say(f"{step}/{self.steps}  {shown}{rate}")
 
     def _rates(self) -> dict[str, float]:
         seconds = self.clock.step_seconds()

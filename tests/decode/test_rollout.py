@@ -298,7 +298,7 @@ def test_a_policy_gradient_raises_the_reward():
         (lambda lm, b: mj.rollout("nano", "x"), "lm is 'nano'"),
         (lambda lm, b: mj.rollout(lm, "x", reward=3), "reward is 3"),
         (lambda lm, b: mj.rollout(lm, "x", n=2, max_tokens=1, reward=lambda p, t: [1.0]), "what reward returned"),
-        (lambda lm, b: mj.rollout(lm, "x", max_tokens=1, reward=lambda p, t: [float("nan")]), "what reward returned"),
+        (lambda lm, b: mj.rollout(lm, "x", max_tokens=1, reward=lambda p, t: [float("nan")]), "nan for text 0"),
         (lambda lm, b: mj.rollout(lm, "x", temperature=-1.0), "temperature is -1.0"),
         (lambda lm, b: mj.answer_batch(lm, "x", "y", size=0), "size is 0"),
         (lambda lm, b: mj.answer_batch(lm, ["x", "y"], ["z"]), "prompts is"),
@@ -325,3 +325,8 @@ def test_what_does_not_fit_is_named(call, names):
     with pytest.raises(ValueError) as error:
         call(lm, mj.answer_batch(lm, [PROMPT], [ANSWER]))
     assert names in str(error.value)
+
+
+def test_a_reward_that_fails_is_named_with_its_own_error():
+    with pytest.raises(RuntimeError, match=r"reward\(prompts, texts\) failed for 2 texts: KeyError: 'x'"):
+        mj.rollout(tiny(), "x", n=2, max_tokens=1, reward=lambda p, t: {}["x"])

@@ -186,6 +186,10 @@ def test_distillation_trains_from_a_teacher_and_keeps_it(start, tmp_path):
             "mask_prompt is 0.0; allowed: None: coupled_grpo takes samples, ratios",
         ),
         (lambda: rl.GRPO(estimator="elbo", passes=9), "passes is 9; allowed: None: elbo takes samples"),
+        (
+            lambda: rl.GRPO(estimator="elbo", ratios=(0.1, 0.9)),
+            r"ratios is \(0.1, 0.9\); allowed: None: elbo takes",
+        ),
         (lambda: rl.GRPO(samples=0), "samples is 0; allowed: 1 or more"),
         (lambda: rl.GRPO(clip=-0.1), "clip is -0.1"),
         (lambda: rl.FewSteps(temperature=0.0), "temperature is 0.0; allowed: more than 0"),

@@ -106,6 +106,10 @@ def test_the_margin_of_held_out_pairs_rises_in_thirty_steps(tmp_path, start):
     [
         ({"chosen": "a", "rejected": "b"}, r"p\.jsonl:1: keys .*either prompt or messages"),
         ({"prompt": "q", "messages": [], "chosen": "a", "rejected": "b"}, "either prompt or messages"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "a"},
+            r"p\.jsonl:1: rejected is 'a'; allowed: another text",
+        ),
         ({"prompt": "q", "chosen": "a"}, r"p\.jsonl:1: rejected is None; allowed: a string"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: prompt is 3"),
         ({"messages": [{"role": "king"}], "chosen": "a", "rejected": "b"}, r"p\.jsonl:1: "),

@@ -188,11 +188,13 @@ def test_a_part_cannot_be_trained_without_a_checkpoint(tmp_path, fields, words):
     [
         (lambda: LoraConfig(rank=-1), "lora.rank is -1; allowed: 0 or more"),
         (lambda: LoraConfig(rank=2, alpha=0.0), "lora.alpha is 0.0; allowed: more than 0"),
+        (lambda: LoraConfig(alpha=4.0), "lora.alpha is 4.0; allowed: a value only with lora.rank above 0"),
+        (lambda: LoraConfig(targets="attention"), "lora.targets is 'attention'; allowed: a value only with"),
         (lambda: LoraConfig(targets="("), r"lora.targets is '\('; allowed: a regular expression"),
         (lambda: tiny_training.config("x", freeze="("), r"freeze is '\('; allowed: a regular expression"),
         (
             lambda: tiny_training.config("x", lora=LoraConfig(rank=1), optim=optim.OptimConfig(optimizer="muon")),
-            "optim.optimizer is 'muon'; allowed: adamw for adapters",
+            "optim.optimizer is 'muon'; allowed: adamw .--optim.optimizer adamw. with lora.rank",
         ),
         (
             lambda: lora.partition(LoraConfig(rank=1, targets="nothing"), "", models.build(EXPERTS)),

@@ -150,6 +150,22 @@ def test_fields_that_make_no_sense_are_refused(field, value):
         tiny.config("x", **{field: value})
 
 
+@pytest.mark.parametrize(
+    "noise, words",
+    [
+        (dict(uniform=0.9), "noise.uniform is 0.9; allowed: its default: noise.kind = 'absorbing'"),
+        (
+            dict(power=3.0),
+            "noise.power is 3.0; allowed: its default: .* noise.schedule = 'linear' does not read it",
+        ),
+        (dict(kind="hybrid", schedule="cosine"), "noise.schedule is 'cosine'; allowed: its default"),
+    ],
+)
+def test_a_field_of_the_noise_that_is_not_read_is_refused(noise, words):
+    with pytest.raises(ValueError, match=words):
+        tiny.config("x", noise=mj.NoiseConfig(**noise))
+
+
 def test_a_resolved_recipe_is_json_and_tells_what_the_objective_was_made_with():
     config = tiny.config("x", objective=objectives.masked_elbo(clip=5.0))
     told = json.loads(json.dumps(recipe.resolved(config)))

@@ -312,7 +312,11 @@ def build(
             opened.append(found)
             weights.append(weight)
     if not opened:
-        raise refuse("split", split, "train: no source of this mixture holds anything out")
+        raise refuse(
+            "split",
+            split,
+            "train: no source of this mixture holds anything out. Set eval_every to 0, or held_out",
+        )
     # 2. The digest of everything that decides which tokens a batch holds. A layout is a function, so it is represented
     #    by what it makes of an example.
     probes = list[list[int]]()
