@@ -339,13 +339,15 @@ def prefix_nats(lm: LM, windows: np.ndarray, every: int = 8) -> tuple[np.ndarray
     Args:
         lm: The model.
         windows: Ids [N, WINDOW].
-        every: Distance between two sampled tokens.
+        every: One token is sampled in each run of this many tokens.
 
     Returns:
         -log p of each window without its first token, in nats [N], and the standard errors [N].
     """
-    found = []
-    for end in range(1, windows.shape[1], every):
+    found, rng = [], np.random.default_rng(0)
+    for first in range(1, windows.shape[1], every):
+        # A random place in each run: always the first one would sample the token with no context too often.
+        end = int(rng.integers(first, first + every))
         logits = mj.logits(lm, windows[:, end - 1 : end], None if end == 1 else windows[:, : end - 1])
         log_p = jax.nn.log_softmax(jnp.asarray(logits)[:, 0].at[:, list(lm.corruption.forbidden)].set(-1e30))
         found.append(-np.take_along_axis(np.asarray(log_p), windows[:, end, None], axis=1)[:, 0])
