@@ -182,7 +182,8 @@ def resume_step(config: TrainConfig) -> int | None:
         The step of the newest checkpoint; None for a fresh run.
 
     Raises:
-        ValueError: The folder holds checkpoints and `resume` is False, or checkpoints of another model or noise.
+        ValueError: The folder holds checkpoints and `resume` is False, or checkpoints of another model or noise, or of
+            a later step than the last one of the recipe.
     """
     folder = config.folder / CHECKPOINTS
     newest = checkpoint.latest(folder)
@@ -191,6 +192,8 @@ def resume_step(config: TrainConfig) -> int | None:
     if not config.resume:
         allowed = f"a folder without checkpoints; {folder} holds step {newest}: resume it (--resume) or choose another"
         raise refuse("out", str(config.folder), allowed)
+    if newest > config.steps:
+        raise refuse("steps", config.steps, f"{newest} or more, the step of the checkpoint to resume")
     saved, now = checkpoint.inspect(folder)[1]["config"], resolved(config)
     # The model, the noise and the adapters must be the same. The data check their own state (`Batches.set_state`), and
     # the number of steps, the optimizer's hyperparameters and the intervals may change on a resume.

@@ -165,6 +165,7 @@ def refused(match, out, **fields):
 def test_a_folder_with_checkpoints_is_refused_unless_resumed(whole):
     before = sorted(whole.out.rglob("*"))
     refused(r"out is .*holds step 30: resume it", whole.out)
+    refused("steps is 20; allowed: 30 or more, the step of the checkpoint", whole.out, resume=True, steps=20)
     assert sorted(whole.out.rglob("*")) == before
 
 

@@ -228,7 +228,8 @@ class PackedIterator(grain.DatasetIterator[Batch]):
             ValueError: The state belongs to other data or settings, or lacks a row of this process.
         """
         if state["data"] != self._digest:
-            raise refuse("state.data", state["data"], f"{self._digest}, same data, seed, rows and blocks")
+            allowed = f"{self._digest}; a run resumes with the same data, seed, batch, row and blocks as before"
+            raise refuse("state.data", state["data"], allowed)
         missing = [number for number in self._packers if str(number) not in state["rows"]]
         if missing:
             allowed = f"all of this process's, {missing} too"
